@@ -1,0 +1,1 @@
+"""Data parallelism in which every model state picks its own redundancy (PaRO)."""

@@ -1,0 +1,1 @@
+"""Save and load a run as boxes of named parameters."""

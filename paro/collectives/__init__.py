@@ -1,0 +1,1 @@
+"""Collectives over runs of axes, by algorithm."""

@@ -1,0 +1,1 @@
+"""The sharded optimizer and its schedules."""

@@ -1,0 +1,44 @@
+"""Which type each state, the wire and the accumulators use, and how many bytes that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionConfig:
+    """Types by name; master parameters and Adam moments are always fp32."""
+
+    compute: str
+    grad_reduce_in_bf16: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compute not in BYTES_OF:
+            raise ValueError(f"compute type {self.compute!r} is none of {', '.join(BYTES_OF)}")
+        if self.grad_reduce_in_bf16 and self.compute != "bf16":
+            raise ValueError("--grad-reduce-in-bf16 needs --bf16")
+        if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
+            raise ValueError(
+                "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each "
+                "other: give one of them"
+            )
+
+    @property
+    def accumulate(self) -> str:
+        """Type of the gradient accumulators: fp32, or bf16 by `--grad-reduce-in-bf16`."""
+        return "bf16" if self.grad_reduce_in_bf16 else "fp32"
+
+    @property
+    def wire(self) -> str:
+        """Type in which gradients travel: the compute type unless accumulation is all in fp32."""
+        return "fp32" if self.accumulate_allreduce_grads_in_fp32 else self.compute
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        return (
+            f"params {self.compute}, gradients travel as {self.wire} and accumulate in "
+            f"{self.accumulate}, master parameters and moments fp32"
+        )

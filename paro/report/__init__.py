@@ -1,0 +1,1 @@
+"""What one sees of a run: log line, metrics, memory."""

@@ -1,0 +1,1 @@
+"""Units of a model: their layout, buffers and life."""

@@ -1,0 +1,134 @@
+"""The redundancy of params, grads and optimizer state: spelling, degrees and legality."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
+
+# What people know by another name: the same code at another setting.
+NAMED_STRATEGIES = {
+    "ddp": "NNN",
+    "zero1": "NNG",
+    "zero2": "NGG",
+    "zero3": "GGG",
+    "mics": "III",
+    "hsdp": "III",
+}
+
+FLAG = "--paro-strategy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Over how many ranks one full copy of each state is spread.
+
+    `name` is the canonical spelling: letters (`IIG`) or degrees (`4,8,32`).
+    """
+
+    name: str
+    params: int
+    grads: int
+    optim: int
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        return self.params, self.grads, self.optim
+
+
+def is_legal(letters: str) -> bool:
+    """Optimizer state must be at least as finely sharded as params and as grads (PaRO 3.1.1)."""
+    params, grads, optim = (LETTERS.index(letter) for letter in letters)
+    return optim >= max(params, grads)
+
+
+def legal_letters() -> tuple[str, ...]:
+    """The 14 legal letter strategies, coarsest params first."""
+    return tuple(name for name in map("".join, product(LETTERS, repeat=3)) if is_legal(name))
+
+
+def dominating_letters(letters: str) -> str:
+    """The legal strategy with the same params and grads that never costs more than `letters`."""
+    params, grads, _ = letters
+    return params + grads + max(params, grads, key=LETTERS.index)
+
+
+def check_group_size(world_size: int, group_size: int) -> None:
+    """Raise `ValueError` unless groups of `group_size` ranks divide the world."""
+    if group_size < 1 or world_size % group_size != 0:
+        raise ValueError(
+            f"--paro-group-size {group_size} does not divide the {world_size} ranks; "
+            f"choose one of {_divisors(world_size)}"
+        )
+
+
+def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
+    """A legal strategy from letters, degrees or a known name; `ValueError` names flag and remedy."""
+    check_group_size(world_size, group_size)
+    spelled = NAMED_STRATEGIES.get(text.lower(), text)
+    if "," in spelled:
+        return _from_degrees(spelled, world_size, group_size)
+    letters = spelled.upper()
+    if len(letters) != 3 or any(letter not in LETTERS for letter in letters):
+        raise ValueError(
+            f"{FLAG} {text!r} is unknown: give three of the letters N, I, G (such as IIG), three "
+            f"degrees (such as 4,8,32) or one of {', '.join(NAMED_STRATEGIES)}"
+        )
+    if not is_legal(letters):
+        better = dominating_letters(letters)
+        raise ValueError(
+            f"{FLAG} {letters} is not legal: optimizer state must be sharded at least as finely as "
+            f"params and grads; {better} sends no more and stores less, use it instead"
+        )
+    degree_of = {"N": 1, "I": group_size, "G": world_size}
+    params, grads, optim = (degree_of[letter] for letter in letters)
+    return Strategy(name=letters, params=params, grads=grads, optim=optim)
+
+
+def _from_degrees(text: str, world_size: int, group_size: int) -> Strategy:
+    try:
+        degrees = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        degrees = ()
+    if len(degrees) != 3 or min(degrees, default=0) < 1:
+        raise ValueError(
+            f"{FLAG} {text!r} is unknown: degrees are three positive numbers, params,grads,optim"
+        )
+    params, grads, optim = degrees
+    for state, degree in zip(("params", "grads", "optim"), degrees, strict=True):
+        if world_size % degree != 0:
+            raise ValueError(
+                f"{FLAG} {text}: the {state} degree {degree} does not divide the {world_size} "
+                f"ranks; choose one of {_divisors(world_size)}"
+            )
+    chain = sorted({*degrees, group_size})
+    for low, high in zip(chain, chain[1:], strict=False):
+        if high % low != 0:
+            raise ValueError(
+                f"{FLAG} {text} with --paro-group-size {group_size}: {low} does not divide {high}, "
+                "so shards cannot nest; choose degrees that divide one another"
+            )
+    if optim < max(params, grads):
+        better = f"{params},{grads},{max(params, grads)}"
+        raise ValueError(
+            f"{FLAG} {text} is not legal: optimizer state must be sharded at least as finely as "
+            f"params and grads; {better} sends no more and stores less, use it instead"
+        )
+    return Strategy(name=text.replace(" ", ""), params=params, grads=grads, optim=optim)
+
+
+def effective_letters(strategy: Strategy, *, world_size: int, group_size: int) -> str | None:
+    """The letters that name the same degrees, coarsest first; None where no letters do.
+
+    On one group (m = n) I and G are the same degree and the answer is written with G.
+    """
+    names = {1: "N", group_size: "I", world_size: "G"}
+    if world_size == 1:
+        names = {1: "G"}
+    letters = [names.get(degree) for degree in strategy.degrees]
+    return "".join(letter for letter in letters if letter) if all(letters) else None
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)

@@ -1,0 +1,88 @@
+"""Ranks as digits: the axes between degrees, the peers along each, and where a shard begins."""
+
+# A chain of degrees 1 = a_0 | a_1 | ... | a_K = n cuts a rank into digits, innermost first:
+# rank = sum of digit_k * a_k. Axis k spans from a_k to a_(k+1). Below the group size an axis is
+# intra (fast links), above it inter. With 2 groups of 3 and the usual chain 1 | 3 | 6:
+#
+#     group 0:  0 1 2        axis 0 (intra, size 3): {0 1 2} {3 4 5}
+#     group 1:  3 4 5        axis 1 (inter, size 2): {0 3} {1 4} {2 5}
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Link(Enum):
+    """The kind of links an axis runs over."""
+
+    INTRA = "intra"
+    INTER = "inter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One digit of a rank: it spans from degree `inner` to degree `outer`."""
+
+    index: int
+    inner: int
+    outer: int
+    link: Link
+
+    @property
+    def size(self) -> int:
+        return self.outer // self.inner
+
+    def digit(self, rank: int) -> int:
+        """This rank's place along the axis."""
+        return rank // self.inner % self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """`world_size` ranks in groups of `group_size` consecutive ones, cut into `axes`.
+
+    `axes` lie innermost first; every two neighbours touch, and none has size 1.
+    """
+
+    world_size: int
+    group_size: int
+    axes: tuple[Axis, ...]
+
+    def axes_between(self, coarse: int, fine: int) -> tuple[Axis, ...]:
+        """The run of axes that leads from degree `coarse` to the larger degree `fine`."""
+        run = tuple(a for a in self.axes if coarse <= a.inner and a.outer <= fine)
+        reach = run[-1].outer if run else coarse
+        assert reach == fine and (not run or run[0].inner == coarse), (
+            f"degrees {coarse} and {fine} are not cuts of {self.axes}"
+        )
+        return run
+
+    def members(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along a run of neighbouring axes, ascending."""
+        if not axes:
+            return (rank,)
+        inner, outer = axes[0].inner, axes[-1].outer
+        first = rank - rank % outer + rank % inner
+        return tuple(range(first, first + outer, inner))
+
+    def shard_start(self, rank: int, degree: int, numel: int) -> int:
+        """Where `rank`'s shard at `degree` begins in a flat buffer of `numel` elements.
+
+        The shard has `numel / degree` elements and lies inside the shard at every coarser degree.
+        """
+        assert numel % degree == 0, f"{numel} elements cannot be cut into {degree} shards"
+        return sum(
+            axis.digit(rank) * (numel // axis.outer) for axis in self.axes_between(1, degree)
+        )
+
+
+def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...]) -> Topology:
+    """The topology whose axes are cut at 1, every degree, the group size and the world size."""
+    cuts = sorted({1, *degrees, group_size, world_size})
+    axes = []
+    for index, (inner, outer) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        assert outer % inner == 0, f"{cuts} is no divisor chain"
+        link = Link.INTRA if outer <= group_size else Link.INTER
+        axes.append(Axis(index=index, inner=inner, outer=outer, link=link))
+    return Topology(world_size, group_size, tuple(axes))
