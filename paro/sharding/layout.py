@@ -1,0 +1,178 @@
+"""Where each parameter and each shard lies in a unit's flat buffer."""
+
+# [Note: nested shards]
+# A unit's flat buffer has `numel` elements: boxes one after the other, then padding, so that every
+# degree divides it. The shard of a rank at a finer degree lies inside its shard at any coarser one
+# (Topology.shard_start). So going finer is a reduce-scatter or a local slice, going coarser is an
+# all-gather, and nothing is ever permuted. Six ranks, cut at 1 | 3 | 6, twelve elements:
+#
+#     degree 1    0 1 2 3 4 5 6 7 8 9 10 11      every rank
+#     degree 3    0 1 2 3|4 5 6 7|8 9 10 11      ranks 0,3 | 1,4 | 2,5
+#     degree 6    0 1|2 3|4 5|6 7|8 9|10 11      rank  0|3|1|4|2|5
+#
+# Padding holds zeros in every state, so that norms and sums may run over whole shards.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+ALIGN = 8  # elements: boxes and shards begin at multiples of 16 bytes in two-byte types
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A rectangle of a named parameter of shape `shape`: usually the whole of it."""
+
+    name: str
+    shape: Shape
+    start: Shape
+    extent: Shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.extent)
+
+
+def whole_box(name: str, shape: Shape) -> Box:
+    """The box that holds a parameter entirely."""
+    return Box(name=name, shape=shape, start=(0,) * len(shape), extent=shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A box and where it begins in the flat buffer."""
+
+    box: Box
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.box.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements [low, high) of a box in row-major order, found at `offset` of the buffer."""
+
+    box: Box
+    low: int
+    high: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """The flat order of one unit: decayed boxes first, then the others, then padding."""
+
+    spans: tuple[Span, ...]
+    decayed_stop: int  # weight decay applies to the elements before this one
+    numel: int  # a multiple of ALIGN times the world size
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """What the elements [start, stop) of the buffer hold, padding left out."""
+        for span in self.spans:
+            low, high = max(start, span.offset), min(stop, span.stop)
+            if low < high:
+                yield Piece(span.box, low - span.offset, high - span.offset, low)
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """The ranges of the buffer that are padding."""
+        position = 0
+        for span in self.spans:
+            if position < span.offset:
+                yield position, span.offset
+            position = span.stop
+        if position < self.numel:
+            yield position, self.numel
+
+
+def make_layout(boxes: list[Box], *, decayed: frozenset[str], world_size: int) -> UnitLayout:
+    """The layout of `boxes` for any degree that divides `world_size`."""
+    in_order = sorted(boxes, key=lambda box: box.name not in decayed)  # stable: decayed ones first
+    spans, position, decayed_stop = [], 0, 0
+    for box in in_order:
+        spans.append(Span(box, position))
+        position = _round_up(position + box.numel, ALIGN)
+        if box.name in decayed:
+            decayed_stop = position
+    return UnitLayout(tuple(spans), decayed_stop, _round_up(position, ALIGN * world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A rectangle of a parameter whose elements are [low, high) of its box, row-major."""
+
+    start: Shape  # its corner in the parameter
+    extent: Shape
+    low: int
+    high: int
+
+
+def rectangles(box: Box, low: int, high: int) -> Iterator[Rectangle]:
+    """Cuts the elements [low, high) of a box into rectangles: part row, full rows, part row."""
+    yield from _cut(box.start, box.extent, low, high, 0)
+
+
+def _cut(start: Shape, extent: Shape, low: int, high: int, base: int) -> Iterator[Rectangle]:
+    """Rectangles of the box (start, extent); `base` is the number of the box's first element."""
+    if low >= high:
+        return
+    row = prod(extent[1:])
+    if (low % row == 0 and high % row == 0) or len(extent) <= 1:
+        first, last = low // row, high // row
+        corner = (start[0] + first, *start[1:]) if start else ()
+        size = (last - first, *extent[1:]) if extent else ()
+        yield Rectangle(corner, size, base + low, base + high)
+        return
+    for begin, end in _split_at_rows(low, high, row):
+        index = begin // row
+        if begin % row == 0 and end % row == 0:
+            yield from _cut(start, extent, begin, end, base)
+        else:
+            inner = _cut(
+                start[1:], extent[1:], begin - index * row, end - index * row, base + index * row
+            )
+            for part in inner:
+                corner = (start[0] + index, *part.start)
+                yield Rectangle(corner, (1, *part.extent), part.low, part.high)
+
+
+def _split_at_rows(low: int, high: int, row: int) -> Iterator[tuple[int, int]]:
+    """[low, high) cut at its first and last row boundary."""
+    first, last = _round_up(low, row), high // row * row
+    if first > last:  # within one row
+        yield low, high
+        return
+    for begin, end in ((low, first), (first, last), (last, high)):
+        if begin < end:
+            yield begin, end
+
+
+def parameter_runs(box: Box, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """The elements [low, high) of a box as (begin, end) runs of the flattened parameter."""
+    strides = [prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
+    for part in rectangles(box, low, high):
+        yield from _runs(part.start, part.extent, box.shape, strides, 0)
+
+
+def _runs(
+    start: Shape, extent: Shape, shape: Shape, strides: list[int], base: int
+) -> Iterator[tuple[int, int]]:
+    if not extent:
+        yield base, base + 1
+        return
+    begin = base + start[0] * strides[0]
+    if extent[1:] == shape[1:]:
+        yield begin, begin + extent[0] * strides[0]
+        return
+    for index in range(extent[0]):
+        row = begin + index * strides[0]
+        yield from _runs(start[1:], extent[1:], shape[1:], strides[1:], row)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

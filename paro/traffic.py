@@ -1,0 +1,44 @@
+"""Counts the bytes that this rank sends, by kind of link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from paro.topology import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes sent over each kind of link."""
+
+    intra: int = 0
+    inter: int = 0
+
+
+class Traffic:
+    """A counter that the collectives feed and the training loop reads once an iteration."""
+
+    def __init__(self) -> None:
+        self._bytes = dict.fromkeys(Link, 0)
+        self._paused = False
+
+    def add(self, link: Link, num_bytes: int) -> None:
+        if not self._paused:
+            self._bytes[link] += num_bytes
+
+    def take(self) -> Sent:
+        """What was sent since the last call."""
+        sent = Sent(self._bytes[Link.INTRA], self._bytes[Link.INTER])
+        self._bytes = dict.fromkeys(Link, 0)
+        return sent
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Evaluation and saving send too, but do not count."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
