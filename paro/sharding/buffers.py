@@ -1,0 +1,77 @@
+"""Flat buffers that give up and regain their storage, and the ledger of what is alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paro.sharding.layout import UnitLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatShard:
+    """A range of a unit's flat order as this rank holds it: what a checkpoint reads and fills."""
+
+    layout: UnitLayout
+    start: int  # the element of the unit that values[0] is
+    values: Tensor  # 1-D
+    state: str  # "param", "exp_avg" or "exp_avg_sq"
+    writes: bool  # one of the ranks that hold the same range has True and saves it
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many buffers of one kind are alive, and at most were."""
+
+    count: int = 0
+    num_bytes: int = 0
+    peak_count: int = 0
+    peak_bytes: int = 0
+
+    def change(self, count: int, num_bytes: int) -> None:
+        self.count += count
+        self.num_bytes += num_bytes
+        self.peak_count = max(self.peak_count, self.count)
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Unit-sized buffers alive on this rank, counted where storage is taken and given up."""
+
+    whole_params: Tally = field(default_factory=Tally)
+    whole_grads: Tally = field(default_factory=Tally)
+
+
+class ElasticBuffer:
+    """A 1-D tensor whose storage comes and goes while every view of it stays valid.
+
+    Tensors that autograd saved are views of one storage object, so the storage is resized and
+    never replaced. Between `drop` and `take` reading any view is an error.
+    """
+
+    def __init__(
+        self, numel: int, *, dtype: torch.dtype, device: torch.device, tally: Tally
+    ) -> None:
+        self.values = torch.empty(numel, dtype=dtype, device=device)
+        self._num_bytes = self.values.untyped_storage().nbytes()
+        self._tally = tally
+        self.values.untyped_storage().resize_(0)
+
+    @property
+    def alive(self) -> bool:
+        return self.values.untyped_storage().nbytes() > 0
+
+    def take(self) -> None:
+        """Allocates the storage; its contents are undefined."""
+        assert not self.alive, "storage taken twice"
+        self.values.untyped_storage().resize_(self._num_bytes)
+        self._tally.change(1, self._num_bytes)
+
+    def drop(self) -> None:
+        """Gives the storage up."""
+        assert self.alive, "storage dropped twice"
+        self.values.untyped_storage().resize_(0)
+        self._tally.change(-1, -self._num_bytes)
