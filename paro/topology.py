@@ -71,10 +71,17 @@ class Topology:
 
         The shard has `numel / degree` elements and lies inside the shard at every coarser degree.
         """
-        assert numel % degree == 0, f"{numel} elements cannot be cut into {degree} shards"
-        return sum(
-            axis.digit(rank) * (numel // axis.outer) for axis in self.axes_between(1, degree)
-        )
+        return nested_range(self.axes_between(1, degree), rank, numel)[0]
+
+
+def nested_range(run: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, int]:
+    """(start, stop) of `rank`'s shard at the fine end of `run` in its buffer at the coarse end."""
+    start, size = 0, numel
+    for axis in run:
+        assert size % axis.size == 0, f"{numel} elements cannot be cut along {run}"
+        size //= axis.size
+        start += axis.digit(rank) * size
+    return start, start + size
 
 
 def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...]) -> Topology:

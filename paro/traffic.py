@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,15 +24,18 @@ class Traffic:
     def __init__(self) -> None:
         self._bytes = dict.fromkeys(Link, 0)
         self._paused = False
+        self._lock = threading.Lock()  # several lanes count
 
     def add(self, link: Link, num_bytes: int) -> None:
-        if not self._paused:
-            self._bytes[link] += num_bytes
+        with self._lock:
+            if not self._paused:
+                self._bytes[link] += num_bytes
 
     def take(self) -> Sent:
         """What was sent since the last call."""
-        sent = Sent(self._bytes[Link.INTRA], self._bytes[Link.INTER])
-        self._bytes = dict.fromkeys(Link, 0)
+        with self._lock:
+            sent = Sent(self._bytes[Link.INTRA], self._bytes[Link.INTER])
+            self._bytes = dict.fromkeys(Link, 0)
         return sent
 
     @contextmanager

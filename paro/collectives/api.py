@@ -1,0 +1,68 @@
+"""The narrow interface to collectives over runs of axes, and the choice by name."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paro.collectives.flat import FlatCollectives
+from paro.collectives.native import NativeCollectives
+from paro.groups import Run, Use, make_groups
+from paro.lanes import Event, Job, Lanes
+from paro.topology import Topology
+from paro.traffic import Traffic
+
+
+class Collectives(Protocol):
+    """Moves flat buffers along a run of neighbouring axes, innermost first in `run`.
+
+    All work in place on nested shards (layout.py): a buffer at the run's coarse end holds this
+    rank's shard at the fine end at its own place. Every call queues jobs in the lanes of its axes
+    and returns their end; an empty run costs nothing. `travel` is the type on the wire.
+    """
+
+    def all_gather(
+        self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
+    ) -> Event:
+        """Fills `whole` from the shards of the ranks along `run`.
+
+        This rank's own is `shard`, or lies in `whole` at its place already where none is given.
+        """
+
+    def reduce_scatter(
+        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        """Leaves the sum over `run` in this rank's shard of `whole`; the rest is scratch."""
+
+    def all_reduce(
+        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        """Leaves the sum over `run` in all of `whole`."""
+
+    def follow(self, run: Run, job: Job, *, after: Event) -> Event:
+        """Queues local work behind a reduction over `run`, in the lane that ended it."""
+
+
+COLLECTIVES = ("native", "flat")
+
+
+def make_collectives(
+    name: str,
+    *,
+    topology: Topology,
+    rank: int,
+    runs: dict[Use, frozenset[Run]],
+    lanes: Lanes,
+    traffic: Traffic,
+    timeout: timedelta,
+) -> Collectives:
+    """The collectives called `name` for the runs that a strategy moves along."""
+    kind = {"native": NativeCollectives, "flat": FlatCollectives}[name]
+    needed = {
+        use: frozenset(part for run in runs[use] for part in kind.groups_for(run)) for use in runs
+    }
+    groups = make_groups(topology, rank, needed, timeout)
+    return kind(groups, lanes, traffic)

@@ -1,0 +1,82 @@
+"""The backend's one collective over all ranks of a run, permuted into place: the baseline."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paro.collectives.wire import Wire, shard_in
+from paro.groups import Groups, Run, Use
+from paro.lanes import DONE, Event, Job, Lanes
+from paro.traffic import Traffic
+
+
+class FlatCollectives:
+    """What a sharding library without levels does: links inside and between groups are the same.
+
+    Backends order by rank, whose most significant digit is the outermost; nested shards lie with
+    the innermost digit first. The permutation between the two costs a whole extra buffer.
+    """
+
+    def __init__(self, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
+        self._rank = groups.rank
+        self._lanes = lanes
+        self._wire = Wire(groups, traffic)
+
+    @staticmethod
+    def groups_for(run: Run) -> tuple[Run, ...]:
+        """The runs that need a process group: the whole run."""
+        return (run,) if run else ()
+
+    def all_gather(
+        self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
+    ) -> Event:
+        def job() -> None:
+            own = shard_in(whole, run, self._rank) if shard is None else shard
+            by_rank = torch.empty_like(whole)
+            self._wire.all_gather(Use.GATHER, run, by_rank, own)
+            _nested(whole, run).copy_(_by_rank_as_nested(by_rank, run))
+
+        return self._submit(Use.GATHER, run, job, after)
+
+    def reduce_scatter(
+        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        def job() -> None:
+            by_rank = torch.empty_like(whole, dtype=travel)
+            _by_rank_as_nested(by_rank, run).copy_(_nested(whole, run))
+            own = self._wire.reduce_scatter(Use.REDUCE, run, by_rank)
+            shard_in(whole, run, self._rank).copy_(own)
+
+        return self._submit(Use.REDUCE, run, job, after)
+
+    def all_reduce(
+        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        def job() -> None:
+            moved = whole.to(travel)
+            self._wire.all_reduce(Use.REDUCE, run, moved)
+            if moved is not whole:
+                whole.copy_(moved)
+
+        return self._submit(Use.REDUCE, run, job, after)
+
+    def follow(self, run: Run, job: Job, *, after: Event) -> Event:
+        return self._submit(Use.REDUCE, run, job, after)
+
+    def _submit(self, use: Use, run: Run, job: Job, after: Event | None) -> Event:
+        if not run:
+            return after or DONE
+        return self._lanes.submit((use, *(axis.index for axis in run)), job, after=after)
+
+
+def _nested(whole: Tensor, run: Run) -> Tensor:
+    """A buffer with one dim per axis, innermost first, and one for the elements of a shard."""
+    return whole.view(*(axis.size for axis in run), -1)
+
+
+def _by_rank_as_nested(by_rank: Tensor, run: Run) -> Tensor:
+    """A buffer in the order of ranks, seen with the dims of `_nested`."""
+    num_axes = len(run)
+    seen = by_rank.view(*(axis.size for axis in reversed(run)), -1)
+    return seen.permute(*reversed(range(num_axes)), num_axes)

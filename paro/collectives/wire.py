@@ -1,0 +1,83 @@
+"""The only place that calls torch.distributed for model states, and so the one that counts bytes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paro.groups import Groups, Run, Use
+from paro.topology import Link, nested_range
+from paro.traffic import Traffic
+
+# gloo reduces-scatters by an all-reduce, at twice the bytes; an all-to-all and a sum of our own
+# move what they must. It stages this many bytes at a time, so that nothing unit-sized is added.
+_STAGED_BYTES = 4 << 20
+
+# torch 2.13 renamed these two; 2.11 and 2.12 know the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Wire:
+    """One backend collective over a run of axes, in place, in the calling thread.
+
+    Counted are the bytes that a bandwidth-optimal backend makes this rank send: to the next rank
+    of the ring for gathers and all-reduces, to every peer its piece for an all-to-all.
+    """
+
+    def __init__(self, groups: Groups, traffic: Traffic) -> None:
+        self._groups = groups
+        self._traffic = traffic
+        self._rank = groups.rank
+
+    def all_gather(self, use: Use, run: Run, whole: Tensor, shard: Tensor) -> None:
+        """Fills `whole` with every rank's `shard`, in the order of ranks."""
+        self._count_ring(run, whole.nbytes - shard.nbytes)
+        _all_gather(whole, shard, group=self._groups.of(use, run))
+
+    def all_reduce(self, use: Use, run: Run, whole: Tensor) -> None:
+        """Sums `whole` over the run."""
+        size = len(self._members(run))
+        self._count_ring(run, 2 * whole.nbytes * (size - 1) // size)
+        dist.all_reduce(whole, group=self._groups.of(use, run))
+
+    def reduce_scatter(self, use: Use, run: Run, whole: Tensor) -> Tensor:
+        """Cuts `whole` by rank and returns this rank's part of it, which then holds the sum."""
+        members = self._members(run)
+        parts = whole.view(len(members), -1)
+        own = parts[members.index(self._rank)]
+        group = self._groups.of(use, run)
+        if dist.get_backend(group) != "gloo":
+            self._count_ring(run, whole.nbytes - own.nbytes)
+            _reduce_scatter(own, whole, group=group)
+            return own
+        for member in members:
+            if member != self._rank:
+                self._traffic.add(self._link_to(member), own.nbytes)
+        step = max(1, _STAGED_BYTES // (len(members) * whole.element_size()))
+        for begin in range(0, own.numel(), step):
+            sent = parts[:, begin : begin + step].contiguous()
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=group)
+            # Summed in the order of ranks, in fp32: the same bits at every run.
+            own[begin : begin + step] = received.sum(0, dtype=torch.float32)
+        return own
+
+    def _members(self, run: Run) -> tuple[int, ...]:
+        return self._groups.topology.members(run, self._rank)
+
+    def _link_to(self, rank: int) -> Link:
+        group_size = self._groups.topology.group_size
+        return Link.INTRA if rank // group_size == self._rank // group_size else Link.INTER
+
+    def _count_ring(self, run: Run, num_bytes: int) -> None:
+        members = self._members(run)
+        after = members[(members.index(self._rank) + 1) % len(members)]
+        self._traffic.add(self._link_to(after), num_bytes)
+
+
+def shard_in(whole: Tensor, run: Run, rank: int) -> Tensor:
+    """This rank's shard at the fine end of `run`, a view of its buffer at the coarse end."""
+    start, stop = nested_range(run, rank, whole.numel())
+    return whole[start:stop]

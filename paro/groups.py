@@ -1,0 +1,56 @@
+"""The process groups of a topology; the only caller of new_group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+
+import torch.distributed as dist
+
+from paro.topology import Axis, Topology
+
+
+class Use(Enum):
+    """Gathers and reductions run in lanes, and so in groups, of their own."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+
+Run = tuple[Axis, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Every process group of this rank, complete at birth.
+
+    Scalars, barriers and checkpoints use the default group from the training thread alone.
+    """
+
+    topology: Topology
+    rank: int
+    _by_use_and_run: dict[tuple[Use, Run], dist.ProcessGroup]
+
+    def of(self, use: Use, run: Run) -> dist.ProcessGroup:
+        """This rank's group along a run of axes."""
+        return self._by_use_and_run[use, run]
+
+
+def make_groups(
+    topology: Topology, rank: int, runs: dict[Use, frozenset[Run]], timeout: timedelta
+) -> Groups:
+    """Creates the groups for `runs`, in one order on all ranks; collective over the world."""
+    mine: dict[tuple[Use, Run], dist.ProcessGroup] = {}
+    for use in Use:
+        for run in sorted(runs[use], key=lambda run: [axis.index for axis in run]):
+            seen: set[tuple[int, ...]] = set()
+            for other in range(topology.world_size):
+                members = topology.members(run, other)
+                if members in seen:
+                    continue
+                seen.add(members)
+                group = dist.new_group(list(members), timeout=timeout)
+                if rank in members:
+                    mine[use, run] = group
+    return Groups(topology=topology, rank=rank, _by_use_and_run=mine)

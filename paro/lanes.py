@@ -1,0 +1,139 @@
+"""Queues that run communication beside the training thread: worker threads or CUDA streams."""
+
+# [Note: stream order]
+# A lane is one queue of jobs, and each process group is used by exactly one lane. Every job of
+# every move is submitted by the training thread, in program order, and waits for jobs submitted
+# earlier only. All ranks run the same program, so the earliest unfinished job is runnable on all
+# of them: no deadlock, and no two collectives of one group in different orders.
+#
+# On CPU a lane is a daemon thread that runs a job when the jobs it waits for are done. On CUDA a
+# lane is a stream: the job's kernels are enqueued at once, behind events, and behind all that the
+# training thread had enqueued on its own stream by then. So a buffer may be taken by the training
+# thread and given to a job, and may be dropped once the training thread has waited for that job.
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+
+Job = Callable[[], None]
+
+
+class Event(Protocol):
+    """The end of a job."""
+
+    def wait(self) -> None:
+        """Makes the training thread (on CUDA: its stream) wait; raises what the job raised."""
+
+
+class Lanes(Protocol):
+    """Where jobs run; a lane exists from its first job on."""
+
+    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        """Queues `job` behind the lane's earlier jobs and behind `after`."""
+
+
+class DoneEvent:
+    """A job that already ran."""
+
+    def wait(self) -> None:
+        return
+
+
+DONE = DoneEvent()
+
+
+class InlineLanes:
+    """No overlap: a job runs at once, on the training thread."""
+
+    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:  # noqa: ARG002
+        with torch.no_grad():
+            job()
+        return DONE
+
+
+class _ThreadEvent:
+    def __init__(self, failures: list[BaseException]) -> None:
+        self.finished = threading.Event()
+        self._failures = failures
+
+    def wait(self) -> None:
+        self.finished.wait()
+        if self._failures:
+            raise RuntimeError("a collective failed on this rank") from self._failures[0]
+
+
+class ThreadLanes:
+    """A daemon worker per lane. The first failure of any is raised at every later wait.
+
+    After a failure the remaining jobs are skipped, so that the training thread never waits for a
+    peer that is gone; a worker that still hangs in a collective is a daemon and holds nobody.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._queues: dict[Hashable, queue.SimpleQueue] = {}
+        self._failures: list[BaseException] = []
+
+    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        if lane not in self._queues:
+            self._queues[lane] = queue.SimpleQueue()
+            name = f"lane {lane}"
+            threading.Thread(target=self._work, args=(lane,), name=name, daemon=True).start()
+        event = _ThreadEvent(self._failures)
+        self._queues[lane].put((job, after, event))
+        return event
+
+    def _work(self, lane: Hashable) -> None:
+        torch.set_grad_enabled(False)  # thread-local, as is the device
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while True:
+            job, after, event = self._queues[lane].get()
+            try:
+                if after is not None:
+                    after.wait()
+                if not self._failures:
+                    job()
+            except BaseException as failure:
+                if not self._failures:
+                    self._failures.append(failure)
+            finally:
+                event.finished.set()
+
+
+class _StreamEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class StreamLanes:
+    """A CUDA stream per lane; errors surface where CUDA reports them."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Hashable, torch.cuda.Stream] = {}
+
+    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        stream = self._streams.setdefault(lane, torch.cuda.Stream())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            if after is not None:
+                after.wait()
+            job()
+            return _StreamEvent(stream.record_event())
+
+
+def make_lanes(device: torch.device, *, overlap: bool, backend: str) -> Lanes:
+    """The lanes for a device; without overlap every job runs where it is submitted."""
+    if not overlap:
+        return InlineLanes()
+    if device.type == "cuda" and backend == "nccl":
+        return StreamLanes()
+    return ThreadLanes(device)
