@@ -1,0 +1,75 @@
+"""The factor on the loss that keeps fp16 gradients in range: constant, or found while training."""
+
+# Dynamic scaling is Megatron's: the scale doubles after `loss_scale_window` finite steps in a row.
+# Each non-finite step uses up one unit of `hysteresis`; once none is left every further one halves
+# the scale, down to `min_loss_scale`. Only a doubling restores the hysteresis.
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GROWTH = 2.0
+BACKOFF = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaleConfig:
+    """Megatron's flags; `dynamic` is for fp16 without a constant --loss-scale."""
+
+    dynamic: bool = False
+    loss_scale: float | None = None
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+
+    def __post_init__(self) -> None:
+        assert not (self.dynamic and self.loss_scale), f"{self.loss_scale} is a constant scale"
+        if self.loss_scale is not None and not 0.0 < self.loss_scale < math.inf:
+            raise ValueError(f"--loss-scale {self.loss_scale} must be a positive number")
+        if not 0.0 < self.min_loss_scale <= self.initial_loss_scale < math.inf:
+            raise ValueError(
+                f"--min-loss-scale {self.min_loss_scale} must be above 0 and not above "
+                f"--initial-loss-scale {self.initial_loss_scale}"
+            )
+        if self.loss_scale_window < 1:
+            raise ValueError(f"--loss-scale-window {self.loss_scale_window} must be at least 1")
+        if self.hysteresis < 1:
+            raise ValueError(f"--hysteresis {self.hysteresis} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaleState:
+    """All that a checkpoint must keep for the scale to go on as if nothing had happened."""
+
+    scale: float
+    growth_tracker: int
+    hysteresis_tracker: int
+
+
+def start_loss_scale(config: LossScaleConfig) -> LossScaleState:
+    """The state before the first step; without fp16 or --loss-scale the factor is 1."""
+    scale = config.initial_loss_scale if config.dynamic else config.loss_scale or 1.0
+    return LossScaleState(scale=scale, growth_tracker=0, hysteresis_tracker=config.hysteresis)
+
+
+def update_loss_scale(
+    config: LossScaleConfig, state: LossScaleState, *, found_nonfinite: bool
+) -> LossScaleState:
+    """The state for the next step, after one whose gradients were finite or not."""
+    if not config.dynamic:
+        return state
+    scale, growth, hysteresis = state.scale, state.growth_tracker, state.hysteresis_tracker
+    if found_nonfinite:
+        growth = 0
+        hysteresis -= 1
+        if hysteresis <= 0:
+            scale = max(scale * BACKOFF, config.min_loss_scale)
+    else:
+        growth += 1
+        if growth == config.loss_scale_window:
+            growth = 0
+            hysteresis = config.hysteresis
+            scale *= GROWTH
+    return LossScaleState(scale=scale, growth_tracker=growth, hysteresis_tracker=hysteresis)

@@ -1,0 +1,150 @@
+"""Learning rate and weight decay as functions of the samples stepped so far (Megatron's rules)."""
+
+# All lengths are in samples, so that a ramp-up of the batch size does not bend the curves. The
+# argument of both functions is the number of samples whose gradients were applied: an iteration
+# that was skipped for a non-finite gradient does not move the schedule.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# How much of the way from min_lr up to lr is left when `ratio` of the decay lies behind.
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda ratio: 1.0 - ratio,
+    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
+    "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
+    "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
+}
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Both curves, under Megatron's names; iterations are already converted to samples."""
+
+    lr: float
+    min_lr: float = 0.0
+    lr_decay_style: str = "linear"
+    lr_decay_samples: int
+    lr_warmup_samples: float = 0  # a float where --lr-warmup-fraction sets it
+    lr_warmup_init: float = 0.0
+    lr_wsd_decay_style: str = "exponential"
+    lr_wsd_decay_samples: int | None = None
+    start_weight_decay: float = 0.01
+    end_weight_decay: float = 0.01
+    weight_decay_incr_style: str = "constant"
+    weight_decay_incr_samples: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_rates()
+        self._check_lengths()
+        self._check_weight_decay()
+
+    def _check_rates(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr > 0.0):
+            raise ValueError(f"--lr {self.lr} must be a positive number")
+        if not 0.0 <= self.min_lr <= self.lr:
+            raise ValueError(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
+        if not 0.0 <= self.lr_warmup_init <= self.lr:
+            raise ValueError(
+                f"--lr-warmup-init {self.lr_warmup_init} must lie between 0 and --lr {self.lr}"
+            )
+        if self.lr_decay_style not in DECAY_STYLES:
+            raise ValueError(
+                f"--lr-decay-style {self.lr_decay_style} is none of {', '.join(DECAY_STYLES)}"
+            )
+        if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:
+            raise ValueError(
+                f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is none of "
+                f"{', '.join(WSD_DECAY_STYLES)}"
+            )
+
+    def _check_lengths(self) -> None:
+        if self.lr_decay_samples <= 0:
+            raise ValueError(
+                f"the learning rate decays over {self.lr_decay_samples} samples: give "
+                "--lr-decay-iters or --lr-decay-samples above 0"
+            )
+        if not 0 <= self.lr_warmup_samples < self.lr_decay_samples:
+            raise ValueError(
+                f"the warm-up takes {self.lr_warmup_samples:g} samples and must be shorter than "
+                f"the decay of {self.lr_decay_samples}: lower --lr-warmup-iters, "
+                "--lr-warmup-samples or --lr-warmup-fraction, or train longer"
+            )
+        if self.lr_decay_style != "WSD":
+            return
+        if self.lr_wsd_decay_samples is None:
+            raise ValueError(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            )
+        if not 0 < self.lr_wsd_decay_samples <= self.lr_decay_samples:
+            raise ValueError(
+                f"the WSD tail of {self.lr_wsd_decay_samples} samples must lie within the decay "
+                f"of {self.lr_decay_samples}: change --lr-wsd-decay-iters or -samples"
+            )
+
+    def _check_weight_decay(self) -> None:
+        if not 0.0 <= self.start_weight_decay <= self.end_weight_decay:
+            raise ValueError(
+                f"weight decay goes from {self.start_weight_decay} to {self.end_weight_decay}: "
+                "--start-weight-decay must be at least 0 and not above --end-weight-decay"
+            )
+        if self.weight_decay_incr_style not in WEIGHT_DECAY_STYLES:
+            raise ValueError(
+                f"--weight-decay-incr-style {self.weight_decay_incr_style} is none of "
+                f"{', '.join(WEIGHT_DECAY_STYLES)}"
+            )
+        constant = self.weight_decay_incr_style == "constant"
+        if constant and self.start_weight_decay != self.end_weight_decay:
+            raise ValueError(
+                f"--start-weight-decay {self.start_weight_decay} and --end-weight-decay "
+                f"{self.end_weight_decay} differ: choose --weight-decay-incr-style linear or cosine"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Reads both curves at any point; the step that starts after `samples` uses these values."""
+
+    config: ScheduleConfig
+
+    def lr_at(self, samples: int) -> float:
+        """The learning rate once `samples` samples have been stepped."""
+        c = self.config
+        if c.lr_warmup_samples > 0 and samples <= c.lr_warmup_samples:
+            return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * samples / c.lr_warmup_samples
+        if c.lr_decay_style == "constant":
+            return c.lr
+        if samples > c.lr_decay_samples:
+            return c.min_lr
+        if c.lr_decay_style == "inverse-square-root":
+            warmup = max(c.lr_warmup_samples, 1)
+            return max(c.min_lr, c.lr * warmup**0.5 / max(samples, 1) ** 0.5)
+        if c.lr_decay_style == "WSD":
+            left = self._left_of_tail(samples)
+        else:
+            decay = c.lr_decay_samples - c.lr_warmup_samples
+            left = _DECAYS[c.lr_decay_style]((samples - c.lr_warmup_samples) / decay)
+        return c.min_lr + left * (c.lr - c.min_lr)
+
+    def _left_of_tail(self, samples: int) -> float:
+        """Warm-up, stable, decay: full until the last `lr_wsd_decay_samples` samples."""
+        c = self.config
+        assert c.lr_wsd_decay_samples is not None, "a WSD schedule has a tail"
+        into_tail = samples - (c.lr_decay_samples - c.lr_wsd_decay_samples)
+        if into_tail <= 0:
+            return 1.0
+        return _DECAYS[c.lr_wsd_decay_style](into_tail / c.lr_wsd_decay_samples)
+
+    def weight_decay_at(self, samples: int) -> float:
+        """The weight decay once `samples` samples have been stepped."""
+        c = self.config
+        if c.weight_decay_incr_style == "constant" or samples > c.weight_decay_incr_samples:
+            return c.end_weight_decay
+        left = _DECAYS[c.weight_decay_incr_style](samples / c.weight_decay_incr_samples)
+        return c.end_weight_decay - left * (c.end_weight_decay - c.start_weight_decay)
