@@ -124,7 +124,7 @@ class Schedule:
             return c.min_lr
         if c.lr_decay_style == "inverse-square-root":
             warmup = max(c.lr_warmup_samples, 1)
-            return max(c.min_lr, c.lr * warmup**0.5 / max(samples, 1) ** 0.5)
+            return max(c.min_lr, c.lr * math.sqrt(warmup) / math.sqrt(max(samples, 1)))
         if c.lr_decay_style == "WSD":
             left = self._left_of_tail(samples)
         else:

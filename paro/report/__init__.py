@@ -1,1 +1,1 @@
-"""What one sees of a run: log line, metrics, memory."""
+"""What one sees of a run: log line, metrics, dashboards, memory."""

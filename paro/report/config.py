@@ -1,0 +1,34 @@
+"""What a run reports, how often and where to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportConfig:
+    """The logging flags."""
+
+    log_interval: int = 100
+    log_throughput: bool = False
+    metrics_file: str | None = None
+    peak_tflops: float | None = None
+    tensorboard_dir: str | None = None
+    tensorboard_log_interval: int = 1
+    tensorboard_queue_size: int = 1000
+    wandb_project: str | None = None
+    wandb_entity: str | None = None
+    wandb_exp_name: str | None = None
+    wandb_save_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--log-interval", self.log_interval),
+            ("--tensorboard-log-interval", self.tensorboard_log_interval),
+            ("--tensorboard-queue-size", self.tensorboard_queue_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{flag} {value} must be at least 1")
+        if self.peak_tflops is not None and not 0.0 < self.peak_tflops < math.inf:
+            raise ValueError(f"--peak-tflops {self.peak_tflops} must be a positive number")

@@ -1,0 +1,101 @@
+"""The peak of one device, for MFU: typed by the user, from a table, or timed here."""
+
+# Dense TFLOP/s (half of the figure that data sheets give "with sparsity"), tensor cores with fp32
+# accumulation for bf16 and fp16, plain CUDA cores for fp32 since matmuls run without TF32. A type
+# that a device lacks, or a device that no row matches, is timed instead of guessed.
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+from paro.report.record import Peak
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    pattern: str  # against torch.cuda.get_device_name()
+    tensor: float  # bf16 and fp16
+    fp32: float
+    sheet: str
+    has_bf16: bool = True
+
+
+# The first row that matches counts: variants come before the plain name.
+_DEVICES = (
+    _Device(r"\bB200\b", 2250.0, 75.0, "NVIDIA HGX B200 data sheet"),
+    _Device(r"\bH200 NVL\b", 835.5, 60.0, "NVIDIA H200 data sheet"),
+    _Device(r"\bG?H200\b", 989.4, 67.0, "NVIDIA H200 and GH200 data sheets"),
+    _Device(r"\bH100 NVL\b", 835.5, 60.0, "NVIDIA H100 data sheet"),
+    _Device(r"\bH100 PCIe\b", 756.5, 51.0, "NVIDIA H100 data sheet"),
+    _Device(r"\bH[18]00\b", 989.4, 67.0, "NVIDIA H100 data sheet, SXM"),
+    _Device(r"\bA[18]00\b", 312.0, 19.5, "NVIDIA A100 data sheet"),
+    _Device(r"\bA40\b", 149.7, 37.4, "NVIDIA A40 data sheet"),
+    _Device(r"\bA30\b", 165.0, 10.3, "NVIDIA A30 data sheet"),
+    _Device(r"\bA10\b", 125.0, 31.2, "NVIDIA A10 data sheet"),
+    _Device(r"\bL40S\b", 362.0, 91.6, "NVIDIA L40S data sheet"),
+    _Device(r"\bL40\b", 181.0, 90.5, "NVIDIA L40 data sheet"),
+    _Device(r"\bL4\b", 121.0, 30.3, "NVIDIA L4 data sheet"),
+    _Device(r"\bV100-SXM", 125.0, 15.7, "NVIDIA V100 data sheet", has_bf16=False),
+    _Device(r"\bV100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet", has_bf16=False),
+    _Device(r"\bT4\b", 65.0, 8.1, "NVIDIA T4 data sheet", has_bf16=False),
+)
+
+
+def find_peak(device: torch.device, *, compute: str, peak_tflops: float | None) -> Peak:
+    """The peak for matmuls in type `compute`, with the source as text for the start of the run."""
+    if peak_tflops is not None:
+        return Peak(flops_per_second=peak_tflops * 1e12, source="given by --peak-tflops")
+    if device.type == "cuda":
+        listed = listed_peak(torch.cuda.get_device_name(device), compute)
+        if listed is not None:
+            return listed
+    return _timed_peak(device, compute)
+
+
+def listed_peak(device_name: str, compute: str) -> Peak | None:
+    """The table's figure for a device and a type, if it has one."""
+    for row in _DEVICES:
+        if re.search(row.pattern, device_name):
+            if compute == "bf16" and not row.has_bf16:
+                return None
+            tflops = row.fp32 if compute == "fp32" else row.tensor
+            source = f"{row.sheet}, {compute} dense, for {device_name}"
+            return Peak(flops_per_second=tflops * 1e12, source=source)
+    return None
+
+
+def _timed_peak(device: torch.device, compute: str) -> Peak:
+    """The best of a few square matmuls, grown until one takes long enough to be timed well."""
+    size, largest = (2048, 8192) if device.type == "cuda" else (256, 4096)
+    seconds = _time_matmul(size, device, compute)
+    while seconds < 0.02 and size < largest:
+        size *= 2
+        seconds = _time_matmul(size, device, compute)
+    seconds = min(seconds, *(_time_matmul(size, device, compute) for _ in range(3)))
+    threads = f", CPU threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
+    return Peak(
+        flops_per_second=2.0 * size**3 / seconds,
+        source=f"timed at start: {compute} matmul of {size} x {size}{threads}",
+    )
+
+
+def _time_matmul(size: int, device: torch.device, compute: str) -> float:
+    matrix = torch.ones(size, size, dtype=_TYPES[compute], device=device)
+    out = torch.empty_like(matrix)
+    torch.mm(matrix, matrix, out=out)  # the first call of a shape also sets the library up
+    _wait(device)
+    start = time.perf_counter()
+    torch.mm(matrix, matrix, out=out)
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,70 @@
+"""The lines a run prints: Megatron's, letter for letter, with tokens/s and MFU appended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from paro.report.record import IterationRecord, Metrics, RunFacts
+
+_NAME_WIDTH = 48
+
+
+def arguments_block(arguments: Mapping[str, object]) -> str:
+    """All arguments by name, each name dotted out to one column."""
+    lines = [
+        f"  {name} {'.' * (_NAME_WIDTH - len(name))} {value}"
+        for name, value in sorted(arguments.items(), key=lambda item: item[0].lower())
+    ]
+    title = "------------------------ arguments ------------------------"
+    end = "-------------------- end of arguments ---------------------"
+    return "\n".join([title, *lines, end])
+
+
+def iteration_line(
+    interval: Sequence[IterationRecord],
+    metrics: Metrics,
+    facts: RunFacts,
+    *,
+    with_throughput: bool,
+    now: datetime,
+) -> str:
+    """The log line of an interval; parsers of Megatron's line find every field where it was."""
+    last = interval[-1]
+    fields = [
+        f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.train_iters:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {metrics.iteration_time_ms:.1f}",
+    ]
+    if with_throughput:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_device:.1f}")
+    fields.append(f"learning rate: {last.learning_rate:.6E}")
+    fields.append(f"global batch size: {last.global_batch_size:5d}")
+    if metrics.lm_loss >= 0.0:  # no number: every iteration of the interval was skipped
+        fields.append(f"lm loss: {metrics.lm_loss:.6E}")
+    fields.append(f"loss scale: {last.loss_scale:.1f}")
+    fields.append(f"grad norm: {last.grad_norm:.3f}")
+    num_skipped = sum(record.skipped for record in interval)
+    num_nan = sum(not math.isfinite(record.lm_loss) for record in interval)
+    fields.append(f"number of skipped iterations: {num_skipped:3d}")
+    fields.append(f"number of nan iterations: {num_nan:3d}")
+    fields.append(f"tokens/s: {metrics.tokens_per_second:.1f}")
+    fields.append(f"MFU: {100.0 * metrics.mfu:.2f}%")
+    return "".join(field + " | " for field in fields).rstrip(" ")
+
+
+def perplexity(lm_loss: float) -> float:
+    """exp of the loss, bounded so that an untrained model prints a number."""
+    return math.exp(min(20.0, lm_loss))
+
+
+def validation_block(*, iteration: int, lm_loss: float, data_set: str | None) -> str:
+    """The validation line between two rules; `data_set` names it in the final evaluations."""
+    where = f"iteration {iteration}" + (f" on {data_set} set" if data_set else "")
+    line = (
+        f" validation loss at {where} | lm loss value: {lm_loss:.6E} | "
+        f"lm loss PPL: {perplexity(lm_loss):.6E} | "
+    )
+    rule = "-" * (len(line) + 1)
+    return "\n".join([rule, line, rule])

@@ -1,0 +1,102 @@
+"""What the training loop measures, and what the log line and the metrics file make of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationRecord:
+    """One iteration as the training loop saw it; every iteration yields one, logged or not."""
+
+    iteration: int  # 1 for the first
+    consumed_samples: int  # this iteration's included
+    global_batch_size: int
+    lm_loss: float  # mean over the global batch; may be no number
+    grad_norm: float  # before clipping; may be no number
+    learning_rate: float
+    loss_scale: float
+    iteration_time_ms: float
+    skipped: bool  # the update was left out, since a gradient was not finite
+    intra_bytes: int  # sent by this rank in this iteration over links inside its group
+    inter_bytes: int  # and over links between groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most that one device could compute, and where the number comes from."""
+
+    flops_per_second: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What does not change while a run goes on and turns seconds into throughput."""
+
+    world_size: int
+    seq_length: int
+    train_iters: int
+    flops_per_token: float  # forward and backward, attention counted in full
+    flops_per_token_causal: float  # the same with causal attention counted half
+    peak: Peak
+    model_state_bytes: int  # parameters, gradients, master parameters and moments of this rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """A line of the metrics file: these fields, in this order."""
+
+    iteration: int
+    consumed_samples: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    iteration_time_ms: float
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float
+    mfu_causal: float
+    peak_memory_bytes: int
+    model_state_bytes: int
+    intra_bytes: int
+    inter_bytes: int
+
+
+def mean_loss(interval: Sequence[IterationRecord]) -> float:
+    """The mean over the iterations that were not skipped; no number where all were."""
+    losses = [record.lm_loss for record in interval if not record.skipped]
+    return math.fsum(losses) / len(losses) if losses else math.nan
+
+
+def summarize(
+    interval: Sequence[IterationRecord], facts: RunFacts, *, peak_memory_bytes: int
+) -> Metrics:
+    """The iterations since the last logged one as one line.
+
+    Loss and speed are means over the interval, everything else is the last iteration's.
+    """
+    last = interval[-1]
+    seconds = math.fsum(record.iteration_time_ms for record in interval) / 1000.0
+    samples = sum(record.global_batch_size for record in interval)
+    tokens_per_second = samples * facts.seq_length / seconds
+    per_device = tokens_per_second / facts.world_size
+    flops_per_second = per_device * facts.flops_per_token
+    return Metrics(
+        iteration=last.iteration,
+        consumed_samples=last.consumed_samples,
+        lm_loss=mean_loss(interval),
+        grad_norm=last.grad_norm,
+        learning_rate=last.learning_rate,
+        iteration_time_ms=seconds * 1000.0 / len(interval),
+        tokens_per_second=tokens_per_second,
+        tflops_per_device=flops_per_second / 1e12,
+        mfu=flops_per_second / facts.peak.flops_per_second,
+        mfu_causal=per_device * facts.flops_per_token_causal / facts.peak.flops_per_second,
+        peak_memory_bytes=peak_memory_bytes,
+        model_state_bytes=facts.model_state_bytes,
+        intra_bytes=last.intra_bytes,
+        inter_bytes=last.inter_bytes,
+    )
