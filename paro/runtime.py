@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,23 +33,149 @@ class RuntimeConfig:
     distributed_backend: str = "nccl"  # or "gloo": CPU ranks
     distributed_timeout_minutes: int = 10
 
+    def __post_init__(self) -> None:
+        if self.distributed_timeout_minutes <= 0:
+            raise ValueError(
+                f"--distributed-timeout-minutes {self.distributed_timeout_minutes} must be positive"
+            )
+
+
+class UserMistakeError(Exception):
+    """What a user can mend; its text is the one line that they see."""
+
 
 def read_world() -> World:
     """The world that the launcher describes in the environment: torchrun's names, then SLURM's."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
+    if "RANK" in os.environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-    rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
-    if rank is None or size is None:
+    else:
         return World()
-    return World(
-        rank=int(rank),
-        size=int(size),
-        local_rank=int(local_rank or 0),
-        ranks_per_node=int(local_size or size),
-    )
+    rank, size, local_rank, local_size = (int(os.environ.get(name, -1)) for name in names)
+    if min(rank, size, local_rank) < 0:
+        raise ValueError(f"the launcher must set {', '.join(names[:3])} in the environment")
+    ranks_per_node = local_size if local_size > 0 else size
+    return World(rank=rank, size=size, local_rank=local_rank, ranks_per_node=ranks_per_node)
+
+
+def device_for(config: RuntimeConfig, world: World) -> torch.device:
+    """A GPU per local rank under nccl, the CPU under gloo."""
+    if config.distributed_backend == "gloo":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "--distributed-backend nccl needs CUDA devices and torch sees none; "
+            "give --distributed-backend gloo to run on CPU ranks"
+        )
+    if world.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {world.local_rank} has no GPU: torch sees {torch.cuda.device_count()}; "
+            "start one process per GPU"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+class Control:
+    """Scalars, agreements and barriers among all ranks, from the training thread alone.
+
+    They use the default process group and are not counted as traffic.
+    """
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world = world
+        self._device = device
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Each value summed over the ranks, in fp64; every rank gets the same bits."""
+        if self.world.size == 1:
+            return values
+        on_device = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(on_device)
+        return [float(value) for value in on_device.tolist()]
+
+    def barrier(self) -> None:
+        if self.world.size > 1:
+            self.sum([0.0])
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Runs a block that a user's mistake may stop on any rank: then it stops on all.
+
+        `ValueError` and `OSError` are a user's; every rank raises the first failing rank's text.
+        """
+        mistake: str | None = None
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            mistake = one_line(error)
+        mistakes: list[str | None] = [mistake]
+        if self.world.size > 1:
+            mistakes = [None] * self.world.size
+            dist.all_gather_object(mistakes, mistake)
+        first = next((text for text in mistakes if text is not None), None)
+        if first is not None:
+            raise UserMistakeError(first)
+
+
+@contextmanager
+def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
+    """The process group of a run, for as long as the block lasts; none for one process."""
+    device = device_for(config, world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.size > 1:
+        dist.init_process_group(
+            config.distributed_backend,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout_of(config),
+            device_id=device if device.type == "cuda" else None,
+        )
+    control = Control(world, device)
+    yield control
+    # Only after a run that ended well: with a dead peer this would hang.
+    if world.size > 1:
+        control.barrier()
+        dist.destroy_process_group()
 
 
 def timeout_of(config: RuntimeConfig) -> timedelta:
     """After how long a collective gives up on a peer."""
     return timedelta(minutes=config.distributed_timeout_minutes)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds what libraries may draw from; the model's values and the data have seeds of their own."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def run_script(name: str, main: Callable[[], None]) -> NoReturn:
+    """Runs an entry script and exits: 0, or 2 after a user's mistake, or 1 after any failure.
+
+    A mistake is one line, printed by local rank 0. After a failure the process leaves at once:
+    threads may hang in a collective with a peer that is gone.
+    """
+    try:
+        main()
+    except UserMistakeError as mistake:
+        if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
+            print(f"{name}: error: {mistake}", file=sys.stderr, flush=True)
+        _leave(2)
+    except SystemExit as leaving:
+        _leave(leaving.code if isinstance(leaving.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

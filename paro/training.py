@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.loader import Batch
+from paro.batch_schedule import BatchSchedule
+from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
+from paro.optim.lr_schedule import Schedule
+from paro.optim.optimizer import ParoOptimizer
+from paro.runtime import Control
+from paro.sharding.engine import ShardedModel
+from paro.traffic import Sent, Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,3 +36,153 @@ class TrainConfig:
     manual_gc: bool = False
     manual_gc_interval: int = 0
     seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not hasattr(signal, self.exit_signal):
+            raise ValueError(f"--exit-signal {self.exit_signal} is no signal of this system")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """Exactly what a checkpoint restores beside the model's and the optimizer's shards."""
+
+    loss_scale: LossScaleState
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    scheduled_samples: int = 0  # what the learning rate has seen: skipped steps do not count
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step came to."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool  # a gradient was not finite, on whichever rank: no rank updated
+    sent: Sent
+    num_signalled: int = 0  # ranks that got the exit signal
+    num_late: int = 0  # ranks whose time is over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The parts of a run, built once; nothing here is replaced while it goes on."""
+
+    config: TrainConfig
+    batches: BatchSchedule
+    schedule: Schedule
+    loss_scale: LossScaleConfig
+    model: ShardedModel
+    optimizer: ParoOptimizer
+    control: Control
+    traffic: Traffic
+    device: torch.device
+
+
+def train_step(
+    training: Training,
+    state: TrainState,
+    micro_batches: Iterator[Batch],
+    *,
+    signalled: bool = False,
+    late: bool = False,
+) -> StepResult:
+    """One optimizer step: micro-batches, sums over the ranks, and the update unless one overflowed.
+
+    `signalled` and `late` are this rank's reasons to stop; they travel with the sums.
+    """
+    model, optimizer = training.model, training.optimizer
+    num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
+    batch_size = training.batches.batch_size_at(state.consumed_train_samples)
+    weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
+    model.begin_step(num_micro_batches)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
+    for index in range(num_micro_batches):
+        batch = next(micro_batches).to(training.device, non_blocking=True)
+        loss_sum += model.forward_backward(
+            batch.tokens_BS,
+            batch.labels_BS,
+            weigh(batch.loss_mask_BS),
+            last=index + 1 == num_micro_batches,
+        )
+    model.finish_gradients()
+
+    square_sum, scaled_loss, num_tokens, *reasons = training.control.sum(
+        [optimizer.local_square_sum(), float(loss_sum), weigh.num_tokens(), signalled, late]
+    )
+    unscale = weigh.unscale(num_tokens)
+    grad_norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
+    skipped = not math.isfinite(grad_norm)
+    sent = training.traffic.take()  # publishing, queued below, belongs to the step that reads it
+    if not skipped:
+        optimizer.step(
+            lr=training.schedule.lr_at(state.scheduled_samples),
+            weight_decay=training.schedule.weight_decay_at(state.scheduled_samples),
+            grad_norm=grad_norm,
+            unscale=unscale,
+        )
+        state.scheduled_samples += batch_size
+    state.iteration += 1
+    state.consumed_train_samples += batch_size
+    state.loss_scale = update_loss_scale(
+        training.loss_scale, state.loss_scale, found_nonfinite=skipped
+    )
+    num_signalled, num_late = (int(number) for number in reasons)
+    return StepResult(scaled_loss * unscale, grad_norm, skipped, sent, num_signalled, num_late)
+
+
+class _Weights:
+    """The weight of every token in the loss that backward starts from (Note: gradient scaling).
+
+    Megatron's loss is the mean over micro-batches of their token means. With
+    --calculate-per-token-loss it is the mean over all tokens of the global batch, whose number is
+    known only when the step is over: until then a full batch is assumed.
+    """
+
+    def __init__(self, training: Training, num_micro_batches: int, *, scale: float) -> None:
+        self._per_token = training.config.calculate_per_token_loss
+        self._num_parts = num_micro_batches * training.control.world.size
+        self._factor = scale / self._num_parts
+        self._scale = scale
+        self._nominal_tokens = 0
+        self._masks: list[Tensor] = []
+
+    def __call__(self, mask_BS: Tensor) -> Tensor:
+        self._nominal_tokens = mask_BS.numel()
+        self._masks.append(mask_BS.sum())
+        tokens = float(mask_BS.numel()) if self._per_token else mask_BS.sum().clamp(min=1.0)
+        return mask_BS * (self._factor / tokens)
+
+    def num_tokens(self) -> float:
+        """Unmasked tokens of this rank so far."""
+        return float(torch.stack(self._masks).double().sum())
+
+    def unscale(self, num_tokens: float) -> float:
+        """The factor from the accumulated loss and gradients to the true ones."""
+        if not self._per_token:
+            return 1.0 / self._scale
+        return self._num_parts * self._nominal_tokens / max(num_tokens, 1.0) / self._scale
+
+
+def evaluate(
+    training: Training, state: TrainState, micro_batches: Iterator[Batch], num_iters: int
+) -> float:
+    """The mean loss over `num_iters` global batches of held-out data; no traffic is counted."""
+    model = training.model
+    model.wait_published()
+    num_micro_batches = num_iters * training.batches.num_micro_batches_at(
+        state.consumed_train_samples
+    )
+    weigh = _Weights(training, num_micro_batches, scale=1.0)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=training.device)
+    with training.traffic.paused():
+        for _ in range(num_micro_batches):
+            batch = next(micro_batches).to(training.device, non_blocking=True)
+            weights_BS = weigh(batch.loss_mask_BS)
+            loss_sum += model.evaluate(batch.tokens_BS, batch.labels_BS, weights_BS)
+    loss, num_tokens = training.control.sum([float(loss_sum), weigh.num_tokens()])
+    state.consumed_valid_samples += num_iters * training.batches.batch_size_at(
+        state.consumed_train_samples
+    )
+    return loss * weigh.unscale(num_tokens)

@@ -1,8 +1,29 @@
 """Finishes gradients, clips, updates the shards and publishes them."""
 
+# [Note: gradient scaling]
+# Collectives only sum. The training loop puts every factor into the weights of the loss, before
+# backward: loss_scale / (ranks x micro-batches), and 1 / tokens of the micro-batch. So sums stay in
+# the range of fp16 at every stage, and the accumulated gradient is loss_scale times the true one.
+# `step` takes the factor that undoes this and folds clipping into it: gradients are multiplied
+# once, where they lie, in the optimizer's range only.
+
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paro.optim.adamw import attach_moments, make_adamw, set_num_steps
+from paro.sharding.buffers import FlatShard
+from paro.sharding.engine import ShardedModel
+from paro.sharding.layout import UnitLayout, parameter_runs
+from paro.sharding.unit import ShardedUnit
+
+# (parameter's name, begin, end) -> the fp32 values of its flattened elements, on the CPU
+Initializer = Callable[[str, int, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +44,176 @@ class OptimConfig:
             raise ValueError(f"--adam-eps {self.adam_eps} must be positive")
         if self.clip_grad < 0.0:
             raise ValueError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
+
+
+class UnitOptimizer:
+    """Master parameters and moments of one unit, at the optimizer's degree, and their update.
+
+    In fp32 the master is the parameter shard itself where the degrees are equal.
+    """
+
+    def __init__(self, unit: ShardedUnit, config: OptimConfig) -> None:
+        self.unit = unit
+        grad = unit.optim_grad
+        fp32 = {"dtype": torch.float32, "device": grad.device}
+        strategy = unit.context.strategy
+        self.master_is_param = (
+            unit.param_shard.dtype == torch.float32 and strategy.params == strategy.optim
+        )
+        numel = grad.numel()
+        self.master = unit.param_shard if self.master_is_param else torch.zeros(numel, **fp32)
+        self.exp_avg = torch.zeros(numel, **fp32)
+        self.exp_avg_sq = torch.zeros(numel, **fp32)
+        # Weight decay splits the range in two at most: decayed boxes lie first in the unit.
+        cut = min(max(unit.layout.decayed_stop - unit.optim_start, 0), numel)
+        self._parts = [part for part in (slice(0, cut), slice(cut, numel)) if part.start < part.stop]
+        self._params = [self.master[part].detach() for part in self._parts]
+        self.adamw = make_adamw(
+            [
+                {"params": [param], "decays": part.stop <= cut, "weight_decay": 0.0}
+                for param, part in zip(self._params, self._parts, strict=True)
+            ],
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            implementation=config.adam_implementation,
+        )
+        for param, part in zip(self._params, self._parts, strict=True):
+            attach_moments(self.adamw, param, self.exp_avg[part], self.exp_avg_sq[part])
+
+    def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
+        """One AdamW step with the unit's gradients times `factor`; then queues publishing."""
+        grad = self.unit.optim_grad
+        if factor != 1.0:
+            grad.mul_(factor)
+        grad_fp32 = grad.float()
+        for param, part in zip(self._params, self._parts, strict=True):
+            param.grad = grad_fp32[part]
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = weight_decay if group["decays"] else 0.0
+        self.adamw.step()
+        for param in self._params:
+            param.grad = None
+        self.write_params()
+
+    def write_params(self) -> None:
+        """Copies the master into its range of the parameter shard and queues publishing."""
+        if not self.master_is_param:
+            self.unit.optim_param.copy_(self.master)
+        self.unit.publish()
+
+    @property
+    def num_bytes(self) -> int:
+        master = 0 if self.master_is_param else self.master.nbytes
+        return master + self.exp_avg.nbytes + self.exp_avg_sq.nbytes
+
+
+class ParoOptimizer:
+    """The optimizer of a sharded model.
+
+    A step is: `model.finish_gradients`, `local_square_sum` (summed over the ranks by the caller,
+    which knows when a step is to be skipped), `step`. Publishing goes on in the background and is
+    awaited by the next use of each unit.
+    """
+
+    def __init__(self, model: ShardedModel, config: OptimConfig) -> None:
+        self.model = model
+        self.config = config
+        self.num_steps = 0
+        self._parts = [UnitOptimizer(unit, config) for unit in model.trainable_units]
+
+    @torch.no_grad()
+    def initialize(self, initializer: Initializer) -> None:
+        """Gives every parameter its initial value; a rank makes only what it holds."""
+        masters = {part.unit: part for part in self._parts}
+        for unit in self.model.units:
+            values = _initial_values(unit.layout, unit.param_start, unit.param_shard, initializer)
+            unit.param_shard.copy_(values)
+            part = masters.get(unit)
+            if part is not None and not part.master_is_param:
+                offset = unit.optim_start - unit.param_start
+                part.master.copy_(values[offset : offset + part.master.numel()])
+
+    def local_square_sum(self) -> float:
+        """This rank's part of the squared norm of the scaled gradients.
+
+        Summed over all ranks every element counts exactly once: ranks that hold replicas of a
+        range already counted answer 0. Not finite where any gradient of the range is not.
+        """
+        context = self.model.units[0].context
+        if context.rank >= context.strategy.optim:
+            return 0.0
+        norms = [
+            torch.linalg.vector_norm(unit.optim_grad, dtype=torch.float32)
+            for unit in self.model.trainable_units
+        ]
+        return float(torch.stack(norms).double().square().sum())
+
+    @torch.no_grad()
+    def step(
+        self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float
+    ) -> None:
+        """Updates with gradients times `unscale`, clipped to `grad_norm` being their norm then."""
+        assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
+        factor = unscale
+        if self.config.clip_grad > 0.0:
+            factor *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))  # Megatron's clipping
+        self.num_steps += 1
+        with torch.profiler.record_function("paro/update"):
+            for part in self._parts:
+                part.update(lr=lr, weight_decay=weight_decay, factor=factor)
+
+    # Saving and loading #
+
+    def flat_shards(self) -> Iterator[FlatShard]:
+        """All that a checkpoint holds of this rank; frozen parameters have no master."""
+        context = self.model.units[0].context
+        for part in self._parts:
+            unit, writes = part.unit, context.rank < context.strategy.optim
+            states = {"param": part.master, "exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq}
+            for state, values in states.items():
+                yield FlatShard(
+                    layout=unit.layout,
+                    start=unit.optim_start,
+                    values=values,
+                    state=state,
+                    writes=writes,
+                )
+        for unit in self.model.units:
+            if not unit.trainable:
+                yield FlatShard(
+                    layout=unit.layout,
+                    start=unit.param_start,
+                    values=unit.param_shard,
+                    state="param",
+                    writes=context.rank < context.strategy.params,
+                )
+
+    @torch.no_grad()
+    def loaded(self, *, num_steps: int) -> None:
+        """Takes over what was read into `flat_shards`: publishes it and counts steps on."""
+        self.num_steps = num_steps
+        for part in self._parts:
+            set_num_steps(part.adamw, num_steps)
+            part.write_params()
+        self.model.wait_published()
+
+    # What a rank holds #
+
+    def model_state_bytes(self) -> int:
+        """Parameters, gradients, master parameters and moments that stay on this rank."""
+        units = self.model.units
+        shards = sum(unit.param_shard.nbytes + unit.grad_shard.nbytes for unit in units)
+        return shards + sum(part.num_bytes for part in self._parts)
+
+
+def _initial_values(
+    layout: UnitLayout, start: int, shard: Tensor, initializer: Initializer
+) -> Tensor:
+    values = torch.zeros(shard.numel(), dtype=torch.float32)
+    for piece in layout.pieces(start, start + shard.numel()):
+        position = piece.offset - start
+        for begin, end in parameter_runs(piece.box, piece.low, piece.high):
+            values[position : position + end - begin] = initializer(piece.box.name, begin, end)
+            position += end - begin
+    return values

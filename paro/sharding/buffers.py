@@ -53,9 +53,10 @@ class ElasticBuffer:
     """
 
     def __init__(
-        self, numel: int, *, dtype: torch.dtype, device: torch.device, tally: Tally
+        self, layout: UnitLayout, *, dtype: torch.dtype, device: torch.device, tally: Tally
     ) -> None:
-        self.values = torch.empty(numel, dtype=dtype, device=device)
+        self.values = torch.empty(layout.numel, dtype=dtype, device=device)
+        self.boxes = box_views(self.values, layout)  # made now: a view needs storage to be made
         self._num_bytes = self.values.untyped_storage().nbytes()
         self._tally = tally
         self.values.untyped_storage().resize_(0)
@@ -75,3 +76,11 @@ class ElasticBuffer:
         assert self.alive, "storage dropped twice"
         self.values.untyped_storage().resize_(0)
         self._tally.change(-1, -self._num_bytes)
+
+
+def box_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
+    """The boxes of a unit as views of its whole flat buffer, by parameter."""
+    return {
+        span.box.name: whole[span.offset : span.stop].view(span.box.extent)
+        for span in layout.spans
+    }

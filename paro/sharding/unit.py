@@ -24,7 +24,7 @@ from paro.collectives.api import Collectives
 from paro.collectives.wire import shard_in
 from paro.groups import Run, Use
 from paro.lanes import DONE, Event
-from paro.sharding.buffers import ElasticBuffer, Ledger
+from paro.sharding.buffers import ElasticBuffer, Ledger, box_views
 from paro.sharding.layout import UnitLayout
 from paro.strategy import Strategy
 from paro.topology import Topology
@@ -110,7 +110,7 @@ class ShardedUnit:
         self._param_U: ElasticBuffer | None = None
         if strategy.params > 1:
             self._param_U = ElasticBuffer(
-                numel, dtype=context.compute_type, tally=context.ledger.whole_params, **new
+                layout, dtype=context.compute_type, tally=context.ledger.whole_params, **new
             )
         self.state = UnitState.SHARDED if self._param_U else UnitState.WHOLE
         self.grad_shard = torch.zeros(
@@ -119,27 +119,23 @@ class ShardedUnit:
         self._grad_U: ElasticBuffer | None = None
         if strategy.grads > 1 and trainable:
             self._grad_U = ElasticBuffer(
-                numel, dtype=context.wire_type, tally=context.ledger.whole_grads, **new
+                layout, dtype=context.wire_type, tally=context.ledger.whole_grads, **new
             )
         self._fresh = True  # the next gradient starts a step: it replaces what is accumulated
-        self._grad_views = self._views(self._grad_target()) if trainable else {}
+        self._grad_boxes = self._boxes(self.grad_shard, self._grad_U) if trainable else {}
         self.num_arrived = 0
 
     # Binding #
 
     def bind(self, parameters: dict[str, nn.Parameter]) -> None:
         """Makes each parameter a view of the whole buffer, now and whenever it is gathered."""
-        whole = self.param_shard if self._param_U is None else self._param_U.values
-        for name, view in self._views(whole).items():
-            # Not nn.Parameter(view): that would share the buffer's version counter, and autograd
+        for name, box in self._boxes(self.param_shard, self._param_U).items():
+            # Not nn.Parameter(box): that would share the buffer's version counter, and autograd
             # would take a later gather for a change of what it saved.
-            parameters[name].data = view
+            parameters[name].data = box
 
-    def _views(self, whole: Tensor) -> dict[str, Tensor]:
-        return {
-            span.box.name: whole[span.offset : span.stop].view(span.box.extent)
-            for span in self.layout.spans
-        }
+    def _boxes(self, shard: Tensor, buffer_U: ElasticBuffer | None) -> dict[str, Tensor]:
+        return box_views(shard, self.layout) if buffer_U is None else buffer_U.boxes
 
     # Ranges #
 
@@ -219,9 +215,6 @@ class ShardedUnit:
 
     # Gradients #
 
-    def _grad_target(self) -> Tensor:
-        return self.grad_shard if self._grad_U is None else self._grad_U.values
-
     @property
     def needs_grad_U(self) -> bool:
         """Whether the next gradient needs a whole buffer that is not there yet."""
@@ -235,13 +228,13 @@ class ShardedUnit:
 
     def receive(self, name: str, gradient: Tensor) -> bool:
         """Takes one parameter's gradient; True when it was the last of this backward."""
-        view = self._grad_views[name]
+        box = self._grad_boxes[name]
         if self._grad_U is not None or self._fresh:
-            view.copy_(gradient)
+            box.copy_(gradient)
         else:
-            view.add_(gradient)
+            box.add_(gradient)
         self.num_arrived += 1
-        return self.num_arrived == len(self._grad_views)
+        return self.num_arrived == len(self._grad_boxes)
 
     def reduce(self, *, last: bool) -> None:
         """Queues the reduction of this micro-batch; of the whole step where it is the last."""

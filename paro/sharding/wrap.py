@@ -1,8 +1,16 @@
-"""Cuts a model into units, hooks them into forward and backward, and prefetches."""
+"""Cuts a model into sharded units and gives its parameters their places in them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from paro.sharding.layout import Box, UnitLayout, make_layout, whole_box
+from paro.sharding.unit import ShardedUnit, ShardingContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,3 +25,108 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         if self.prefetch_units < 0:
             raise ValueError(f"--paro-prefetch-units {self.prefetch_units} is negative; 0 is off")
+
+
+class UnitSpec(Protocol):
+    """What a model says of one of its units, in forward order."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def borrows(self) -> tuple[str, ...]:
+        """Units whose parameters this one's forward and backward read too (a tied head)."""
+
+    @property
+    def backward_needs_weight(self) -> bool: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Node:
+    """A module that runs as a whole, and the units that it needs for that."""
+
+    index: int
+    name: str
+    module: nn.Module
+    own: tuple[ShardedUnit, ...]  # trainable and frozen parameters lie in units of their own
+    needed: tuple[ShardedUnit, ...]  # own and borrowed
+    in_backward: bool  # whether its backward reads weights
+
+    # What has happened in the micro-batch that runs:
+    held_for_backward: bool = False
+    input_grad_made: bool = False
+    num_units_to_arrive: int = 0
+
+    def trainable(self) -> tuple[ShardedUnit, ...]:
+        return tuple(unit for unit in self.own if unit.trainable)
+
+
+def cut_into_nodes(
+    model: nn.Module, specs: Sequence[UnitSpec], context: ShardingContext
+) -> list[Node]:
+    """The nodes of a model built on the meta device, its parameters bound to their buffers.
+
+    Parameters keep their names and `requires_grad`; nothing is allocated but the shards.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own_units: dict[str, tuple[ShardedUnit, ...]] = {}
+    seen: set[str] = set()
+    for spec in specs:
+        parameters = {names[id(p)]: p for p in spec.module.parameters()}
+        assert not seen & parameters.keys(), f"{seen & parameters.keys()} lie in two units"
+        seen |= parameters.keys()
+        own_units[spec.name] = tuple(_make_units(spec.name, parameters, context))
+    assert seen == set(names.values()), f"in no unit: {set(names.values()) - seen}"
+    _bind(model, (unit for units in own_units.values() for unit in units), context)
+
+    first_trained = _first_trained([own_units[spec.name] for spec in specs])
+    return [
+        Node(
+            index=index,
+            name=spec.name,
+            module=spec.module,
+            own=own_units[spec.name],
+            needed=tuple(u for name in (spec.name, *spec.borrows) for u in own_units[name]),
+            # Below the first trained unit no gradient flows, so nothing is gathered there.
+            in_backward=spec.backward_needs_weight and index >= first_trained,
+        )
+        for index, spec in enumerate(specs)
+    ]
+
+
+def _make_units(
+    name: str, parameters: dict[str, nn.Parameter], context: ShardingContext
+) -> Iterable[ShardedUnit]:
+    for trainable in (True, False):
+        chosen = {n: p for n, p in parameters.items() if p.requires_grad is trainable}
+        if chosen:
+            label = name if trainable else f"{name} (frozen)"
+            layout = _layout_of(chosen, context.topology.world_size)
+            yield ShardedUnit(label, layout, context, trainable=trainable)
+
+
+def _layout_of(parameters: dict[str, nn.Parameter], world_size: int) -> UnitLayout:
+    boxes: list[Box] = [whole_box(name, tuple(p.shape)) for name, p in parameters.items()]
+    decayed = frozenset(name for name, p in parameters.items() if p.ndim > 1)
+    return make_layout(boxes, decayed=decayed, world_size=world_size)
+
+
+def _bind(model: nn.Module, units: Iterable[ShardedUnit], context: ShardingContext) -> None:
+    bound: dict[str, nn.Parameter] = {}
+    for name, old in list(model.named_parameters()):
+        empty = torch.empty(0, dtype=context.compute_type, device=context.device)
+        bound[name] = nn.Parameter(empty, requires_grad=old.requires_grad)
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, bound[name])
+    for unit in units:
+        unit.bind(bound)
+
+
+def _first_trained(units_of_node: list[tuple[ShardedUnit, ...]]) -> int:
+    for index, units in enumerate(units_of_node):
+        if any(unit.trainable for unit in units):
+            return index
+    raise ValueError("every parameter is frozen: there is nothing to train")

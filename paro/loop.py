@@ -1,0 +1,165 @@
+"""The loop around the training step: evaluates, saves, reports, and knows when to leave."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from types import FrameType
+
+from data.loader import Batch
+from paro.report.record import IterationRecord
+from paro.report.report import Report
+from paro.training import StepResult, Training, TrainState, evaluate, train_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """This rank's micro-batches of every split; None where there is nothing to draw."""
+
+    train: Iterator[Batch]
+    valid: Iterator[Batch] | None
+    test: Iterator[Batch] | None
+
+
+class ExitSignal:
+    """Remembers that this process got the exit signal, once `listen` was called."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def listen(self, name: str) -> None:
+        signal.signal(getattr(signal, name), self._remember)
+
+    def _remember(self, _number: int, _frame: FrameType | None) -> None:
+        self.received = True
+
+
+class Loop:
+    """Trains from `state` to the end of the run, or to the first reason to leave before."""
+
+    def __init__(
+        self,
+        training: Training,
+        state: TrainState,
+        sources: Sources,
+        report: Report,
+        *,
+        save: Callable[[TrainState], None] | None,
+        save_interval: int | None,
+        predicted_bytes: int,
+    ) -> None:
+        self.training = training
+        self.state = state
+        self._sources = sources
+        self._report = report
+        self._save = save
+        self._save_interval = save_interval
+        self._predicted_bytes = predicted_bytes
+        self._saved_at: int | None = None
+        self._started = time.monotonic()
+        self._signal = ExitSignal()
+
+    def run(self) -> None:
+        """Trains, saves the end state, and evaluates it unless the run was cut short."""
+        config = self.training.config
+        if config.exit_signal_handler:
+            self._signal.listen(config.exit_signal)
+        if config.manual_gc:
+            gc.disable()
+            gc.collect()
+        reason = None
+        while self.state.iteration < config.train_iters and reason is None:
+            result = self._iteration()
+            self._evaluate_if_due()
+            self._save_if_due()
+            reason = self._reason_to_leave(result)
+        self._save_now()
+        if reason is not None:
+            self._report.log.log0(f"[exiting program after {reason}] datetime: {datetime.now()}")
+            return
+        self._evaluate_at_end()
+
+    def _iteration(self) -> StepResult:
+        training, state = self.training, self.state
+        scale = state.loss_scale.scale
+        batch_size = training.batches.batch_size_at(state.consumed_train_samples)
+        begin = time.perf_counter()
+        result = train_step(
+            training,
+            state,
+            self._sources.train,
+            signalled=self._signal.received,
+            late=self._out_of_time(),
+        )
+        if training.config.manual_gc and training.config.manual_gc_interval > 0:
+            if state.iteration % training.config.manual_gc_interval == 0:
+                gc.collect()
+        self._report.iteration(
+            IterationRecord(
+                iteration=state.iteration,
+                consumed_samples=state.consumed_train_samples,
+                global_batch_size=batch_size,
+                lm_loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=training.schedule.lr_at(state.scheduled_samples),
+                loss_scale=scale,
+                iteration_time_ms=(time.perf_counter() - begin) * 1000.0,
+                skipped=result.skipped,
+                intra_bytes=result.sent.intra,
+                inter_bytes=result.sent.inter,
+            )
+        )
+        if self._predicted_bytes:
+            self._report.memory(iteration=state.iteration, predicted_bytes=self._predicted_bytes)
+            self._predicted_bytes = 0
+        return result
+
+    def _evaluate_if_due(self) -> None:
+        config, state = self.training.config, self.state
+        if not config.eval_interval or state.iteration % config.eval_interval != 0:
+            return
+        self._evaluate(self._sources.valid, data_set=None)
+
+    def _evaluate_at_end(self) -> None:
+        self._evaluate(self._sources.valid, data_set="validation")
+        self._evaluate(self._sources.test, data_set="test")
+
+    def _evaluate(self, source: Iterator[Batch] | None, *, data_set: str | None) -> None:
+        if source is None or self.training.config.eval_iters == 0:
+            return
+        loss = evaluate(self.training, self.state, source, self.training.config.eval_iters)
+        self._report.validation(
+            iteration=self.state.iteration,
+            samples=self.state.consumed_train_samples,
+            lm_loss=loss,
+            data_set=data_set,
+        )
+
+    def _save_if_due(self) -> None:
+        if self._save_interval and self.state.iteration % self._save_interval == 0:
+            self._save_now()
+
+    def _save_now(self) -> None:
+        if self._save is None or self._saved_at == self.state.iteration:
+            return
+        self.training.model.wait_published()
+        self._save(self.state)
+        self._saved_at = self.state.iteration
+
+    def _out_of_time(self) -> bool:
+        limit = self.training.config.exit_duration_in_mins
+        return limit is not None and time.monotonic() - self._started > limit * 60.0
+
+    def _reason_to_leave(self, result: StepResult) -> str | None:
+        config, iteration = self.training.config, self.state.iteration
+        if result.num_signalled:
+            return f"receiving {config.exit_signal}."
+        if result.num_late:
+            return f"{config.exit_duration_in_mins} minutes"
+        if config.exit_interval and iteration % config.exit_interval == 0:
+            return f"iteration {iteration}"
+        return None

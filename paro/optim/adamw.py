@@ -1,0 +1,61 @@
+"""AdamW on flat fp32 ranges: torch's fused update, or NVIDIA apex's where it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IMPLEMENTATIONS = ("torch", "apex")
+
+
+def make_adamw(
+    groups: list[dict[str, Any]],
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    implementation: str,
+) -> torch.optim.Optimizer:
+    """An AdamW over param groups of fp32 tensors; each group has its own `weight_decay`.
+
+    The moments live where `attach_moments` puts them.
+    """
+    if implementation == "apex":
+        fused_adam = _find_apex()
+        return fused_adam(groups, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+
+
+def attach_moments(
+    optimizer: torch.optim.Optimizer, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
+) -> None:
+    """Makes the optimizer keep the moments of `param` in these tensors, from step 0."""
+    step = torch.zeros((), dtype=torch.float32, device=param.device)
+    optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+def set_num_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    """Says how many updates the moments have seen (bias correction needs it)."""
+    for state in optimizer.state.values():
+        state["step"].fill_(num_steps)
+    for group in optimizer.param_groups:
+        if "step" in group or implementation_of(optimizer) == "apex":
+            group["step"] = num_steps  # apex counts by group
+
+
+def implementation_of(optimizer: torch.optim.Optimizer) -> str:
+    return "torch" if isinstance(optimizer, torch.optim.AdamW) else "apex"
+
+
+def _find_apex() -> Any:
+    """NVIDIA's FusedAdam. PyPI's `apex` is another thing and has no `amp_C`."""
+    if importlib.util.find_spec("amp_C") is None or importlib.util.find_spec("apex") is None:
+        raise ValueError(
+            "--adam-implementation apex needs NVIDIA's apex with its CUDA extensions "
+            "(https://github.com/NVIDIA/apex); leave the flag away for torch's fused AdamW"
+        )
+    from apex.optimizers import FusedAdam
+
+    return FusedAdam
