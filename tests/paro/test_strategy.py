@@ -1,0 +1,96 @@
+"""All 27 letter strategies, degrees and names: what is legal, and what a refusal says."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from paro.strategy import (
+    LETTERS,
+    dominating_letters,
+    effective_letters,
+    is_legal,
+    legal_letters,
+    parse_strategy,
+)
+
+LEGAL = "NNN NNI NNG NII NIG NGG INI ING III IIG IGG GNG GIG GGG".split()
+ALL = ["".join(letters) for letters in product(LETTERS, repeat=3)]
+
+
+def test_the_fourteen_legal_ones() -> None:
+    assert sorted(legal_letters()) == sorted(LEGAL)
+
+
+@pytest.mark.parametrize("letters", sorted(set(ALL) - set(LEGAL)))
+def test_refused_letters_name_a_legal_alternative_with_the_same_params_and_grads(
+    letters: str,
+) -> None:
+    better = dominating_letters(letters)
+    assert is_legal(better)
+    assert better[:2] == letters[:2]
+    with pytest.raises(ValueError, match=f"--paro-strategy {letters}.*{better}"):
+        parse_strategy(letters, world_size=8, group_size=4)
+
+
+@pytest.mark.parametrize("letters", LEGAL)
+def test_letters_become_degrees(letters: str) -> None:
+    strategy = parse_strategy(letters.lower(), world_size=8, group_size=4)
+    assert strategy.name == letters
+    assert strategy.degrees == tuple({"N": 1, "I": 4, "G": 8}[letter] for letter in letters)
+
+
+@pytest.mark.parametrize(
+    ("name", "letters"),
+    [("ddp", "NNN"), ("zero1", "NNG"), ("ZeRO2", "NGG"), ("zero3", "GGG"), ("hsdp", "III")],
+)
+def test_known_names(name: str, letters: str) -> None:
+    assert parse_strategy(name, world_size=8, group_size=2).name == letters
+
+
+@pytest.mark.parametrize("group_size", [1, 8])
+def test_letters_are_judged_as_letters_where_levels_coincide(group_size: int) -> None:
+    with pytest.raises(ValueError, match="not legal"):
+        parse_strategy("IIN", world_size=8, group_size=group_size)
+
+
+def test_degrees() -> None:
+    strategy = parse_strategy("2, 4, 8", world_size=8, group_size=4)
+    assert (strategy.name, strategy.degrees) == ("2,4,8", (2, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("XYZ", "unknown"),
+        ("NN", "unknown"),
+        ("1,2", "unknown"),
+        ("1,a,2", "unknown"),
+        ("0,1,2", "unknown"),
+        ("1,3,6", "3 does not divide the 8 ranks"),
+        ("4,2,2", "not legal.*4,2,4"),
+    ],
+)
+def test_refused_texts(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        parse_strategy(text, world_size=8, group_size=4)
+
+
+def test_degrees_must_divide_one_another() -> None:
+    with pytest.raises(ValueError, match="2 does not divide 3"):
+        parse_strategy("2,2,6", world_size=6, group_size=3)
+
+
+@pytest.mark.parametrize("group_size", [0, 3, 16, -2])
+def test_group_size_must_divide(group_size: int) -> None:
+    with pytest.raises(ValueError, match="--paro-group-size.*choose one of 1, 2, 4, 8"):
+        parse_strategy("IIG", world_size=8, group_size=group_size)
+
+
+def test_effective_letters_on_one_group() -> None:
+    strategy = parse_strategy("IIG", world_size=4, group_size=4)
+    assert effective_letters(strategy, world_size=4, group_size=4) == "GGG"
+    assert effective_letters(strategy, world_size=8, group_size=4) == "III"
+    odd = parse_strategy("2,4,8", world_size=8, group_size=4)
+    assert effective_letters(odd, world_size=8, group_size=4) is None
