@@ -1,0 +1,1 @@
+"""What a strategy costs, in bytes and memory, before anything runs."""

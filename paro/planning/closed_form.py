@@ -1,0 +1,70 @@
+"""The traffic of the 14 letter strategies as multiples of two quantities, as the paper has it."""
+
+# Per rank, for a buffer of V bytes on n = m * ng ranks in groups of m:
+#
+#     X = (m - 1) / m * V             sent inside a group by a gather, or a reduce-scatter, of V
+#     Y = (ng - 1) / ng * V / m       sent between groups by the same over all ranks, level by level
+#
+# An all-reduce costs twice that. Gathers for compute move all parameters; everything else moves
+# the trained ones. Every parameter is gathered twice in a micro-batch, before forward and before
+# backward: the count per unit of cost_model.py is less for an embedding and an untied head.
+
+from __future__ import annotations
+
+from paro.strategy import is_legal
+from paro.traffic import Sent
+
+Multiples = tuple[int, int]  # of X and of Y
+
+GATHER: dict[str, Multiples] = {"N": (0, 0), "I": (2, 0), "G": (2, 2)}  # by params, a micro-batch
+REDUCE: dict[str, Multiples] = {"N": (0, 0), "I": (1, 0), "G": (1, 1)}  # by grads, a micro-batch
+FINISH: dict[str, Multiples] = {  # by grads and optim, a step
+    "NN": (2, 2),
+    "NI": (1, 2),
+    "NG": (1, 1),
+    "II": (0, 2),
+    "IG": (0, 1),
+    "GG": (0, 0),
+}
+PUBLISH: dict[str, Multiples] = {  # by params and optim, a step
+    "NN": (0, 0),
+    "NI": (1, 0),
+    "NG": (1, 1),
+    "II": (0, 0),
+    "IG": (0, 1),
+    "GG": (0, 0),
+}
+
+
+def letter_traffic(
+    letters: str,
+    *,
+    params_bytes: int,
+    trained_bytes: int,
+    world_size: int,
+    group_size: int,
+    num_micro_batches: int,
+) -> Sent:
+    """Bytes that a rank sends in one optimizer step, all states travelling in one type."""
+    assert is_legal(letters), f"{letters} is not legal"
+    params, grads, optim = letters
+    gather = _scale(GATHER[params], num_micro_batches)
+    reduce = _scale(REDUCE[grads], num_micro_batches)
+    trained = _add(_add(reduce, FINISH[grads + optim]), PUBLISH[params + optim])
+    num_groups = world_size // group_size
+
+    def volume(multiples: Multiples, num_bytes: int) -> Multiples:
+        assert num_bytes % world_size == 0, f"{num_bytes} bytes on {world_size} ranks"
+        x = num_bytes // group_size * (group_size - 1)
+        y = num_bytes // world_size * (num_groups - 1)
+        return multiples[0] * x, multiples[1] * y
+
+    return Sent(*_add(volume(gather, params_bytes), volume(trained, trained_bytes)))
+
+
+def _scale(multiples: Multiples, factor: int) -> Multiples:
+    return multiples[0] * factor, multiples[1] * factor
+
+
+def _add(left: Multiples, right: Multiples) -> Multiples:
+    return left[0] + right[0], left[1] + right[1]
