@@ -12,20 +12,26 @@ import math
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
 from paro.report.record import Metrics
+
+_BEGINNING = '{"iteration": '
 
 
 class MetricsFile:
     """Appends lines; opened by the first rank alone. Full float precision, no number as null."""
 
     def __init__(self, path: str, *, start_iteration: int) -> None:
-        self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            _drop_lines_after(self._path, start_iteration)
-        self._stream: IO[str] = self._path.open("a", encoding="utf-8")
+        place = Path(path)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if place.exists():
+                _drop_lines_after(place, start_iteration)
+            self._stream = place.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"--metrics-file {path} cannot be written: {error.strerror}"
+            ) from error
 
     def write(self, metrics: Metrics) -> None:
         """Add one line and hand it to the operating system at once."""
@@ -41,22 +47,24 @@ class MetricsFile:
 
 
 def _drop_lines_after(path: Path, iteration: int) -> None:
-    """Rewrite the file without what lies after `iteration`, if there is any such line."""
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
-    whole = lines if text.endswith("\n") else lines[:-1]
-    kept = [line for line in whole if _iteration_of(line, path) <= iteration]
+    """Rewrite the file without what lies after `iteration`, if there is anything."""
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    kept = [line for line in lines if _iteration_of(line, path) <= iteration]
     if len(kept) == len(lines):
         return
     beside = path.with_name(f"{path.name}.tmp.{os.getpid()}")
-    beside.write_text("".join(kept), encoding="utf-8")
+    beside.write_bytes(b"".join(kept))
     path.replace(path.with_name(f"{path.name}.previous"))
     beside.replace(path)
 
 
-def _iteration_of(line: str, path: Path) -> int:
+def _iteration_of(line: bytes, path: Path) -> float:
+    """The iteration of a line; beyond all for a beginning of one that a crash left."""
     try:
-        return int(json.loads(line)["iteration"])
+        if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)].encode():
+            return math.inf
+        return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--metrics-file {path} exists and is no metrics file: give another name"

@@ -1,0 +1,120 @@
+"""TensorBoard and W&B: independent of each other, and never a reason to stop training."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from paro.report.config import ReportConfig
+from paro.report.dashboards import Dashboards, open_dashboards
+from paro.report.log import Log
+
+
+class FakeWandb(ModuleType):
+    """Records what would go to the service."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.settings: dict[str, Any] = {}
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.finished = False
+
+    def init(self, **settings: Any) -> "FakeWandb":
+        self.settings = settings
+        return self
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self.logged.append((scalars, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class Broken:
+    """A dashboard whose disk is full."""
+
+    name = "Broken"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def write(self, scalars: object, *, iteration: int, samples: int) -> None:
+        self.calls += 1
+        raise OSError("no space\nleft")
+
+    def close(self) -> None:
+        raise AssertionError("it was left out before")
+
+
+def test_wandb_needs_no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = ReportConfig(wandb_project="p", wandb_entity="e", wandb_exp_name="n")
+    boards = open_dashboards(config, Log(), {"lr": 0.1})
+    boards.write({"lm loss": 2.0}, iteration=3, samples=24)
+    boards.close()
+    assert wandb.settings == {
+        "project": "p", "entity": "e", "name": "n", "dir": None, "config": {"lr": 0.1},
+    }  # fmt: skip
+    assert wandb.logged == [({"lm loss": 2.0, "samples vs steps": 24}, 3)]
+    assert wandb.finished
+
+
+def test_tensorboard_has_each_tag_over_iterations_and_over_samples(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    boards = open_dashboards(ReportConfig(tensorboard_dir=str(tmp_path)), Log(), {})
+    boards.write({"lm loss": 2.5}, iteration=3, samples=24)
+    boards.close()
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    steps = {tag: events.Scalars(tag)[0].step for tag in events.Tags()["scalars"]}
+    assert steps == {"lm loss": 3, "lm loss vs samples": 24}
+    assert events.Scalars("lm loss")[0].value == 2.5
+
+
+def test_only_the_last_rank_opens_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    boards = open_dashboards(ReportConfig(wandb_project="p"), Log(rank=0, world_size=2), {})
+    boards.write({"lm loss": 2.0}, iteration=1, samples=8)
+    assert sys.modules["wandb"].logged == []
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "flag"),
+    [
+        (ReportConfig(wandb_project="p"), "wandb", "--wandb-project"),
+        (ReportConfig(tensorboard_dir="d"), "torch.utils.tensorboard", "--tensorboard-dir"),
+    ],
+)
+def test_a_missing_package_costs_one_line(
+    config: ReportConfig,
+    module: str,
+    flag: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    boards = open_dashboards(config, Log(), {})
+    boards.write({"lm loss": 2.0}, iteration=1, samples=8)
+    boards.close()
+    text = capsys.readouterr().out
+    assert text.startswith(f"{flag} has no effect")
+    assert text.count("\n") == 1
+
+
+def test_a_dashboard_that_fails_is_left_out_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb, broken = FakeWandb(), Broken()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    boards = open_dashboards(ReportConfig(wandb_project="p"), Log(), {})
+    assert isinstance(boards, Dashboards)
+    boards.open("--broken", lambda: broken)
+    for iteration in (1, 2):
+        boards.write({"lm loss": 2.0}, iteration=iteration, samples=8)
+    boards.close()
+    assert broken.calls == 1
+    assert len(wandb.logged) == 2
+    assert capsys.readouterr().out == ("Broken is left out from here on: OSError: no space left\n")

@@ -1,0 +1,129 @@
+"""The printed lines, letter for letter, and what existing parsers make of them."""
+
+import math
+import re
+from datetime import datetime
+
+import pytest
+
+from paro.report.log import Log
+from paro.report.log_line import arguments_block, iteration_line, validation_block
+from paro.report.record import IterationRecord, Peak, RunFacts, summarize
+
+NOW = datetime(2026, 3, 1, 12, 30, 5)
+FACTS = RunFacts(
+    world_size=4,
+    seq_length=128,
+    train_iters=1000,
+    flops_per_token=6e6,
+    flops_per_token_causal=5e6,
+    peak=Peak(flops_per_second=1e12, source="typed in"),
+    model_state_bytes=4096,
+)
+
+
+def record(iteration: int = 10, **changes: object) -> IterationRecord:
+    values: dict[str, object] = {
+        "iteration": iteration,
+        "consumed_samples": 32 * iteration,
+        "global_batch_size": 32,
+        "lm_loss": 7.0,
+        "grad_norm": 1.25,
+        "learning_rate": 3e-4,
+        "loss_scale": 1.0,
+        "iteration_time_ms": 500.0,
+        "skipped": False,
+        "intra_bytes": 100,
+        "inter_bytes": 10,
+    }
+    return IterationRecord(**(values | changes))  # type: ignore[arg-type]
+
+
+def line(*interval: IterationRecord, with_throughput: bool = False) -> str:
+    metrics = summarize(interval, FACTS, peak_memory_bytes=1)
+    return iteration_line(interval, metrics, FACTS, with_throughput=with_throughput, now=NOW)
+
+
+def test_the_line_is_megatrons_with_two_fields_appended() -> None:
+    # 32 samples of 128 tokens in half a second; 2048 tokens/s a rank at 6e6 FLOPs of 1e12.
+    assert line(record(lm_loss=7.5)) == (
+        " [2026-03-01 12:30:05] iteration       10/    1000 | consumed samples:          320 |"
+        " elapsed time per iteration (ms): 500.0 | learning rate: 3.000000E-04 |"
+        " global batch size:    32 | lm loss: 7.500000E+00 | loss scale: 1.0 | grad norm: 1.250 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |"
+        " tokens/s: 8192.0 | MFU: 1.23% |"
+    )
+
+
+def test_throughput_stands_where_megatron_has_it() -> None:
+    assert (" | throughput per GPU (TFLOP/s/GPU): 0.0 | learning rate: ") in line(
+        record(), with_throughput=True
+    )
+
+
+def test_loss_is_the_mean_of_what_was_not_skipped() -> None:
+    interval = (
+        record(8, lm_loss=2.0),
+        record(9, lm_loss=math.inf, skipped=True, grad_norm=math.inf),
+        record(10, lm_loss=3.0, iteration_time_ms=800.0),
+    )
+    text = line(*interval)
+    assert "| lm loss: 2.500000E+00 |" in text
+    assert "| elapsed time per iteration (ms): 600.0 |" in text
+    assert "number of skipped iterations:   1 | number of nan iterations:   1 |" in text
+
+
+def test_an_interval_of_skipped_iterations_has_no_loss() -> None:
+    text = line(record(lm_loss=math.nan, grad_norm=math.nan, skipped=True))
+    assert "lm loss" not in text
+    assert "| grad norm: nan |" in text
+
+
+def test_a_parser_of_megatrons_line_reads_ours() -> None:
+    pattern = (
+        r"iteration\s+(\d+)/\s*(\d+) \|.*consumed samples:\s+(\d+) \|.*"
+        r"elapsed time per iteration \(ms\): ([\d.]+) \|.*learning rate: (\S+) \|.*"
+        r"lm loss: (\S+) \|.*grad norm: (\S+) \|.*number of nan iterations:\s+(\d+) \|"
+    )
+    found = re.search(pattern, line(record()))
+    assert found is not None
+    assert [float(group) for group in found.groups()] == [10, 1000, 320, 500, 3e-4, 7, 1.25, 0]
+
+
+@pytest.mark.parametrize(
+    ("data_set", "where"),
+    [
+        (None, "iteration 200"),
+        ("validation", "iteration 200 on validation set"),
+        ("test", "iteration 200 on test set"),
+    ],
+)
+def test_validation_stands_between_rules(data_set: str | None, where: str) -> None:
+    above, text, below = validation_block(iteration=200, lm_loss=2.0, data_set=data_set).split("\n")
+    assert text == (
+        f" validation loss at {where} | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    )
+    assert above == below == "-" * (len(text) + 1)
+
+
+def test_perplexity_of_a_diverged_model_is_bounded() -> None:
+    assert "PPL: 4.851652E+08" in validation_block(iteration=1, lm_loss=1e6, data_set=None)
+
+
+def test_arguments_are_sorted_and_dotted() -> None:
+    block = arguments_block({"lr": 0.1, "bf16": True, "Zeta": None})
+    assert block.split("\n") == [
+        "------------------------ arguments ------------------------",
+        "  bf16 " + "." * 44 + " True",
+        "  lr " + "." * 46 + " 0.1",
+        "  Zeta " + "." * 44 + " None",
+        "-------------------- end of arguments ---------------------",
+    ]
+
+
+def test_first_and_last_rank_speak_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(3):
+        log = Log(rank=rank, world_size=3)
+        log.log0(f"first: {rank}")
+        log.log_last(f"last: {rank}")
+    assert capsys.readouterr().out == "first: 0\nlast: 2\n"

@@ -1,0 +1,37 @@
+"""Memory is measured, not computed."""
+
+import pytest
+import torch
+
+from paro.report.memory import memory_line, peak_memory_bytes
+
+
+def test_a_cpu_process_that_grows_has_a_higher_peak() -> None:
+    size = 64 * 2**20
+    before = peak_memory_bytes(torch.device("cpu"))
+    # Touched beyond the peak so far, whatever the tests before this one had used and freed.
+    block = torch.ones(before + size, dtype=torch.uint8)
+    assert peak_memory_bytes(torch.device("cpu")) - before >= size
+    del block
+
+
+def test_the_line_shows_states_as_they_are_and_as_predicted() -> None:
+    line = memory_line(
+        torch.device("cpu"), rank=3, iteration=1, predicted_bytes=2**21, state_bytes=3 * 2**20
+    )
+    assert line.startswith("[Rank 3] (after 1 iterations) memory (MB) | max resident: ")
+    assert line.endswith(" | model states: 3.0 | model states predicted: 2.0")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_the_allocator_is_asked() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.reset_peak_memory_stats(device)
+    before = peak_memory_bytes(device)
+    block = torch.empty(2**24, dtype=torch.uint8, device=device)
+    del block
+    assert peak_memory_bytes(device) == before + 2**24
+    line = memory_line(device, rank=0, iteration=1, predicted_bytes=0, state_bytes=0)
+    assert " | allocated: " in line
+    assert " | max reserved: " in line

@@ -1,0 +1,81 @@
+"""From measurements to throughput."""
+
+import math
+from dataclasses import fields
+
+import pytest
+
+from paro.report.record import IterationRecord, Metrics, Peak, RunFacts, summarize
+
+FACTS = RunFacts(
+    world_size=2,
+    seq_length=10,
+    train_iters=9,
+    flops_per_token=1000.0,
+    flops_per_token_causal=900.0,
+    peak=Peak(flops_per_second=1e6, source="typed in"),
+    model_state_bytes=77,
+)
+FIRST = IterationRecord(
+    iteration=1,
+    consumed_samples=8,
+    global_batch_size=8,
+    lm_loss=4.0,
+    grad_norm=2.0,
+    learning_rate=0.1,
+    loss_scale=1.0,
+    iteration_time_ms=100.0,
+    skipped=False,
+    intra_bytes=5,
+    inter_bytes=6,
+)
+SECOND = IterationRecord(
+    iteration=2,
+    consumed_samples=24,
+    global_batch_size=16,
+    lm_loss=3.0,
+    grad_norm=1.0,
+    learning_rate=0.2,
+    loss_scale=1.0,
+    iteration_time_ms=300.0,
+    skipped=False,
+    intra_bytes=7,
+    inter_bytes=8,
+)
+
+
+def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
+    # 24 samples of 10 tokens in 0.4 s are 600 tokens/s, 300 a device.
+    assert summarize([FIRST, SECOND], FACTS, peak_memory_bytes=55) == Metrics(
+        iteration=2,
+        consumed_samples=24,
+        lm_loss=3.5,
+        grad_norm=1.0,
+        learning_rate=0.2,
+        iteration_time_ms=200.0,
+        tokens_per_second=pytest.approx(600.0),
+        tflops_per_device=pytest.approx(3e-7),
+        mfu=pytest.approx(0.3),
+        mfu_causal=pytest.approx(0.27),
+        peak_memory_bytes=55,
+        model_state_bytes=77,
+        intra_bytes=7,
+        inter_bytes=8,
+    )
+
+
+def test_a_single_loss_keeps_every_bit() -> None:
+    loss = 0.1 + 0.2
+    from_one = summarize(
+        [IterationRecord(**(_values(FIRST) | {"lm_loss": loss}))], FACTS, peak_memory_bytes=0
+    )
+    assert from_one.lm_loss == loss
+
+
+def test_no_iteration_counted_no_loss() -> None:
+    skipped = IterationRecord(**(_values(FIRST) | {"skipped": True}))
+    assert math.isnan(summarize([skipped], FACTS, peak_memory_bytes=0).lm_loss)
+
+
+def _values(record: IterationRecord) -> dict[str, object]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}

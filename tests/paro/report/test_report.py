@@ -1,0 +1,132 @@
+"""What a run prints and writes, seen from the training loop."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from paro.report.config import ReportConfig
+from paro.report.log import Log
+from paro.report.record import IterationRecord, Peak, RunFacts
+from paro.report.report import Report, open_report
+
+FACTS = RunFacts(
+    world_size=2,
+    seq_length=16,
+    train_iters=20,
+    flops_per_token=6e6,
+    flops_per_token_causal=5e6,
+    peak=Peak(flops_per_second=1e12, source="typed in"),
+    model_state_bytes=2**20,
+)
+
+
+def make(config: ReportConfig, *, rank: int = 0, world_size: int = 1, start: int = 0) -> Report:
+    return open_report(
+        config,
+        FACTS,
+        Log(rank=rank, world_size=world_size),
+        device=torch.device("cpu"),
+        start_iteration=start,
+        arguments={},
+    )
+
+
+def run(report: Report, iterations: range) -> None:
+    for iteration in iterations:
+        report.iteration(
+            IterationRecord(
+                iteration=iteration,
+                consumed_samples=8 * iteration,
+                global_batch_size=8,
+                lm_loss=float(iteration),
+                grad_norm=1.0,
+                learning_rate=0.1,
+                loss_scale=1.0,
+                iteration_time_ms=100.0,
+                skipped=False,
+                intra_bytes=10,
+                inter_bytes=20,
+            )
+        )
+    report.close()
+
+
+def test_multiples_of_the_interval_and_the_first_are_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run(make(ReportConfig(log_interval=5, metrics_file=str(path))), range(1, 13))
+    logged = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["iteration"] for line in logged] == [1, 5, 10]
+    assert [line["lm_loss"] for line in logged] == [1.0, 3.5, 8.0]
+    assert capsys.readouterr().out.count("| lm loss: ") == 3
+
+
+def test_after_a_resume_the_next_iteration_is_logged_and_none_twice(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    config = ReportConfig(log_interval=5, metrics_file=str(path))
+    run(make(config), range(1, 13))
+    run(make(config, start=7), range(8, 16))
+    logged = [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+    assert logged == [1, 5, 8, 10, 15]
+
+
+def test_the_first_rank_writes_and_the_last_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ReportConfig(log_interval=1, metrics_file=str(tmp_path / "metrics.jsonl"))
+    run(make(config, rank=0, world_size=2), range(1, 2))
+    assert capsys.readouterr().out == ""
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    run(make(config, rank=1, world_size=2), range(1, 2))
+    assert " iteration        1/      20 |" in capsys.readouterr().out
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_start_states_how_numbers_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    make(ReportConfig()).start({"precision": "all fp32"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "> precision: all fp32"
+    assert "6.0000E+06 forward and backward (mfu)" in lines[1]
+    assert "5.0000E+06 with causal attention halved (mfu_causal)" in lines[1]
+    assert lines[2] == "> peak of one device: 1.000 TFLOP/s, typed in"
+
+
+def test_a_full_disk_costs_the_metrics_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = make(ReportConfig(log_interval=1, metrics_file=str(tmp_path / "metrics.jsonl")))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("paro.report.metrics.MetricsFile.write", fail)
+    run(report, range(1, 4))
+    text = capsys.readouterr().out
+    assert text.count("--metrics-file is left out from here on") == 1
+    assert text.count("| lm loss: ") == 3
+
+
+def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = make(ReportConfig())
+    report.memory(iteration=1, predicted_bytes=2**21)
+    report.validation(iteration=9, samples=72, lm_loss=1.0, data_set="test")
+    text = capsys.readouterr().out
+    assert "model states: 1.0 | model states predicted: 2.0" in text
+    assert " validation loss at iteration 9 on test set | lm loss value: 1.000000E+00 |" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"log_interval": 0}, "--log-interval"),
+        ({"tensorboard_log_interval": 0}, "--tensorboard-log-interval"),
+        ({"tensorboard_queue_size": 0}, "--tensorboard-queue-size"),
+        ({"peak_tflops": 0.0}, "--peak-tflops"),
+    ],
+)
+def test_impossible_settings_name_their_flag(changes: dict[str, float], flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        ReportConfig(**changes)  # type: ignore[arg-type]
