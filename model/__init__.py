@@ -1,0 +1,1 @@
+"""The LLaMA model, ignorant of distribution."""

@@ -1,0 +1,228 @@
+"""Sizes of a LLaMA, published presets, and how many parameters and FLOPs they come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeConfig:
+    """Which activations are computed again in backward instead of being kept.
+
+    `selective`: the attention core of every block. `full` and `uniform`: every block, in runs of
+    `num_layers` blocks that keep one input together. `full` and `block`: the first `num_layers`
+    blocks, each by itself.
+    """
+
+    granularity: str
+    method: str = "uniform"
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.granularity not in ("full", "selective"):
+            raise ValueError(
+                f"--recompute-granularity {self.granularity} is neither full nor selective"
+            )
+        if self.method not in ("uniform", "block"):
+            raise ValueError(f"--recompute-method {self.method} is neither uniform nor block")
+        if self.num_layers < 1:
+            raise ValueError(f"--recompute-num-layers {self.num_layers} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """A LLaMA's sizes, under the names of their flags."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int  # key and value heads; as many as query heads unless grouped
+    kv_channels: int  # size of a head
+    max_position_embeddings: int
+    padded_vocab_size: int
+    rotary_base: float = 10000.0
+    use_rope_scaling: bool = False  # LLaMA-3.1's, by the constants in rotary.py
+    rope_scaling_factor: float = 8.0
+    norm_epsilon: float = 1e-5
+    init_method_std: float = 0.02
+    tie_embeddings_and_output_weights: bool = False
+    recompute: RecomputeConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "max_position_embeddings",
+            "padded_vocab_size",
+        ):
+            if getattr(self, name) < 1:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {getattr(self, name)} must be at least 1")
+        if self.num_attention_heads % self.num_query_groups != 0:
+            raise ValueError(
+                f"--num-attention-heads {self.num_attention_heads} is not divisible by "
+                f"--num-query-groups {self.num_query_groups}"
+            )
+        if self.kv_channels % 2 != 0:
+            raise ValueError(
+                f"heads of {self.kv_channels} channels cannot be rotated in pairs: choose "
+                "--hidden-size, --num-attention-heads or --kv-channels so that heads are even"
+            )
+        for flag, value in (
+            ("--rotary-base", self.rotary_base),
+            ("--rope-scaling-factor", self.rope_scaling_factor),
+            ("--norm-epsilon", self.norm_epsilon),
+            ("--init-method-std", self.init_method_std),
+        ):
+            if not value > 0.0:
+                raise ValueError(f"{flag} {value} must be positive")
+
+
+def head_size(hidden_size: int, num_attention_heads: int) -> int:
+    """The size of a head where --kv-channels does not say it."""
+    if num_attention_heads < 1 or hidden_size % num_attention_heads != 0:
+        raise ValueError(
+            f"--hidden-size {hidden_size} is not divisible by --num-attention-heads "
+            f"{num_attention_heads}: change one of them, or give --kv-channels"
+        )
+    return hidden_size // num_attention_heads
+
+
+def default_ffn_hidden_size(hidden_size: int) -> int:
+    """Megatron's default for SwiGLU: two thirds of four times the width, in multiples of 64."""
+    return int(4 * hidden_size * 2 / 3 / 64) * 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A published model's sizes; `None` where the flag's own default holds."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    max_position_embeddings: int
+    vocab_size: int = 32000
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 10000.0
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    tie_embeddings_and_output_weights: bool = False
+
+
+def _llama1(layers: int, hidden: int, ffn: int, heads: int, epsilon: float) -> Preset:
+    return Preset(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=heads,
+        max_position_embeddings=2048,
+        norm_epsilon=epsilon,
+    )
+
+
+def _llama2(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> Preset:
+    return Preset(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        max_position_embeddings=4096,
+    )
+
+
+def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, scaling: float = 0.0) -> Preset:
+    """`scaling` is 3.1's and 3.2's factor, which also stretches positions to 131,072."""
+    return Preset(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=8,
+        max_position_embeddings=131072 if scaling else 8192,
+        vocab_size=128256,
+        rotary_base=500000.0,
+        use_rope_scaling=bool(scaling),
+        rope_scaling_factor=scaling or 8.0,
+        tie_embeddings_and_output_weights=scaling == 32.0,
+    )
+
+
+# Sizes as in the published config.json and params.json files.
+LLAMA_PRESETS: dict[str, Preset] = {
+    "7B": _llama1(32, 4096, 11008, 32, 1e-6),
+    "13B": _llama1(40, 5120, 13824, 40, 1e-6),
+    "30B": _llama1(60, 6656, 17920, 52, 1e-6),
+    "65B": _llama1(80, 8192, 22016, 64, 1e-5),
+    "llama2-7B": _llama2(32, 4096, 11008, 32, 32),
+    "llama2-13B": _llama2(40, 5120, 13824, 40, 40),
+    "llama2-70B": _llama2(80, 8192, 28672, 64, 8),
+    "llama3-8B": _llama3(32, 4096, 14336, 32),
+    "llama3-70B": _llama3(80, 8192, 28672, 64),
+    "llama3.1-8B": _llama3(32, 4096, 14336, 32, scaling=8.0),
+    "llama3.1-70B": _llama3(80, 8192, 28672, 64, scaling=8.0),
+    "llama3.2-1B": _llama3(16, 2048, 8192, 32, scaling=32.0),
+    "llama3.2-3B": _llama3(28, 3072, 8192, 24, scaling=32.0),
+}
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter's shape by name, in the order of the model."""
+    hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.padded_vocab_size
+    query = config.num_attention_heads * config.kv_channels
+    key = config.num_query_groups * config.kv_channels
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (vocab, hidden)}
+    for layer in range(config.num_layers):
+        shapes |= {
+            f"blocks.{layer}.attention_norm": (hidden,),
+            f"blocks.{layer}.wq": (query, hidden),
+            f"blocks.{layer}.wk": (key, hidden),
+            f"blocks.{layer}.wv": (key, hidden),
+            f"blocks.{layer}.wo": (hidden, query),
+            f"blocks.{layer}.mlp_norm": (hidden,),
+            f"blocks.{layer}.w_gate": (ffn, hidden),
+            f"blocks.{layer}.w_up": (ffn, hidden),
+            f"blocks.{layer}.w_down": (hidden, ffn),
+        }
+    shapes["head.norm"] = (hidden,)
+    if not config.tie_embeddings_and_output_weights:
+        shapes["head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def num_parameters(config: LlamaConfig) -> int:
+    """All parameters, a tied weight once."""
+    total = 0
+    for shape in parameter_shapes(config).values():
+        size = 1
+        for extent in shape:
+            size *= extent
+        total += size
+    return total
+
+
+def flops_per_token(config: LlamaConfig, seq_length: int, *, causal: bool) -> float:
+    """FLOPs of one token's forward and backward: matrix products alone, a multiply-add as two.
+
+    Forward: 2 per weight of every linear layer and of the output layer, and attention's two
+    products over all `seq_length` positions (half of them where `causal`). Backward is twice the
+    forward. The embedding's look-up, norms, rotations and recomputation do not count.
+    PaLM (appendix B) counts attention in full, Megatron-LM halves it.
+    """
+    per_layer = sum(
+        shape[0] * shape[1]
+        for name, shape in parameter_shapes(config).items()
+        if name.startswith("blocks.0.") and len(shape) == 2
+    )
+    weights = config.num_layers * per_layer + config.padded_vocab_size * config.hidden_size
+    positions = seq_length / 2 if causal else seq_length
+    attention = 2 * config.num_layers * positions * config.num_attention_heads * config.kv_channels
+    return 3.0 * 2.0 * (weights + attention)

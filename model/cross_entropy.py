@@ -1,0 +1,87 @@
+"""Cross-entropy of a linear output layer, in chunks of tokens, with its gradients on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# fp32 logits that may exist at once. Large enough to keep a GPU busy, small beside the weights.
+CHUNK_BYTES = 64 << 20
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum over tokens of weight times cross-entropy of `x @ weight.T`.
+
+    Where gradients are wanted they are made in forward, chunk by chunk, while the logits are
+    there: logits are computed once, and fp32 logits of all tokens never exist. Backward multiplies
+    them by the gradient that arrives.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        token_weights_T: Tensor,
+    ) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        num_tokens, vocab = x_TD.shape[0], weight_VD.shape[0]
+        chunk = max(1, CHUNK_BYTES // (4 * vocab))
+        grad_x_TD = torch.empty_like(x_TD) if needs_x else None
+        grad_weight_VD: Tensor | None = None
+        loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
+        for begin in range(0, num_tokens, chunk):
+            part = slice(begin, begin + chunk)
+            logits_TV = (x_TD[part] @ weight_VD.t()).float()
+            labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
+            log_norm_T = torch.logsumexp(logits_TV, dim=-1)
+            losses_T = log_norm_T - logits_TV.gather(1, labels_T1).squeeze(1)
+            # A token without weight counts nothing, whatever its logits are.
+            loss += torch.where(weights_T != 0.0, losses_T * weights_T, 0.0).sum()
+            if not needs_x and not needs_weight:
+                continue
+            grad_TV = logits_TV.sub_(log_norm_T[:, None]).exp_().mul_(weights_T[:, None])
+            grad_TV.scatter_add_(1, labels_T1, -weights_T[:, None])
+            grad_TV = grad_TV.to(x_TD.dtype)
+            if grad_x_TD is not None:
+                torch.mm(grad_TV, weight_VD, out=grad_x_TD[part])
+            if needs_weight:
+                grad_weight_VD = _add_product(grad_weight_VD, grad_TV, x_TD[part], num_tokens)
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        ctx.gradients = grad_x_TD, grad_weight_VD
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_x_TD, grad_weight_VD = ctx.gradients
+        ctx.gradients = None  # a second backward is an error, and the weight's gradient is large
+        for gradient in (grad_x_TD, grad_weight_VD):
+            if gradient is not None:
+                gradient.mul_(grads[0].to(gradient.dtype))
+        return grad_x_TD, grad_weight_VD, None, None
+
+
+def _add_product(
+    total_VD: Tensor | None, grad_TV: Tensor, x_TD: Tensor, num_tokens: int
+) -> Tensor:
+    """`total + grad.T @ x`; several chunks add up in fp32, whatever the type of the model."""
+    if total_VD is not None and total_VD.dtype == grad_TV.dtype:
+        return total_VD.addmm_(grad_TV.t(), x_TD)
+    product_VD = grad_TV.t() @ x_TD
+    if total_VD is not None:
+        return total_VD.add_(product_VD)
+    return product_VD if x_TD.shape[0] == num_tokens else product_VD.float()
+
+
+def linear_cross_entropy(
+    x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor
+) -> Tensor:
+    """The fp32 scalar sum over tokens of weight times cross-entropy."""
+    loss: Tensor = _LinearCrossEntropy.apply(
+        x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
+    )
+    return loss

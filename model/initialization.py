@@ -1,0 +1,64 @@
+"""Initial values that depend on neither world size nor strategy, made only where they are held."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.config import LlamaConfig, parameter_shapes
+
+BLOCK = 2**16  # elements of a flattened parameter that share a seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInit:
+    """How one parameter starts: normal with this deviation, or ones where it is None."""
+
+    name: str
+    numel: int
+    std: float | None
+
+
+def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
+    """Megatron's: normal, narrower by sqrt(2 layers) where a block adds to the residual stream."""
+    narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
+    specs = {}
+    for name, shape in parameter_shapes(config).items():
+        std: float | None = narrow if name.endswith((".wo", ".w_down")) else config.init_method_std
+        if len(shape) == 1:
+            std = None
+        specs[name] = ParameterInit(name=name, numel=math.prod(shape), std=std)
+    return specs
+
+
+def initial_values(spec: ParameterInit, seed: int, start: int, stop: int) -> Tensor:
+    """The elements [start, stop) of the flattened parameter, fp32 on the CPU."""
+    assert 0 <= start <= stop <= spec.numel, f"[{start}, {stop}) of {spec.numel} in {spec.name}"
+    if spec.std is None:
+        return torch.ones(stop - start, dtype=torch.float32, device="cpu")
+    values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+    for block in range(start // BLOCK, -(-stop // BLOCK)):
+        begin, end = block * BLOCK, min((block + 1) * BLOCK, spec.numel)
+        # Whole blocks, since a generator's n-th number may depend on how many it makes.
+        drawn = torch.randn(end - begin, generator=_generator(seed, spec.name, block))
+        low, high = max(start, begin), min(stop, end)
+        values[low - start : high - start] = drawn[low - begin : high - begin]
+    return values.mul_(spec.std)
+
+
+@torch.no_grad()
+def initialize_whole(model: nn.Module, config: LlamaConfig, seed: int) -> None:
+    """Fills a model that lies whole in one process."""
+    specs = parameter_initializers(config)
+    for name, parameter in model.named_parameters():
+        spec = specs[name]
+        parameter.copy_(initial_values(spec, seed, 0, spec.numel).view(parameter.shape))
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,0 +1,206 @@
+"""LLaMA: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied or untied head."""
+
+# B batch, S sequence, D hidden, N query heads, K key and value heads, H head size, F feed-forward,
+# V vocabulary. Every unit (embedding, block, head) is one module that is called once in forward,
+# so that whoever shards the model can gather and release around that call. Linear layers are plain
+# parameters: projections stay apart, since attention is cut by heads and the MLP by columns when
+# weights rotate, and since checkpoints name them.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.config import LlamaConfig, RecomputeConfig
+from model.cross_entropy import linear_cross_entropy
+from model.rotary import rotate, rotations
+
+Rotations = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """A part of the model that is whole while it runs, by its name in the module tree."""
+
+    name: str
+    module: nn.Module
+    borrows: tuple[str, ...] = ()  # units whose parameters it reads too
+    backward_needs_weight: bool = True
+
+
+class Embedding(nn.Module):
+    """Token ids to vectors."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return F.embedding(tokens_BS, self.weight)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, *, recompute: str | None) -> None:
+        super().__init__()
+        hidden, ffn = config.hidden_size, config.ffn_hidden_size
+        query = config.num_attention_heads * config.kv_channels
+        key = config.num_query_groups * config.kv_channels
+        self.config = config
+        self.recompute = recompute  # "full", "selective" or None: what this block computes again
+        self.attention_norm = nn.Parameter(torch.empty(hidden))
+        self.wq = nn.Parameter(torch.empty(query, hidden))
+        self.wk = nn.Parameter(torch.empty(key, hidden))
+        self.wv = nn.Parameter(torch.empty(key, hidden))
+        self.wo = nn.Parameter(torch.empty(hidden, query))
+        self.mlp_norm = nn.Parameter(torch.empty(hidden))
+        self.w_gate = nn.Parameter(torch.empty(ffn, hidden))
+        self.w_up = nn.Parameter(torch.empty(ffn, hidden))
+        self.w_down = nn.Parameter(torch.empty(hidden, ffn))
+
+    def forward(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
+        # Inside forward, so that hooks on this module do not run again with the computation.
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return _checkpointed(self._body, x_BSD, rotation)
+        return self._body(x_BSD, rotation)
+
+    def _body(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
+        x_BSD = x_BSD + self._attention(self._norm(x_BSD, self.attention_norm), rotation)
+        return x_BSD + self._mlp(self._norm(x_BSD, self.mlp_norm))
+
+    def _norm(self, x_BSD: Tensor, scale_D: Tensor) -> Tensor:
+        return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D, self.config.norm_epsilon)
+
+    def _attention(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
+        head = (-1, self.config.kv_channels)
+        q_BSNH = rotate(F.linear(x_BSD, self.wq).unflatten(-1, head), *rotation)
+        k_BSKH = rotate(F.linear(x_BSD, self.wk).unflatten(-1, head), *rotation)
+        v_BSKH = F.linear(x_BSD, self.wv).unflatten(-1, head)
+        if self.recompute == "selective" and torch.is_grad_enabled():
+            out_BSNH = _checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH)
+        else:
+            out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH)
+        return F.linear(out_BSNH.flatten(-2), self.wo)
+
+    def _core(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
+        grouped = self.config.num_query_groups != self.config.num_attention_heads
+        out_BNSH = F.scaled_dot_product_attention(
+            q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped
+        )
+        return out_BNSH.transpose(1, 2)
+
+    def _mlp(self, x_BSD: Tensor) -> Tensor:
+        gate_BSF = F.linear(x_BSD, self.w_gate)
+        up_BSF = F.linear(x_BSD, self.w_up)
+        return F.linear(F.silu(gate_BSF) * up_BSF, self.w_down)
+
+
+class Head(nn.Module):
+    """Final norm, output layer and loss; a tied output layer is handed in."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = nn.Parameter(torch.empty(config.hidden_size))
+        self.weight: nn.Parameter | None = None
+        if not config.tie_embeddings_and_output_weights:
+            self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        labels_BS: Tensor | None,
+        token_weights_BS: Tensor | None,
+        tied_VD: Tensor | None,
+    ) -> Tensor:
+        weight_VD = self.weight if tied_VD is None else tied_VD
+        assert weight_VD is not None, "a tied head needs the embedding's weight"
+        x_BSD = F.rms_norm(x_BSD, (x_BSD.shape[-1],), self.norm, self.config.norm_epsilon)
+        if labels_BS is None:
+            return F.linear(x_BSD, weight_VD)
+        assert token_weights_BS is not None, "a loss needs the weight of every token"
+        return linear_cross_entropy(x_BSD, weight_VD, labels_BS, token_weights_BS)
+
+
+class Llama(nn.Module):
+    """The model; parameters are empty until somebody gives them values."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(
+            Block(config, recompute=_recompute_of(config.recompute, layer))
+            for layer in range(config.num_layers)
+        )
+        self.head = Head(config)
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        token_weights_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, S, V]; or, with labels, the fp32 sum over tokens of weight times loss.
+
+        The weights carry the mask, 1 / number of tokens and the loss scale, so that backward
+        starts from this sum as it is.
+        """
+        x_BSD = self.embedding(tokens_BS)
+        rotation = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
+        run = self._blocks_kept_together()
+        for first in range(0, len(self.blocks), run):
+            blocks = list(self.blocks[first : first + run])
+            if run > 1 and torch.is_grad_enabled():
+                # Hooks on these blocks run again when backward computes them again.
+                x_BSD = _checkpointed(_run_blocks, blocks, x_BSD, rotation)
+            else:
+                x_BSD = _run_blocks(blocks, x_BSD, rotation)
+        tied = self.config.tie_embeddings_and_output_weights
+        tied_VD = self.embedding.weight if tied else None
+        logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
+        return logits_or_loss
+
+    def units(self) -> list[UnitSpec]:
+        """The units in forward order."""
+        tied = self.config.tie_embeddings_and_output_weights
+        return [
+            # Its backward adds gradients up by token and reads no weight.
+            UnitSpec(name="embedding", module=self.embedding, backward_needs_weight=False),
+            *(UnitSpec(name=f"blocks.{i}", module=b) for i, b in enumerate(self.blocks)),
+            UnitSpec(name="head", module=self.head, borrows=("embedding",) if tied else ()),
+        ]
+
+    def _blocks_kept_together(self) -> int:
+        recompute = self.config.recompute
+        if recompute and (recompute.granularity, recompute.method) == ("full", "uniform"):
+            return recompute.num_layers
+        return 1
+
+
+def _recompute_of(recompute: RecomputeConfig | None, layer: int) -> str | None:
+    """What the block of this layer computes again by itself."""
+    if recompute is None or recompute.granularity == "selective":
+        return recompute and "selective"
+    if recompute.method == "uniform":
+        return "full" if recompute.num_layers == 1 else None  # longer runs: see Llama.forward
+    return "full" if layer < recompute.num_layers else None
+
+
+def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, rotation: Rotations) -> Tensor:
+    for block in blocks:
+        x_BSD = block(x_BSD, rotation)
+    return x_BSD
+
+
+def _checkpointed(function: Callable[..., Tensor], *args: object) -> Tensor:
+    # Nothing here draws random numbers, so there is no state of theirs to keep.
+    out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return out

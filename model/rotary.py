@@ -1,0 +1,69 @@
+"""Rotary position embedding, LLaMA-3.1's scaling included, in Hugging Face's half-rotation form."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import LlamaConfig
+
+# LLaMA-3.1: wavelengths above ORIGINAL / LOW turn `factor` times slower, those below
+# ORIGINAL / HIGH stay, and between the two the change is gradual.
+LOW_FREQUENCY_FACTOR = 1.0
+HIGH_FREQUENCY_FACTOR = 4.0
+ORIGINAL_POSITIONS = 8192
+
+
+def inverse_frequencies(config: LlamaConfig) -> Tensor:
+    """Radians per position of each pair of channels, fp32 on the CPU, [head size / 2]."""
+    exponents = torch.arange(0, config.kv_channels, 2, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / config.rotary_base ** (exponents / config.kv_channels)
+    if not config.use_rope_scaling:
+        return frequencies
+    turns = ORIGINAL_POSITIONS * frequencies / (2 * math.pi)  # over the original context
+    keep = (turns - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
+    keep = keep.clamp(0.0, 1.0)
+    return keep * frequencies + (1.0 - keep) * frequencies / config.rope_scaling_factor
+
+
+@lru_cache(maxsize=8)
+def rotations(
+    config: LlamaConfig, seq_length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of every position, each [S, 1, H / 2]; kept for the next call."""
+    positions = torch.arange(seq_length, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, inverse_frequencies(config))[:, None, :]
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """Backward rotates the other way round, so nothing of the input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x_BSNH, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin), None, None
+
+
+def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns channel i together with channel i + H/2 by the angle of their position."""
+    out: Tensor = _Rotate.apply(x_BSNH, cos, sin)
+    return out
+
+
+def _rotated(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_BSNH.chunk(2, dim=-1)
+    out = torch.empty_like(x_BSNH, memory_format=torch.contiguous_format)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1.0)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return out
