@@ -40,7 +40,7 @@ class LlamaConfig:
     num_query_groups: int  # key and value heads; as many as query heads unless grouped
     kv_channels: int  # size of a head
     max_position_embeddings: int
-    padded_vocab_size: int
+    vocab_size: int  # rows of the embedding, padding included
     rotary_base: float = 10000.0
     use_rope_scaling: bool = False  # LLaMA-3.1's, by the constants in rotary.py
     rope_scaling_factor: float = 8.0
@@ -58,7 +58,7 @@ class LlamaConfig:
             "num_query_groups",
             "kv_channels",
             "max_position_embeddings",
-            "padded_vocab_size",
+            "vocab_size",
         ):
             if getattr(self, name) < 1:
                 flag = "--" + name.replace("_", "-")
@@ -83,70 +83,42 @@ class LlamaConfig:
                 raise ValueError(f"{flag} {value} must be positive")
 
 
-def head_size(hidden_size: int, num_attention_heads: int) -> int:
-    """The size of a head where --kv-channels does not say it."""
-    if num_attention_heads < 1 or hidden_size % num_attention_heads != 0:
-        raise ValueError(
-            f"--hidden-size {hidden_size} is not divisible by --num-attention-heads "
-            f"{num_attention_heads}: change one of them, or give --kv-channels"
-        )
-    return hidden_size // num_attention_heads
-
-
-def default_ffn_hidden_size(hidden_size: int) -> int:
-    """Megatron's default for SwiGLU: two thirds of four times the width, in multiples of 64."""
-    return int(4 * hidden_size * 2 / 3 / 64) * 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """A published model's sizes; `None` where the flag's own default holds."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    max_position_embeddings: int
-    vocab_size: int = 32000
-    norm_epsilon: float = 1e-5
-    rotary_base: float = 10000.0
-    use_rope_scaling: bool = False
-    rope_scaling_factor: float = 8.0
-    tie_embeddings_and_output_weights: bool = False
-
-
-def _llama1(layers: int, hidden: int, ffn: int, heads: int, epsilon: float) -> Preset:
-    return Preset(
+def _llama1(layers: int, hidden: int, ffn: int, heads: int, epsilon: float) -> LlamaConfig:
+    return LlamaConfig(
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
         num_query_groups=heads,
+        kv_channels=hidden // heads,
         max_position_embeddings=2048,
+        vocab_size=32000,
         norm_epsilon=epsilon,
     )
 
 
-def _llama2(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> Preset:
-    return Preset(
+def _llama2(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> LlamaConfig:
+    return LlamaConfig(
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
         num_query_groups=groups,
+        kv_channels=hidden // heads,
         max_position_embeddings=4096,
+        vocab_size=32000,
     )
 
 
-def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, scaling: float = 0.0) -> Preset:
+def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, scaling: float = 0.0) -> LlamaConfig:
     """`scaling` is 3.1's and 3.2's factor, which also stretches positions to 131,072."""
-    return Preset(
+    return LlamaConfig(
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
         num_query_groups=8,
+        kv_channels=hidden // heads,
         max_position_embeddings=131072 if scaling else 8192,
         vocab_size=128256,
         rotary_base=500000.0,
@@ -157,7 +129,7 @@ def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, scaling: float = 
 
 
 # Sizes as in the published config.json and params.json files.
-LLAMA_PRESETS: dict[str, Preset] = {
+LLAMA_PRESETS: dict[str, LlamaConfig] = {
     "7B": _llama1(32, 4096, 11008, 32, 1e-6),
     "13B": _llama1(40, 5120, 13824, 40, 1e-6),
     "30B": _llama1(60, 6656, 17920, 52, 1e-6),
@@ -176,7 +148,7 @@ LLAMA_PRESETS: dict[str, Preset] = {
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter's shape by name, in the order of the model."""
-    hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.padded_vocab_size
+    hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
     query = config.num_attention_heads * config.kv_channels
     key = config.num_query_groups * config.kv_channels
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (vocab, hidden)}
@@ -222,7 +194,7 @@ def flops_per_token(config: LlamaConfig, seq_length: int, *, causal: bool) -> fl
         for name, shape in parameter_shapes(config).items()
         if name.startswith("blocks.0.") and len(shape) == 2
     )
-    weights = config.num_layers * per_layer + config.padded_vocab_size * config.hidden_size
+    weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
     positions = seq_length / 2 if causal else seq_length
     attention = 2 * config.num_layers * positions * config.num_attention_heads * config.kv_channels
     return 3.0 * 2.0 * (weights + attention)

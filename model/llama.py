@@ -38,7 +38,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return F.embedding(tokens_BS, self.weight)
@@ -111,7 +111,7 @@ class Head(nn.Module):
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
         self.weight: nn.Parameter | None = None
         if not config.tie_embeddings_and_output_weights:
-            self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
+            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
     def forward(
         self,
