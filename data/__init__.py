@@ -1,0 +1,1 @@
+"""From text to micro-batches: tokenizers, Megatron's indexed data sets and sample order."""

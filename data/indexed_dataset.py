@@ -1,0 +1,255 @@
+"""Megatron's indexed data set: token ids in `<prefix>.bin`, where each sequence lies in `.idx`.
+
+The index file, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 S
+sequences, uint64 D = documents + 1, int32[S] lengths in tokens, int64[S] byte offsets into the
+.bin file, int64[D] the first sequence of each document and S at the end. The .bin file is the
+sequences' token ids one after the other. The 8-byte arrays start at byte 34 + 4S, unaligned.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from data.atomic_file import replacing
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document entries
+TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOAT_CODES = (6, 7)  # legal in the format, but no token ids
+MAX_SEQUENCE_LENGTH = np.iinfo(np.int32).max
+REMEDY = "write both files anew with tools/preprocess_data.py"
+
+Tokens = NDArray[Any]
+
+
+def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
+    """The smallest type Megatron stores ids of this vocabulary in: uint16, or int32 from 65500."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
+    """Byte offset of each sequence; 64 bits wide from the first sum on."""
+    wide = lengths.astype("<i8")
+    return (np.cumsum(wide) - wide) * itemsize
+
+
+class IndexedDataset:
+    """The sequences of one prefix, memory-mapped; files that do not fit together are refused.
+
+    Pickles as its prefix alone, so that worker processes map the files themselves.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        _check_present(self.prefix)
+        index = _map_bytes(idx_path(prefix))
+        header = _read_header(index, idx_path(prefix))
+        count, entries = header.num_sequences, header.num_document_entries
+        self.dtype = np.dtype(TOKEN_DTYPES[header.dtype_code])
+        self.sequence_lengths = _view(index, "<i4", count, HEADER.size)
+        self.sequence_pointers = _view(index, "<i8", count, HEADER.size + 4 * count)
+        self.document_indices = _view(index, "<i8", entries, HEADER.size + 12 * count)
+        self.num_tokens = int(self.sequence_lengths.sum(dtype=np.int64))
+        if not self._index_is_whole():
+            raise ValueError(f"{idx_path(prefix)} contradicts itself, it is damaged: {REMEDY}")
+        content = _map_bytes(bin_path(prefix))
+        expected = self.num_tokens * self.dtype.itemsize
+        if content.nbytes != expected:
+            raise ValueError(
+                f"{bin_path(prefix)} holds {content.nbytes} bytes where its .idx says {expected}: "
+                f"truncated, or the two files do not belong together; {REMEDY}"
+            )
+        self.tokens: Tokens = content.view(self.dtype)  # of all sequences, one after the other
+
+    def _index_is_whole(self) -> bool:
+        """Whether lengths, pointers and documents agree, as far as reading them once tells."""
+        lengths, pointers, documents = (
+            self.sequence_lengths,
+            self.sequence_pointers,
+            self.document_indices,
+        )
+        if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths):
+            return False
+        if len(lengths) == 0:
+            return True
+        end = int(pointers[-1]) + int(lengths[-1]) * self.dtype.itemsize
+        in_order = pointers[0] == 0 and end == self.num_tokens * self.dtype.itemsize
+        return bool(in_order and lengths.min() >= 0)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
+        """The ids of sequence `index` from `offset` on, `length` of them or all; not a copy."""
+        stop = int(self.sequence_lengths[index]) if length is None else offset + length
+        assert 0 <= offset <= stop <= self.sequence_lengths[index], (
+            f"tokens {offset}..{stop} of sequence {index}, which has {self.sequence_lengths[index]}"
+        )
+        begin, remainder = divmod(int(self.sequence_pointers[index]), self.dtype.itemsize)
+        part = self.tokens[begin + offset : begin + stop]
+        if begin < 0 or remainder != 0 or len(part) != stop - offset:
+            raise ValueError(
+                f"{idx_path(self.prefix)} points sequence {index} at no place in its .bin file, "
+                f"it is damaged: {REMEDY}"
+            )
+        return part
+
+    def __getitem__(self, index: int) -> Tokens:
+        return self.get(index)
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return IndexedDataset, (self.prefix,)
+
+
+class _Header(NamedTuple):
+    """What the first 34 bytes of an index say."""
+
+    dtype_code: int
+    num_sequences: int
+    num_document_entries: int
+
+
+def _check_present(prefix: str) -> None:
+    for path in (idx_path(prefix), bin_path(prefix)):
+        if path.is_file():
+            continue
+        given = Path(prefix)
+        if given.suffix in (".bin", ".idx") and given.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing: --data-path takes the prefix, {given.with_suffix('')}, "
+                "without .bin or .idx"
+            )
+        raise FileNotFoundError(
+            f"{path} is missing: --data-path takes the prefix of a .bin and a .idx file as "
+            "tools/preprocess_data.py writes them"
+        )
+
+
+def _map_bytes(path: Path) -> NDArray[np.uint8]:
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype=np.uint8)
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def _read_header(index: NDArray[np.uint8], path: Path) -> _Header:
+    if index.nbytes < HEADER.size or bytes(index[: len(MAGIC)]) != MAGIC:
+        raise ValueError(f"{path} is not a Megatron index file (MMIDIDX): {REMEDY}")
+    _, version, code, count, entries = HEADER.unpack(index[: HEADER.size].tobytes())
+    if version != VERSION:
+        raise ValueError(f"{path} has format version {version}, only 1 is known: {REMEDY}")
+    if code not in TOKEN_DTYPES:
+        kind = "floating-point numbers" if code in FLOAT_CODES else f"an unknown type ({code})"
+        raise ValueError(f"{path} declares {kind} instead of token ids: {REMEDY}")
+    expected = HEADER.size + 12 * count + 8 * entries
+    if index.nbytes == expected + count and count > 0:
+        raise ValueError(f"{path} is multimodal (it has modes); only text is supported: {REMEDY}")
+    if index.nbytes != expected:
+        raise ValueError(
+            f"{path} holds {index.nbytes} bytes where its header says {expected}, it is "
+            f"truncated or damaged: {REMEDY}"
+        )
+    return _Header(code, count, entries)
+
+
+def _view(index: NDArray[np.uint8], dtype: str, count: int, offset: int) -> NDArray[Any]:
+    """An array over mapped bytes; the offset need not be aligned to the type."""
+    return np.frombuffer(index, dtype=dtype, count=count, offset=offset)
+
+
+class IndexedDatasetWriter:
+    """Writes one prefix: both files get their names when the block ends well, neither when not.
+
+    The .bin file is streamed, the .idx file is written last.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
+        self.prefix = str(prefix)
+        self.dtype = dtype
+        self.num_tokens = 0
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._files = self._open_files()
+
+    @contextmanager
+    def _open_files(self) -> Iterator[None]:
+        bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        with (
+            replacing(idx_path(self.prefix)) as idx_file,
+            replacing(bin_path(self.prefix)) as bin_file,
+        ):
+            with bin_file.open("wb") as self._stream:
+                yield
+            self._write_index(idx_file)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        self._files.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.__exit__(kind, error, trace)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._documents) - 1
+
+    def add_document(self, sequences: Iterable[ArrayLike]) -> None:
+        """Append one document; empty sequences are left out, an empty document still counts."""
+        for sequence in sequences:
+            ids = np.asarray(sequence)
+            if ids.size > 0:
+                self._append(ids)
+        self._documents.append(len(self._lengths))
+
+    def _append(self, ids: Tokens) -> None:
+        assert ids.dtype.kind in "iu", f"token ids of type {ids.dtype}"
+        if ids.size > MAX_SEQUENCE_LENGTH:
+            raise ValueError(
+                f"a sequence of {ids.size} tokens exceeds the format's {MAX_SEQUENCE_LENGTH}: "
+                "cut the document"
+            )
+        for extreme in (int(ids.min()), int(ids.max())):
+            if not 0 <= extreme <= np.iinfo(self.dtype).max:
+                raise ValueError(
+                    f"token id {extreme} does not fit {self.dtype}, the type for this vocabulary: "
+                    "the tokenizer's ids and its vocabulary size contradict each other"
+                )
+        self._stream.write(ids.astype(self.dtype).tobytes())
+        self._lengths.append(ids.size)
+        self.num_tokens += ids.size
+
+    def _write_index(self, path: Path) -> None:
+        lengths = np.array(self._lengths, dtype="<i4")
+        pointers = sequence_pointers(lengths, self.dtype.itemsize)
+        documents = np.array(self._documents, dtype="<i8")
+        code = next(code for code, name in TOKEN_DTYPES.items() if np.dtype(name) == self.dtype)
+        with path.open("wb") as stream:
+            stream.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
+            for part in (lengths, pointers, documents):
+                stream.write(part.tobytes())

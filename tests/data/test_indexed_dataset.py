@@ -1,0 +1,223 @@
+"""The .bin/.idx format: bytes as documented, round trips, and every way a file can be wrong."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.indexed_dataset import (
+    HEADER,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    dtype_for_vocab,
+    sequence_pointers,
+)
+
+Documents = list[list[list[int]]]
+DOCUMENTS: Documents = [[[1, 2, 3]], [], [[4], [5, 6]]]
+
+
+def write(prefix: Path, documents: Documents, vocab_size: int = 100) -> Path:
+    with IndexedDatasetWriter(prefix, dtype_for_vocab(vocab_size)) as writer:
+        for sequences in documents:
+            writer.add_document(sequences)
+    return prefix
+
+
+def read_slowly(prefix: Path) -> Documents:
+    """The documents of a prefix, byte by byte and without the code under test."""
+    idx = Path(f"{prefix}.idx").read_bytes()
+    content = Path(f"{prefix}.bin").read_bytes()
+    assert idx[:9] == b"MMIDIDX\0\0"
+    version, code, count, entries = struct.unpack_from("<QBQQ", idx, 9)
+    assert version == 1
+    letter, width = {8: ("H", 2), 4: ("i", 4)}[code]
+    lengths = struct.unpack_from(f"<{count}i", idx, 34)
+    pointers = struct.unpack_from(f"<{count}q", idx, 34 + 4 * count)
+    documents = struct.unpack_from(f"<{entries}q", idx, 34 + 12 * count)
+    assert len(idx) == 34 + 12 * count + 8 * entries
+    assert len(content) == sum(lengths) * width
+    sequences = [
+        list(struct.unpack_from(f"<{length}{letter}", content, pointer))
+        for length, pointer in zip(lengths, pointers, strict=True)
+    ]
+    return [sequences[documents[i] : documents[i + 1]] for i in range(entries - 1)]
+
+
+def test_two_sequences_make_the_documented_82_bytes(tmp_path: Path) -> None:
+    write(tmp_path / "x", [[[1, 2, 3]], [[4, 5]]])
+    assert (tmp_path / "x.idx").read_bytes().hex() == (
+        "4d4d49444944580000" "0100000000000000" "08" "0200000000000000" "0300000000000000"
+        "03000000" "02000000" "0000000000000000" "0600000000000000"
+        "0000000000000000" "0100000000000000" "0200000000000000"
+    )  # fmt: skip
+    assert (tmp_path / "x.bin").read_bytes().hex() == "01000200030004000500"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    documents=st.lists(
+        st.lists(st.lists(st.integers(0, 65499), min_size=1, max_size=5), max_size=3), max_size=6
+    ),
+    vocab_size=st.sampled_from([65500 - 1, 65500, 128256]),
+)
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, documents: Documents, vocab_size: int
+) -> None:
+    prefix = write(tmp_path_factory.mktemp("data") / "corpus", documents, vocab_size)
+    assert read_slowly(prefix) == documents
+    indexed = IndexedDataset(prefix)
+    sequences = [sequence for document in documents for sequence in document]
+    assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
+    assert indexed.num_documents == len(documents)
+    assert indexed.num_tokens == sum(map(len, sequences))
+
+
+def test_part_of_a_sequence(tmp_path: Path) -> None:
+    indexed = IndexedDataset(write(tmp_path / "x", [[[7, 8, 9]], [[1, 2, 3, 4]]]))
+    assert indexed.get(1, 1).tolist() == [2, 3, 4]
+    assert indexed.get(1, 1, 2).tolist() == [2, 3]
+    assert indexed.get(0, 3, 0).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "name"),
+    [(10, "uint16"), (65499, "uint16"), (65500, "int32"), (128256, "int32")],
+)
+def test_type_follows_the_vocabulary(vocab_size: int, name: str) -> None:
+    assert dtype_for_vocab(vocab_size).name == name
+
+
+def test_pointers_do_not_overflow() -> None:
+    lengths = np.full(5, 2**31 - 1, dtype=np.int32)
+    assert sequence_pointers(lengths, 4).tolist() == [i * (2**31 - 1) * 4 for i in range(5)]
+
+
+def test_data_beyond_4_gib_is_read_where_it_lies(tmp_path: Path) -> None:
+    lengths = np.array([2**31 - 8, 2**31 - 8, 3], dtype="<i4")
+    with (tmp_path / "x.idx").open("wb") as stream:
+        stream.write(HEADER.pack(b"MMIDIDX\0\0", 1, 8, 3, 2))
+        stream.write(lengths.tobytes() + sequence_pointers(lengths, 2).tobytes())
+        stream.write(struct.pack("<2q", 0, 3))
+    with (tmp_path / "x.bin").open("wb") as stream:  # sparse: takes no room
+        stream.seek(2 * int(lengths[:2].sum(dtype=np.int64)))
+        stream.write(struct.pack("<3H", 11, 12, 13))
+    assert IndexedDataset(tmp_path / "x").get(2, 1).tolist() == [12, 13]
+
+
+def test_pickle_carries_the_prefix_and_not_the_data(tmp_path: Path) -> None:
+    indexed = IndexedDataset(write(tmp_path / "x", [[[5] * 10_000]]))
+    pickled = pickle.dumps(indexed)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled)[0].tolist() == [5] * 10_000
+
+
+def test_an_error_while_writing_leaves_the_old_files_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path / "x", DOCUMENTS)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="does not fit"):
+        write(tmp_path / "x", [[[9, 9, 9]], [[2**16]]])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("token", [-1, 65536])
+def test_an_id_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> None:
+    with pytest.raises(ValueError, match=f"token id {token} does not fit uint16"):
+        write(tmp_path / "x", [[[1, token]]])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path / "x", DOCUMENTS)
+    (tmp_path / f"x{suffix}").unlink()
+    with pytest.raises(FileNotFoundError, match=rf"x\{suffix} is missing.*--data-path") as caught:
+        IndexedDataset(tmp_path / "x")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_prefix_given_with_its_suffix_is_explained(tmp_path: Path) -> None:
+    write(tmp_path / "x", DOCUMENTS)
+    with pytest.raises(FileNotFoundError, match=r"without \.bin or \.idx"):
+        IndexedDataset(tmp_path / "x.bin")
+
+
+def patched(offset: int, layout: str, value: int) -> tuple[str, int, bytes]:
+    return ".idx", offset, struct.pack(layout, value)
+
+
+# DOCUMENTS make 3 sequences and 4 document entries: lengths at 34, pointers 46, documents 70.
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (patched(0, "B", 0x4E), "x.idx is not a Megatron index file"),
+        (patched(9, "<Q", 2), "x.idx has format version 2"),
+        (patched(17, "B", 6), "x.idx declares floating-point numbers"),
+        (patched(17, "B", 99), "x.idx declares an unknown type"),
+        (patched(17, "B", 4), "x.idx contradicts itself"),  # pointers are of another type
+        (patched(18, "<Q", 2**60), "x.idx holds 102 bytes where its header says"),
+        (patched(34, "<i", -3), "x.idx contradicts itself"),
+        (patched(46, "<q", 2), "x.idx contradicts itself"),
+        (patched(70, "<q", 1), "x.idx contradicts itself"),
+        (patched(94, "<q", 2), "x.idx contradicts itself"),
+    ],
+)
+def test_a_damaged_index_is_refused(
+    tmp_path: Path, change: tuple[str, int, bytes], message: str
+) -> None:
+    write(tmp_path / "x", DOCUMENTS)
+    suffix, offset, content = change
+    path = tmp_path / f"x{suffix}"
+    whole = bytearray(path.read_bytes())
+    assert len(whole) == 102
+    whole[offset : offset + len(content)] = content
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        IndexedDataset(tmp_path / "x")
+    assert "tools/preprocess_data.py" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kept", "message"),
+    [
+        (".bin", 10, "x.bin holds 10 bytes where its .idx says 12"),
+        (".bin", 0, "x.bin holds 0 bytes where its .idx says 12"),
+        (".idx", 90, "x.idx holds 90 bytes where its header says 102"),
+        (".idx", 20, "x.idx is not a Megatron index file"),
+        (".idx", 0, "x.idx is not a Megatron index file"),
+    ],
+)
+def test_a_truncated_file_is_refused(tmp_path: Path, suffix: str, kept: int, message: str) -> None:
+    write(tmp_path / "x", DOCUMENTS)
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_multimodal_files_are_refused_as_such(tmp_path: Path) -> None:
+    write(tmp_path / "x", DOCUMENTS)
+    with (tmp_path / "x.idx").open("ab") as stream:
+        stream.write(bytes(3))
+    with pytest.raises(ValueError, match="multimodal"):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_a_wild_pointer_is_found_when_it_is_followed(tmp_path: Path) -> None:
+    write(tmp_path / "x", DOCUMENTS)
+    path = tmp_path / "x.idx"
+    whole = bytearray(path.read_bytes())
+    whole[54:62] = struct.pack("<q", 10_000)  # of the middle sequence: not seen when opening
+    path.write_bytes(whole)
+    indexed = IndexedDataset(tmp_path / "x")
+    assert indexed[0].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="points sequence 1 at no place"):
+        indexed.get(1)
