@@ -1,0 +1,168 @@
+"""Samples of one corpus in Megatron's order: which split, which tokens, which sample next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.index_cache import CacheEntry, cached_order, describe_order
+from data.indexed_dataset import IndexedDataset, Tokens, bin_path
+from data.sample_order import (
+    SPLIT_NAMES,
+    Bounds,
+    OrderPlan,
+    SampleOrder,
+    split_bounds,
+    split_matrix,
+)
+
+# Token ids are compared with the vocabulary when a corpus is opened: all of them up to this many
+# bytes, which takes a tenth of a second, evenly spread blocks of larger corpora. Every sample is
+# compared again when it is fetched.
+SCAN_BYTES = 256 * 2**20
+SCAN_BLOCKS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What decides the order of a corpus besides the sizes of its sequences."""
+
+    split: str
+    seq_length: int
+    seed: int
+    cache_path: str | None = None  # None: beside the data
+
+
+class GPTDataset:
+    """A split: sample i is the array of seq_length + 1 token ids to visit as the i-th."""
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        plan: OrderPlan,
+        order: SampleOrder,
+        *,
+        vocab_size: int,
+        source: str = "indices kept in memory",
+    ) -> None:
+        self.indexed = indexed
+        self.plan = plan
+        self.order = order
+        self.vocab_size = vocab_size
+        self.source = source
+
+    def __len__(self) -> int:
+        return self.plan.total_samples
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        sample = int(self.order.shuffle_index[index])
+        first, offset = map(int, self.order.sample_index[sample])
+        last, last_offset = map(int, self.order.sample_index[sample + 1])
+        parts = []
+        for entry in range(first, last + 1):
+            sequence = int(self.order.document_index[entry])
+            begin = offset if entry == first else 0
+            length = last_offset + 1 - begin if entry == last else None
+            parts.append(self.indexed.get(sequence, begin, length))
+        text = np.concatenate(parts)
+        assert len(text) == self.plan.seq_length + 1, f"sample {index} has {len(text)} tokens"
+        _check_ids(text, self.vocab_size, self.indexed.prefix)
+        return text.astype(np.int64)
+
+    def describe(self) -> str:
+        """One line: how much data there is, how often it is read, where the order is kept."""
+        plan = self.plan
+        sequences = plan.bounds.last - plan.bounds.first
+        epochs = (plan.num_samples * plan.seq_length + 1) / plan.tokens_per_epoch
+        return (
+            f"{plan.num_samples:,} samples, {epochs:.2f} epochs of {plan.tokens_per_epoch:,} "
+            f"tokens in {sequences:,} sequences of {self.indexed.prefix}; {self.source}"
+        )
+
+
+def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
+    """Raise `ValueError` when the corpus holds ids outside the vocabulary, as far as it looks."""
+    if np.iinfo(indexed.dtype).max < vocab_size and indexed.dtype.kind == "u":
+        return  # no id of this type is outside
+    block = max(1, SCAN_BYTES // SCAN_BLOCKS // indexed.dtype.itemsize)
+    count = len(indexed.tokens)
+    num_blocks = min(SCAN_BLOCKS, -(-count // block))
+    for begin in np.linspace(0, max(0, count - block), num_blocks, dtype=np.int64).tolist():
+        _check_ids(indexed.tokens[begin : begin + block], vocab_size, indexed.prefix)
+
+
+def _check_ids(ids: Tokens, vocab_size: int, prefix: str) -> None:
+    extremes = (int(ids.min(initial=0)), int(ids.max(initial=0)))
+    wrong = [token for token in extremes if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(
+            f"{bin_path(prefix)} holds token id {wrong[0]}, the vocabulary has {vocab_size} "
+            "entries: --data-path was made with another tokenizer than --tokenizer-model or "
+            "--vocab-size say"
+        )
+
+
+def build_gpt_dataset(
+    indexed: IndexedDataset,
+    split_name: str,
+    sampling: Sampling,
+    *,
+    num_samples: int,
+    vocab_size: int,
+) -> GPTDataset | None:
+    """One split of a corpus; None for a validation or test split without a single sample."""
+    plan = _plan_split(indexed, split_name, sampling, num_samples)
+    if plan is None:
+        return None
+    entry = _cache_entry(indexed, split_name, sampling, num_samples)
+    order, source = cached_order(entry, indexed.sequence_lengths, plan)
+    return GPTDataset(indexed, plan, order, vocab_size=vocab_size, source=source)
+
+
+def _plan_split(
+    indexed: IndexedDataset, split_name: str, sampling: Sampling, num_samples: int
+) -> OrderPlan | None:
+    share = split_matrix(sampling.split)[SPLIT_NAMES.index(split_name)]
+    bounds = Bounds(0, 0) if share is None else split_bounds(share, len(indexed))
+    lengths = indexed.sequence_lengths[bounds.first : bounds.last]
+    tokens = int(lengths.sum(dtype=np.int64))
+    if tokens <= sampling.seq_length:
+        if split_name != "train":
+            return None
+        raise ValueError(
+            f"--seq-length {sampling.seq_length} is longer than the data: --split "
+            f"{sampling.split!r} leaves {tokens} tokens of --data-path {indexed.prefix} for "
+            f"training and one sample takes {sampling.seq_length + 1}"
+        )
+    return OrderPlan(
+        bounds=bounds,
+        tokens_per_epoch=tokens,
+        num_samples=num_samples,
+        seq_length=sampling.seq_length,
+        seed=sampling.seed,
+    )
+
+
+def _cache_entry(
+    indexed: IndexedDataset, split_name: str, sampling: Sampling, num_samples: int
+) -> CacheEntry:
+    """Megatron's folder, file names and facts; it identifies the tokenizer where we do sizes."""
+    beside_the_data = Path(indexed.prefix) / "cache" / "GPTDataset_indices"
+    facts = {
+        "class": "GPTDataset",
+        "dataset_path": indexed.prefix,
+        "num_samples": num_samples,
+        "index_split": split_name,
+        "random_seed": sampling.seed,
+        "sequence_length": sampling.seq_length,
+        "split": sampling.split,
+        "split_matrix": split_matrix(sampling.split),
+    }
+    return CacheEntry(
+        folder=Path(sampling.cache_path) if sampling.cache_path else beside_the_data,
+        split_name=split_name,
+        description=describe_order(facts, indexed.sequence_lengths),
+    )

@@ -1,0 +1,171 @@
+"""Megatron's sample order: document, sample and shuffle index as pure functions of sizes and seed.
+
+The sequences of a split, repeated for as many epochs as the samples need and shuffled, form one
+long row of tokens (document index). Sample k reads its tokens k * S to k * S + S, both included, so
+that neighbours share one token (sample index). Samples are visited in a shuffled order (shuffle
+index). One random state, seeded once, does all the shuffling, in this order.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+SPLIT_NAMES = ("train", "valid", "test")
+DOCUMENT_DTYPE = np.dtype(np.int32)
+# A final epoch of which less than this part is needed is shuffled apart, so that the samples of
+# the whole epochs come first.
+SEPARATE_BELOW = 0.80
+
+
+class Share(NamedTuple):
+    """A split as a part of the whole, between 0 and 1."""
+
+    begin: float
+    end: float
+
+
+class Bounds(NamedTuple):
+    """A split as a half-open range of sequences."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderPlan:
+    """How many epochs and samples an order has; all sizes are known before anything is built."""
+
+    bounds: Bounds
+    tokens_per_epoch: int
+    num_samples: int  # asked for; the order holds at least as many
+    seq_length: int
+    seed: int
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return (self.tokens_per_epoch - 1) // self.seq_length
+
+    @property
+    def num_epochs(self) -> int:
+        """The fewest epochs that hold the samples and the one label after the last of them."""
+        needed = self.num_samples * self.seq_length + 1
+        return max(1, -(-needed // self.tokens_per_epoch))
+
+    @property
+    def num_entries(self) -> int:
+        """Length of the document index."""
+        return self.num_epochs * (self.bounds.last - self.bounds.first)
+
+    @property
+    def total_samples(self) -> int:
+        return (self.num_epochs * self.tokens_per_epoch - 1) // self.seq_length
+
+    @property
+    def samples_before_separate_epoch(self) -> int | None:
+        """Samples of all epochs but the last where the last is shuffled apart, else None."""
+        if self.num_epochs == 1:
+            return None
+        before = ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.seq_length
+        from_last = self.num_samples - before
+        return before if from_last < int(SEPARATE_BELOW * self.samples_per_epoch) else None
+
+
+class SampleOrder(NamedTuple):
+    """The three indices; rows k and k + 1 of `sample_index` bound sample k."""
+
+    document_index: NDArray[np.int32]  # sequence ids in reading order
+    sample_index: NDArray[Any]  # (position in document_index, token offset), one row more
+    shuffle_index: NDArray[Any]  # the i-th sample to visit
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Weights of train, valid and test, summing to 1; missing ones are 0."""
+    words = [word for word in re.split(r"[,/\s]+", text.strip()) if word]
+    try:
+        weights = [float(word) for word in words]
+    except ValueError:
+        weights = []
+    weights += [0.0] * (3 - len(weights))
+    total = float(np.sum(np.array(weights, dtype=np.float64)))
+    if not words or len(weights) > 3 or min(weights) < 0 or not 0 < total < float("inf"):
+        raise ValueError(
+            f"--split {text!r} is not understood: give up to three weights of train, validation "
+            "and test data, such as 969,30,1"
+        )
+    train, valid, test = (weight / total for weight in weights)
+    return train, valid, test
+
+
+def split_matrix(text: str) -> tuple[Share | None, Share | None, Share | None]:
+    """Where each split begins and ends as a part of the whole; None for a weight of 0."""
+    ends = [0.0]
+    for weight in parse_split(text):
+        ends.append(ends[-1] + weight)  # one by one: the rounding in `split_bounds` depends on it
+    train, valid, test = (
+        Share(begin, end) if end > begin else None for begin, end in pairwise(ends)
+    )
+    return train, valid, test
+
+
+def split_bounds(share: Share, num_sequences: int) -> Bounds:
+    """The sequences of a split: contiguous, in file order, not shuffled."""
+    return Bounds(round(share.begin * num_sequences), round(share.end * num_sequences))
+
+
+def build_order(sequence_lengths: NDArray[np.int32], plan: OrderPlan) -> SampleOrder:
+    """The order of a plan; bit for bit Megatron's."""
+    random = np.random.RandomState(plan.seed)
+    document_index = _document_index(plan, random)
+    sample_index = _sample_index(sequence_lengths, document_index, plan)
+    return SampleOrder(document_index, sample_index, _shuffle_index(plan, random))
+
+
+def _document_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[np.int32]:
+    sequences = np.arange(*plan.bounds, dtype=DOCUMENT_DTYPE)
+    together = plan.num_epochs - (plan.samples_before_separate_epoch is not None)
+    parts = [np.tile(sequences, together)]
+    if together < plan.num_epochs:
+        parts.append(sequences.copy())
+    for part in parts:
+        random.shuffle(part)
+    return np.concatenate(parts)
+
+
+def _sample_index(
+    lengths: NDArray[np.int32], document_index: NDArray[np.int32], plan: OrderPlan
+) -> NDArray[Any]:
+    entry_lengths = lengths[document_index]
+    ends = np.cumsum(entry_lengths, dtype=np.int64)
+    starts_of_samples = np.arange(plan.total_samples + 1, dtype=np.int64) * plan.seq_length
+    entries = np.searchsorted(ends, starts_of_samples, side="right")
+    entries[0] = 0  # also where the first sequences are empty
+    offsets = starts_of_samples - (ends[entries] - entry_lengths[entries])
+    return np.stack((entries, offsets), axis=1).astype(sample_index_dtype(plan, lengths))
+
+
+def sample_index_dtype(plan: OrderPlan, lengths: NDArray[np.int32]) -> np.dtype[Any]:
+    """int32 as long as positions and offsets fit."""
+    largest = max(plan.num_entries, int(lengths.max(initial=0)))
+    return np.dtype(np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+
+
+def shuffle_index_dtype(plan: OrderPlan) -> np.dtype[Any]:
+    """uint32 as long as all samples fit."""
+    fits = plan.total_samples < np.iinfo(np.uint32).max - 1
+    return np.dtype(np.uint32 if fits else np.int64)
+
+
+def _shuffle_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[Any]:
+    order = np.arange(plan.total_samples, dtype=shuffle_index_dtype(plan))
+    border = plan.samples_before_separate_epoch
+    parts = (order,) if border is None else (order[:border], order[border:])
+    for part in parts:  # views: shuffled in place
+        if len(part) > 0:
+            random.shuffle(part)
+    return order

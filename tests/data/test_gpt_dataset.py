@@ -1,0 +1,257 @@
+"""Samples of a corpus, its splits, the cache of its order, and ids outside the vocabulary."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data.gpt_dataset
+from data.gpt_dataset import GPTDataset, Sampling, build_gpt_dataset, check_vocabulary
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+
+VOCAB = 1000
+SAMPLING = Sampling(split="80,20,0", seq_length=8, seed=1234)
+
+
+def write_corpus(prefix: Path, *, seed: int = 0, num_documents: int = 30) -> IndexedDataset:
+    random = np.random.RandomState(seed)
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+        for _ in range(num_documents):
+            writer.add_document([random.randint(0, VOCAB, size=random.randint(1, 40))])
+    return IndexedDataset(prefix)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> IndexedDataset:
+    return write_corpus(tmp_path / "corpus")
+
+
+def build(
+    indexed: IndexedDataset,
+    split_name: str = "train",
+    sampling: Sampling = SAMPLING,
+    num_samples: int = 50,
+) -> GPTDataset:
+    dataset = build_gpt_dataset(
+        indexed, split_name, sampling, num_samples=num_samples, vocab_size=VOCAB
+    )
+    assert dataset is not None
+    return dataset
+
+
+def all_samples(dataset: GPTDataset) -> list[list[int]]:
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def cache_files(dataset: GPTDataset) -> list[Path]:
+    return sorted((Path(dataset.indexed.prefix) / "cache" / "GPTDataset_indices").iterdir())
+
+
+def test_samples_are_cut_from_the_shuffled_documents_joined(corpus: IndexedDataset) -> None:
+    dataset = build(corpus, num_samples=200)
+    row = [token for entry in dataset.order.document_index for token in corpus[entry].tolist()]
+    for i, sample in enumerate(all_samples(dataset)):
+        begin = int(dataset.order.shuffle_index[i]) * 8
+        assert sample == row[begin : begin + 9]
+    assert len(dataset) >= 200
+    assert dataset[0].dtype == np.int64
+
+
+def test_splits_share_no_document(corpus: IndexedDataset) -> None:
+    train, valid = build(corpus), build(corpus, "valid", num_samples=3)
+    seen = set(train.order.document_index.tolist())
+    held_out = set(valid.order.document_index.tolist())
+    assert seen == set(range(24))
+    assert held_out == set(range(24, 30))
+
+
+def test_the_cache_has_megatrons_place_and_names(corpus: IndexedDataset) -> None:
+    dataset = build(corpus)
+    names = [path.name for path in cache_files(dataset)]
+    digest = names[0].partition("-")[0]
+    assert names == [
+        f"{digest}-GPTDataset-train-{part}"
+        for part in ("description.txt", "document_index.npy", "sample_index.npy",
+                     "shuffle_index.npy")
+    ]  # fmt: skip
+    description = cache_files(dataset)[0].read_text().rpartition("\n{")[0]
+    assert hashlib.md5(description.encode()).hexdigest() == digest
+    facts = json.loads(description)
+    assert facts["dataset_path"] == corpus.prefix
+    assert facts["split_matrix"] == [[0.0, 0.8], [0.8, 1.0], None]
+    assert (facts["num_samples"], facts["random_seed"], facts["sequence_length"]) == (50, 1234, 8)
+
+
+def test_a_second_start_reads_the_cache(corpus: IndexedDataset, tmp_path: Path) -> None:
+    sampling = replace(SAMPLING, cache_path=str(tmp_path / "cache"))
+    first = build(corpus, sampling=sampling)
+    second = build(corpus, sampling=sampling)
+    assert first.source == f"indices written to {tmp_path / 'cache'}"
+    assert second.source == f"indices read from {tmp_path / 'cache'}"
+    assert isinstance(second.order.sample_index, np.memmap)
+    assert all_samples(first) == all_samples(second)
+    assert not (tmp_path / "corpus").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"seq_length": 9},
+        {"split": "70,30,0"},
+    ],
+)
+def test_another_question_gets_another_cache_entry(
+    corpus: IndexedDataset, change: dict[str, int]
+) -> None:
+    build(corpus)
+    other = build(corpus, sampling=replace(SAMPLING, **change))
+    assert "written" in other.source
+    assert len(cache_files(other)) == 8
+
+
+def test_rewritten_data_does_not_meet_the_old_order(tmp_path: Path) -> None:
+    old = build(write_corpus(tmp_path / "corpus", seed=0))
+    new = build(write_corpus(tmp_path / "corpus", seed=1))
+    assert "written" in new.source
+    assert new.order.sample_index.tolist() != old.order.sample_index.tolist()
+    assert all(len(sample) == 9 for sample in all_samples(new))
+
+
+@pytest.mark.parametrize("part", [0, 1, 2, 3])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
+def test_a_damaged_cache_is_built_anew(corpus: IndexedDataset, part: int, damage: str) -> None:
+    expected = all_samples(build(corpus))
+    path = cache_files(build(corpus))[part]
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[-5] ^= 1
+    kept = {"flip": len(content), "truncate": len(content) - 7, "empty": 0, "remove": 0}[damage]
+    path.unlink()
+    if damage != "remove":
+        path.write_bytes(content[:kept])
+    repaired = build(corpus)
+    assert "written" in repaired.source
+    assert all_samples(repaired) == expected
+    assert "read" in build(corpus).source
+
+
+def test_a_folder_that_cannot_be_written_costs_the_cache_only(
+    corpus: IndexedDataset, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    expected = all_samples(build(corpus))
+    (tmp_path / "file").write_text("not a folder")
+    sampling = replace(SAMPLING, cache_path=str(tmp_path / "file" / "cache"))
+    dataset = build(corpus, sampling=sampling)
+    assert dataset.source.startswith("indices kept in memory")
+    assert all_samples(dataset) == expected
+    assert len(recwarn) == 0
+
+
+def build_in_process(prefix: str, start: object, results: object) -> None:
+    start.wait()  # type: ignore[attr-defined]
+    dataset = build(IndexedDataset(prefix), num_samples=2000)
+    results.put((all_samples(dataset), dataset.source))  # type: ignore[attr-defined]
+
+
+def test_concurrent_builders_agree(corpus: IndexedDataset) -> None:
+    context = multiprocessing.get_context("fork")
+    start, results = context.Barrier(4), context.Queue()
+    builders = [
+        context.Process(target=build_in_process, args=(corpus.prefix, start, results))
+        for _ in range(4)
+    ]
+    for builder in builders:
+        builder.start()
+    answers = [results.get(timeout=60) for _ in builders]
+    for builder in builders:
+        builder.join()
+    assert all(samples == answers[0][0] for samples, _ in answers)
+    assert all("memory" not in source for _, source in answers)
+    assert len(cache_files(build(corpus, num_samples=2000))) == 4
+
+
+def test_a_sequence_longer_than_the_training_data_is_refused(corpus: IndexedDataset) -> None:
+    sampling = replace(SAMPLING, seq_length=corpus.num_tokens)
+    with pytest.raises(ValueError, match=r"--seq-length .* is longer than the data") as caught:
+        build(corpus, sampling=sampling)
+    for flag in ("--split", "--data-path", corpus.prefix):
+        assert flag in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_shortest_data_that_make_a_sample(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        writer.add_document([list(range(9))])
+    sampling = replace(SAMPLING, split="1,0,0")
+    dataset = build(IndexedDataset(tmp_path / "x"), sampling=sampling, num_samples=3)
+    # Two epochs and a token: samples go on over the end of an epoch.
+    assert dataset.plan.num_epochs == 3
+    assert sorted(all_samples(dataset))[0] == list(range(9))
+    with pytest.raises(ValueError, match="leaves 9 tokens"):
+        build(IndexedDataset(tmp_path / "x"), sampling=replace(sampling, seq_length=9))
+
+
+@pytest.mark.parametrize(("split", "name"), [("1,0,0", "valid"), ("1000,1,1", "test")])
+def test_a_held_out_split_without_a_sample_is_none(
+    corpus: IndexedDataset, split: str, name: str
+) -> None:
+    sampling = replace(SAMPLING, split=split)
+    assert build_gpt_dataset(corpus, name, sampling, num_samples=5, vocab_size=VOCAB) is None
+
+
+def test_a_training_split_without_documents_is_refused(corpus: IndexedDataset) -> None:
+    with pytest.raises(ValueError, match="leaves 0 tokens"):
+        build(corpus, sampling=replace(SAMPLING, split="0,1,0"))
+
+
+@pytest.mark.parametrize("scan_bytes", [2**20, 64 * 8])
+def test_an_id_outside_the_vocabulary_is_found_when_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scan_bytes: int
+) -> None:
+    monkeypatch.setattr(data.gpt_dataset, "SCAN_BYTES", scan_bytes)
+    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        writer.add_document([[1] * 999 + [VOCAB]])
+    indexed = IndexedDataset(tmp_path / "x")
+    check_vocabulary(indexed, VOCAB + 1)
+    with pytest.raises(ValueError, match=f"token id {VOCAB}, the vocabulary has {VOCAB} entries"):
+        check_vocabulary(indexed, VOCAB)
+
+
+def test_the_scan_reads_every_token_of_a_corpus_of_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data.gpt_dataset, "SCAN_BYTES", 2 * 640)
+    for place in range(0, 633, 7):
+        with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+            writer.add_document([[1] * place + [VOCAB] + [1] * (632 - place)])
+        with pytest.raises(ValueError, match="token id"):
+            check_vocabulary(IndexedDataset(tmp_path / "x"), VOCAB)
+
+
+def test_an_id_outside_the_vocabulary_is_found_when_fetching(corpus: IndexedDataset) -> None:
+    dataset = build(corpus)
+    dataset.vocab_size = int(dataset[3].max())
+    with pytest.raises(ValueError, match=r"--data-path.*--tokenizer-model") as caught:
+        dataset[3]
+    assert "corpus.bin" in str(caught.value)
+
+
+def test_pickled_data_reads_the_same(corpus: IndexedDataset) -> None:
+    dataset = build(corpus)
+    assert all_samples(pickle.loads(pickle.dumps(dataset))) == all_samples(dataset)
+
+
+def test_description_tells_size_and_source(corpus: IndexedDataset) -> None:
+    dataset = build(corpus)
+    text = dataset.describe()
+    assert text.startswith("50 samples, ")
+    assert f"{dataset.plan.tokens_per_epoch:,} tokens in 24 sequences of {corpus.prefix}" in text
+    assert text.endswith(dataset.source)
