@@ -1,0 +1,47 @@
+"""Synthetic tokens that a model can learn: samples that depend on a seed and their number alone."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESTART_PROBABILITY = 0.1  # of leaving the cycle's order at a token
+
+
+class MockDataset:
+    """Walks along one fixed random cycle through the vocabulary, with jumps to random places.
+
+    The token after t is always the same one unless a jump intervenes, and jumps favour some
+    places, so the loss falls at once (frequencies) and keeps falling (successors), down to what
+    the jumps leave open. Every stream (train, valid, test) has samples of its own on the same
+    cycle.
+    """
+
+    def __init__(
+        self, *, num_samples: int, seq_length: int, vocab_size: int, seed: int, stream: int = 0
+    ) -> None:
+        self.num_samples = num_samples
+        self.seq_length = seq_length
+        self.seed = seed
+        self.stream = stream
+        self.cycle = np.random.RandomState(seed).permutation(vocab_size).astype(np.int64)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        random = np.random.Generator(np.random.PCG64([self.seed, self.stream, index]))
+        count = self.seq_length + 1
+        jumps = random.random(count) < RESTART_PROBABILITY
+        jumps[0] = True
+        uniform = random.random(count)
+        targets = (len(self.cycle) * uniform * uniform * uniform).astype(np.int64)  # skewed
+        times = np.arange(count)
+        latest_jump = np.maximum.accumulate(np.where(jumps, times, 0))
+        places = targets[latest_jump] + times - latest_jump
+        return self.cycle[places % len(self.cycle)]
+
+    def describe(self) -> str:
+        return f"{self.num_samples:,} samples of synthetic tokens (--mock-data)"

@@ -1,0 +1,195 @@
+"""Micro-batches in Megatron's order, with and without worker processes; data by configuration."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from data.indexed_dataset import IndexedDatasetWriter
+from data.loader import (
+    Batch,
+    DataConfig,
+    MicroBatches,
+    SplitCounts,
+    build_datasets,
+    collate,
+)
+
+SEQ = 4
+
+
+class Numbered:
+    """Sample i is i, i + 1, ..., so that a batch tells which samples it holds."""
+
+    def __init__(self, length: int = 1000, *, broken_at: int = -1) -> None:
+        self.length = length
+        self.broken_at = broken_at
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        if index == self.broken_at:
+            raise ValueError(f"sample {index} is broken")
+        return np.arange(index, index + SEQ + 1)
+
+    def describe(self) -> str:
+        return "numbers"
+
+
+def samples_in(batch: Batch) -> list[int]:
+    numbers: list[int] = batch.tokens_BS[:, 0].tolist()
+    return numbers
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_order_is_megatrons(num_workers: int) -> None:
+    for rank in range(2):
+        batches = MicroBatches(
+            Numbered(),
+            rank=rank,
+            world_size=2,
+            micro_batch_size=3,
+            consumed_samples=12,
+            num_workers=num_workers,
+        )
+        drawn = [samples_in(batch) for batch in islice(batches, 4)]
+        assert drawn == [[12 + m * 6 + rank * 3 + i for i in range(3)] for m in range(4)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_sample_is_drawn_once_whatever_the_world(world_size: int) -> None:
+    steps = 24 // (2 * world_size)
+    drawn: list[int] = []
+    for rank in range(world_size):
+        batches = MicroBatches(Numbered(), rank=rank, world_size=world_size, micro_batch_size=2)
+        for batch in islice(batches, steps):
+            drawn += samples_in(batch)
+    assert sorted(drawn) == list(range(24))
+
+
+def test_resuming_continues_where_it_stopped() -> None:
+    plan = {"rank": 1, "world_size": 2, "micro_batch_size": 2}
+    whole = [samples_in(batch) for batch in islice(MicroBatches(Numbered(), **plan), 6)]
+    rest = MicroBatches(Numbered(), **plan, consumed_samples=2 * 2 * 2)
+    assert [samples_in(batch) for batch in islice(rest, 4)] == whole[2:]
+
+
+def test_labels_follow_tokens() -> None:
+    batch = collate([np.arange(5), np.arange(10, 15)])
+    assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert batch.labels_BS.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
+    assert batch.loss_mask_BS.tolist() == [[1.0] * 4] * 2
+    assert (batch.tokens_BS.dtype, batch.loss_mask_BS.dtype) == (torch.int64, torch.float32)
+    assert batch.tokens_BS.is_contiguous()
+    assert batch.labels_BS.is_contiguous()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_end_of_the_data_is_an_error_and_not_a_second_round(num_workers: int) -> None:
+    batches = MicroBatches(
+        Numbered(10), rank=0, world_size=2, micro_batch_size=2, num_workers=num_workers
+    )
+    assert [samples_in(batch) for batch in islice(batches, 3)] == [[0, 1], [4, 5], [8, 9]]
+    with pytest.raises(ValueError, match="ends after 10 samples and sample 13 is asked for"):
+        next(batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_in_the_data_stays_one_line(num_workers: int) -> None:
+    batches = MicroBatches(
+        Numbered(broken_at=3), rank=0, world_size=1, micro_batch_size=2, num_workers=num_workers
+    )
+    next(batches)
+    with pytest.raises(ValueError, match=r"^sample 3 is broken$"):
+        next(batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_random_state_is_left_alone(num_workers: int) -> None:
+    before = torch.get_rng_state()
+    batches = MicroBatches(
+        Numbered(), rank=0, world_size=1, micro_batch_size=2, num_workers=num_workers
+    )
+    next(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_batch_moves_as_a_whole() -> None:
+    batch = collate([np.arange(5)]).to(torch.device("meta"))
+    assert {
+        part.device.type for part in (batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
+    } == {"meta"}
+
+
+def test_mock_splits() -> None:
+    config = DataConfig(seq_length=8, mock_data=True, seed=3)
+    datasets = build_datasets(config, SplitCounts(train=20, valid=4), vocab_size=50)
+    assert len(datasets.train) == 20
+    assert datasets.valid is not None
+    assert datasets.test is None
+    assert datasets.train[0].shape == (9,)
+    assert datasets.train[0].tolist() != datasets.valid[0].tolist()
+    assert [line.partition(":")[0] for line in datasets.describe()] == ["train", "valid", "test"]
+    assert datasets.describe()[2] == "test: no samples"
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    with IndexedDatasetWriter(tmp_path / "corpus", np.dtype("<u2")) as writer:
+        for begin in range(100):
+            writer.add_document([list(range(begin, begin + 20))])
+    return str(tmp_path / "corpus")
+
+
+def test_corpus_splits(prefix: str) -> None:
+    config = DataConfig(seq_length=8, data_path=(prefix,), split="90,10,0", num_workers=0)
+    counts = SplitCounts(train=10, valid=5, test=5)
+    datasets = build_datasets(config, counts, vocab_size=200)
+    assert len(datasets.train) >= 10
+    assert datasets.valid is not None
+    assert datasets.test is None
+    batches = MicroBatches(datasets.train, rank=0, world_size=1, micro_batch_size=4)
+    batch = next(batches)
+    assert batch.labels_BS[0].tolist() == datasets.train[0][1:].tolist()
+
+
+def test_evaluation_alone_needs_no_training_samples(prefix: str) -> None:
+    config = DataConfig(seq_length=8, data_path=(prefix,), split="90,10,0")
+    datasets = build_datasets(config, SplitCounts(train=0, valid=5), vocab_size=200)
+    assert datasets.valid is not None
+    assert len(datasets.valid) >= 5
+
+
+def test_a_vocabulary_smaller_than_the_ids_is_refused(prefix: str) -> None:
+    config = DataConfig(seq_length=8, data_path=(prefix,))
+    with pytest.raises(ValueError, match="token id 118, the vocabulary has 100 entries"):
+        build_datasets(config, SplitCounts(train=10), vocab_size=100)
+
+
+def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
+    config = DataConfig(seq_length=8, data_path=(str(tmp_path / "none"),))
+    with pytest.raises(FileNotFoundError, match="--data-path"):
+        build_datasets(config, SplitCounts(train=10), vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mock_data": True, "data_path": ("x",)}, "--mock-data and --data-path contradict"),
+        ({}, "give --data-path PREFIX, or --mock-data"),
+        ({"data_path": ("0.5", "x", "0.5", "y")}, "--data-path takes the prefix of one corpus"),
+        ({"mock_data": True, "seq_length": 0}, "--seq-length 0"),
+        ({"mock_data": True, "num_workers": -1}, "--num-workers -1"),
+        ({"mock_data": True, "seed": -1}, "--seed -1"),
+        ({"mock_data": True, "split": "a"}, "--split 'a'"),
+    ],
+)
+def test_senseless_configurations_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**{"seq_length": 8, **fields})  # type: ignore[arg-type]
