@@ -1,0 +1,76 @@
+"""Turns a YAML file of flags into words of a command line, so that one parser judges both."""
+
+from __future__ import annotations
+
+from argparse import Action, ArgumentParser
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+
+FLAG = "--yaml-cfg"
+
+
+def read_flags(path: str, parser: ArgumentParser) -> list[str]:
+    """The flags in the file as command line words; `ValueError` names file and key.
+
+    Keys are flags with dashes or underscores. `true` gives a switch, `false` and `null` leave a
+    flag out, and a list gives a flag its several values.
+    """
+    actions = {
+        _spell(option): action for action in parser._actions for option in action.option_strings
+    }
+    words: list[str] = []
+    for key, value in _read_mapping(path):
+        if key not in actions or key in ("help", _spell(FLAG)):
+            raise ValueError(f"{FLAG} {path}: {key} is no flag; --help lists them all")
+        try:
+            flag_words = _words(actions[key], value)
+            parser.parse_args(flag_words)
+        except ValueError as error:
+            raise ValueError(f"{FLAG} {path}: {key}: {error}") from error
+        words += flag_words
+    return words
+
+
+def _spell(option: object) -> str:
+    return str(option).lstrip("-").replace("_", "-")
+
+
+def _read_mapping(path: str) -> Iterable[tuple[str, object]]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except OSError as error:
+        raise ValueError(f"{FLAG} {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{FLAG} {path} is no YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return []
+    if not isinstance(values, dict):
+        raise ValueError(f"{FLAG} {path} must hold one level of `flag: value`")
+    # YAML itself would take the last of two equal keys and say nothing.
+    written = [_spell(key.value) for key, _ in root.value]
+    for key in written:
+        if written.count(key) > 1:
+            raise ValueError(f"{FLAG} {path}: {key} is given more than once")
+    return [(_spell(key), value) for key, value in values.items()]
+
+
+def _words(action: Action, value: object) -> list[str]:
+    flag = action.option_strings[0]
+    if value is None:
+        return []
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"a switch is true or false, not {value!r}")
+        return [flag] if value else []
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool | dict | list) or item is None for item in values):
+        raise ValueError(f"needs a plain value, not {value!r}")
+    if action.nargs is None:
+        if isinstance(value, list):
+            raise ValueError(f"takes one value, not {value!r}")
+        return [f"{flag}={value}"]
+    return [flag, *(str(item) for item in values)]
