@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,14 @@ class Control:
         if self.world.size > 1:
             self.sum([0.0])
 
+    def gather(self, value: object) -> list[Any]:
+        """What every rank passed, by rank; for small things at the start of a run."""
+        if self.world.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Runs a block that a user's mistake may stop on any rank: then it stops on all.
@@ -109,19 +117,25 @@ class Control:
             yield
         except (ValueError, OSError) as error:
             mistake = one_line(error)
-        mistakes: list[str | None] = [mistake]
-        if self.world.size > 1:
-            mistakes = [None] * self.world.size
-            dist.all_gather_object(mistakes, mistake)
-        first = next((text for text in mistakes if text is not None), None)
+        first = next((text for text in self.gather(mistake) if text is not None), None)
         if first is not None:
             raise UserMistakeError(first)
 
 
 @contextmanager
+def user_mistakes() -> Iterator[None]:
+    """Turns what a user can mend into their one line, before there are any peers."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UserMistakeError(one_line(error)) from error
+
+
+@contextmanager
 def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
     """The process group of a run, for as long as the block lasts; none for one process."""
-    device = device_for(config, world)
+    with user_mistakes():
+        device = device_for(config, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.size > 1:
@@ -172,7 +186,7 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         _leave(1)
-    _leave(0)
+    sys.exit(0)
 
 
 def _leave(status: int) -> NoReturn:

@@ -1,0 +1,165 @@
+"""Builds the parts of a run from its configuration, in the order in which they need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from data.loader import Batch, Datasets, MicroBatches, Samples, SplitCounts, build_datasets
+from model.config import flops_per_token
+from model.initialization import initial_values, parameter_initializers
+from model.llama import Llama
+from paro.collectives.api import make_collectives
+from paro.config import RunConfig
+from paro.lanes import make_lanes
+from paro.loop import Sources
+from paro.optim.loss_scale import start_loss_scale
+from paro.optim.lr_schedule import Schedule
+from paro.optim.optimizer import Initializer, ParoOptimizer
+from paro.report.flops import find_peak
+from paro.report.record import RunFacts
+from paro.runtime import Control, device_for, timeout_of
+from paro.sharding.buffers import Ledger
+from paro.sharding.engine import ShardedModel
+from paro.sharding.unit import ShardingContext, moves_of
+from paro.sharding.wrap import cut_into_nodes
+from paro.topology import make_topology
+from paro.traffic import Traffic
+from paro.training import Training, TrainState
+
+TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_training(config: RunConfig, control: Control) -> Training:
+    """Model, optimizer and schedules with their initial values; no data yet."""
+    world = control.world
+    device = device_for(config.runtime, world)
+    traffic = Traffic()
+    context = _sharding_context(config, control, device, traffic)
+    with torch.device("meta"):
+        model = Llama(config.model)
+    nodes = cut_into_nodes(model, model.units(), context)
+    sharded = ShardedModel(model, nodes, prefetch_units=config.sharding.prefetch_units)
+    optimizer = ParoOptimizer(sharded, config.optim)
+    optimizer.initialize(_initializer(config))
+    return Training(
+        config=config.train,
+        batches=config.batches,
+        schedule=Schedule(config.schedule),
+        loss_scale=config.loss_scale,
+        model=sharded,
+        optimizer=optimizer,
+        control=control,
+        traffic=traffic,
+        device=device,
+    )
+
+
+def start_state(config: RunConfig) -> TrainState:
+    """Where a run begins that loads nothing."""
+    return TrainState(loss_scale=start_loss_scale(config.loss_scale))
+
+
+def _sharding_context(
+    config: RunConfig, control: Control, device: torch.device, traffic: Traffic
+) -> ShardingContext:
+    strategy, precision, world = config.strategy, config.precision, control.world
+    topology = make_topology(
+        world_size=world.size, group_size=config.sharding.group_size, degrees=strategy.degrees
+    )
+    moves = moves_of(strategy, topology)
+    lanes = make_lanes(
+        device,
+        overlap=config.sharding.prefetch_units > 0,
+        backend=config.runtime.distributed_backend,
+    )
+    collectives = make_collectives(
+        config.sharding.collective,
+        topology=topology,
+        rank=world.rank,
+        runs=moves.runs(),
+        lanes=lanes,
+        traffic=traffic,
+        timeout=timeout_of(config.runtime),
+    )
+    return ShardingContext(
+        topology=topology,
+        rank=world.rank,
+        strategy=strategy,
+        moves=moves,
+        collectives=collectives,
+        device=device,
+        compute_type=TORCH_TYPES[precision.compute],
+        wire_type=TORCH_TYPES[precision.wire],
+        accumulate_type=TORCH_TYPES[precision.accumulate],
+        ledger=Ledger(),
+    )
+
+
+def _initializer(config: RunConfig) -> Initializer:
+    specs = parameter_initializers(config.model)
+
+    def values_of(name: str, begin: int, end: int) -> torch.Tensor:
+        return initial_values(specs[name], config.train.seed, begin, end)
+
+    return values_of
+
+
+def count_samples(config: RunConfig) -> SplitCounts:
+    """How many samples of each split the run draws, counted as Megatron counts them."""
+    train, eval_iters = config.train, config.train.eval_iters
+    per_evaluation = eval_iters * config.batches.global_batch_size
+    # Evaluations while training, and one after it.
+    num_evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
+    return SplitCounts(
+        train=config.batches.samples_after(train.train_iters),
+        valid=num_evaluations * per_evaluation,
+        test=per_evaluation,
+    )
+
+
+def build_sources(
+    config: RunConfig, datasets: Datasets, training: Training, state: TrainState
+) -> Sources:
+    """This rank's micro-batches of every split, from where `state` has come to."""
+
+    def read(samples: Samples, consumed: int) -> Iterator[Batch]:
+        return MicroBatches(
+            samples,
+            rank=training.control.world.rank,
+            world_size=training.control.world.size,
+            micro_batch_size=config.train.micro_batch_size,
+            consumed_samples=consumed,
+            num_workers=config.data.num_workers,
+            pin_memory=training.device.type == "cuda",
+        )
+
+    return Sources(
+        train=read(datasets.train, state.consumed_train_samples),
+        valid=datasets.valid and read(datasets.valid, state.consumed_valid_samples),
+        test=datasets.test and read(datasets.test, 0),
+    )
+
+
+def build_data(config: RunConfig) -> Datasets:
+    """The data sets of a run."""
+    return build_datasets(config.data, count_samples(config), config.vocab_size)
+
+
+def run_facts(config: RunConfig, training: Training) -> RunFacts:
+    """What turns seconds into throughput."""
+    seq_length = config.data.seq_length
+    return RunFacts(
+        world_size=training.control.world.size,
+        seq_length=seq_length,
+        train_iters=config.train.train_iters,
+        flops_per_token=flops_per_token(config.model, seq_length, causal=False),
+        flops_per_token_causal=flops_per_token(config.model, seq_length, causal=True),
+        peak=find_peak(
+            training.device,
+            compute=config.precision.compute,
+            peak_tflops=config.report.peak_tflops,
+        ),
+        model_state_bytes=training.optimizer.model_state_bytes(),
+    )

@@ -1,0 +1,72 @@
+"""Says where every state lies, checks that it lies there, and predicts the memory of a rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from paro.config import RunConfig
+from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
+from paro.strategy import effective_letters
+from paro.training import Training
+
+
+def placement_lines(config: RunConfig, training: Training) -> list[str]:
+    """The table of states for the start of a run."""
+    context = training.model.units[0].context
+    strategy, topology = context.strategy, context.topology
+    states = model_state_bytes(strategy, measured_units(training), config.precision)
+    title = (
+        f"> strategy {strategy.name}: {topology.world_size} ranks in groups of "
+        f"{topology.group_size}, collectives {config.sharding.collective}"
+    )
+    same = effective_letters(
+        strategy, world_size=topology.world_size, group_size=topology.group_size
+    )
+    if same is not None and same != strategy.name:
+        title += f" (here this is the same as {same})"
+    return [title, *describe_placement(strategy, topology, states)]
+
+
+def measured_units(training: Training) -> tuple[UnitSize, ...]:
+    """The sizes of the units as they were built."""
+    return tuple(
+        UnitSize(
+            name=node.name,
+            trainable_numel=sum(unit.layout.numel for unit in node.own if unit.trainable),
+            frozen_numel=sum(unit.layout.numel for unit in node.own if not unit.trainable),
+            gathers_per_micro_batch=0,  # sizes alone are asked for here
+        )
+        for node in training.model.nodes
+    )
+
+
+def check_placement(config: RunConfig, training: Training) -> None:
+    """Fails unless what every rank holds, and where, is what the strategy asks for.
+
+    Collective. Every rank reports the range of each state that it really allocated; a state of
+    degree d must come in d different ranges that tile the unit, each on n / d ranks.
+    """
+    world = training.control.world
+    strategy = config.strategy
+    for unit in training.model.units:
+        held = {"params": (unit.param_start, unit.param_shard.numel(), strategy.params)}
+        if unit.trainable:
+            grad_start = unit.context.topology.shard_start(
+                world.rank, strategy.grads, unit.layout.numel
+            )
+            held["grads"] = (grad_start, unit.grad_shard.numel(), strategy.grads)
+            held["optimizer"] = (unit.optim_start, unit.optim_grad.numel(), strategy.optim)
+        everywhere = training.control.gather(held)
+        for state, (_, _, degree) in held.items():
+            ranges = Counter((rank[state][0], rank[state][1]) for rank in everywhere)
+            size = unit.layout.numel // degree
+            wanted = {(index * size, size): world.size // degree for index in range(degree)}
+            assert ranges == wanted, f"{state} of {unit.name} lie at {ranges}, asked: {wanted}"
+    total = model_state_bytes(strategy, measured_units(training), config.precision).total
+    held_bytes = training.optimizer.model_state_bytes()
+    assert held_bytes == total, f"model states take {held_bytes} bytes, the formula says {total}"
+
+
+def predict_memory(config: RunConfig, training: Training) -> int:
+    """Bytes that this rank is expected to need at most."""
+    return model_state_bytes(config.strategy, measured_units(training), config.precision).total

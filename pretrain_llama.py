@@ -1,0 +1,76 @@
+"""Pre-trains a LLaMA: `python pretrain_llama.py --help`, or under torchrun or srun."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from datetime import datetime
+
+from paro.arguments import parse_args
+from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.config import RunConfig
+from paro.loop import Loop
+from paro.placement import check_placement, placement_lines, predict_memory
+from paro.report.log import Log
+from paro.report.log_line import arguments_block
+from paro.report.report import open_report
+from paro.resume import load_run, save_run
+from paro.runtime import Control, distributed, read_world, run_script, seed_everything, user_mistakes
+
+
+def main() -> None:
+    with user_mistakes():
+        args = parse_args()
+        world = read_world()
+        config = RunConfig.from_args(args, world)
+    with distributed(config.runtime, world) as control:
+        run(args, config, control)
+
+
+def run(args: Namespace, config: RunConfig, control: Control) -> None:
+    """Builds the parts, says what was built, and trains to the end."""
+    log = Log(rank=control.world.rank, world_size=control.world.size)
+    log.log0(arguments_block(vars(args)))
+    seed_everything(config.train.seed)
+
+    with control.agreed():
+        datasets = build_data(config)
+    log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
+    with control.agreed():
+        training = build_training(config, control)
+    for line in (*config.notices, *datasets.describe(), *placement_lines(config, training)):
+        log.log0(line)
+    check_placement(config, training)
+
+    state = None
+    if config.checkpoint.load is not None:
+        with control.agreed():
+            state = load_run(config, training, log)
+    state = state or start_state(config)
+    sources = build_sources(config, datasets, training, state)
+
+    with control.agreed():
+        report = open_report(
+            config.report,
+            run_facts(config, training),
+            log,
+            device=training.device,
+            start_iteration=state.iteration,
+            arguments=vars(args),
+        )
+    report.start({"precision": config.precision.describe()})
+    log.log0(f"training ... datetime: {datetime.now()}")
+    loop = Loop(
+        training,
+        state,
+        sources,
+        report,
+        save=lambda at: save_run(config, training, at, log) if config.checkpoint.save else None,
+        save_interval=config.checkpoint.save_interval,
+        predicted_bytes=predict_memory(config, training),
+    )
+    loop.run()
+    report.close()
+
+
+if __name__ == "__main__":
+    run_script("pretrain_llama.py", main)
