@@ -50,6 +50,7 @@ def _read_mapping(path: str) -> Iterable[tuple[str, object]]:
         return []
     if not isinstance(values, dict):
         raise ValueError(f"{FLAG} {path} must hold one level of `flag: value`")
+    assert isinstance(root, yaml.MappingNode), f"{values!r} came from {root}"
     # YAML itself would take the last of two equal keys and say nothing.
     written = [_spell(key.value) for key, _ in root.value]
     for key in written:

@@ -1,0 +1,386 @@
+"""From flags to a run: derived values, rules between concerns, Megatron's launch scripts."""
+
+from pathlib import Path
+
+import pytest
+
+from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from paro.arguments import parse_args
+from paro.config import RunConfig
+from paro.runtime import World
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
+    "--micro-batch-size 2 --global-batch-size 32 --train-iters 10 --lr 0.1"
+)
+PRESET = "--mock-data --micro-batch-size 1 --seq-length 512 --train-iters 10 --lr 0.1"
+TWO_BY_TWO = World(size=4, ranks_per_node=2)
+
+
+def configure(words: str, world: World = TWO_BY_TWO) -> RunConfig:
+    return RunConfig.from_args(parse_args(words.split()), world)
+
+
+def refusal(words: str, world: World = TWO_BY_TWO) -> str:
+    """The one line that a user sees."""
+    with pytest.raises((ValueError, OSError)) as error:
+        configure(words, world)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# The model
+
+
+def test_sizes_that_are_not_given_follow_from_those_that_are() -> None:
+    assert configure(SMALL).model == LlamaConfig(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=128,  # 8/3 of 64 is 170, rounded down to a multiple of 64
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=16,
+        max_position_embeddings=32,
+        vocab_size=128,  # 100 and the end of documents, padded
+    )
+
+
+@pytest.mark.parametrize("name", LLAMA_PRESETS)
+def test_a_preset_is_taken_whole(name: str) -> None:
+    assert configure(f"{PRESET} --llama-preset {name}").model == LLAMA_PRESETS[name]
+
+
+def test_explicit_sizes_win_over_the_preset() -> None:
+    preset = LLAMA_PRESETS["llama3.2-1B"]
+    model = configure(
+        f"{PRESET} --llama-preset llama3.2-1B --num-layers 2 --rotary-base 1e4 "
+        "--untie-embeddings-and-output-weights"
+    ).model
+    assert (model.num_layers, model.rotary_base) == (2, 1e4)
+    assert preset.tie_embeddings_and_output_weights
+    assert not model.tie_embeddings_and_output_weights
+    assert model.hidden_size == preset.hidden_size
+
+
+def test_what_follows_from_an_overridden_size_is_not_the_presets() -> None:
+    words = f"{PRESET} --llama-preset 7B --hidden-size 256 --num-attention-heads 4"
+    model = configure(words).model
+    assert (model.kv_channels, model.num_query_groups) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [
+        ("", 4),
+        ("--group-query-attention --num-query-groups 2", 2),
+        ("--group-query-attention", 1),
+        ("--num-query-groups 4", 4),
+    ],
+)
+def test_grouped_queries_are_megatrons(words: str, groups: int) -> None:
+    assert configure(f"{SMALL} {words}").model.num_query_groups == groups
+
+
+@pytest.mark.parametrize(
+    ("words", "recompute"),
+    [
+        ("", None),
+        ("--recompute-activations", RecomputeConfig(granularity="selective")),
+        ("--recompute-granularity selective", RecomputeConfig(granularity="selective")),
+        (
+            "--recompute-granularity full",
+            RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+        ),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+            RecomputeConfig(granularity="full", method="block", num_layers=2),
+        ),
+    ],
+)
+def test_recomputation(words: str, recompute: RecomputeConfig | None) -> None:
+    assert configure(f"{SMALL} {words}").model.recompute == recompute
+
+
+# Sharding
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "degrees"),
+    [
+        ("", "IIG", (2, 2, 4)),
+        ("--paro-group-size 4", "IIG", (4, 4, 4)),
+        ("--paro-strategy zero1", "NNG", (1, 1, 4)),
+        ("--paro-strategy 1,2,4", "1,2,4", (1, 2, 4)),
+        ("--use-distributed-optimizer", "NNG", (1, 1, 4)),
+        ("--use-distributed-optimizer --paro-strategy zero1", "NNG", (1, 1, 4)),
+        ("--use-distributed-optimizer --paro-strategy 1,1,4", "1,1,4", (1, 1, 4)),
+    ],
+)
+def test_strategies(words: str, name: str, degrees: tuple[int, int, int]) -> None:
+    strategy = configure(f"{SMALL} {words}").strategy
+    assert (strategy.name, strategy.degrees) == (name, degrees)
+
+
+def test_the_group_is_a_node_unless_given() -> None:
+    world = World(size=4, ranks_per_node=4)
+    assert configure(SMALL, world).sharding.group_size == 4
+    assert configure(f"{SMALL} --paro-group-size 2", world).sharding.group_size == 2
+
+
+def test_a_thousand_ranks_are_configured_on_a_laptop() -> None:
+    config = configure(
+        f"{PRESET} --llama-preset 65B --global-batch-size 2048",
+        World(size=1024, ranks_per_node=8),
+    )
+    assert config.strategy.degrees == (8, 8, 1024)
+    assert config.batches.num_micro_batches_at(0) == 2
+
+
+# Lengths
+
+
+def test_the_global_batch_is_one_micro_batch_of_every_rank_unless_given() -> None:
+    assert configure(PRESET + " --llama-preset 7B").batches.global_batch_size == 4
+
+
+def test_iterations_become_samples() -> None:
+    schedule = configure(
+        f"{SMALL} --lr-decay-iters 8 --lr-warmup-iters 2 --lr-wsd-decay-iters 3"
+    ).schedule
+    assert schedule.lr_decay_samples == 256
+    assert schedule.lr_warmup_samples == 64
+    assert schedule.lr_wsd_decay_samples == 96
+    assert schedule.weight_decay_incr_samples == 320
+
+
+def test_the_decay_lasts_as_long_as_the_training_unless_given() -> None:
+    assert configure(SMALL).schedule.lr_decay_samples == 320
+
+
+def test_a_fraction_of_the_decay_warms_up() -> None:
+    schedule = configure(f"{SMALL} --lr-warmup-fraction 0.01").schedule
+    assert schedule.lr_warmup_samples == 3.2
+
+
+def test_samples_become_iterations() -> None:
+    config = configure(SMALL.replace("--train-iters 10", "--train-samples 330"))
+    assert config.train.train_iters == 10
+    assert config.schedule.lr_decay_samples == 330
+
+
+def test_a_ramp_of_the_batch_size_bends_no_curve() -> None:
+    # 8 and 16 for 16 samples each, then 24 and so on; see BatchSchedule.
+    config = configure(f"{SMALL} --rampup-batch-size 8 8 48")
+    assert config.schedule.lr_decay_samples == config.batches.samples_after(10)
+    assert config.schedule.lr_decay_samples < 320
+
+
+@pytest.mark.parametrize(
+    ("words", "start", "end"),
+    [
+        ("--weight-decay 0.2", 0.2, 0.2),
+        (
+            "--start-weight-decay 0 --end-weight-decay 0.3 --weight-decay-incr-style cosine",
+            0.0,
+            0.3,
+        ),
+    ],
+)
+def test_weight_decay(words: str, start: float, end: float) -> None:
+    schedule = configure(f"{SMALL} {words}").schedule
+    assert (schedule.start_weight_decay, schedule.end_weight_decay) == (start, end)
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("words", "compute", "dynamic"),
+    [
+        ("", "fp32", False),
+        ("--bf16", "bf16", False),
+        ("--fp16", "fp16", True),
+        ("--fp16 --loss-scale 128", "fp16", False),
+    ],
+)
+def test_precision_and_loss_scale(words: str, compute: str, dynamic: bool) -> None:
+    config = configure(f"{SMALL} {words}")
+    assert (config.precision.compute, config.loss_scale.dynamic) == (compute, dynamic)
+
+
+# Mistakes
+
+NO_LENGTH = SMALL.replace("--train-iters 10", "")
+BARE = SMALL.replace("--mock-data", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (f"{SMALL} --global-batch-size 12", ["--global-batch-size 12", "4 ranks"]),
+        (f"{SMALL} --paro-group-size 3", ["--paro-group-size 3", "4 ranks"]),
+        (f"{SMALL} --paro-strategy XYZ", ["--paro-strategy 'XYZ' is unknown"]),
+        (f"{SMALL} --paro-strategy IGI", ["--paro-strategy IGI is not legal", "IGG"]),
+        (f"{SMALL} --use-distributed-optimizer --paro-strategy GGG", ["contradicts", "NNG"]),
+        (f"{SMALL} --num-attention-heads 5", ["--hidden-size 64", "--num-attention-heads 5"]),
+        (f"{SMALL} --group-query-attention --num-query-groups 3", ["--num-query-groups 3"]),
+        (f"{SMALL} --num-query-groups 2", ["--group-query-attention"]),
+        (SMALL.replace("--num-layers 4", ""), ["--num-layers is missing", "--llama-preset"]),
+        (SMALL.replace("--lr 0.1", ""), ["--lr is missing"]),
+        (SMALL.replace("--seq-length 32", ""), ["--seq-length is missing"]),
+        (SMALL.replace("--micro-batch-size 2", ""), ["--micro-batch-size is missing"]),
+        (NO_LENGTH, ["--train-iters or --train-samples"]),
+        (f"{NO_LENGTH} --train-iters 0", ["--train-iters 0"]),
+        (f"{NO_LENGTH} --train-iters -5", ["--train-iters -5"]),
+        (f"{NO_LENGTH} --train-samples 31", ["--train-samples 31", "32"]),
+        (f"{SMALL} --train-samples 96", ["--train-iters and --train-samples"]),
+        (f"{SMALL} --lr 0", ["--lr 0.0"]),
+        (f"{SMALL} --lr -0.1", ["--lr -0.1"]),
+        (f"{SMALL} --min-lr 0.2", ["--min-lr 0.2", "--lr 0.1"]),
+        (f"{SMALL} --lr-decay-iters 5 --lr-decay-samples 160", ["--lr-decay-iters and"]),
+        (f"{SMALL} --lr-warmup-iters 5 --lr-warmup-samples 160", ["--lr-warmup-iters and"]),
+        (f"{SMALL} --lr-warmup-fraction 0.1 --lr-warmup-iters 1", ["--lr-warmup-fraction"]),
+        (f"{SMALL} --lr-warmup-fraction 1.5", ["--lr-warmup-fraction 1.5"]),
+        (f"{SMALL} --weight-decay-incr-style linear", ["--start-weight-decay and"]),
+        (f"{SMALL} --fp16 --bf16", ["--fp16 and --bf16 contradict"]),
+        (f"{SMALL} --grad-reduce-in-bf16", ["--bf16"]),
+        (f"{SMALL} --max-position-embeddings 16", ["--seq-length 32", "embeddings 16"]),
+        (f"{SMALL} --recompute-activations --recompute-granularity full", ["contradicts full"]),
+        (f"{SMALL} --recompute-method block", ["need --recompute-granularity full"]),
+        (f"{SMALL} --data-path corpus", ["--mock-data and --data-path contradict"]),
+        (BARE, ["--data-path"]),
+        (f"{PRESET} --llama-preset 7B --vocab-size 0", ["--vocab-size 0"]),
+        (BARE.replace("--tokenizer-type NullTokenizer", "--data-path x"), ["--tokenizer-type"]),
+        (f"{SMALL} --tokenizer-type Llama2Tokenizer", ["--tokenizer-model"]),
+        (f"{SMALL} --make-vocab-size-divisible-by 0", ["--make-vocab-size-divisible-by 0"]),
+        (f"{SMALL} --eval-iters -1", ["--eval-iters -1"]),
+        (f"{SMALL} --eval-interval -1", ["--eval-interval -1"]),
+        (f"{SMALL} --exit-interval 0", ["--exit-interval 0"]),
+        (f"{SMALL} --exit-duration-in-mins 0", ["--exit-duration-in-mins 0.0"]),
+        (f"{SMALL} --save-interval 0", ["--save-interval 0"]),
+        (f"{SMALL} --log-interval 0", ["--log-interval 0"]),
+        (f"{SMALL} --paro-prefetch-units -1", ["--paro-prefetch-units -1"]),
+        (f"{SMALL} --exit-on-missing-checkpoint", ["needs --load"]),
+        (f"{SMALL} --tensor-model-parallel-size 2", ["--paro-strategy GGG"]),
+    ],
+)
+def test_a_mistake_names_its_flag(words: str, parts: list[str]) -> None:
+    message = refusal(words)
+    for part in parts:
+        assert part in message
+
+
+def test_a_missing_checkpoint_stops_only_where_asked(tmp_path: Path) -> None:
+    words = f"{SMALL} --load {tmp_path}"
+    assert configure(words).checkpoint.load == str(tmp_path)
+    message = refusal(f"{words} --exit-on-missing-checkpoint")
+    assert message.startswith(f"--load {tmp_path} holds no checkpoint")
+
+
+def test_a_place_to_save_is_tried_before_training(tmp_path: Path) -> None:
+    words = f"{SMALL} --save {tmp_path / 'a' / 'b'} --save-interval 5"
+    assert configure(words).checkpoint.save_interval == 5
+    assert list(tmp_path.iterdir()) == [], "nothing is made before there is something to save"
+
+
+def test_a_file_is_no_place_to_save(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    message = refusal(f"{SMALL} --save {tmp_path / 'file' / 'deeper'}")
+    assert "file is a file, not a folder" in message
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_written_is_named() -> None:
+    # Not even root can make a file there.
+    assert "--save /proc/run cannot be written: /proc" in refusal(f"{SMALL} --save /proc/run")
+
+
+def test_an_interval_without_a_place_is_no_mistake() -> None:
+    assert configure(f"{SMALL} --save-interval 5").checkpoint.save is None
+
+
+# Launch scripts of Megatron-LM, as they are but for the paths
+
+LLAMA2_7B = """
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
+    --seq-length 4096 --max-position-embeddings 4096
+    --tokenizer-type NullTokenizer --vocab-size 31999 --mock-data --split 949,50,1
+    --micro-batch-size 1 --global-batch-size 256 --train-iters 500000 --lr-decay-iters 320000
+    --distributed-backend nccl --lr 0.0003 --lr-decay-style cosine --min-lr 1.0e-5
+    --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01
+    --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --initial-loss-scale 65536
+    --position-embedding-type rope --use-rotary-position-embeddings --rotary-percent 1.0
+    --swiglu --normalization RMSNorm --norm-epsilon 1e-5 --disable-bias-linear
+    --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 1
+    --attention-dropout 0 --hidden-dropout 0 --no-masked-softmax-fusion
+    --attention-softmax-in-fp32 --no-gradient-accumulation-fusion --use-flash-attn
+    --no-query-key-layer-scaling --transformer-impl transformer_engine --use-mcore-models
+    --use-distributed-optimizer --overlap-grad-reduce --bf16
+    --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10
+    --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard
+    --log-timers-to-tensorboard --tensorboard-queue-size 5 --log-params-norm
+"""
+LLAMA3_8B = """
+    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128
+    --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope
+    --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0
+    --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p
+    --untie-embeddings-and-output-weights --disable-bias-linear
+    --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000
+    --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001
+    --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9
+    --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion
+    --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+    --exit-duration-in-mins 235 --tensor-model-parallel-size 1 --context-parallel-size 1
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache
+    --tiktoken-pattern v2 --split 99,1,0 --no-create-attention-mask-in-dataloader
+    --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100
+    --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6
+    --ckpt-format torch_dist --distributed-timeout-minutes 60
+"""
+
+
+def test_a_llama2_script_runs_unchanged() -> None:
+    config = configure(LLAMA2_7B, World(size=16, ranks_per_node=8))
+    assert config.model == LlamaConfig(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=11008,
+        num_attention_heads=32,
+        num_query_groups=32,
+        kv_channels=128,
+        max_position_embeddings=4096,
+        vocab_size=32000,
+    )
+    assert config.strategy.degrees == (1, 1, 16)
+    assert config.schedule.lr_warmup_samples == 0.01 * 320000 * 256
+    assert [notice.split()[0] for notice in config.notices] == [
+        "--log-timers-to-tensorboard",
+        "--log-params-norm",
+    ]
+
+
+def test_a_llama3_script_runs_unchanged() -> None:
+    config = configure(LLAMA3_8B, World(size=8, ranks_per_node=8))
+    assert config.model.num_query_groups == 8
+    assert config.model.vocab_size == 128384
+    assert config.train.train_iters == 1953125000 // 128
+    assert config.schedule.lr_decay_samples == 1949218748
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-param-gather", "--bf16"),
+        ("--sequence-parallel", "--recompute-activations"),
+        ("--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5", "one learning rate"),
+    ],
+)
+def test_what_that_script_asks_for_beyond_is_answered(words: str, advice: str) -> None:
+    message = refusal(f"{LLAMA3_8B} {words}", World(size=8, ranks_per_node=8))
+    assert words.split()[0] in message
+    assert advice in message

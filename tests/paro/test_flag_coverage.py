@@ -1,0 +1,178 @@
+"""Every flag is read by exactly one field, and every field comes from a flag."""
+
+import argparse
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.tokenizer import NullTokenizer
+from paro.arguments import build_parser, parse_args
+from paro.compatibility import RULES
+from paro.config import RunConfig
+from paro.runtime import World
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
+    "--micro-batch-size 2 --global-batch-size 32 --train-iters 10 --lr 0.1"
+)
+# Flags whose value ends up under another name. All others lie in one field of their own name.
+RENAMED = {
+    "bf16": "precision.compute",
+    "fp16": "precision.compute",
+    "group_query_attention": "model.num_query_groups",
+    "llama_preset": "model.num_layers",
+    "lr_decay_iters": "schedule.lr_decay_samples",
+    "lr_warmup_fraction": "schedule.lr_warmup_samples",
+    "lr_warmup_iters": "schedule.lr_warmup_samples",
+    "lr_wsd_decay_iters": "schedule.lr_wsd_decay_samples",
+    "make_vocab_size_divisible_by": "model.vocab_size",
+    "paro_collective": "sharding.collective",
+    "paro_group_size": "sharding.group_size",
+    "paro_prefetch_units": "sharding.prefetch_units",
+    "paro_strategy": "sharding.strategy",
+    "recompute_activations": "model.recompute",
+    "recompute_granularity": "model.recompute",
+    "recompute_method": "model.recompute",
+    "recompute_num_layers": "model.recompute",
+    "train_samples": "train.train_iters",
+    "use_distributed_optimizer": "sharding.strategy",
+    "weight_decay": "schedule.start_weight_decay",
+}
+# Fields that share a flag's name and are computed from it, or repeat it where it is needed too.
+ALSO = {"batches.micro_batch_size", "data.seed", "model.vocab_size", "vocab_size"}
+# Fields that no flag owns.
+UNOWNED = {
+    "batches.data_parallel_size",
+    "loss_scale.dynamic",
+    "notices",
+    "schedule.weight_decay_incr_samples",
+    "strategy.grads",
+    "strategy.name",
+    "strategy.optim",
+    "strategy.params",
+}
+FULL = "--recompute-granularity full"
+COSINE = "--weight-decay-incr-style cosine"
+RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay"
+# How to see a flag's effect, where it takes more than the flag with some other value:
+# flags to take out of SMALL, what to give before, and what to give instead.
+CASES = {
+    "data_path": (("mock-data",), "--mock-data", "--data-path corpus"),
+    "end_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.6"),
+    "exit_on_missing_checkpoint": ((), "--load .", "--load . --exit-on-missing-checkpoint"),
+    "fp16": ((), "", "--fp16"),
+    "global_batch_size": (("global-batch-size",), "", "--global-batch-size 64"),
+    "grad_reduce_in_bf16": ((), "--bf16", "--bf16 --grad-reduce-in-bf16"),
+    "hidden_size": ((), "", "--hidden-size 128"),
+    "initial_loss_scale": ((), "", "--initial-loss-scale 64"),
+    "llama_preset": (("num-layers",), "--num-layers 4", "--llama-preset 7B"),
+    "lr_decay_style": ((), "", "--lr-decay-style cosine"),
+    "lr_warmup_iters": ((), "", "--lr-warmup-iters 3"),
+    "lr_warmup_samples": ((), "", "--lr-warmup-samples 50"),
+    "make_vocab_size_divisible_by": ((), "", "--make-vocab-size-divisible-by 10"),
+    "max_position_embeddings": ((), "", "--max-position-embeddings 64"),
+    "micro_batch_size": (("micro-batch-size",), "--micro-batch-size 2", "--micro-batch-size 4"),
+    "mock_data": (("mock-data",), "--data-path corpus", "--mock-data"),
+    "num_attention_heads": ((), "", "--num-attention-heads 8"),
+    "num_query_groups": ((), "", "--num-query-groups 2 --group-query-attention"),
+    "paro_group_size": ((), "", "--paro-group-size 4"),
+    "rampup_batch_size": ((), "", "--rampup-batch-size 8 8 96"),
+    "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
+    "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
+    "split": ((), "", "--split 98,1,1"),
+    "start_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.5 --start-weight-decay 0.1"),
+    "tokenizer_type": ((), "", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt"),
+    "train_samples": (("train-iters",), "--train-iters 10", "--train-samples 96"),
+    "weight_decay_incr_style": ((), f"{RISING} 0.5", f"{RISING} 0.5 {COSINE}"),
+}
+
+
+def configure(words: str) -> RunConfig:
+    return RunConfig.from_args(parse_args(words.split()), World(size=4, ranks_per_node=2))
+
+
+def without(flags: tuple[str, ...]) -> str:
+    """SMALL without some flags and their values."""
+    kept = [part for part in SMALL.split("--") if part and part.split()[0] not in flags]
+    return " ".join(f"--{part}" for part in kept)
+
+
+def flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf of nested dataclasses by its path."""
+    if not is_dataclass(value):
+        return {path: value}
+    return {
+        name: leaf
+        for field in fields(value)
+        for name, leaf in flatten(getattr(value, field.name), f"{path}.{field.name}").items()
+    }
+
+
+def own_actions() -> list[argparse.Action]:
+    """The flags that a run reads: all but help, the YAML file and Megatron's leftovers."""
+    other = {rule.dest for rule in RULES} | {"help", "yaml_cfg"}
+    untie = "--untie-embeddings-and-output-weights"  # the other half of its own counterpart
+    return [
+        action
+        for action in build_parser()._actions
+        if action.dest not in other and untie not in action.option_strings
+    ]
+
+
+def fields_of(config: RunConfig) -> dict[str, Any]:
+    """Every field by its path, such as `train.seed`; recomputation is one field of the model."""
+    flat = {path.removeprefix("."): value for path, value in flatten(config).items()}
+    flat = {path: value for path, value in flat.items() if "recompute" not in path}
+    return flat | {"model.recompute": config.model.recompute}
+
+
+def homes_of(dest: str) -> list[str]:
+    if dest in RENAMED:
+        return [RENAMED[dest]]
+    return [
+        path
+        for path in fields_of(configure(SMALL))
+        if path.split(".")[-1] == dest and path not in ALSO
+    ]
+
+
+@pytest.mark.parametrize("dest", sorted({action.dest for action in own_actions()}))
+def test_every_flag_is_one_field(dest: str) -> None:
+    assert len(homes_of(dest)) == 1, f"{dest} is read by {homes_of(dest) or 'nobody'}"
+
+
+def test_every_field_comes_from_a_flag() -> None:
+    homes = {home for action in own_actions() for home in homes_of(action.dest)}
+    assert set(fields_of(configure(SMALL))) - homes == UNOWNED | ALSO - homes
+
+
+def other_value(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return ""
+    if action.choices is not None:
+        return [str(choice) for choice in action.choices if choice != action.default][-1]
+    if action.type is int:
+        return str(2 * (action.default or 1))
+    if action.type is float:
+        return str((action.default or 0.02) / 2)
+    return "GGG" if action.dest == "paro_strategy" else "some-text"
+
+
+@pytest.mark.parametrize("action", own_actions(), ids=lambda action: action.dest)
+def test_a_flag_changes_its_field(
+    action: argparse.Action, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("paro.config.build_tokenizer", lambda _: NullTokenizer(1000))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    (tmp_path / "iter_0000005").mkdir()
+    plain = ((), "", f"{action.option_strings[0]} {other_value(action)}")
+    taken_out, before, after = CASES.get(action.dest, plain)
+    base = without(taken_out)
+    (home,) = homes_of(action.dest)
+    old = fields_of(configure(f"{base} {before}"))[home]
+    new = fields_of(configure(f"{base} {after}"))[home]
+    assert old != new
