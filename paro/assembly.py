@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -31,14 +31,21 @@ from paro.training import Training, TrainState
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_training(config: RunConfig, control: Control) -> Training:
-    """Model, optimizer and schedules with their initial values; no data yet."""
+def build_training(
+    config: RunConfig, control: Control, *, is_trained: Callable[[str], bool] = lambda _name: True
+) -> Training:
+    """Model, optimizer and schedules with their initial values; no data yet.
+
+    Parameters whose name `is_trained` denies are frozen.
+    """
     world = control.world
     device = device_for(config.runtime, world)
     traffic = Traffic()
     context = _sharding_context(config, control, device, traffic)
     with torch.device("meta"):
         model = Llama(config.model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(name))
     nodes = cut_into_nodes(model, model.units(), context)
     sharded = ShardedModel(model, nodes, prefetch_units=config.sharding.prefetch_units)
     optimizer = ParoOptimizer(sharded, config.optim)

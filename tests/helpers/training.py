@@ -1,0 +1,92 @@
+"""Trains as the entry script does, on the ranks of a test, and returns what a test compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.loader import Datasets
+from paro.arguments import parse_args
+from paro.assembly import build_data, build_sources, build_training, start_state
+from paro.config import RunConfig
+from paro.placement import check_placement
+from paro.runtime import Control, World
+from paro.sharding.buffers import Ledger
+from paro.training import StepResult, Training, train_step
+
+# Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
+# vocabulary; the head's and the blocks' norms are smaller than the world's alignment.
+TINY = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 59 "
+    "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --num-attention-heads 2 "
+    "--ffn-hidden-size 37 --seq-length 12 --micro-batch-size 1 --num-workers 0 --lr 0.002 "
+    "--lr-decay-style constant --weight-decay 0.1 --init-method-std 0.1"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one rank saw of a run."""
+
+    steps: list[StepResult]
+    parameters: dict[str, Tensor]  # whole, fp32: the optimizer's own where it has them
+    model_state_bytes: int
+    ledger: Ledger  # as it was after training
+
+
+def train(
+    flags: str | Sequence[str],
+    *,
+    group_size: int | None = None,
+    frozen: Sequence[str] = (),
+    before: Callable[[Training], None] | None = None,
+) -> Trained:
+    """Trains on all ranks of the default group, or alone without one."""
+    argv = flags.split() if isinstance(flags, str) else list(flags)
+    alone = not dist.is_initialized()
+    world = World() if alone else World(rank=dist.get_rank(), size=dist.get_world_size())
+    if group_size is not None:
+        argv += ["--paro-group-size", str(group_size)]
+    config = RunConfig.from_args(parse_args(argv), world)
+    training = build_training(
+        config, Control(world, torch.device("cpu")), is_trained=lambda name: name not in frozen
+    )
+    check_placement(config, training)
+    if before is not None:
+        before(training)
+    steps = run_steps(config, training, build_data(config))
+    ledger = training.model.units[0].context.ledger
+    return Trained(
+        steps=steps,
+        parameters=whole_parameters(training),
+        model_state_bytes=training.optimizer.model_state_bytes(),
+        ledger=ledger,
+    )
+
+
+def run_steps(config: RunConfig, training: Training, datasets: Datasets) -> list[StepResult]:
+    state = start_state(config)
+    source = build_sources(config, datasets, training, state).train
+    return [train_step(training, state, source) for _ in range(config.train.train_iters)]
+
+
+def whole_parameters(training: Training) -> dict[str, Tensor]:
+    """Every parameter, put together from what the ranks' optimizers hold."""
+    training.model.wait_published()
+    mine = [
+        (piece.box.name, piece.box.shape, piece.low, shard.values[begin : begin + size].clone())
+        for shard in training.optimizer.flat_shards()
+        if shard.state == "param" and shard.writes
+        for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel())
+        for begin, size in [(piece.offset - shard.start, piece.high - piece.low)]
+    ]
+    whole: dict[str, Tensor] = {}
+    for pieces in training.control.gather(mine):
+        for name, shape, low, values in pieces:
+            flat = whole.setdefault(name, torch.full(shape, torch.nan)).view(-1)
+            flat[low : low + values.numel()] = values
+    return whole

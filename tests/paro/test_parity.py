@@ -1,0 +1,184 @@
+"""Every strategy trains as one process does and sends what the formula says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from paro.arguments import parse_args
+from paro.config import RunConfig
+from paro.planning.cost_model import UnitShapes, size_units, traffic_per_step
+from paro.runtime import World
+from paro.sharding.buffers import Ledger
+from paro.strategy import legal_letters
+from paro.topology import make_topology
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import TINY, Trained, train
+
+TOLERANCE = 1e-5
+NUM_LAYERS = 3
+FLAGS = f"{TINY} --train-iters 10"
+SHAPES = [(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (2, 1), (2, 2), (1, 1)]  # world, group
+FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
+
+Case = tuple[str, tuple[str, ...]]  # flags, names of frozen parameters
+
+
+def train_cases(cases: Sequence[Case], group_size: int | None) -> list[Trained]:
+    """Several runs after one another on the same ranks."""
+    return [train(flags, group_size=group_size, frozen=frozen) for flags, frozen in cases]
+
+
+def assert_same(trained: Trained, reference: Trained, label: str) -> None:
+    for step, wanted in zip(trained.steps, reference.steps, strict=True):
+        assert step.loss == pytest.approx(wanted.loss, rel=TOLERANCE), label
+        assert step.grad_norm == pytest.approx(wanted.grad_norm, rel=TOLERANCE), label
+    assert trained.parameters.keys() == reference.parameters.keys()
+    for name, wanted in reference.parameters.items():
+        error = torch.linalg.vector_norm(trained.parameters[name] - wanted)
+        assert error <= TOLERANCE * torch.linalg.vector_norm(wanted), f"{label}: {name}"
+
+
+def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: int) -> None:
+    """Bytes on the wire from the second step on, to 1% (padding is counted on both sides)."""
+    argv = [*flags.split(), "--paro-group-size", str(group_size)]
+    config = RunConfig.from_args(parse_args(argv), World(rank=0, size=world_size))
+    topology = make_topology(
+        world_size=world_size, group_size=group_size, degrees=config.strategy.degrees
+    )
+    expected = traffic_per_step(
+        config.strategy,
+        topology,
+        size_units(model_units(config), world_size=world_size),
+        config.precision,
+        config.batches.num_micro_batches_at(0),
+    )
+    for step in trained.steps[1:]:
+        assert step.sent.intra == pytest.approx(expected.intra, rel=0.01), flags
+        assert step.sent.inter == pytest.approx(expected.inter, rel=0.01), flags
+
+
+def model_units(config: RunConfig) -> list[UnitShapes]:
+    from model.config import parameter_shapes
+
+    shapes = parameter_shapes(config.model)
+    tied = config.model.tie_embeddings_and_output_weights
+    names = ["embedding", *(f"blocks.{i}" for i in range(NUM_LAYERS)), "head"]
+    return [
+        UnitShapes(
+            name=name,
+            shapes={n: s for n, s in shapes.items() if n.startswith(f"{name}.")},
+            borrows=("embedding",) if tied and name == "head" else (),
+            backward_needs_weight=name != "embedding",
+        )
+        for name in names
+    ]
+
+
+def assert_few_buffers(ledger: Ledger, *, prefetch: int, tied: bool) -> None:
+    """What design says of the whole units and gradient buffers that are alive at once."""
+    assert ledger.whole_params.peak_count <= 1 + prefetch + tied
+    assert ledger.whole_grads.peak_count <= (2 if prefetch else 1)
+    assert ledger.whole_params.count == ledger.whole_grads.count == 0
+
+
+def flags_for(strategy: str, *, world_size: int, micro_batches: int = 4, more: str = "") -> str:
+    """The same global batch on any world: 24 samples, or 8 where 24 cannot be cut."""
+    del micro_batches
+    samples = 24
+    micro = max(size for size in (1, 2, 3, 6) if samples % (size * world_size * 4) == 0 or size == 1)
+    return (
+        f"{FLAGS} --global-batch-size {samples} --micro-batch-size {micro} "
+        f"--paro-strategy {strategy} {more}"
+    )
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[tuple[str, tuple[str, ...]], Trained]:
+    return {}
+
+
+def reference_for(
+    references: dict[tuple[str, tuple[str, ...]], Trained], more: str, frozen: tuple[str, ...]
+) -> Trained:
+    key = (more, frozen)
+    if key not in references:
+        references[key] = train(flags_for("GGG", world_size=1, more=more), frozen=frozen)
+    return references[key]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "group_size"), [(4, 2), (6, 3)])
+def test_strategies_train_as_one_process_does(
+    references: dict[tuple[str, tuple[str, ...]], Trained], world_size: int, group_size: int
+) -> None:
+    letters = legal_letters() if world_size == 4 else ("NIG", "IIG", "GGG", "ING")
+    cases = [(flags_for(name, world_size=world_size), ()) for name in letters]
+    results = run_ranks(train_cases, world_size, cases, group_size, timeout=240)
+    reference = reference_for(references, "", ())
+    assert reference.steps[-1].loss < reference.steps[0].loss
+    for number, (flags, _) in enumerate(cases):
+        for by_rank in results:
+            assert_same(by_rank[number], reference, f"{letters[number]} on {world_size}")
+            assert_formulas(by_rank[number], flags, world_size, group_size)
+            assert_few_buffers(by_rank[number].ledger, prefetch=1, tied=False)
+
+
+@pytest.mark.ranks
+def test_degrees_frozen_tied_and_recomputed_on_eight_ranks(
+    references: dict[tuple[str, tuple[str, ...]], Trained],
+) -> None:
+    variants: list[tuple[str, str, tuple[str, ...]]] = [
+        ("2,4,8", "", ()),
+        ("1,2,8", "--paro-prefetch-units 2", ()),
+        ("4,4,8", "--paro-prefetch-units 0", ()),
+        ("IIG", "", FROZEN),
+        ("GGG", "--tie-embeddings-and-output-weights", ()),
+        ("IGG", "--recompute-granularity full --recompute-num-layers 2", ()),
+        ("IIG", "--recompute-granularity full", ()),
+        ("NIG", "--calculate-per-token-loss", ()),
+        ("GIG", "--paro-collective flat", ()),
+    ]
+    cases = [(flags_for(s, world_size=8, more=more), frozen) for s, more, frozen in variants]
+    results = run_ranks(train_cases, 8, cases, 4, timeout=280)
+    for number, (strategy, more, frozen) in enumerate(variants):
+        changes_nothing = ("--paro", "--recompute")
+        same = "" if more.startswith(changes_nothing) else more
+        reference = reference_for(references, same, frozen)
+        for by_rank in results:
+            assert_same(by_rank[number], reference, f"{strategy} {more} {frozen}")
+
+
+def test_reference_is_a_real_descent(
+    references: dict[tuple[str, tuple[str, ...]], Trained],
+) -> None:
+    reference = reference_for(references, "", ())
+    losses = [step.loss for step in reference.steps]
+    assert losses[0] == pytest.approx(math.log(60), rel=0.1)
+    assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "group_size"), SHAPES)
+def test_all_strategies_on_all_worlds(
+    references: dict[tuple[str, tuple[str, ...]], Trained], world_size: int, group_size: int
+) -> None:
+    degrees = {8: ("2,4,8", "1,2,8", "2,2,4"), 6: ("1,3,6",), 4: ("2,4,4",)}.get(world_size, ())
+    if group_size == 2 and world_size == 6:
+        degrees = ("2,2,6",)
+    frozen_too = (("", ()), ("", FROZEN), ("--tie-embeddings-and-output-weights", ()))
+    for more, frozen in frozen_too:
+        strategies = (*legal_letters(), *degrees)
+        cases = [(flags_for(s, world_size=world_size, more=more), frozen) for s in strategies]
+        results = run_ranks(train_cases, world_size, cases, group_size, timeout=900)
+        reference = reference_for(references, more, frozen)
+        for number, strategy in enumerate(strategies):
+            trained = results[-1][number]
+            assert_same(trained, reference, f"{strategy} {more} {frozen} on {world_size}")
+            assert_few_buffers(trained.ledger, prefetch=1, tied=bool(more))
+            if not frozen:
+                assert_formulas(trained, cases[number][0], world_size, group_size)
