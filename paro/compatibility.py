@@ -129,6 +129,7 @@ RULES = (
     _switch("--no-masked-softmax-fusion", "there is no fused softmax to turn off"),
     _switch("--no-bias-swiglu-fusion", "there is no such fusion to turn off"),
     _switch("--no-bias-dropout-fusion", "there is no such fusion to turn off"),
+    _switch("--no-bias-gelu-fusion", "there is no such fusion to turn off"),
     _switch("--no-rope-fusion", "there is no such fusion to turn off"),
     _switch("--no-persist-layer-norm", "there is no such kernel to turn off"),
     _switch("--no-query-key-layer-scaling", "queries are not scaled by layer"),
@@ -186,6 +187,10 @@ RULES = (
     _unheard("--ddp-bucket-size", "gradients are reduced unit by unit", int),
     _unheard("--ddp-num-buckets", "gradients are reduced unit by unit", int),
     # Optimizer, data, checkpoints.
+    _switch(
+        "--no-check-for-nan-in-loss-and-grad",
+        "a step that is not finite is skipped and does not end the run",
+    ),
     Rule("--optimizer", str, ("adam",), "the optimizer is AdamW", "give adam, which is AdamW"),
     _switch("--override-opt_param-scheduler", "the schedule is always the flags'"),
     _refused(
