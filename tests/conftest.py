@@ -1,0 +1,86 @@
+"""What marked tests need: where a machine lacks it they skip and say so; cheap tests come first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+# For this process before it imports torch, and for its children. Ranks share the cores of one
+# machine. torch asks for the names of addresses that it connects to, only to log them, and an
+# answer that gets lost holds a rank for 5 s: tests ask no name server.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["RES_OPTIONS"] = "attempts:0"
+
+
+@cache
+def lacks_gpu() -> str | None:
+    """Why tests marked `gpu` cannot run here, if they cannot."""
+    import torch  # here, so that pure tests start at once
+
+    return None if torch.cuda.is_available() else "needs a GPU: torch sees no CUDA device"
+
+
+@cache
+def lacks_root() -> str | None:
+    """Why tests marked `root` cannot run here, if they cannot."""
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"needs {' and '.join(missing)} (packages iproute2, util-linux)"
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode != 0:
+        return "needs the right to make network namespaces, which this root lacks"
+    return None
+
+
+@cache
+def lacks_browser() -> str | None:
+    """Why tests marked `browser` cannot run here, if they cannot."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return None if any(map(shutil.which, names)) else f"needs one of {', '.join(names)}"
+
+
+LACKS: dict[str, Callable[[], str | None]] = {
+    "gpu": lacks_gpu,
+    "root": lacks_root,
+    "browser": lacks_browser,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--must-run",
+        default="",
+        metavar="MARKERS",
+        help="comma-separated markers whose tests fail instead of skipping, e.g. root,browser",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    unknown = must_run(config) - LACKS.keys()
+    if unknown:
+        raise pytest.UsageError(f"--must-run knows {', '.join(LACKS)}, not {', '.join(unknown)}")
+
+
+def must_run(config: pytest.Config) -> set[str]:
+    """The markers whose tests may not skip in this session."""
+    return set(filter(None, config.getoption("--must-run").split(",")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    costly = ("ranks", *LACKS)
+    items.sort(key=lambda item: any(item.get_closest_marker(name) for name in costly))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, lacks in LACKS.items():
+        reason = lacks() if item.get_closest_marker(marker) else None
+        if reason and marker in must_run(item.config):
+            pytest.fail(f"may not skip: {reason}", pytrace=False)
+        if reason:
+            pytest.skip(reason)

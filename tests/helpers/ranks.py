@@ -1,0 +1,271 @@
+"""Runs a function, or a script, on N gloo ranks; a function's ranks are started once and kept."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# How long torchrun gets to end its ranks; it kills them itself after 30 s.
+_GRACE_SECONDS = 45.0
+
+Result = TypeVar("Result")
+
+
+class RankError(AssertionError):
+    """A rank failed, died or gave no answer; the text holds the first one's traceback."""
+
+
+def run_ranks(
+    function: Callable[..., Result],
+    world_size: int,
+    /,
+    *args: Any,
+    init: bool = True,
+    timeout: float = 120.0,
+    **kwargs: Any,
+) -> list[Result]:
+    """What `function(*args, **kwargs)` returns on each of `world_size` ranks, by rank.
+
+    The function must be importable (at the top of its module); it, its arguments and its results
+    are pickled. It finds the default gloo group initialized, or with `init=False` only torchrun's
+    environment, from which it may initialize the group itself. Groups are destroyed afterwards.
+    Processes are kept from call to call, threads set to 1 and torch's seed to 0; when a rank fails
+    all are killed, so nothing hangs, and the next call starts new ones.
+    """
+    call = pickle.dumps((function, args, kwargs))
+    replies = _POOL.run(call, world_size, init=init, timeout=timeout)
+    return [pickle.loads(reply) for reply in replies]
+
+
+def run_script(
+    args: Sequence[object],
+    nproc: int = 0,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240.0,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script (`args[0]`) from the repository's root: under torchrun, or plain with nproc 0.
+
+    `env` is added to this process's environment.
+    """
+    launcher = [sys.executable]
+    if nproc:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    command = [*launcher, *map(str, args)]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException as interruption:
+            stdout, stderr = _end(process)
+            if isinstance(interruption, subprocess.TimeoutExpired):
+                tails = f"{stdout[-4000:]}\n{stderr[-4000:]}"
+                raise RankError(f"{command} did not end within {timeout} s\n{tails}") from None
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Ends a script; torchrun, asked politely, ends its ranks, which only it knows."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """One call, as one rank gets it."""
+
+    call: bytes
+    environment: dict[str, str]
+    init: bool
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reply:
+    """How a call ended on one rank."""
+
+    result: bytes = b""
+    failure: str | None = None
+    ended: float  # on the clock that all processes of a machine share
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: BaseProcess
+    pipe: connection.Connection
+
+
+class _Pool:
+    """The processes that play the ranks; grown on demand, killed as a whole after a failure.
+
+    They are forked from a server that has imported torch once, so that new ones come at once.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._store: dist.TCPStore | None = None
+        atexit.register(self.stop)
+
+    def run(self, call: bytes, world_size: int, *, init: bool, timeout: float) -> list[bytes]:
+        """The pickled results by rank."""
+        try:
+            self._grow(world_size)
+            workers = self._workers[:world_size]
+            # Held here and new for every call, as torchrun's agent holds it: no port is guessed,
+            # no key is met twice.
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            for rank, worker in enumerate(workers):
+                environment = _torchrun_environment(rank, world_size, self._store.port)
+                task = _Task(call=call, environment=environment, init=init, timeout=timeout)
+                worker.pipe.send_bytes(pickle.dumps(task))
+            results = _collect(workers, timeout)
+            for worker in workers:
+                worker.pipe.send_bytes(pickle.dumps(None))
+        except BaseException:
+            self.stop()
+            raise
+        return results
+
+    def stop(self) -> None:
+        """Kills every worker; the next call starts new ones."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.pipe.close()
+        self._workers.clear()
+
+    def _grow(self, num_workers: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed"])
+        while len(self._workers) < num_workers:
+            ours, theirs = context.Pipe()
+            # Not a daemon: a rank may start data loader processes of its own.
+            process = context.Process(target=_serve, args=(theirs,), name="rank")
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours))
+
+
+_POOL = _Pool()
+
+
+def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",  # a machine's own name need not resolve
+    }
+
+
+def _collect(workers: Sequence[_Worker], timeout: float) -> list[bytes]:
+    """The results of all, or a RankError as soon as one failed."""
+    results = [b""] * len(workers)
+    waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            _print_stacks(workers[rank] for rank in waiting.values())
+            silent = ", ".join(map(str, waiting.values()))
+            raise RankError(
+                f"of {len(workers)} ranks, no answer within {timeout} s from {silent} "
+                "(stacks on stderr)"
+            )
+        failures: list[tuple[float, str]] = []
+        for pipe in ready:
+            rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            reply = _receive(workers[rank])
+            results[rank] = reply.result
+            if reply.failure is not None:
+                text = f"rank {rank} of {len(workers)} failed\n{reply.failure}"
+                failures.append((reply.ended, text))
+        if failures:
+            raise RankError(min(failures)[1])
+    return results
+
+
+def _receive(worker: _Worker) -> _Reply:
+    try:
+        reply = pickle.loads(worker.pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        worker.process.join()
+        # Its death made the others fail, so it is the first.
+        return _Reply(failure=f"the process ended with {worker.process.exitcode}", ended=0.0)
+    assert isinstance(reply, _Reply), f"a rank sent {reply!r}"
+    return reply
+
+
+def _print_stacks(workers: Iterator[_Worker]) -> None:
+    for worker in workers:
+        os.kill(worker.process.pid or 0, signal.SIGUSR1)
+    time.sleep(0.5)  # while they print
+
+
+def _serve(pipe: connection.Connection) -> None:
+    """A worker's life: a call, its reply, leave to let go of the groups, the next call."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    while True:
+        try:
+            task = pickle.loads(pipe.recv_bytes())
+        except EOFError:  # the parent is gone
+            return
+        if task is None:
+            # Only now, when all ranks have answered: a rank that left early would break
+            # connections that the others still use.
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            continue
+        pipe.send_bytes(pickle.dumps(_answer(task)))
+
+
+def _answer(task: _Task) -> _Reply:
+    try:
+        os.environ.update(task.environment)
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        function, args, kwargs = pickle.loads(task.call)
+        if task.init:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout))
+        result = pickle.dumps(function(*args, **kwargs))
+    except BaseException:
+        # The groups stay as they are: torn down, they would make the other ranks fail as well.
+        return _Reply(failure=traceback.format_exc(), ended=time.monotonic())
+    return _Reply(result=result, ended=time.monotonic())
