@@ -1,0 +1,1 @@
+"""Tests that run the scripts through their command lines."""
