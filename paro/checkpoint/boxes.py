@@ -1,0 +1,180 @@
+"""Flat shards as rectangles of named parameters, and the plans by which DCP saves and loads them.
+
+A state is one tensor of one parameter, named `param.<name>`, `exp_avg.<name>` or
+`exp_avg_sq.<name>` and shaped like the parameter. A checkpoint knows states and rectangles of
+them, and nothing of units, ranks or offsets in buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    ChunkStorageMetadata,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    Metadata,
+    ReadItem,
+    SavePlan,
+    TensorStorageMetadata,
+    WriteItem,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from paro.checkpoint.directory import CheckpointError
+from paro.sharding.buffers import FlatShard
+from paro.sharding.layout import Shape, rectangles
+
+PARAM = "param"
+MISMATCH = "the checkpoint does not match the model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxedState:
+    """A state of which this rank holds some rectangles, by their corner; views of its shards."""
+
+    shape: Shape
+    rectangles: dict[Shape, Tensor] = field(default_factory=dict)
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """The rectangles in DCP's words."""
+        return [_chunk(corner, values) for corner, values in self.rectangles.items()]
+
+
+def boxed_states(shards: Iterable[FlatShard], *, to_write: bool) -> dict[str, BoxedState]:
+    """Every state of the shards' units, with the rectangles this rank holds or has to write."""
+    states: dict[str, BoxedState] = {}
+    for shard in shards:
+        assert shard.values.dim() == 1, f"a {shard.state} shard has shape {shard.values.shape}"
+        for span in shard.layout.spans:
+            name = f"{shard.state}.{span.box.name}"
+            state = states.setdefault(name, BoxedState(shape=span.box.shape))
+            assert state.shape == span.box.shape, f"{name}: {state.shape} and {span.box.shape}"
+        if to_write and not shard.writes:
+            continue
+        for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel()):
+            mine = states[f"{shard.state}.{piece.box.name}"].rectangles
+            base = piece.offset - shard.start - piece.low
+            for part in rectangles(piece.box, piece.low, piece.high):
+                assert part.start not in mine, f"{piece.box.name} is held twice at {part.start}"
+                flat = shard.values.detach()[base + part.low : base + part.high]
+                mine[part.start] = flat.view(part.extent)
+    return states
+
+
+class BoxSavePlanner(DefaultSavePlanner):
+    """Plans to write every rectangle of a dict of boxed states."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        states: dict[str, BoxedState] = self.state_dict
+        self.plan = SavePlan(
+            [
+                _write_item(name, state.shape, corner, values)
+                for name, state in states.items()
+                for corner, values in state.rectangles.items()
+            ]
+        )
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As the base class, which refuses overlaps; this one refuses holes too."""
+        plans, metadata = super().create_global_plan(all_plans)
+        for name, state in self.state_dict.items():
+            saved = metadata.state_dict_metadata.get(name)
+            chunks = saved.chunks if isinstance(saved, TensorStorageMetadata) else []
+            num_elements = sum(chunk.sizes.numel() for chunk in chunks)
+            assert num_elements == prod(state.shape), f"{name}: {num_elements} of {state.shape}"
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return _rectangle(self.state_dict, write_item.index)
+
+
+class BoxLoadPlanner(DefaultLoadPlanner):
+    """Plans to fill every rectangle of a dict of boxed states, whichever were saved."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Unlike the base class, takes values that are no tensors."""
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "no metadata"
+        items: list[ReadItem] = []
+        for name, state in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
+            reads = create_read_items_for_chunk_list(name, saved, state.chunks())
+            found = sum(item.lengths.numel() for item in reads)
+            wanted = sum(values.numel() for values in state.rectangles.values())
+            if found != wanted:
+                raise CheckpointError(f"{name} has a hole: {found} of {wanted} elements found")
+            items += reads
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _rectangle(self.state_dict, index)
+
+
+def check_states(states: dict[str, BoxedState], metadata: Metadata) -> None:
+    """Raises `CheckpointError` unless a checkpoint has the model's parameters and these states."""
+    saved = metadata.state_dict_metadata
+    for name, state in states.items():
+        kind, _, parameter = name.partition(".")
+        if name not in saved:
+            what = parameter if kind == PARAM else f"{kind} of {parameter}"
+            raise CheckpointError(f"{MISMATCH}: only the model has {what}")
+        there = getattr(saved[name], "size", None)
+        if there is None or tuple(there) != state.shape:
+            raise CheckpointError(
+                f"{MISMATCH}: {name} is {_text(there)} there and {_text(state.shape)} here"
+            )
+    for name in saved:
+        kind, _, parameter = name.partition(".")
+        if kind == PARAM and name not in states:
+            raise CheckpointError(f"{MISMATCH}: only the checkpoint has {parameter}")
+
+
+def _text(shape: Iterable[int] | None) -> str:
+    return "x".join(map(str, shape)) or "a scalar" if shape is not None else "no tensor"
+
+
+def _chunk(corner: Shape, values: Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(corner), sizes=values.shape)
+
+
+def _write_item(name: str, shape: Shape, corner: Shape, values: Tensor) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(name, corner),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=_chunk(corner, values),
+            properties=TensorProperties(dtype=values.dtype),
+            size=torch.Size(shape),
+        ),
+    )
+
+
+def _rectangle(states: dict[str, BoxedState], index: MetadataIndex) -> Tensor:
+    assert index.offset is not None, f"{index.fqn} without a corner"
+    return states[index.fqn].rectangles[tuple(index.offset)]

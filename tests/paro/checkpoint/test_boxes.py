@@ -1,0 +1,105 @@
+"""States are named rectangles of flat shards, and every element has exactly one."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    filesystem,
+    planner_helpers,
+)
+
+from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.save import save_checkpoint
+from paro.sharding.buffers import FlatShard
+from paro.sharding.layout import make_layout, whole_box
+from tests.paro.checkpoint.toy_run import IIG, NNN, SHAPES, STATES, make_shards
+
+
+def shard_of(numel: int, *, start: int, stop: int, writes: bool = True) -> FlatShard:
+    layout = make_layout([whole_box("p", (numel,))], decayed=frozenset(), world_size=1)
+    values = torch.arange(start, stop, dtype=torch.float32)
+    return FlatShard(layout=layout, start=start, values=values, state="param", writes=writes)
+
+
+def test_a_range_becomes_part_row_full_rows_part_row() -> None:
+    layout = make_layout([whole_box("p", (6, 4))], decayed=frozenset(), world_size=1)
+    values = torch.arange(3.0, 18.0)
+    shard = FlatShard(layout=layout, start=3, values=values, state="exp_avg", writes=True)
+    state = boxed_states([shard], to_write=True)["exp_avg.p"]
+    assert state.shape == (6, 4)
+    assert list(state.rectangles) == [(0, 3), (1, 0), (4, 0)]
+    assert [tuple(part.shape) for part in state.rectangles.values()] == [(1, 1), (3, 4), (1, 2)]
+    assert torch.equal(state.rectangles[1, 0], torch.arange(4.0, 16.0).view(3, 4))
+
+
+def test_rectangles_are_views_of_the_shards() -> None:
+    shards = make_shards(IIG, 1, filled=True)
+    storages = {shard.values.untyped_storage().data_ptr() for shard in shards}
+    for state in boxed_states(shards, to_write=False).values():
+        for part in state.rectangles.values():
+            assert part.untyped_storage().data_ptr() in storages
+
+
+def test_every_rank_knows_every_state_and_replicas_write_nothing() -> None:
+    expected = {
+        f"{state}.{name}"
+        for name in SHAPES
+        for state in (STATES[:1] if name.startswith("frozen") else STATES)
+    }
+    for rank in range(NNN.world_size):
+        states = boxed_states(make_shards(NNN, rank, filled=True), to_write=True)
+        assert states.keys() == expected
+        assert any(state.rectangles for state in states.values()) == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("shards", "complaint"),
+    [
+        ([shard_of(16, start=0, stop=8)], "param.p: 8 of "),
+        ([shard_of(16, start=0, stop=16, writes=False)], "param.p: 0 of "),
+        ([shard_of(16, start=0, stop=16), shard_of(16, start=8, stop=12)], "overlapping chunks"),
+    ],
+    ids=["hole", "nobody writes", "overlap"],
+)
+def test_holes_and_overlaps_are_not_saved(
+    tmp_path: Path, shards: list[FlatShard], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        save_checkpoint(tmp_path, 1, shards, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_holds_nothing_twice() -> None:
+    with pytest.raises(AssertionError, match="p is held twice"):
+        boxed_states([shard_of(8, start=0, stop=8), shard_of(8, start=0, stop=4)], to_write=False)
+
+
+def test_what_dcp_does_not_promise_is_where_we_use_it() -> None:
+    assert "create_read_items_for_chunk_list" in planner_helpers.__all__
+    assert [f.name for f in dataclasses.fields(filesystem._StoragePrefix)] == ["prefix"]
+    places = [f.name for f in dataclasses.fields(filesystem._StorageInfo)]
+    assert places[:3] == ["relative_path", "offset", "length"]
+    assert filesystem._metadata_fn == ".metadata"
+    for method, of in (
+        ("create_local_plan", DefaultSavePlanner),
+        ("create_global_plan", DefaultSavePlanner),
+        ("resolve_data", DefaultSavePlanner),
+        ("set_up_planner", DefaultLoadPlanner),
+        ("create_local_plan", DefaultLoadPlanner),
+        ("lookup_tensor", DefaultLoadPlanner),
+        ("storage_meta", FileSystemWriter),
+        ("write_data", FileSystemWriter),
+        ("read_metadata", FileSystemReader),
+        ("prepare_local_plan", FileSystemReader),
+        ("read_data", FileSystemReader),
+    ):
+        assert inspect.isfunction(getattr(of, method)), f"{of.__name__}.{method} is gone"

@@ -1,0 +1,150 @@
+"""What a crash, a user or another version may have left in a checkpoint's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paro.checkpoint.directory import (
+    COMMON,
+    TRACKER,
+    CheckpointError,
+    begin_checkpoint,
+    discard_checkpoint,
+    find_checkpoint,
+    finish_checkpoint,
+    latest_iteration,
+    read_common,
+)
+
+
+def save(root: Path, iteration: int, text: str = "") -> Path:
+    """A checkpoint without tensors; `text` tells it from another one."""
+    partial = begin_checkpoint(root, iteration)
+    finish_checkpoint(partial, iteration, {"text": text})
+    return root / f"iter_{iteration:07d}"
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_the_tracker_names_the_last_save_as_megatron_writes_it(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    directory = save(tmp_path, 200)
+    assert (tmp_path / TRACKER).read_bytes() == b"200"
+    assert latest_iteration(tmp_path) == 200
+    assert find_checkpoint(tmp_path) == directory
+    assert find_checkpoint(tmp_path, 100) == tmp_path / "iter_0000100"
+    assert names(tmp_path) == ["iter_0000100", "iter_0000200", TRACKER]
+
+
+def test_common_is_json_with_the_iteration_the_format_and_the_versions(tmp_path: Path) -> None:
+    directory = save(tmp_path, 7, "seven")
+    common = json.loads((directory / COMMON).read_text())
+    assert common == read_common(tmp_path)
+    assert (common["format_version"], common["iteration"], common["text"]) == (1, 7, "seven")
+    assert set(common["versions"]) == {"python", "torch"}
+
+
+def test_a_folder_that_is_empty_or_missing_holds_nothing(tmp_path: Path) -> None:
+    assert latest_iteration(tmp_path) is None
+    assert find_checkpoint(tmp_path / "missing") is None
+    assert read_common(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "release", "-1", "1.5", "12abc", "\x00\x00"])
+def test_a_tracker_that_is_no_number(tmp_path: Path, text: str) -> None:
+    (tmp_path / TRACKER).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{TRACKER} says .*: write the number") as caught:
+        find_checkpoint(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tracker_that_names_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("100\n")
+    with pytest.raises(CheckpointError, match=r"names iteration 100, but .*iter_0000100 does not"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="iter_0000200 does not exist"):
+        find_checkpoint(tmp_path, 200)
+
+
+def test_the_folder_of_one_iteration_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    directory = save(tmp_path, 100)
+    (directory / ".metadata").touch()
+    with pytest.raises(CheckpointError, match=f"give the folder that holds it, {tmp_path}"):
+        find_checkpoint(directory)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 100) / COMMON
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+    with pytest.raises(CheckpointError, match=r"has format 2, .* reads formats up to 1"):
+        read_common(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", '{"format_ver', "[1, 2]", "{}", '{"format_version": 1}'])
+def test_a_damaged_common_file(tmp_path: Path, text: str) -> None:
+    (save(tmp_path, 100) / COMMON).write_text(text)
+    with pytest.raises(CheckpointError, match=r"common\.json is missing or damaged"):
+        read_common(tmp_path)
+
+
+def test_a_save_that_stopped_half_way_changes_nothing_and_is_cleared_away(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    (begin_checkpoint(tmp_path, 150) / "half").touch()
+    assert latest_iteration(tmp_path) == 100
+    with pytest.raises(CheckpointError, match="iter_0000150 does not exist"):
+        find_checkpoint(tmp_path, 150)
+    save(tmp_path, 200)
+    assert names(tmp_path) == ["iter_0000100", "iter_0000200", TRACKER]
+
+
+def test_saving_again_replaces_the_old_one_only_when_the_new_is_complete(tmp_path: Path) -> None:
+    directory = save(tmp_path, 100, "old")
+    (directory / "__7_0_0.distcp").touch()  # of a larger world
+    partial = begin_checkpoint(tmp_path, 100)
+    assert json.loads((directory / COMMON).read_text())["text"] == "old"
+    finish_checkpoint(partial, 100, {"text": "new"})
+    assert names(directory) == [COMMON]
+    assert json.loads((directory / COMMON).read_text())["text"] == "new"
+    assert names(tmp_path) == ["iter_0000100", TRACKER]
+
+
+def test_a_crash_while_one_replaces_the_other_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save(tmp_path, 100, "old")
+    partial = begin_checkpoint(tmp_path, 100)
+    rename = Path.rename
+
+    def crash_on_the_second(self: Path, target: Path) -> Path:
+        if self == partial:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", crash_on_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        finish_checkpoint(partial, 100, {"text": "new"})
+    monkeypatch.undo()
+    assert not directory.exists()
+    common = read_common(tmp_path)
+    assert common is not None
+    assert common["text"] == "old"
+    save(tmp_path, 100, "newer")
+    assert names(tmp_path) == ["iter_0000100", TRACKER]
+
+
+def test_a_failure_before_the_renames_leaves_all_as_it_was(tmp_path: Path) -> None:
+    save(tmp_path, 100, "old")
+    before = names(tmp_path)
+    partial = begin_checkpoint(tmp_path, 100)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        finish_checkpoint(partial, 100, {"text": object()})
+    discard_checkpoint(partial)
+    assert names(tmp_path) == before
+    common = read_common(tmp_path)
+    assert common is not None
+    assert common["text"] == "old"

@@ -1,0 +1,189 @@
+"""Saved under one strategy, loaded under another: every bit in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from paro.checkpoint.directory import CheckpointError
+from paro.checkpoint.load import load_checkpoint, load_parameters
+from paro.checkpoint.save import save_checkpoint
+from tests.paro.checkpoint.toy_run import (
+    DEGREES_ON_EIGHT,
+    GGG_ON_SIX,
+    IIG,
+    NII,
+    NNN,
+    ON_TWO,
+    ONE,
+    SHAPES,
+    STATES,
+    Cut,
+    all_shards,
+    assert_true,
+    make_shards,
+    true_state,
+)
+
+CUTS = {
+    "one": ONE,
+    "two": ON_TWO,
+    "IIG on 2x2": IIG,
+    "NNN on 2x2": NNN,
+    "NII on 2x2": NII,
+    "GGG on 2x3": GGG_ON_SIX,
+    "2,4,8 on 2x4": DEGREES_ON_EIGHT,
+}
+
+
+@pytest.fixture(scope="module", params=[*CUTS.values()], ids=[*CUTS])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks of each cut save together, written by one process that holds it all."""
+    root = tmp_path_factory.mktemp("saved")
+    save_checkpoint(root, 100, all_shards(request.param), {"model": {"hidden_size": 6}})
+    return root
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_any_cut_loads_what_any_other_saved(saved: Path, cut: Cut) -> None:
+    for rank in range(cut.world_size):
+        shards = make_shards(cut, rank, filled=False)
+        load_checkpoint(saved, shards)
+        assert_true(shards)
+
+
+def test_parameters_load_whole_and_in_fp32(saved: Path) -> None:
+    parameters = load_parameters(saved)
+    assert parameters.keys() == SHAPES.keys()
+    for name, tensor in parameters.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, true_state("param", name).float())
+
+
+def test_plain_dcp_reads_every_state_as_a_whole_tensor(saved: Path) -> None:
+    names = {f"{state}.block.wide": state for state in STATES}
+    tensors: dict[str, Any] = {name: torch.empty(SHAPES["block.wide"]) for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is no process group
+        dcp.load(tensors, checkpoint_id=saved / "iter_0000100")
+    for name, state in names.items():
+        assert torch.equal(tensors[name], true_state(state, "block.wide"))
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """A checkpoint of one process."""
+    common = {"model": {"num_layers": 4, "hidden_size": 256}, "loss_scale": 0.1}
+    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), common)
+    return tmp_path
+
+
+def test_messages_and_the_common_part(tmp_path: Path) -> None:
+    lines: list[str] = []
+    state = {"consumed_train_samples": 6400, "loss_scale": 0.1, "arguments": {"lr": 3e-4}}
+    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), state, log=lines.append)
+    common = load_checkpoint(tmp_path, make_shards(ONE, 0, filled=False), log=lines.append)
+    assert lines == [
+        f"saving checkpoint at iteration     100 to {tmp_path} in torch_dist format",
+        f"  successfully saved checkpoint from iteration     100 to {tmp_path}",
+        f"  successfully loaded checkpoint from {tmp_path} at iteration 100",
+    ]
+    assert common is not None
+    assert {name: common[name] for name in state} == state
+    assert common["iteration"] == 100
+
+
+def test_nothing_is_said_by_others(one: Path, recwarn: pytest.WarningsRecorder) -> None:
+    save_checkpoint(one, 200, make_shards(ONE, 0, filled=True), {})
+    load_checkpoint(one, make_shards(ONE, 0, filled=False))
+    load_parameters(one)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_an_earlier_iteration_can_be_asked_for(one: Path) -> None:
+    changed = make_shards(ONE, 0, filled=False)
+    save_checkpoint(one, 200, changed, {})
+    assert not any(tensor.any() for tensor in load_parameters(one).values())
+    shards = make_shards(ONE, 0, filled=False)
+    common = load_checkpoint(one, shards, iteration=100)
+    assert common is not None
+    assert common["iteration"] == 100
+    assert_true(shards)
+
+
+def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
+    shards = make_shards(ONE, 0, filled=False)
+    assert load_checkpoint(tmp_path, shards) is None
+    assert load_checkpoint(tmp_path / "missing", shards) is None
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_parameters(tmp_path)
+
+
+def test_a_state_is_converted_to_the_type_it_is_loaded_into(one: Path) -> None:
+    shards = [
+        dataclasses.replace(shard, values=shard.values.bfloat16())
+        for shard in make_shards(ONE, 0, filled=False)
+        if shard.state == "param"
+    ]
+    load_checkpoint(one, shards)
+    for shard, exact in zip(
+        shards,
+        (s for s in make_shards(ONE, 0, filled=True) if s.state == "param"),
+        strict=True,
+    ):
+        assert torch.equal(shard.values, exact.values.bfloat16())
+
+
+def test_moments_can_be_left_out_but_are_not_made_up(one: Path, tmp_path: Path) -> None:
+    params = [s for s in make_shards(ONE, 0, filled=False) if s.state == "param"]
+    load_checkpoint(one, params)
+    assert_true(params)
+    save_checkpoint(tmp_path / "params", 100, params, {})
+    with pytest.raises(CheckpointError, match=r"only the model has exp_avg of embedding\.weight$"):
+        load_checkpoint(tmp_path / "params", make_shards(ONE, 0, filled=False))
+
+
+def test_another_model_is_told_by_its_first_field_that_differs(one: Path) -> None:
+    shards = make_shards(ONE, 0, filled=False)
+    model = {"num_layers": 4, "hidden_size": 128, "a_field_that_is_new": 1}
+    text = (
+        f"--load {one}: the checkpoint does not match the model: "
+        "hidden_size is 256 there and 128 here"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(one, shards, model=model)
+    assert str(caught.value) == text
+    load_checkpoint(one, shards, model={"num_layers": 4, "hidden_size": 256})
+    assert_true(shards)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"block.wide": (5, 7)}, r"param\.block\.wide is 7x5 there and 5x7 here"),
+        ({"block.scale": (1,)}, r"param\.block\.scale is a scalar there and 1 here"),
+    ],
+)
+def test_another_shape_is_told(
+    one: Path, changes: dict[str, tuple[int, ...]], complaint: str
+) -> None:
+    shards = make_shards(ONE, 0, filled=False, shapes=SHAPES | changes)
+    with pytest.raises(CheckpointError, match=complaint):
+        load_checkpoint(one, shards)
+    assert not any(shard.values.any() for shard in shards)
+
+
+def test_parameters_on_one_side_only_are_told(one: Path, tmp_path: Path) -> None:
+    some = make_shards(ONE, 0, filled=False)
+    without_norm = [s for s in some if s.layout.spans[0].box.name != "norm.weight"]
+    with pytest.raises(CheckpointError, match=r"only the checkpoint has norm\.weight"):
+        load_checkpoint(one, without_norm)
+    save_checkpoint(tmp_path / "without", 100, without_norm, {})
+    with pytest.raises(CheckpointError, match=r"only the model has norm\.weight"):
+        load_checkpoint(tmp_path / "without", some)

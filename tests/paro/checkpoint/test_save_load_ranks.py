@@ -1,0 +1,144 @@
+"""Ranks save and load together; what fails on one fails on all, and the old checkpoint stays."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from paro.checkpoint.directory import CheckpointError, latest_iteration
+from paro.checkpoint.load import load_checkpoint, load_parameters
+from paro.checkpoint.save import save_checkpoint
+from tests.helpers.ranks import run_ranks
+from tests.paro.checkpoint.toy_run import (
+    DEGREES_ON_EIGHT,
+    GGG_ON_SIX,
+    IIG,
+    NII,
+    NNN,
+    ON_TWO,
+    ONE,
+    Cut,
+    assert_true,
+    make_shards,
+)
+
+pytestmark = pytest.mark.ranks
+
+
+def save(root: Path, cut: Cut) -> list[str]:
+    lines: list[str] = []
+    shards = make_shards(cut, dist.get_rank(), filled=True)
+    save_checkpoint(root, 100, shards, {"by": cut.world_size}, log=lines.append)
+    return lines
+
+
+def load(root: Path, cut: Cut) -> int:
+    shards = make_shards(cut, dist.get_rank(), filled=False)
+    common = load_checkpoint(root, shards)
+    assert common is not None
+    assert_true(shards)
+    return int(common["by"])
+
+
+def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
+    """A save that `failing` cannot write and a load of another model, as this rank sees them."""
+    rank = dist.get_rank()
+    shards = make_shards(IIG, rank, filled=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        with pytest.raises(CheckpointError) as unwritten:
+            save_checkpoint(root, 200, shards, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(CheckpointError) as unread:
+        load_checkpoint(root, shards, model={"hidden_size": 1})
+    assert_true(shards)
+    return str(unwritten.value), str(unread.value)
+
+
+def read_fails_alike(root: Path) -> str:
+    shards = make_shards(IIG, dist.get_rank(), filled=False)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(root, shards)
+    assert not any(shard.values.any() for shard in shards)
+    return str(caught.value)
+
+
+def save_in_a_group(root: Path) -> None:
+    """Only the ranks 1 and 2 save; they are a world of two."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() in (1, 2):
+        shards = make_shards(ON_TWO, dist.get_rank() - 1, filled=True)
+        save_checkpoint(root, 5, shards, {}, process_group=group)
+        empty = make_shards(ON_TWO, dist.get_rank() - 1, filled=False)
+        load_checkpoint(root, empty, process_group=group)
+        assert_true(empty)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks saved under IIG."""
+    root = tmp_path_factory.mktemp("saved")
+    lines = run_ranks(save, 4, root, IIG)
+    assert [len(of_rank) for of_rank in lines] == [2, 0, 0, 0]
+    return root
+
+
+@pytest.mark.parametrize("cut", [IIG, NNN, NII, ON_TWO, GGG_ON_SIX, DEGREES_ON_EIGHT], ids=str)
+def test_what_four_ranks_saved_loads_on(saved: Path, cut: Cut) -> None:
+    assert run_ranks(load, cut.world_size, saved, cut) == [4] * cut.world_size
+
+
+def test_what_four_ranks_saved_loads_without_a_process_group(saved: Path) -> None:
+    shards = make_shards(ONE, 0, filled=False)
+    load_checkpoint(saved, shards)
+    assert_true(shards)
+    assert len(load_parameters(saved)) == 9
+
+
+@pytest.mark.parametrize("cut", [NNN, GGG_ON_SIX], ids=str)
+def test_what_others_saved_loads_on_four(tmp_path: Path, cut: Cut) -> None:
+    run_ranks(save, cut.world_size, tmp_path, cut)
+    assert run_ranks(load, 4, tmp_path, IIG) == [cut.world_size] * 4
+
+
+def test_replicas_write_no_file(tmp_path: Path) -> None:
+    run_ranks(save, 4, tmp_path, NNN)
+    files = [path.name for path in (tmp_path / "iter_0000100").glob("*.distcp")]
+    assert files == ["__0_0_0.distcp"]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failure_on_one_rank_is_told_by_all(tmp_path: Path, failing: int) -> None:
+    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {"model": {"hidden_size": 2}})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    unwritten = f"--save {tmp_path}: rank {failing}: cannot write: File too large"
+    unread = (
+        f"--load {tmp_path}: the checkpoint does not match the model: "
+        "hidden_size is 2 there and 1 here"
+    )
+    assert run_ranks(fails_alike, 4, tmp_path, failing=failing) == [(unwritten, unread)] * 4
+    assert latest_iteration(tmp_path) == 100
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in tmp_path.iterdir())[0] == "iter_0000100"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_one_rank_needs_stops_all_before_they_read(tmp_path: Path) -> None:
+    run_ranks(save, 4, tmp_path, IIG)
+    path = tmp_path / "iter_0000100" / "__3_0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    (text,) = set(run_ranks(read_fails_alike, 4, tmp_path))
+    assert text.startswith(f"--load {tmp_path}: rank 3: {path} is truncated: ")
+
+
+def test_a_group_of_ranks_can_save(tmp_path: Path) -> None:
+    run_ranks(save_in_a_group, 4, tmp_path)
+    shards = make_shards(ONE, 0, filled=False)
+    load_checkpoint(tmp_path, shards)
+    assert_true(shards)

@@ -1,0 +1,181 @@
+"""Files are bounded and hold each byte once; nothing in them is trusted."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import resource
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+
+import paro.checkpoint.storage as storage
+from paro.checkpoint.directory import CheckpointError, latest_iteration
+from paro.checkpoint.load import load_checkpoint, load_parameters
+from paro.checkpoint.save import save_checkpoint
+from paro.checkpoint.storage import read_metadata
+from tests.paro.checkpoint.toy_run import (
+    FROZEN,
+    IIG,
+    ONE,
+    SHAPES,
+    all_shards,
+    assert_true,
+    make_shards,
+)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint as four ranks write it; returns the folder of its iteration."""
+    save_checkpoint(tmp_path, 100, all_shards(IIG), {})
+    return tmp_path / "iter_0000100"
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process may grow beyond 5000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_every_element_is_in_exactly_one_chunk(saved: Path) -> None:
+    metadata = read_metadata(saved)
+    for name, state in metadata.state_dict_metadata.items():
+        assert isinstance(state, TensorStorageMetadata)
+        parameter = name.partition(".")[2]
+        assert tuple(state.size) == SHAPES[parameter]
+        seen = torch.zeros(state.size, dtype=torch.int64)
+        for chunk in state.chunks:
+            ranges = zip(chunk.offsets, chunk.sizes, strict=True)
+            seen[tuple(slice(begin, begin + size) for begin, size in ranges)] += 1
+        assert torch.equal(seen, torch.ones_like(seen)), name
+
+
+def test_files_hold_the_chunks_and_nothing_else(saved: Path) -> None:
+    metadata = read_metadata(saved)
+    files = {path.name: path.read_bytes() for path in saved.glob("*.distcp")}
+    num_bytes = 0
+    for place in metadata.storage_data.values():
+        part = files[place.relative_path][place.offset : place.offset + place.length]
+        tensor = torch.load(io.BytesIO(part), weights_only=True)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        num_bytes += tensor.nbytes
+    assert sum(map(len, files.values())) == sum(p.length for p in metadata.storage_data.values())
+    trained = sum(prod(shape) for name, shape in SHAPES.items() if name not in FROZEN)
+    assert num_bytes == 3 * 4 * trained + 2 * sum(map(prod, FROZEN.values()))
+
+
+def test_a_file_is_no_larger_than_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "MAX_FILE_BYTES", 1000)
+    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {})
+    contents: dict[str, list[int]] = {}
+    metadata = read_metadata(tmp_path / "iter_0000100")
+    for index, place in metadata.storage_data.items():
+        state = metadata.state_dict_metadata[index.fqn]
+        assert isinstance(state, TensorStorageMetadata)
+        (size,) = (prod(c.sizes) for c in state.chunks if c.offsets == index.offset)
+        contents.setdefault(place.relative_path, []).append(size * state.properties.dtype.itemsize)
+    assert len(contents) > 3
+    assert all(sum(sizes) <= 1000 for sizes in contents.values())
+    shards = make_shards(ONE, 0, filled=False)
+    load_checkpoint(tmp_path, shards)
+    assert_true(shards)
+
+
+def test_the_metadata_names_no_folder(saved: Path) -> None:
+    assert os.fsencode(saved.parent) not in (saved / ".metadata").read_bytes()
+
+
+def test_dcp_itself_reads_the_same_metadata(saved: Path) -> None:
+    theirs = FileSystemReader(saved).read_metadata()
+    ours = read_metadata(saved)
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+
+
+class Evil:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_metadata_runs_no_code(saved: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    (saved / ".metadata").write_bytes(pickle.dumps(Evil(made)))
+    with pytest.raises(CheckpointError, match=r"\.metadata is missing or damaged .*mkdir"):
+        load_parameters(tmp_path)
+    assert not made.exists()
+
+
+def test_metadata_reaches_nothing_through_a_trusted_module(saved: Path) -> None:
+    """Protocol 4 looks up dotted names, and the module of the metadata imports os."""
+    module = "torch.distributed.checkpoint.metadata"
+    parts = [module.encode(), b"os.getpid"]
+    strings = b"".join(b"\x8c" + bytes([len(part)]) + part for part in parts)
+    (saved / ".metadata").write_bytes(b"\x80\x04" + strings + b"\x93)R.")
+    with pytest.raises(CheckpointError, match=r"it refers to .*os\.getpid"):
+        read_metadata(saved)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 3000])
+def test_truncated_metadata(saved: Path, kept: int) -> None:
+    path = saved / ".metadata"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=r"\.metadata is missing or damaged") as caught:
+        load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
+    assert str(caught.value).startswith(f"--load {saved.parent}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_truncated_file_is_found_before_anything_is_read(saved: Path) -> None:
+    path = max(saved.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    shards = make_shards(ONE, 0, filled=False)
+    length = len(whole)
+    with pytest.raises(CheckpointError, match=f"{path.name} is truncated: {length - 1} bytes of"):
+        load_checkpoint(saved.parent, shards)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"No such file or directory: .*{path.name}"):
+        load_checkpoint(saved.parent, shards)
+    assert not any(shard.values.any() for shard in shards)
+
+
+def test_a_damaged_file_is_named(saved: Path) -> None:
+    path = next(saved.glob("*.distcp"))
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(CheckpointError, match=f"{path.name} is damaged") as caught:
+        load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
+    assert "\n" not in str(caught.value)
+
+
+def test_metadata_can_be_missing(saved: Path) -> None:
+    (saved / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"\.metadata is missing"):
+        load_parameters(saved.parent)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot write: File too large$"):
+        save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {})
+    assert list(tmp_path.iterdir()) == []
+    assert latest_iteration(tmp_path) is None
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"^--save .*: Not a directory: .*file/inside"):
+        save_checkpoint(tmp_path / "file" / "inside", 1, make_shards(ONE, 0, filled=True), {})

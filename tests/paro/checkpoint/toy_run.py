@@ -1,0 +1,129 @@
+"""A small model's states, cut into flat shards as any strategy on any world cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from paro.sharding.buffers import FlatShard
+from paro.sharding.layout import Box, Shape, UnitLayout, make_layout, whole_box
+from paro.topology import make_topology
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+EMBEDDING = {"embedding.weight": (37, 6)}
+BLOCK = {"block.wide": (7, 5), "block.cube": (5, 3, 4), "block.bias": (11,), "block.scale": ()}
+ROTATING = {"rotating.up": (9, 4), "rotating.down": (4, 9)}
+SMALLER_THAN_WORLD = {"norm.weight": (3,)}
+FROZEN = {"frozen.weight": (6, 5)}  # bf16 and without moments
+SHAPES: dict[str, Shape] = EMBEDDING | BLOCK | ROTATING | SMALLER_THAN_WORLD | FROZEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A world and the degrees of a strategy."""
+
+    world_size: int
+    group_size: int
+    degrees: tuple[int, int, int]
+
+
+ONE = Cut(world_size=1, group_size=1, degrees=(1, 1, 1))
+IIG = Cut(world_size=4, group_size=2, degrees=(2, 2, 4))
+NNN = Cut(world_size=4, group_size=2, degrees=(1, 1, 1))
+NII = Cut(world_size=4, group_size=2, degrees=(1, 2, 2))
+GGG_ON_SIX = Cut(world_size=6, group_size=3, degrees=(6, 6, 6))
+DEGREES_ON_EIGHT = Cut(world_size=8, group_size=4, degrees=(2, 4, 8))
+ON_TWO = Cut(world_size=2, group_size=2, degrees=(2, 2, 2))
+
+
+def rotating_boxes() -> list[Box]:
+    """Slice by slice: three rows of one parameter, three columns of the other."""
+    boxes = []
+    for low in (0, 3, 6):
+        boxes.append(Box(name="rotating.up", shape=(9, 4), start=(low, 0), extent=(3, 4)))
+        boxes.append(Box(name="rotating.down", shape=(4, 9), start=(0, low), extent=(4, 3)))
+    return boxes
+
+
+def layouts(world_size: int, shapes: dict[str, Shape] = SHAPES) -> list[UnitLayout]:
+    """One layout per unit; the frozen one is the last."""
+    units = [
+        [whole_box(name, shapes[name]) for name in unit]
+        for unit in (EMBEDDING, BLOCK, SMALLER_THAN_WORLD, FROZEN)
+    ]
+    units.insert(2, rotating_boxes())
+    decayed = frozenset(name for name, shape in shapes.items() if len(shape) > 1)
+    return [make_layout(boxes, decayed=decayed, world_size=world_size) for boxes in units]
+
+
+def true_state(state: str, name: str) -> Tensor:
+    """The values of a state, the same in every process."""
+    generator = torch.Generator().manual_seed(crc32(f"{state}.{name}".encode()))
+    values = torch.randn(prod(SHAPES[name]), generator=generator).reshape(SHAPES[name])
+    return values.bfloat16() if name in FROZEN else values
+
+
+def zeros(layout: UnitLayout, numel: int) -> Tensor:
+    """Room for elements of a unit, in the type that holds its states."""
+    frozen = layout.spans[0].box.name in FROZEN
+    return torch.zeros(numel, dtype=torch.bfloat16 if frozen else torch.float32)
+
+
+def true_range(layout: UnitLayout, state: str, start: int, stop: int) -> Tensor:
+    """The elements [start, stop) of a unit in its flat order; padding is zero."""
+    whole = zeros(layout, layout.numel)
+    for span in layout.spans:
+        box = span.box
+        ranges = (slice(a, a + n) for a, n in zip(box.start, box.extent, strict=True))
+        whole[span.offset : span.stop] = true_state(state, box.name)[tuple(ranges)].reshape(-1)
+    return whole[start:stop]
+
+
+def make_shards(
+    cut: Cut, rank: int, *, filled: bool, shapes: dict[str, Shape] = SHAPES
+) -> list[FlatShard]:
+    """What `rank` holds, with the true values or zeros."""
+    topology = make_topology(
+        world_size=cut.world_size, group_size=cut.group_size, degrees=cut.degrees
+    )
+    shards = []
+    *trainable, frozen = layouts(cut.world_size, shapes)
+    units = [(unit, STATES, cut.degrees[2]) for unit in trainable]
+    for layout, states, degree in [*units, (frozen, STATES[:1], cut.degrees[0])]:
+        start = topology.shard_start(rank, degree, layout.numel)
+        for state in states:
+            numel = layout.numel // degree
+            values = zeros(layout, numel)
+            if filled:
+                values.copy_(true_range(layout, state, start, start + numel))
+            shards.append(
+                FlatShard(
+                    layout=layout,
+                    start=start,
+                    values=values,
+                    state=state,
+                    writes=rank < degree,
+                )
+            )
+    return shards
+
+
+def all_shards(cut: Cut) -> list[FlatShard]:
+    """What all ranks write, as if one process held it."""
+    every = [make_shards(cut, rank, filled=True) for rank in range(cut.world_size)]
+    return [shard for shards in every for shard in shards if shard.writes]
+
+
+def assert_true(shards: Sequence[FlatShard]) -> None:
+    """Every bit of every shard is right, padding included."""
+    for shard in shards:
+        stop = shard.start + shard.values.numel()
+        expected = true_range(shard.layout, shard.state, shard.start, stop)
+        name = shard.layout.spans[0].box.name
+        assert torch.equal(shard.values.cpu(), expected), f"{shard.state} of the unit of {name}"
