@@ -14,7 +14,14 @@ from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.report.report import open_report
 from paro.resume import load_run, save_run
-from paro.runtime import Control, distributed, read_world, run_script, seed_everything, user_mistakes
+from paro.runtime import (
+    Control,
+    distributed,
+    read_world,
+    run_script,
+    seed_everything,
+    user_mistakes,
+)
 
 
 def main() -> None:

@@ -136,16 +136,17 @@ def build_sources(
             samples,
             rank=training.control.world.rank,
             world_size=training.control.world.size,
-            micro_batch_size=config.train.micro_batch_size,
+            micro_batch_size=config.batches.micro_batch_size,
             consumed_samples=consumed,
             num_workers=config.data.num_workers,
             pin_memory=training.device.type == "cuda",
         )
 
+    valid, test = datasets.valid, datasets.test
     return Sources(
         train=read(datasets.train, state.consumed_train_samples),
-        valid=datasets.valid and read(datasets.valid, state.consumed_valid_samples),
-        test=datasets.test and read(datasets.test, 0),
+        valid=None if valid is None else read(valid, state.consumed_valid_samples),
+        test=None if test is None else read(test, 0),
     )
 
 

@@ -50,7 +50,7 @@ DONE = DoneEvent()
 class InlineLanes:
     """No overlap: a job runs at once, on the training thread."""
 
-    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:  # noqa: ARG002
+    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
         with torch.no_grad():
             job()
         return DONE

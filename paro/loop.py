@@ -95,9 +95,9 @@ class Loop:
             signalled=self._signal.received,
             late=self._out_of_time(),
         )
-        if training.config.manual_gc and training.config.manual_gc_interval > 0:
-            if state.iteration % training.config.manual_gc_interval == 0:
-                gc.collect()
+        collect_every = training.config.manual_gc_interval if training.config.manual_gc else 0
+        if collect_every > 0 and state.iteration % collect_every == 0:
+            gc.collect()
         self._report.iteration(
             IterationRecord(
                 iteration=state.iteration,

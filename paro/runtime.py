@@ -1,4 +1,4 @@
-"""Starts and stops torch.distributed, picks the device, seeds; the only reader of the environment."""
+"""Starts and stops torch.distributed, picks the device, seeds; alone reads the environment."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def timeout_of(config: RuntimeConfig) -> timedelta:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds what libraries may draw from; the model's values and the data have seeds of their own."""
+    """Seeds what libraries may draw from; model and data have generators of their own."""
     random.seed(seed)
     torch.manual_seed(seed)
 

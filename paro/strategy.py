@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -50,7 +50,7 @@ def legal_letters() -> tuple[str, ...]:
 
 def dominating_letters(letters: str) -> str:
     """The legal strategy with the same params and grads that never costs more than `letters`."""
-    params, grads, _ = letters
+    params, grads = letters[0], letters[1]
     return params + grads + max(params, grads, key=LETTERS.index)
 
 
@@ -64,7 +64,7 @@ def check_group_size(world_size: int, group_size: int) -> None:
 
 
 def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
-    """A legal strategy from letters, degrees or a known name; `ValueError` names flag and remedy."""
+    """A legal strategy from letters, degrees or a known name; `ValueError` says what to do."""
     check_group_size(world_size, group_size)
     spelled = NAMED_STRATEGIES.get(text.lower(), text)
     if "," in spelled:
@@ -103,7 +103,7 @@ def _from_degrees(text: str, world_size: int, group_size: int) -> Strategy:
                 f"ranks; choose one of {_divisors(world_size)}"
             )
     chain = sorted({*degrees, group_size})
-    for low, high in zip(chain, chain[1:], strict=False):
+    for low, high in pairwise(chain):
         if high % low != 0:
             raise ValueError(
                 f"{FLAG} {text} with --paro-group-size {group_size}: {low} does not divide {high}, "

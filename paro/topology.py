@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 
 class Link(Enum):
@@ -52,10 +53,8 @@ class Topology:
     def axes_between(self, coarse: int, fine: int) -> tuple[Axis, ...]:
         """The run of axes that leads from degree `coarse` to the larger degree `fine`."""
         run = tuple(a for a in self.axes if coarse <= a.inner and a.outer <= fine)
-        reach = run[-1].outer if run else coarse
-        assert reach == fine and (not run or run[0].inner == coarse), (
-            f"degrees {coarse} and {fine} are not cuts of {self.axes}"
-        )
+        ends = (run[0].inner, run[-1].outer) if run else (coarse, coarse)
+        assert ends == (coarse, fine), f"degrees {coarse} and {fine} are not cuts of {self.axes}"
         return run
 
     def members(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
@@ -88,7 +87,7 @@ def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...])
     """The topology whose axes are cut at 1, every degree, the group size and the world size."""
     cuts = sorted({1, *degrees, group_size, world_size})
     axes = []
-    for index, (inner, outer) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for index, (inner, outer) in enumerate(pairwise(cuts)):
         assert outer % inner == 0, f"{cuts} is no divisor chain"
         link = Link.INTRA if outer <= group_size else Link.INTER
         axes.append(Axis(index=index, inner=inner, outer=outer, link=link))

@@ -24,7 +24,6 @@ from paro.traffic import Sent, Traffic
 class TrainConfig:
     """How long to train, on what batches, when to evaluate and when to leave."""
 
-    micro_batch_size: int
     train_iters: int  # derived from train_samples where those are given
     eval_iters: int = 100
     eval_interval: int | None = 1000

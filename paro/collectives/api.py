@@ -60,7 +60,9 @@ def make_collectives(
     timeout: timedelta,
 ) -> Collectives:
     """The collectives called `name` for the runs that a strategy moves along."""
-    kind = {"native": NativeCollectives, "flat": FlatCollectives}[name]
+    kinds: dict[str, type[NativeCollectives | FlatCollectives]]
+    kinds = {"native": NativeCollectives, "flat": FlatCollectives}
+    kind = kinds[name]
     needed = {
         use: frozenset(part for run in runs[use] for part in kind.groups_for(run)) for use in runs
     }

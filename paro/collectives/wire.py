@@ -1,4 +1,4 @@
-"""The only place that calls torch.distributed for model states, and so the one that counts bytes."""
+"""The one place that calls torch.distributed for model states, and so counts their bytes."""
 
 from __future__ import annotations
 

@@ -55,18 +55,19 @@ class UnitOptimizer:
     def __init__(self, unit: ShardedUnit, config: OptimConfig) -> None:
         self.unit = unit
         grad = unit.optim_grad
-        fp32 = {"dtype": torch.float32, "device": grad.device}
         strategy = unit.context.strategy
         self.master_is_param = (
             unit.param_shard.dtype == torch.float32 and strategy.params == strategy.optim
         )
         numel = grad.numel()
-        self.master = unit.param_shard if self.master_is_param else torch.zeros(numel, **fp32)
-        self.exp_avg = torch.zeros(numel, **fp32)
-        self.exp_avg_sq = torch.zeros(numel, **fp32)
+        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=grad.device)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.master = unit.param_shard if self.master_is_param else torch.zeros_like(self.exp_avg)
         # Weight decay splits the range in two at most: decayed boxes lie first in the unit.
         cut = min(max(unit.layout.decayed_stop - unit.optim_start, 0), numel)
-        self._parts = [part for part in (slice(0, cut), slice(cut, numel)) if part.start < part.stop]
+        self._parts = [
+            part for part in (slice(0, cut), slice(cut, numel)) if part.start < part.stop
+        ]
         self._params = [self.master[part].detach() for part in self._parts]
         self.adamw = make_adamw(
             [
@@ -150,9 +151,7 @@ class ParoOptimizer:
         return float(torch.stack(norms).double().square().sum())
 
     @torch.no_grad()
-    def step(
-        self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float
-    ) -> None:
+    def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
         """Updates with gradients times `unscale`, clipped to `grad_norm` being their norm then."""
         assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
         factor = unscale

@@ -81,6 +81,5 @@ class ElasticBuffer:
 def box_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
     """The boxes of a unit as views of its whole flat buffer, by parameter."""
     return {
-        span.box.name: whole[span.offset : span.stop].view(span.box.extent)
-        for span in layout.spans
+        span.box.name: whole[span.offset : span.stop].view(span.box.extent) for span in layout.spans
     }

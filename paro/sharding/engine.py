@@ -45,14 +45,15 @@ class ShardedModel:
         self._live: list[Node] = []
         self._reducing: deque[ShardedUnit] = deque()
         self._handles: list[RemovableHandle] = []
+        parameters = dict(model.named_parameters())
         for node in nodes:
-            self._hook(node)
+            self._hook(node, parameters)
 
     # What the training loop calls #
 
     def begin_step(self, num_micro_batches: int) -> None:
         """Says how many micro-batches make the step that starts now."""
-        assert self._phase is Phase.IDLE and not self._live, f"{self._phase}, live {self._live}"
+        self._assert_idle()
         backward = [node for node in reversed(self.nodes[:-1]) if node.in_backward]
         for _ in range(num_micro_batches):
             self._upcoming.extend([*self.nodes, *backward])
@@ -78,16 +79,17 @@ class ShardedModel:
 
     def finish_gradients(self) -> None:
         """Waits until every gradient is summed in the optimizer's range of its unit."""
-        assert not self._upcoming and not self._live, "the step has micro-batches left"
+        self._assert_idle()
+        assert not self._upcoming, f"the step has more to run: {self._upcoming}"
         while self._reducing:
-            self._reducing.popleft().drop_grad_U()
+            self._reducing.popleft().drop_whole_grad()
         for unit in self.trainable_units:
             unit.wait_reduced()
 
     @torch.no_grad()
     def evaluate(self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> Tensor:
         """The weighted loss of a batch; keeps no gradient."""
-        assert self._phase is Phase.IDLE and not self._live, f"evaluation begins in {self._phase}"
+        self._assert_idle()
         self._phase = Phase.EVALUATION
         self._upcoming.extend(self.nodes)
         loss = self.model(tokens_BS, labels_BS, weights_BS)
@@ -99,14 +101,17 @@ class ShardedModel:
         for unit in self.units:
             unit.wait_published()
 
+    def _assert_idle(self) -> None:
+        assert self._phase is Phase.IDLE, f"the model is in {self._phase}"
+        assert not self._live, f"live outside a step: {[node.name for node in self._live]}"
+
     # What autograd and the modules call #
 
-    def _hook(self, node: Node) -> None:
+    def _hook(self, node: Node, parameters: dict[str, nn.Parameter]) -> None:
         module = node.module
         before = module.register_forward_pre_hook(lambda *_: self._before_forward(node))
         after = module.register_forward_hook(lambda _m, _i, out: self._after_forward(node, out))
         self._handles += [before, after]
-        parameters = dict(self.model.named_parameters())
         for unit in node.trainable():
             for span in unit.layout.spans:
                 self._hook_gradient(node, unit, span.box.name, parameters[span.box.name])
@@ -150,10 +155,10 @@ class ShardedModel:
             self._top_up()
 
     def _receive(self, node: Node, unit: ShardedUnit, name: str, gradient: Tensor) -> None:
-        if unit.needs_grad_U:
+        if unit.needs_whole_grad:
             while len(self._reducing) >= self._max_whole_grads:
-                self._reducing.popleft().drop_grad_U()
-            unit.take_grad_U()
+                self._reducing.popleft().drop_whole_grad()
+            unit.take_whole_grad()
             self._reducing.append(unit)
         if unit.receive(name, gradient):
             with torch.profiler.record_function(f"paro/reduce:{unit.name}"):
@@ -188,13 +193,10 @@ class ShardedModel:
                     unit.gather()
 
     def _release_if_through(self, node: Node) -> None:
-        input_done = node.input_grad_made or not self._input_needs_grad(node)
+        input_done = node.input_grad_made or not node.input_needs_grad
         if node.held_for_backward and input_done and node.num_units_to_arrive == 0:
             self._release(node)
             self._top_up()
-
-    def _input_needs_grad(self, node: Node) -> bool:
-        return any(before.trainable() for before in self.nodes[: node.index])
 
     def _release(self, node: Node) -> None:
         node.held_for_backward = False

@@ -105,21 +105,25 @@ class ShardedUnit:
         self._reduced: Event = DONE
         self._grad_U_read: Event = DONE
         strategy, numel = context.strategy, layout.numel
-        new = {"device": context.device}
-        self.param_shard = torch.zeros(numel // strategy.params, dtype=context.compute_type, **new)
+        device = context.device
+        self.param_shard = torch.zeros(
+            numel // strategy.params, dtype=context.compute_type, device=device
+        )
         self._param_U: ElasticBuffer | None = None
         if strategy.params > 1:
             self._param_U = ElasticBuffer(
-                layout, dtype=context.compute_type, tally=context.ledger.whole_params, **new
+                layout, dtype=context.compute_type, tally=context.ledger.whole_params, device=device
             )
         self.state = UnitState.SHARDED if self._param_U else UnitState.WHOLE
         self.grad_shard = torch.zeros(
-            numel // strategy.grads if trainable else 0, dtype=context.accumulate_type, **new
+            numel // strategy.grads if trainable else 0,
+            dtype=context.accumulate_type,
+            device=device,
         )
         self._grad_U: ElasticBuffer | None = None
         if strategy.grads > 1 and trainable:
             self._grad_U = ElasticBuffer(
-                layout, dtype=context.wire_type, tally=context.ledger.whole_grads, **new
+                layout, dtype=context.wire_type, tally=context.ledger.whole_grads, device=device
             )
         self._fresh = True  # the next gradient starts a step: it replaces what is accumulated
         self._grad_boxes = self._boxes(self.grad_shard, self._grad_U) if trainable else {}
@@ -216,11 +220,11 @@ class ShardedUnit:
     # Gradients #
 
     @property
-    def needs_grad_U(self) -> bool:
+    def needs_whole_grad(self) -> bool:
         """Whether the next gradient needs a whole buffer that is not there yet."""
         return self._grad_U is not None and not self._grad_U.alive
 
-    def take_grad_U(self) -> None:
+    def take_whole_grad(self) -> None:
         assert self._grad_U is not None
         self._grad_U.take()
         for begin, end in self.layout.gaps():
@@ -260,7 +264,7 @@ class ShardedUnit:
         self._fresh = last
         self.num_arrived = 0
 
-    def drop_grad_U(self) -> None:
+    def drop_whole_grad(self) -> None:
         """Gives the whole gradient buffer up once it has been read."""
         assert self._grad_U is not None
         self._grad_U_read.wait()

@@ -54,6 +54,7 @@ class Node:
     own: tuple[ShardedUnit, ...]  # trainable and frozen parameters lie in units of their own
     needed: tuple[ShardedUnit, ...]  # own and borrowed
     in_backward: bool  # whether its backward reads weights
+    input_needs_grad: bool  # whether anything before it is trained
 
     # What has happened in the micro-batch that runs:
     held_for_backward: bool = False
@@ -92,6 +93,7 @@ def cut_into_nodes(
             needed=tuple(u for name in (spec.name, *spec.borrows) for u in own_units[name]),
             # Below the first trained unit no gradient flows, so nothing is gathered there.
             in_backward=spec.backward_needs_weight and index >= first_trained,
+            input_needs_grad=index > first_trained,
         )
         for index, spec in enumerate(specs)
     ]

@@ -42,7 +42,7 @@ RENAMED = {
     "weight_decay": "schedule.start_weight_decay",
 }
 # Fields that share a flag's name and are computed from it, or repeat it where it is needed too.
-ALSO = {"batches.micro_batch_size", "data.seed", "model.vocab_size", "vocab_size"}
+ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
 # Fields that no flag owns.
 UNOWNED = {
     "batches.data_parallel_size",

@@ -89,7 +89,9 @@ def flags_for(strategy: str, *, world_size: int, micro_batches: int = 4, more: s
     """The same global batch on any world: 24 samples, or 8 where 24 cannot be cut."""
     del micro_batches
     samples = 24
-    micro = max(size for size in (1, 2, 3, 6) if samples % (size * world_size * 4) == 0 or size == 1)
+    micro = max(
+        size for size in (1, 2, 3, 6) if samples % (size * world_size * 4) == 0 or size == 1
+    )
     return (
         f"{FLAGS} --global-batch-size {samples} --micro-batch-size {micro} "
         f"--paro-strategy {strategy} {more}"

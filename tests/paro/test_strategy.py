@@ -15,7 +15,22 @@ from paro.strategy import (
     parse_strategy,
 )
 
-LEGAL = "NNN NNI NNG NII NIG NGG INI ING III IIG IGG GNG GIG GGG".split()
+LEGAL = (
+    "NNN",
+    "NNI",
+    "NNG",
+    "NII",
+    "NIG",
+    "NGG",
+    "INI",
+    "ING",
+    "III",
+    "IIG",
+    "IGG",
+    "GNG",
+    "GIG",
+    "GGG",
+)
 ALL = ["".join(letters) for letters in product(LETTERS, repeat=3)]
 
 
@@ -84,7 +99,7 @@ def test_degrees_must_divide_one_another() -> None:
 
 @pytest.mark.parametrize("group_size", [0, 3, 16, -2])
 def test_group_size_must_divide(group_size: int) -> None:
-    with pytest.raises(ValueError, match="--paro-group-size.*choose one of 1, 2, 4, 8"):
+    with pytest.raises(ValueError, match=r"--paro-group-size.*choose one of 1, 2, 4, 8"):
         parse_strategy("IIG", world_size=8, group_size=group_size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -49,11 +49,9 @@ def test_shards_tile_the_buffer_and_nest(groups: int, group_size: int) -> None:
         starts = {topology.shard_start(rank, degree, numel) for rank in range(world)}
         assert sorted(starts) == list(range(0, numel, numel // degree))
     for rank in range(world):
-        for coarse, fine in zip(degrees, degrees[1:], strict=False):
+        for coarse, fine in pairwise(degrees):
             outer = topology.shard_start(rank, coarse, numel)
-            start, stop = nested_range(
-                topology.axes_between(coarse, fine), rank, numel // coarse
-            )
+            start, stop = nested_range(topology.axes_between(coarse, fine), rank, numel // coarse)
             assert stop - start == numel // fine
             assert topology.shard_start(rank, fine, numel) == outer + start
 

@@ -6,12 +6,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paro.sharding.layout import ALIGN, Box, make_layout, parameter_runs, rectangles, whole_box
+from paro.sharding.layout import (
+    ALIGN,
+    Box,
+    UnitLayout,
+    make_layout,
+    parameter_runs,
+    rectangles,
+    whole_box,
+)
 
 NEEDS_PADDING = {"norm": (5,), "weight": (3, 7), "scalar": ()}
 
 
-def _layout(world_size: int = 6):  # noqa: ANN202
+def _layout(world_size: int = 6) -> UnitLayout:
     boxes = [whole_box(name, shape) for name, shape in NEEDS_PADDING.items()]
     return make_layout(boxes, decayed=frozenset({"weight"}), world_size=world_size)
 
