@@ -1,0 +1,274 @@
+"""The house's rules over source code: who imports whom, who may do what, how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
+
+# From bottom to top: a module imports from its own level and those below. The longest prefix
+# counts, so a pure file may lie in the folder of those that carry out what it plans.
+LEVELS: dict[str, tuple[str, ...]] = {
+    "pure": (
+        "paro.topology",
+        "paro.strategy",
+        "paro.precision",
+        "paro.traffic",
+        "paro.batch_schedule",
+        "paro.collectives.schedule",
+        "paro.collectives.ring",
+        "paro.collectives.h_ring",
+        "paro.collectives.ho_ring",
+        "paro.sharding.layout",
+        "paro.optim.loss_scale",
+        "paro.optim.lr_schedule",
+        "paro.planning",
+        "model.config",
+    ),
+    "model": ("model",),
+    "collectives": ("paro.runtime", "paro.groups", "paro.lanes", "paro.collectives"),
+    "sharding": ("paro.sharding", "paro.rotation"),
+    "optim": ("paro.optim",),
+    "data": ("data",),
+    "training": ("paro.checkpoint", "paro.report", "paro.training", "paro.loop"),
+    "arguments": ("paro.arguments", "paro.compatibility", "paro.yaml_flags"),
+    "config": ("paro.config",),
+    "assembly": ("paro.assembly", "paro.placement", "paro.resume"),
+    "scripts": ("pretrain_llama", "tools"),
+}
+HEIGHT = {level: height for height, level in enumerate(LEVELS)}
+LEVEL_OF = {prefix: level for level, prefixes in LEVELS.items() for prefix in prefixes}
+
+# All that these import beside Python's own library. A pure file starts in milliseconds and plans
+# for thousands of ranks where torch is not installed; model/ and data/ know nothing of paro/.
+ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
+    LEVELS["pure"]: LEVELS["pure"],
+    ("model",): ("model", "torch"),
+    ("data",): ("data", "numpy", "torch", "sentencepiece", "tokenizers", "transformers"),
+}
+
+# What only some modules may use.
+OWNERS: dict[str, tuple[str, ...]] = {
+    r"os\.(environb?|getenv|putenv)": ("paro.runtime", "tools"),
+    r"torch\.distributed\.new_\w*group\w*": ("paro.groups",),
+    r"torch\.distributed\.(\w*(gather|reduce|scatter|broadcast|barrier|all_to_all|send|recv)\w*"
+    r"|P2POp|nn|_functional_collectives)": (
+        "paro.collectives",
+        "paro.runtime",
+        "paro.checkpoint",
+    ),
+}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 7
+SHAPELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+# Written with classes of one letter so that this line does not match itself.
+MACHINE = re.compile(
+    r"(?<![\w./~}*$-])/(?:work|tmp|root|home|Users|workspace)\b"
+    r"|find[-]links|index[-]url|python[h]osted|pypi[.]org"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of Python, read or planted."""
+
+    module: str
+    text: str
+    tree: ast.Module
+
+
+class Imported(NamedTuple):
+    """One imported name: what it is, and what the file calls which part of it."""
+
+    line: int
+    name: str
+    local: str
+    bound: str
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Rule = Callable[[Source], Iterator[str]]
+
+
+def lies_in(name: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a dotted name is one of `prefixes` or lies inside one."""
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def level_of(name: str) -> str | None:
+    """The level of a module, or of a name in a module."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((LEVEL_OF[prefix] for prefix in prefixes if prefix in LEVEL_OF), None)
+
+
+def imports_of(source: Source) -> Iterator[Imported]:
+    """What a file imports, wherever it does."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                bound = alias.name if alias.asname else top
+                yield Imported(node.lineno, alias.name, alias.asname or top, bound)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            for alias in node.names:
+                name = f"{module}.{alias.name}"
+                yield Imported(node.lineno, name, alias.asname or alias.name, name)
+
+
+def uses_of(source: Source) -> Iterator[tuple[int, str]]:
+    """The imports of a file and every `a.b.c` that begins with an imported name, spelled out."""
+    bound = {}
+    for imported in imports_of(source):
+        bound[imported.local] = imported.bound
+        yield imported.line, imported.name
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            if first in bound:
+                yield node.lineno, ".".join([bound[first], *rest])
+
+
+def imports_run_downwards(source: Source) -> Iterator[str]:
+    """Nothing is imported from a level above, and every module has a level."""
+    own = level_of(source.module)
+    for line, name, _, _ in imports_of(source):
+        if name.startswith("."):
+            yield f"{line}: a relative import"
+        if not lies_in(name, (*PRODUCT, "tests")):
+            continue
+        theirs = level_of(name)
+        if own is None or theirs is None:
+            stray = source.module if own is None else name
+            yield f"{line}: {stray} has no level; add it to {Path(__file__).name}"
+        elif HEIGHT[theirs] > HEIGHT[own]:
+            yield f"{line}: {own} imports {name}, which is {theirs}"
+
+
+def imports_are_allowed(source: Source) -> Iterator[str]:
+    """Pure files, model/ and data/ import little."""
+    for line, name, _, _ in imports_of(source):
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            continue
+        for modules, allowed in ALLOWED.items():
+            if lies_in(source.module, modules) and not lies_in(name, allowed):
+                yield f"{line}: {source.module} may not import {name}"
+
+
+def uses_are_allowed(source: Source) -> Iterator[str]:
+    """The environment, process groups and communication stay with their owners."""
+    offences = dict.fromkeys(
+        f"{line}: {match[0]} belongs to {' and '.join(owners)}"
+        for line, use in uses_of(source)
+        for pattern, owners in OWNERS.items()
+        if (match := re.match(rf"{pattern}\b", use)) and not lies_in(source.module, owners)
+    )
+    yield from offences
+
+
+def starts_with_its_docstring(source: Source) -> Iterator[str]:
+    """The first line of a file is a sentence."""
+    first = source.tree.body[0] if source.tree.body else None
+    sentence = (ast.get_docstring(source.tree) or "").partition("\n")[0]
+    # Below a shebang, if any.
+    if first is None or first.lineno > 1 + source.text.startswith("#!"):
+        yield "1: the first line is no docstring"
+    elif not sentence.endswith("."):
+        yield f"1: the docstring's first line is no sentence: {sentence!r}"
+
+
+def sizes_are_small(source: Source) -> Iterator[str]:
+    """Files, functions and lists of parameters stay readable."""
+    num_lines = source.text.count("\n")
+    if num_lines > MAX_FILE_LINES:
+        yield f"1: {num_lines} lines, {MAX_FILE_LINES} allowed"
+    for function, parameters in functions_of(source):
+        num_lines = (function.end_lineno or 0) - function.lineno + 1
+        if num_lines > MAX_FUNCTION_LINES:
+            yield f"{function.lineno}: {function.name} has {num_lines} lines"
+        if len(parameters) > MAX_PARAMETERS:
+            yield f"{function.lineno}: {function.name} has {len(parameters)} parameters"
+
+
+def functions_are_typed(source: Source) -> Iterator[str]:
+    """Every parameter and every result has a type."""
+    for function, parameters in functions_of(source):
+        untyped = [parameter.arg for parameter in parameters if parameter.annotation is None]
+        if function.returns is None:
+            untyped.append("its result")
+        if untyped:
+            yield f"{function.lineno}: {function.name} does not type {', '.join(untyped)}"
+
+
+def has_no_globals(source: Source) -> Iterator[str]:
+    """No function rebinds a module's variable."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            yield f"{node.lineno}: global {', '.join(node.names)}"
+
+
+def is_named_for_its_subject(source: Source) -> Iterator[str]:
+    """No module is a drawer for whatever has no place."""
+    for part in SHAPELESS.intersection(source.module.split(".")):
+        yield f"1: {part} names no subject"
+
+
+def functions_of(source: Source) -> Iterator[tuple[Function, list[ast.arg]]]:
+    """Every function with its parameters, without a method's own object."""
+    classes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+    methods = {id(child) for node in classes for child in node.body}
+    for node in ast.walk(source.tree):
+        if not isinstance(node, Function):
+            continue
+        arguments = node.args
+        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        static = any(ast.unparse(decorator) == "staticmethod" for decorator in node.decorator_list)
+        if id(node) in methods and not static:
+            parameters = parameters[1:]
+        yield node, [*parameters, *filter(None, (arguments.vararg, arguments.kwarg))]
+
+
+def sources(*names: str) -> Iterator[Source]:
+    """The files of Python below the root that are so named or lie in folders so named."""
+    for name in names:
+        for path in (*ROOT.glob(f"{name}.py"), *sorted(ROOT.glob(f"{name}/**/*.py"))):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            text = path.read_text(encoding="utf-8")
+            yield Source(module.removesuffix(".__init__"), text, ast.parse(text))
+
+
+def text_files() -> Iterator[Path]:
+    """All that git would take, which is what a stranger gets."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file() and b"\0" not in (ROOT / name).read_bytes():
+            yield ROOT / name
+
+
+EVERYWHERE: tuple[Rule, ...] = (starts_with_its_docstring, sizes_are_small)
+IN_PRODUCT: tuple[Rule, ...] = (
+    imports_run_downwards,
+    imports_are_allowed,
+    uses_are_allowed,
+    functions_are_typed,
+    has_no_globals,
+    is_named_for_its_subject,
+)

@@ -1,0 +1,176 @@
+"""Every file keeps the house's rules, and each rule finds an offence that is planted."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.house import (
+    EVERYWHERE,
+    IN_PRODUCT,
+    LEVELS,
+    MACHINE,
+    MAX_FILE_LINES,
+    MAX_FUNCTION_LINES,
+    PRODUCT,
+    ROOT,
+    Rule,
+    Source,
+    functions_are_typed,
+    has_no_globals,
+    imports_are_allowed,
+    imports_run_downwards,
+    is_named_for_its_subject,
+    lies_in,
+    sizes_are_small,
+    sources,
+    starts_with_its_docstring,
+    text_files,
+    uses_are_allowed,
+)
+
+
+@pytest.mark.parametrize("rule", EVERYWHERE + IN_PRODUCT)
+def test_every_file_keeps(rule: Rule) -> None:
+    files = sources(*PRODUCT, *(("tests",) if rule in EVERYWHERE else ()))
+    offences = [f"{source.module}:{offence}" for source in files for offence in rule(source)]
+    assert not offences, "\n".join([str(rule.__doc__), *offences])
+
+
+def test_pure_files_and_the_parser_start_without_torch() -> None:
+    modules = [
+        source.module
+        for source in sources(*PRODUCT)
+        if lies_in(source.module, (*LEVELS["pure"], "paro.arguments"))
+    ]
+    program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"one of {modules} imports torch"
+
+
+def test_no_file_knows_the_machine_it_was_written_on() -> None:
+    offences = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if MACHINE.search(line)
+    ]
+    assert not offences, "\n".join(offences)
+
+
+def test_every_folder_of_tests_is_a_package() -> None:
+    # Else two files of one name in different folders would clash.
+    folders = {path.parent for path in (ROOT / "tests").glob("**/*.py")}
+    missing = [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
+    assert not missing, "\n".join(missing)
+
+
+PLANTED: list[tuple[Rule, str, str, str]] = [
+    # rule, module, source, what it is told
+    (imports_run_downwards, "paro.sharding.unit", "import paro.optim.adamw", "which is optim"),
+    (imports_run_downwards, "paro.topology", "from model import llama as m", "is model"),
+    (imports_run_downwards, "paro.lanes", "def f():\n    from paro import training", "2: coll"),
+    (imports_run_downwards, "paro.optim.adamw", "from data.loader import Batch", "is data"),
+    (imports_run_downwards, "paro.sharding.layout", "import paro.sharding.unit", "is sharding"),
+    (imports_run_downwards, "paro.config", "import pretrain_llama", "is scripts"),
+    (imports_run_downwards, "paro.novelty", "import paro.topology", "paro.novelty has no level"),
+    (imports_run_downwards, "paro.config", "from paro.novelty import x", "paro.novelty.x has no"),
+    (imports_run_downwards, "tools.plan", "from tests.helpers import ranks", "tests.helpers.ranks"),
+    (imports_run_downwards, "paro.optim.adamw", "from . import optimizer", "relative"),
+    (imports_are_allowed, "paro.strategy", "import torch", "may not import torch"),
+    (imports_are_allowed, "paro.planning.planner", "import numpy as np", "may not import numpy"),
+    (imports_are_allowed, "model.config", "from torch import nn", "may not import torch.nn"),
+    (imports_are_allowed, "model.config", "import paro.strategy", "may not import paro.strategy"),
+    (imports_are_allowed, "model.llama", "import transformers", "may not import transformers"),
+    (imports_are_allowed, "data.loader", "from paro import strategy", "import paro.strategy"),
+    (imports_are_allowed, "data.loader", "import model.config", "may not import model.config"),
+    (uses_are_allowed, "paro.config", "import os\nos.environ.get('X')", "2: os.environ belongs"),
+    (uses_are_allowed, "pretrain_llama", "from os import environ as e", "1: os.environ belongs"),
+    (uses_are_allowed, "model.llama", "import os\nos.getenv('X')", "2: os.getenv belongs"),
+    (
+        uses_are_allowed,
+        "paro.runtime",
+        "import torch.distributed as dist\ndist.new_group([0])",
+        "2: torch.distributed.new_group belongs to paro.groups",
+    ),
+    (
+        uses_are_allowed,
+        "paro.groups",
+        "import torch\nimport torch.distributed\ntorch.distributed.all_reduce(1)",
+        "3: torch.distributed.all_reduce belongs",
+    ),
+    (uses_are_allowed, "paro.optim.x", "from torch.distributed import isend", "1: torch"),
+    (
+        uses_are_allowed,
+        "tools.bench",
+        "from torch import distributed as d\nd.barrier()",
+        "2: torch.distributed.barrier belongs",
+    ),
+    (starts_with_its_docstring, "x", "", "no docstring"),
+    (starts_with_its_docstring, "x", "import os", "no sentence: ''"),
+    (starts_with_its_docstring, "x", '# Why\n"""Says what."""', "no docstring"),
+    (starts_with_its_docstring, "x", '"""Says\nwhat."""', "no sentence: 'Says'"),
+    (sizes_are_small, "x", "\n" * (MAX_FILE_LINES + 1), "401 lines, 400 allowed"),
+    (sizes_are_small, "x", "def f():\n" + "    1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
+    (sizes_are_small, "x", "def f(a, b, c, d, e, f, *g, h=1): ...", "f has 8 parameters"),
+    (
+        sizes_are_small,
+        "x",
+        "class A:\n    @staticmethod\n    def f(a, b, c, d, e, f, g, h): ...",
+        "f has 8 parameters",
+    ),
+    (functions_are_typed, "x", "def f(a: int, b, *c) -> None: ...", "f does not type b, c"),
+    (functions_are_typed, "x", "class A:\n    async def f(self): ...", "not type its result"),
+    (has_no_globals, "x", "def f() -> None:\n    global n\n    n = 1", "2: global n"),
+    (is_named_for_its_subject, "paro.utils", "", "utils names no subject"),
+    (is_named_for_its_subject, "paro.common.x", "", "common names no subject"),
+]
+
+
+@pytest.mark.parametrize(("rule", "module", "text", "told"), PLANTED)
+def test_a_planted_offence_is_found(rule: Rule, module: str, text: str, told: str) -> None:
+    offences = list(rule(Source(module, text, ast.parse(text))))
+    assert len(offences) == 1, offences
+    assert told in offences[0]
+
+
+INNOCENT: list[tuple[Rule, str, str]] = [
+    (
+        imports_run_downwards,
+        "paro.sharding.unit",
+        "import os\nfrom paro.sharding.layout import Box",
+    ),
+    (imports_run_downwards, "pretrain_llama", "from paro.config import RunConfig\nimport torch"),
+    (imports_are_allowed, "paro.planning.planner", "import math\nfrom model.config import Llama"),
+    (imports_are_allowed, "model.llama", "import math\nfrom torch import nn\nimport model.rotary"),
+    (imports_are_allowed, "paro.sharding.unit", "import torch"),
+    (uses_are_allowed, "paro.runtime", "import os\nos.environ['X']"),
+    (uses_are_allowed, "paro.groups", "import torch.distributed as dist\ndist.new_group([0])"),
+    (uses_are_allowed, "paro.optim.x", "import os\nos.replace('a', 'b')\nself.wire.all_reduce(x)"),
+    (uses_are_allowed, "paro.lanes", "import torch.distributed as dist\ndist.ReduceOp.SUM"),
+    (starts_with_its_docstring, "x", '#!/usr/bin/env python\n"""Says what."""\n'),
+    (sizes_are_small, "x", "\n" * MAX_FILE_LINES),
+    (sizes_are_small, "x", "class A:\n    def f(self, a, b, c, d, e, f, g): ..."),
+    (functions_are_typed, "x", "class A:\n    def f(self, *a: int, **b: int) -> None: ..."),
+]
+
+
+@pytest.mark.parametrize(("rule", "module", "text"), INNOCENT)
+def test_the_innocent_are_left_alone(rule: Rule, module: str, text: str) -> None:
+    assert not list(rule(Source(module, text, ast.parse(text))))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["cd " + "/" + "tmp", "at '/" + "work/main/paro'", "/" + "home/me", "pip --index" + "-url x"],
+)
+def test_a_planted_path_is_found(text: str) -> None:
+    assert MACHINE.search(text)
+
+
+@pytest.mark.parametrize("text", ["paro/work", "https://a.b/home", "#!/usr/bin/env", "$RUN/tmp"])
+def test_other_paths_are_left_alone(text: str) -> None:
+    assert not MACHINE.search(text)
