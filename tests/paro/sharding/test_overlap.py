@@ -1,0 +1,123 @@
+"""Communication goes on while the training thread computes, or not at all with 0 units ahead."""
+
+# No clocks: the lane of a collective is held until the training thread has come to a computation
+# that lies behind the call. With overlap it comes there; without, it waits for the collective
+# itself, and the lane gives up.
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from paro.groups import Run, Use
+from paro.sharding.unit import ShardedUnit
+from paro.training import Training
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import TINY, train
+
+PATIENCE = 20.0  # seconds; with overlap the training thread needs milliseconds
+GIVE_UP = 0.5
+
+
+class Hold:
+    """Holds a lane in front of one call of `unit.method`, until `reached` is called."""
+
+    def __init__(self, unit: ShardedUnit, method: str, use: Use, run: Run, patience: float) -> None:
+        self._reached = threading.Event()
+        self._patience = patience
+        self.overlapped: bool | None = None
+        original: Callable[..., None] = getattr(unit, method)
+        lanes = unit.context.collectives._lanes
+
+        def held(**arguments: object) -> None:
+            if self.overlapped is None:
+                self.overlapped = False
+                lanes.submit((use, run[-1].index), self._wait)
+            original(**arguments)
+
+        setattr(unit, method, held)
+
+    def _wait(self) -> None:
+        self.overlapped = self._reached.wait(self._patience)
+
+    def reached(self) -> None:
+        if self.overlapped is not None:  # the call has been made
+            self._reached.set()
+
+
+def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
+    """Which collectives were still under way when a later computation began."""
+    patience = PATIENCE if prefetch else GIVE_UP
+    holds: dict[str, Hold] = {}
+
+    def before(training: Training) -> None:
+        units = {unit.name: unit for unit in training.model.units}
+        modules = {node.name: node.module for node in training.model.nodes}
+        moves = units["head"].context.moves
+
+        if moves.gather:
+            gather = Hold(units["blocks.1"], "gather", Use.GATHER, moves.gather, patience)
+            holds["gather of block 1 under forward of block 0"] = gather
+            modules["blocks.0"].register_forward_pre_hook(lambda *_: gather.reached())
+
+        reducing = moves.reduce or moves.finish
+        reduce = Hold(units["blocks.2"], "reduce", Use.REDUCE, reducing, patience)
+        holds["reduction of block 2 under backward of block 1"] = reduce
+
+        def in_backward(_module: object, _inputs: object, output: Tensor) -> None:
+            output.register_hook(lambda _gradient: reduce.reached())
+
+        modules["blocks.0"].register_forward_hook(in_backward)  # its output is block 1's input
+
+        if moves.publish:
+            publish = Hold(units["head"], "publish", Use.GATHER, moves.publish, patience)
+            holds["publishing of the head under the next forward"] = publish
+            modules["blocks.0"].register_forward_pre_hook(lambda *_: publish.reached())
+
+    train(f"{flags} --paro-prefetch-units {prefetch}", group_size=2, before=before)
+    return {name: hold.overlapped for name, hold in holds.items()}
+
+
+FLAGS = f"{TINY} --train-iters 2 --global-batch-size 4"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "num_kinds"), [("IIG", 3), ("NIG", 2), ("NNG", 2)])
+def test_collectives_run_beside_compute(strategy: str, num_kinds: int) -> None:
+    for seen in run_ranks(watch, 4, f"{FLAGS} --paro-strategy {strategy}", 1):
+        assert len(seen) == num_kinds
+        assert all(seen.values()), seen
+
+
+@pytest.mark.ranks
+def test_nothing_overlaps_without_units_ahead() -> None:
+    for seen in run_ranks(watch, 4, f"{FLAGS} --paro-strategy IIG", 0):
+        assert len(seen) == 3
+        assert not any(seen.values()), seen
+
+
+def repeat(flags: str, times: int) -> list[list[tuple[float, float]]]:
+    runs = [train(flags, group_size=4) for _ in range(times)]
+    return [[(step.loss, step.grad_norm) for step in run.steps] for run in runs]
+
+
+@pytest.mark.ranks
+def test_busy_lanes_give_the_same_bits_twice() -> None:
+    flags = f"{TINY} --train-iters 40 --global-batch-size 16 --paro-strategy 2,4,8"
+    first, second = run_ranks(repeat, 8, flags, 2, timeout=200)[0]
+    assert first == second
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["IIG", "GGG"])
+def test_a_thousand_steps_give_the_same_bits_twice(strategy: str) -> None:
+    flags = f"{TINY} --train-iters 1000 --global-batch-size 16 --paro-strategy {strategy}"
+    first, second = run_ranks(repeat, 8, flags, 2, timeout=3000)[0]
+    assert len(first) == 1000
+    assert first == second
+    assert torch.tensor(first).isfinite().all()

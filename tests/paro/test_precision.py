@@ -1,0 +1,116 @@
+"""bf16 and fp16: types on the wire and in the accumulators, loss scaling, skipped steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from paro.training import Training
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import TINY, Trained, train
+
+FLAGS = f"{TINY} --train-iters 6 --global-batch-size 16"
+
+
+def train_all(flag_lists: Sequence[str], group_size: int | None) -> list[Trained]:
+    return [train(f"{FLAGS} {flags}", group_size=group_size) for flags in flag_lists]
+
+
+@pytest.fixture(scope="module")
+def fp32() -> Trained:
+    return train(FLAGS)
+
+
+def losses(trained: Trained) -> list[float]:
+    return [step.loss for step in trained.steps]
+
+
+BF16 = [
+    f"--bf16 --paro-strategy {strategy} {more}"
+    for strategy in ("NNN", "NIG", "IIG", "III", "GGG")
+    for more in ("", "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32")
+]
+
+
+@pytest.mark.ranks
+def test_bf16_follows_fp32_and_sends_its_types(fp32: Trained) -> None:
+    by_rank = run_ranks(train_all, 4, BF16, 2)
+    for number, flags in enumerate(BF16):
+        trained = by_rank[0][number]
+        assert losses(trained) == pytest.approx(losses(fp32), rel=0.02), flags
+        assert [losses(ranks[number]) for ranks in by_rank] == [losses(trained)] * 4
+    sent = {flags: by_rank[0][number].steps[1].sent for number, flags in enumerate(BF16)}
+    for strategy in ("NNN", "NIG"):  # gradients alone, or with a publishing in bf16
+        half, whole = (sent[f"--bf16 --paro-strategy {strategy} {more}"] for more in MORE)
+        assert whole.inter > 1.4 * half.inter
+        assert whole.intra > 1.4 * half.intra
+
+
+MORE = ("", "--accumulate-allreduce-grads-in-fp32")
+
+
+@pytest.mark.ranks
+def test_model_states_by_type() -> None:
+    flags = ["--bf16 --paro-strategy NNN", "--bf16 --paro-strategy NNN --grad-reduce-in-bf16"]
+    fp32_accumulators, bf16_accumulators = run_ranks(train_all, 2, flags, 1)[0]
+    # 2 + 4 + 12 bytes an element against 2 + 2 + 12.
+    ratio = fp32_accumulators.model_state_bytes / bf16_accumulators.model_state_bytes
+    assert ratio == pytest.approx(18 / 16)
+
+
+@pytest.mark.ranks
+def test_fp16_with_a_dynamic_scale_skips_until_the_scale_fits(fp32: Trained) -> None:
+    flags = ["--fp16 --train-iters 40 --paro-strategy IIG"]
+    by_rank = run_ranks(train_all, 4, flags, 2)
+    trained = by_rank[0][0]
+    skipped = [step.skipped for step in trained.steps]
+    assert skipped[0], "the first scale of 2^32 overflows fp16"
+    assert not any(skipped[30:])
+    assert all([step.skipped for step in ranks[0].steps] == skipped for ranks in by_rank)
+    first = skipped.index(False)
+    # The same updates as fp32's, begun later: data go on, and skipped steps change nothing.
+    assert trained.steps[first].loss == pytest.approx(math.log(60), rel=0.05)
+    assert trained.steps[-1].loss < trained.steps[first].loss
+    del fp32
+
+
+@pytest.mark.ranks
+def test_fp16_with_a_constant_scale_follows_fp32(fp32: Trained) -> None:
+    trained = run_ranks(train_all, 4, ["--fp16 --loss-scale 1024 --paro-strategy NIG"], 2)[0][0]
+    assert losses(trained) == pytest.approx(losses(fp32), rel=0.01)
+    norms = [step.grad_norm for step in trained.steps]
+    assert norms == pytest.approx([step.grad_norm for step in fp32.steps], rel=0.02)
+
+
+def train_with_a_bad_rank(bad_rank: int) -> tuple[Trained, Trained]:
+    """One run in which a rank's gradients are not finite in the first step, and one without."""
+
+    def poison(training: Training) -> None:
+        unit = training.model.trainable_units[1]
+        original = unit.receive
+        calls = iter(range(10**9))
+
+        def receive(name: str, gradient: torch.Tensor) -> bool:
+            if next(calls) == 0 and training.control.world.rank == bad_rank:
+                gradient.view(-1)[0] = torch.inf
+            return original(name, gradient)
+
+        unit.receive = receive  # type: ignore[method-assign]
+
+    flags = f"{FLAGS} --paro-strategy IIG"
+    return train(flags, group_size=2, before=poison), train(flags, group_size=2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("bad_rank", [0, 3])
+def test_a_step_that_one_rank_must_skip_is_skipped_by_all(bad_rank: int) -> None:
+    for poisoned, clean in run_ranks(train_with_a_bad_rank, 4, bad_rank):
+        assert [step.skipped for step in poisoned.steps] == [True] + [False] * 5
+        assert not math.isfinite(poisoned.steps[0].grad_norm)
+        # The second step finds the model as it was.
+        assert poisoned.steps[1].loss != clean.steps[1].loss
+        assert poisoned.steps[1].loss == pytest.approx(clean.steps[0].loss, rel=0.05)
+        assert all(torch.isfinite(values).all() for values in poisoned.parameters.values())
