@@ -5,7 +5,7 @@ STAMP := $(VENV)/installed
 BIN := $(VENV)/bin
 
 # The first of these that is new enough; give PYTHON=... to choose another.
-SUITABLE := import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+SUITABLE := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for python in python3 python3.11 python3.12; do \
 	$$python -c '$(SUITABLE)' >/dev/null 2>&1 && { echo $$python; break; }; done)
 
