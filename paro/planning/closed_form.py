@@ -47,7 +47,7 @@ def letter_traffic(
 ) -> Sent:
     """Bytes that a rank sends in one optimizer step, all states travelling in one type."""
     assert is_legal(letters), f"{letters} is not legal"
-    params, grads, optim = letters
+    params, grads, optim = tuple(letters)
     gather = _scale(GATHER[params], num_micro_batches)
     reduce = _scale(REDUCE[grads], num_micro_batches)
     trained = _add(_add(reduce, FINISH[grads + optim]), PUBLISH[params + optim])

@@ -33,6 +33,8 @@ class UnitSize:
     trainable_numel: int
     frozen_numel: int
     gathers_per_micro_batch: int
+    borrows: tuple[str, ...] = ()
+    gathered_for_backward: bool = True  # apart from its forward's gather
 
     @property
     def numel(self) -> int:
@@ -66,11 +68,14 @@ def size_units(
     """
     trained = (index for index, unit in enumerate(units) if any(map(is_trained, unit.shapes)))
     first_trained = next(trained, len(units))
-    num_gathers = dict.fromkeys((unit.name for unit in units), 0)
-    for index, unit in enumerate(units):
-        again = unit.backward_needs_weight and first_trained <= index < len(units) - 1
+    again = {
+        unit.name: unit.backward_needs_weight and first_trained <= index < len(units) - 1
+        for index, unit in enumerate(units)
+    }
+    num_gathers = dict.fromkeys(again, 0)
+    for unit in units:
         for name in (unit.name, *unit.borrows):
-            num_gathers[name] += 2 if again else 1
+            num_gathers[name] += 2 if again[unit.name] else 1
     return tuple(
         UnitSize(
             name=unit.name,
@@ -82,6 +87,8 @@ def size_units(
                 world_size,
             ),
             gathers_per_micro_batch=num_gathers[unit.name],
+            borrows=unit.borrows,
+            gathered_for_backward=again[unit.name],
         )
         for unit in units
     )

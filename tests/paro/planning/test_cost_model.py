@@ -15,9 +15,9 @@ from paro.planning.cost_model import (
     traffic_per_step,
 )
 from paro.precision import PrecisionConfig
-from paro.strategy import Strategy, legal_letters, parse_strategy
-from paro.topology import Topology, make_topology
+from paro.strategy import legal_letters
 from paro.traffic import Sent
+from tests.paro.planning.on_ranks import on_ranks
 
 # 7B parameters on 4 nodes of 8, 10 micro-batches, bf16 gradients: GB of model state per rank, GB
 # sent per rank and step inside a node and between nodes. Copied from the table, digit by digit.
@@ -48,19 +48,10 @@ MODEL = (
 TIED = (*MODEL[:3], UnitShapes(name="head", shapes={"h.norm": (12,)}, borrows=("embedding",)))
 
 
-def on_ranks(text: str, *, world_size: int, group_size: int) -> tuple[Strategy, Topology]:
-    strategy = parse_strategy(text, world_size=world_size, group_size=group_size)
-    return strategy, make_topology(
-        world_size=world_size, group_size=group_size, degrees=strategy.degrees
-    )
-
-
 def one_unit(numel: int, *, frozen: int = 0) -> tuple[UnitSize, ...]:
     """A model as the paper counts it: everything is gathered twice a micro-batch."""
     return (
-        UnitSize(
-            name="all", trainable_numel=numel, frozen_numel=frozen, gathers_per_micro_batch=2
-        ),
+        UnitSize(name="all", trainable_numel=numel, frozen_numel=frozen, gathers_per_micro_batch=2),
     )
 
 
@@ -104,9 +95,7 @@ def test_axes_and_closed_form_agree(
 def test_degrees_between_the_letters() -> None:
     """Params over 2, grads over 4, optimizer over 8 ranks in groups of 4: every move by hand."""
     strategy, topology = on_ranks("2,4,8", world_size=8, group_size=4)
-    sent = traffic_per_step(
-        strategy, topology, one_unit(800), PrecisionConfig(compute="bf16"), 3
-    )
+    sent = traffic_per_step(strategy, topology, one_unit(800), PrecisionConfig(compute="bf16"), 3)
     intra = 3 * (2 * 800) + 3 * (800 + 400) + 400  # gathers; reductions 1-2-4; publish 4-2
     inter = 200 + 200  # finish 4-8 and publish 8-4, on a quarter of the 1600 bytes
     assert sent == Sent(intra, inter)
@@ -178,9 +167,7 @@ def test_units_are_padded_by_box_and_by_world() -> None:
         96: (768, 768, 768),  # fewer aligned shards than ranks: most hold padding alone
     }
     for world_size, numels in expected.items():
-        units = size_units(
-            MODEL, world_size=world_size, is_trained=lambda name: "norm" not in name
-        )
+        units = size_units(MODEL, world_size=world_size, is_trained=lambda name: "norm" not in name)
         embedding, block = units[:2]
         assert (embedding.trainable_numel, block.trainable_numel, block.frozen_numel) == numels
         assert embedding.frozen_numel == 0

@@ -1,0 +1,129 @@
+"""One rank of many, whose peers do not exist: it allocates and counts as usual, nothing travels."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from model.config import LlamaConfig
+from model.llama import Llama
+from paro.collectives import wire
+from paro.collectives.native import NativeCollectives
+from paro.groups import Groups
+from paro.lanes import InlineLanes
+from paro.optim.optimizer import OptimConfig, ParoOptimizer
+from paro.precision import PrecisionConfig
+from paro.sharding.buffers import Ledger
+from paro.sharding.engine import ShardedModel
+from paro.sharding.unit import ShardingContext, moves_of
+from paro.sharding.wrap import cut_into_nodes
+from paro.strategy import Strategy
+from paro.topology import Topology
+from paro.traffic import Sent, Traffic
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class NoGroups(Groups):
+    """Groups without processes behind them."""
+
+    def of(self, use: object, run: object) -> None:  # type: ignore[override]
+        return None
+
+
+def silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes torch.distributed leave buffers as they are, gathered ones full of zeros."""
+
+    def gather(whole: Tensor, shard: Tensor, group: None) -> None:
+        whole.zero_()
+
+    monkeypatch.setattr(wire, "_all_gather", gather)
+    monkeypatch.setattr(wire, "_reduce_scatter", lambda own, whole, group: None)
+    monkeypatch.setattr(wire.dist, "all_reduce", lambda whole, group: None)
+    monkeypatch.setattr(wire.dist, "get_backend", lambda group: "nccl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoneRank:
+    """The model and the optimizer of one rank."""
+
+    config: LlamaConfig
+    model: ShardedModel
+    optimizer: ParoOptimizer
+    traffic: Traffic
+
+    def step(self, num_micro_batches: int, *, size: int = 1, seq_length: int = 16) -> Sent:
+        """Trains one step on made-up tokens; returns what the rank would have sent."""
+        device = self.model.units[0].param_shard.device
+        tokens_BS = torch.zeros(size, seq_length, dtype=torch.int64, device=device)
+        weights_BS = torch.ones(size, seq_length, device=device)
+        self.model.begin_step(num_micro_batches)
+        for index in range(num_micro_batches):
+            last = index + 1 == num_micro_batches
+            self.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=last)
+        self.model.finish_gradients()
+        sent = self.traffic.take()
+        self.optimizer.step(lr=0.0, weight_decay=0.0, grad_norm=1.0, unscale=0.5)
+        return sent
+
+
+def lone_rank(
+    config: LlamaConfig,
+    strategy: Strategy,
+    topology: Topology,
+    precision: PrecisionConfig,
+    *,
+    rank: int = 0,
+    prefetch_units: int = 1,
+    device: str = "cpu",
+    is_trained: Callable[[str], bool] = lambda _name: True,
+) -> LoneRank:
+    """Builds a rank as training does; `silence` torch.distributed before it runs."""
+    traffic = Traffic()
+    groups = NoGroups(topology=topology, rank=rank, _by_use_and_run={})
+    context = ShardingContext(
+        topology=topology,
+        rank=rank,
+        strategy=strategy,
+        moves=moves_of(strategy, topology),
+        collectives=NativeCollectives(groups, InlineLanes(), traffic),
+        device=torch.device(device),
+        compute_type=TYPES[precision.compute],
+        wire_type=TYPES[precision.wire],
+        accumulate_type=TYPES[precision.accumulate],
+        ledger=Ledger(),
+    )
+    with torch.device("meta"):
+        llama = Llama(config)
+    for name, parameter in llama.named_parameters():
+        parameter.requires_grad_(is_trained(name))
+    nodes = cut_into_nodes(llama, llama.units(), context)
+    model = ShardedModel(llama, nodes, prefetch_units=prefetch_units)
+    optimizer = ParoOptimizer(model, OptimConfig())
+    return LoneRank(config=config, model=model, optimizer=optimizer, traffic=traffic)
+
+
+def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:
+    """The bytes that `work` has allocated at most at a time, beyond what was there before."""
+    gc.collect()
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    assert recorded.profiler is not None
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events, "this torch records no allocations"
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()  # negative when freed
+        peak = max(peak, allocated)
+    return peak

@@ -1,0 +1,156 @@
+"""LLaMA's units and activations as formulas, against the real model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import cross_entropy
+from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from model.initialization import initialize_whole
+from model.llama import Llama
+from model.rotary import rotations
+from paro.planning.cost_model import model_state_bytes, traffic_per_step
+from paro.planning.llama import (
+    CROSS_ENTROPY_CHUNK_BYTES,
+    MicroBatch,
+    activations_of,
+    units_of,
+)
+from paro.precision import PrecisionConfig
+from paro.strategy import legal_letters
+from tests.paro.planning.lone_rank import TYPES, lone_rank, silence
+from tests.paro.planning.on_ranks import on_ranks
+
+SMALL = LlamaConfig(
+    num_layers=3,
+    hidden_size=20,
+    ffn_hidden_size=37,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=6,
+    max_position_embeddings=16,
+    vocab_size=59,
+)
+TIED = replace(SMALL, tie_embeddings_and_output_weights=True)
+
+
+def keep_norms_and_embedding(name: str) -> bool:
+    return "norm" in name or name == "embedding.weight"
+
+
+def upper_half(name: str) -> bool:
+    return name.startswith(("blocks.1.w", "blocks.2.", "head."))
+
+
+CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
+    "untied": (SMALL, lambda _name: True),
+    "tied": (TIED, lambda _name: True),
+    "parts of units frozen": (SMALL, keep_norms_and_embedding),
+    "lower units frozen": (SMALL, upper_half),
+    "tied, embedding frozen": (TIED, upper_half),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "letters"),
+    [
+        *product(["untied"], [*legal_letters(), "2,4,8", "1,2,8"]),
+        *product([name for name in CASES if name != "untied"], ["NNG", "IIG", "GGG", "4,2,8"]),
+    ],
+)
+def test_formulas_equal_what_a_rank_counts_and_stores(
+    monkeypatch: pytest.MonkeyPatch, case: str, letters: str
+) -> None:
+    config, is_trained = CASES[case]
+    strategy, topology = on_ranks(letters, world_size=8, group_size=4)
+    precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True)
+    units = units_of(config, world_size=8, is_trained=is_trained)
+    silence(monkeypatch)
+    rank = lone_rank(config, strategy, topology, precision, rank=6, is_trained=is_trained)
+    states = model_state_bytes(strategy, units, precision)
+    assert rank.optimizer.model_state_bytes() == states.total
+    rank.step(2)  # sends no update yet
+    for num_micro_batches in (1, 3):
+        expected = traffic_per_step(strategy, topology, units, precision, num_micro_batches)
+        assert rank.step(num_micro_batches) == expected
+
+
+@pytest.mark.parametrize("letters", ["GGG", "IIG", "INI", "NNN"])
+@pytest.mark.parametrize(("world_size", "group_size"), [(6, 3), (4, 1), (2, 2), (1, 1)])
+def test_state_bytes_in_fp32_on_other_shapes(
+    letters: str, world_size: int, group_size: int
+) -> None:
+    strategy, topology = on_ranks(letters, world_size=world_size, group_size=group_size)
+    precision = PrecisionConfig(compute="fp32")
+    rank = lone_rank(SMALL, strategy, topology, precision)
+    states = model_state_bytes(strategy, units_of(SMALL, world_size=world_size), precision)
+    assert rank.optimizer.model_state_bytes() == states.total
+
+
+def test_units_of_a_preset_hold_its_parameters() -> None:
+    units = units_of(LLAMA_PRESETS["7B"], world_size=1)
+    assert [unit.name for unit in units[:2]] == ["embedding", "blocks.0"]
+    assert units[-1].name == "head"
+    assert len(units) == 34
+    assert sum(unit.numel for unit in units) == 6_738_415_616
+
+
+RECOMPUTE = {
+    "none": None,
+    "selective": RecomputeConfig(granularity="selective"),
+    "every block": RecomputeConfig(granularity="full"),
+    "runs of two": RecomputeConfig(granularity="full", num_layers=2),
+    "the first two": RecomputeConfig(granularity="full", method="block", num_layers=2),
+}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(("compute", "groups"), [*product(("fp32", "bf16"), (2, 4))])
+def test_activations_are_what_autograd_saves(recompute: str, compute: str, groups: int) -> None:
+    config = replace(SMALL, num_query_groups=groups, recompute=RECOMPUTE[recompute])
+    batch = MicroBatch(
+        size=2, seq_length=16, compute_bytes=TYPES[compute].itemsize, fused_norm=False
+    )
+    *units, head = activations_of(config, batch)
+    # The head's gradients are no saved tensors: they are kept by the loss itself.
+    gradients = (batch.num_tokens + config.vocab_size) * config.hidden_size * batch.compute_bytes
+    expected = sum(unit.kept for unit in units) + head.kept - gradients
+    assert saved_bytes(config, batch, TYPES[compute]) == expected
+
+
+def saved_bytes(config: LlamaConfig, batch: MicroBatch, dtype: torch.dtype) -> int:
+    """Bytes of the storages that backward needs; parameters and rotations are there anyway."""
+    model = Llama(config).to(dtype)
+    initialize_whole(model, config, seed=1)
+    turned = rotations(config, batch.seq_length, dtype, torch.device("cpu"))
+    resident = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *turned)}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    tokens_BS = torch.zeros(batch.size, batch.seq_length, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens_BS, tokens_BS.clone(), torch.ones(tokens_BS.shape))
+    return sum(
+        tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in resident
+    )
+
+
+def test_chunk_of_the_loss_is_the_models() -> None:
+    assert cross_entropy.CHUNK_BYTES == CROSS_ENTROPY_CHUNK_BYTES
+
+
+def test_a_fused_norm_keeps_its_input_alone() -> None:
+    """7B at 2048 tokens, counted by hand: 8 tensors of width D and 4 of width F in bf16 a block."""
+    config = LLAMA_PRESETS["7B"]
+    batch = MicroBatch(size=1, seq_length=2048, compute_bytes=2, fused_norm=True)
+    block = activations_of(config, batch)[1]
+    assert block.kept == 2048 * (2 * (8 * 4096 + 4 * 11008) + 4 * 32 + 2 * 4)
