@@ -1,0 +1,197 @@
+"""The most memory that a rank needs, by walking through a step."""
+
+# The walk is that of sharding/engine.py: forward through all units, then back, then the update. At
+# each moment it adds up
+#
+#   model states   shards that stay throughout
+#   whole params   the unit that runs and those gathered ahead, in the order of use
+#   whole grads    unit-sized gradient buffers that wait for their reduction
+#   activations    what the units passed in forward keep for backward
+#   transient      what the computation, the conversion for a reduction or the update needs besides
+#
+# and the largest sum is the answer. Not counted: the libraries' own workspaces, the allocator's
+# rounding, what a backend stages (gloo some MB, flat collectives a whole unit), the rotations,
+# labels and loss weights (16 bytes per token).
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from paro.planning.cost_model import UnitSize, model_state_bytes
+from paro.planning.llama import UnitActivations
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.strategy import Strategy
+from paro.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What is alive on a rank at one point of a step, in bytes."""
+
+    name: str
+    states: int
+    whole_params: int = 0
+    whole_grads: int = 0
+    activations: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        return (
+            self.states + self.whole_params + self.whole_grads + self.activations + self.transient
+        )
+
+    def describe(self) -> str:
+        """One line with the parts in MB."""
+        parts = {
+            "model states": self.states,
+            "whole parameters": self.whole_params,
+            "whole gradients": self.whole_grads,
+            "activations": self.activations,
+            "transient": self.transient,
+        }
+        listed = ", ".join(f"{name} {num_bytes / 1e6:.1f}" for name, num_bytes in parts.items())
+        return f"{self.total / 1e6:.1f} MB at {self.name}: {listed}"
+
+
+def peak_memory(
+    strategy: Strategy,
+    topology: Topology,
+    units: Sequence[UnitSize],
+    precision: PrecisionConfig,
+    activations: Sequence[UnitActivations],
+    *,
+    prefetch_units: int,
+    num_micro_batches: int,
+) -> Moment:
+    """The moment of a step at which a rank needs most memory."""
+    walk = _Walk(
+        strategy=strategy,
+        topology=topology,
+        units=tuple(units),
+        precision=precision,
+        activations=tuple(activations),
+        num_live=1 + prefetch_units,
+        num_whole_grads=2 if prefetch_units else 1,
+        repeats=num_micro_batches > 1,
+    )
+    return max(walk.moments(), key=lambda moment: moment.total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Walk:
+    """One micro-batch in the midst of a step, and the update."""
+
+    strategy: Strategy
+    topology: Topology
+    units: tuple[UnitSize, ...]
+    precision: PrecisionConfig
+    activations: tuple[UnitActivations, ...]
+    num_live: int  # units that are whole, or on the way there
+    num_whole_grads: int
+    repeats: bool  # another micro-batch precedes and follows
+
+    def moments(self) -> Iterator[Moment]:
+        states = model_state_bytes(self.strategy, self.units, self.precision).total
+        before = self._trained() if self.repeats else ()  # whose gradients came last
+        for index, unit in enumerate(self.units):
+            yield Moment(
+                name=f"the forward of {unit.name}",
+                states=states,
+                whole_params=self._whole_params(index, 1),
+                whole_grads=self._whole_grads(before),
+                activations=self._kept(index + 1),
+                transient=self.activations[index].in_forward,
+            )
+        for index in self._backward():
+            unit, own = self.units[index], self.activations[index]
+            together = range(own.recomputed_from, index + 1)
+            recomputed = sum(self.activations[i].recomputed for i in together)
+            arrived = (*before, *(i for i in self._trained() if i > index))
+            now_arrived = (*arrived, index) if unit.trainable_numel else arrived
+            backward = Moment(
+                name=f"the backward of {unit.name}",
+                states=states,
+                whole_params=self._whole_params(self._position(index), len(together)),
+                whole_grads=self._whole_grads(arrived),
+                activations=self._kept(index + 1) + recomputed,
+                transient=own.before_gradients,
+            )
+            yield backward
+            whole_grads = self._whole_grads(now_arrived)
+            yield replace(backward, whole_grads=whole_grads, transient=own.in_backward)
+            yield replace(
+                backward,
+                name=f"the reduction of {unit.name}",
+                whole_grads=whole_grads,
+                activations=self._kept(index),
+                transient=self._converted(unit),
+            )
+        yield Moment(name="the update", states=states, transient=self._fp32_grads())
+
+    def _trained(self) -> tuple[int, ...]:
+        """Units with gradients, in the order in which those arrive."""
+        return tuple(i for i in self._backward() if self.units[i].trainable_numel)
+
+    def _backward(self) -> range:
+        """Units that backward passes: from the last to the first that trains."""
+        trained = (i for i, unit in enumerate(self.units) if unit.trainable_numel)
+        first = next(trained, len(self.units))
+        return range(len(self.units) - 1, first - 1, -1)
+
+    def _order(self) -> tuple[int, ...]:
+        """Units in the order in which they are gathered; the last one's backward needs no more."""
+        forward = range(len(self.units))
+        back = (i for i in self._backward()[1:] if self.units[i].gathered_for_backward)
+        return (*forward, *back, *(forward if self.repeats else ()))
+
+    def _position(self, index: int) -> int:
+        """Where in that order the backward of a unit comes."""
+        last = len(self.units) - 1
+        return (
+            last
+            + sum(self.units[i].gathered_for_backward for i in range(index, last))
+            + (not self.units[index].gathered_for_backward and index < last)
+        )
+
+    def _whole_params(self, position: int, num_together: int) -> int:
+        """Units from a position of the order on, up to one that is live already."""
+        if self.strategy.params == 1:
+            return 0
+        live: set[str] = set()
+        by_name = {unit.name: unit for unit in self.units}
+        for index in self._order()[position : position + max(self.num_live, num_together)]:
+            needed = {self.units[index].name, *self.units[index].borrows}
+            if needed & live:
+                break
+            live |= needed
+        return sum(by_name[name].numel for name in live) * BYTES_OF[self.precision.compute]
+
+    def _whole_grads(self, arrived: Sequence[int]) -> int:
+        """The buffers that have not been given up when these units' gradients have come in turn."""
+        if self.strategy.grads == 1:
+            return 0
+        waiting = set(arrived[-self.num_whole_grads :])
+        numel = sum(self.units[index].trainable_numel for index in waiting)
+        return numel * BYTES_OF[self.precision.wire]
+
+    def _kept(self, num_units: int) -> int:
+        """What the first units keep while backward has not come to them."""
+        first = self._backward().stop + 1  # below the first that trains nothing is kept
+        kept = sum(unit.kept for unit in self.activations[first:num_units])
+        return kept + sum(unit.kept_to_the_end for unit in self.activations[num_units:])
+
+    def _converted(self, unit: UnitSize) -> int:
+        """The copy in the wire's type of what is reduced after accumulation."""
+        grads, optim = self.strategy.grads, self.strategy.optim
+        nothing_left = grads == optim == self.topology.world_size
+        if nothing_left or self.precision.wire == self.precision.accumulate:
+            return 0
+        return unit.trainable_numel // grads * BYTES_OF[self.precision.wire]
+
+    def _fp32_grads(self) -> int:
+        """The copy of a unit's gradients that the update reads."""
+        if self.precision.accumulate == "fp32":
+            return 0
+        return max(unit.trainable_numel for unit in self.units) // self.strategy.optim * 4

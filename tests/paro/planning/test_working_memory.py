@@ -1,0 +1,227 @@
+"""The predicted peak, against the allocations of a rank that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from model import cross_entropy
+from model.config import LlamaConfig, RecomputeConfig
+from paro.planning import llama as planning_llama
+from paro.planning.llama import MicroBatch, activations_of, units_of
+from paro.planning.working_memory import Moment, peak_memory
+from paro.precision import BYTES_OF, PrecisionConfig
+from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
+from tests.paro.planning.on_ranks import on_ranks
+
+FP32 = PrecisionConfig(compute="fp32")
+BF16 = PrecisionConfig(compute="bf16")
+ALL_BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
+RUNS_OF_TWO = RecomputeConfig(granularity="full", num_layers=2)
+EACH = RecomputeConfig(granularity="full")
+
+
+SMALL = LlamaConfig(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=176,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=16,
+    max_position_embeddings=64,
+    vocab_size=64,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run whose peak lies at a moment of interest."""
+
+    strategy: str
+    config: LlamaConfig
+    precision: PrecisionConfig
+    batch_size: int
+    seq_length: int = 64
+    prefetch_units: int = 1
+    num_micro_batches: int = 2
+    chunk_bytes: int = 64 << 20  # of logits
+    at: str
+
+
+WIDE = replace(SMALL, ffn_hidden_size=2048)  # weights outweigh activations
+CASES = {
+    "logits": Case(
+        strategy="IIG",
+        config=replace(SMALL, vocab_size=2048),
+        precision=BF16,
+        batch_size=4,
+        at="forward",
+    ),
+    "chunks of logits": Case(
+        strategy="GGG",
+        config=replace(SMALL, vocab_size=2048),
+        precision=BF16,
+        batch_size=4,
+        chunk_bytes=1 << 19,
+        at="forward",
+    ),
+    "chunks of logits in fp32": Case(
+        strategy="GGG",
+        config=replace(SMALL, vocab_size=2048),
+        precision=FP32,
+        batch_size=4,
+        chunk_bytes=1 << 19,
+        at="forward",
+    ),
+    "a tied weight, wanted by two units": Case(
+        strategy="IIG",
+        config=replace(SMALL, vocab_size=16384, tie_embeddings_and_output_weights=True),
+        precision=FP32,
+        batch_size=1,
+        at="forward",
+    ),
+    "gradient of the output weight": Case(
+        strategy="III",
+        config=replace(SMALL, vocab_size=16384, num_layers=1),
+        precision=FP32,
+        batch_size=1,
+        seq_length=8,
+        num_micro_batches=1,
+        at="backward of head",
+    ),
+    "activations": Case(strategy="NNG", config=SMALL, precision=FP32, batch_size=8, at="backward"),
+    "activations in bf16": Case(
+        strategy="NIG",
+        config=replace(SMALL, ffn_hidden_size=512),
+        precision=ALL_BF16,
+        batch_size=8,
+        at="backward",
+    ),
+    "recomputed blocks": Case(
+        strategy="IIG",
+        config=replace(SMALL, recompute=EACH),
+        precision=FP32,
+        batch_size=8,
+        at="backward",
+    ),
+    "runs of recomputed blocks, whole together": Case(
+        strategy="GGG",
+        config=replace(SMALL, recompute=RUNS_OF_TWO, ffn_hidden_size=1024),
+        precision=FP32,
+        batch_size=1,
+        at="backward",
+        prefetch_units=0,
+    ),
+    "whole units and gradients": Case(
+        strategy="GGG", config=WIDE, precision=FP32, batch_size=1, at="backward"
+    ),
+    "nothing ahead": Case(
+        strategy="GGG",
+        config=WIDE,
+        precision=FP32,
+        batch_size=1,
+        at="backward",
+        prefetch_units=0,
+        num_micro_batches=1,
+    ),
+    "three whole units": Case(
+        strategy="GIG", config=WIDE, precision=FP32, batch_size=1, at="backward", prefetch_units=2
+    ),
+    "gradients converted for their reduction": Case(
+        strategy="ING",
+        config=WIDE,
+        precision=BF16,
+        batch_size=1,
+        seq_length=8,
+        num_micro_batches=1,
+        at="reduction",
+    ),
+    "bf16 gradients converted for the update": Case(
+        strategy="NNN", config=WIDE, precision=ALL_BF16, batch_size=1, seq_length=8, at="update"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    case = CASES[name]
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", case.chunk_bytes)
+    monkeypatch.setattr(planning_llama, "CROSS_ENTROPY_CHUNK_BYTES", case.chunk_bytes)
+    predicted = predict(case, fused_norm=False)
+    assert case.at in predicted.name
+    silence(monkeypatch)
+    assert measure(case, "cpu") == pytest.approx(predicted.total, rel=0.01)
+
+
+def test_a_moment_in_words() -> None:
+    moment = Moment(name="the update", states=3_000_000, whole_grads=500_000, transient=1_000_000)
+    assert moment.describe() == (
+        "4.5 MB at the update: model states 3.0, whole parameters 0.0, whole gradients 0.5, "
+        "activations 0.0, transient 1.0"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["NNG", "IIG", "GGG"])
+@pytest.mark.parametrize("recompute", [None, EACH])
+def test_prediction_is_what_a_gpu_allocates(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, recompute: RecomputeConfig | None
+) -> None:
+    """Large enough that the allocator's rounding and the libraries' workspaces do not show."""
+    config = replace(
+        SMALL,
+        num_layers=8,
+        hidden_size=1024,
+        ffn_hidden_size=2752,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=128,
+        max_position_embeddings=2048,
+        vocab_size=32000,
+        recompute=recompute,
+    )
+    case = Case(
+        strategy=strategy, config=config, precision=BF16, batch_size=4, seq_length=2048, at=""
+    )
+    silence(monkeypatch)
+    predicted = predict(case, fused_norm=True)
+    assert measure(case, "cuda") == pytest.approx(predicted.total, rel=0.1)
+
+
+def predict(case: Case, *, fused_norm: bool) -> Moment:
+    strategy, topology = on_ranks(case.strategy, world_size=8, group_size=4)
+    batch = MicroBatch(
+        size=case.batch_size,
+        seq_length=case.seq_length,
+        compute_bytes=BYTES_OF[case.precision.compute],
+        fused_norm=fused_norm,
+    )
+    return peak_memory(
+        strategy,
+        topology,
+        units_of(case.config, world_size=8),
+        case.precision,
+        activations_of(case.config, batch),
+        prefetch_units=case.prefetch_units,
+        num_micro_batches=case.num_micro_batches,
+    )
+
+
+def measure(case: Case, device: str) -> int:
+    """Model states and the most that a step allocates; the step before makes what stays."""
+    strategy, topology = on_ranks(case.strategy, world_size=8, group_size=4)
+    rank = lone_rank(
+        case.config,
+        strategy,
+        topology,
+        case.precision,
+        prefetch_units=case.prefetch_units,
+        device=device,
+    )
+
+    def step() -> None:
+        rank.step(case.num_micro_batches, size=case.batch_size, seq_length=case.seq_length)
+
+    step()
+    return rank.optimizer.model_state_bytes() + allocated_at_most(step, device)
