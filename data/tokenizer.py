@@ -1,0 +1,249 @@
+"""Text to token ids and back, by Megatron's tokenizer types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TOKENIZER_TYPES = (*SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", "NullTokenizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer; `vocab_size` is needed by NullTokenizer and checked for the others."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_type not in TOKENIZER_TYPES:
+            raise ValueError(
+                f"--tokenizer-type {self.tokenizer_type} is unknown: choose one of "
+                f"{', '.join(TOKENIZER_TYPES)}"
+            )
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"--vocab-size {self.vocab_size} must be at least 1")
+        if self.tokenizer_type == "NullTokenizer":
+            if self.vocab_size is None:
+                raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
+        elif self.tokenizer_model is None:
+            raise ValueError(f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model")
+
+
+class Tokenizer(Protocol):
+    """What preprocessing, training and generation need of a tokenizer.
+
+    `encode` adds no special tokens: who wants a beginning or an end adds `bos` or `eod`.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids lie below; not padded."""
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document."""
+
+    @property
+    def bos(self) -> int | None:
+        """The id that begins a text, where there is one."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of a configuration; `ValueError` or `OSError` names the flag at fault."""
+    if config.tokenizer_type == "NullTokenizer":
+        assert config.vocab_size is not None, "TokenizerConfig checks this"
+        return NullTokenizer(config.vocab_size)
+    assert config.tokenizer_model is not None, "TokenizerConfig checks this"
+    tokenizer: Tokenizer
+    if config.tokenizer_type in SENTENCEPIECE_TYPES:
+        tokenizer = SentencePieceTokenizer(config.tokenizer_model)
+    else:
+        tokenizer = HuggingFaceTokenizer(config.tokenizer_model)
+    if config.vocab_size not in (None, tokenizer.vocab_size):
+        raise ValueError(
+            f"--vocab-size {config.vocab_size} contradicts --tokenizer-model "
+            f"{config.tokenizer_model}, which has {tokenizer.vocab_size} entries: leave "
+            "--vocab-size out"
+        )
+    return tokenizer
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
+    """The rows of embedding and head: `vocab_size` rounded up to --make-vocab-size-divisible-by."""
+    if divisible_by < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by {divisible_by} must be at least 1")
+    return -(-vocab_size // divisible_by) * divisible_by
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `.model` file, such as LLaMA-1 and LLaMA-2 have or tools/train_tokenizer.py
+    writes; all three of Megatron's names for it do the same."""
+
+    def __init__(self, model: str) -> None:
+        self._processor = _load_sentencepiece(Path(model))
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.eod: int = self._processor.eos_id()
+        bos = self._processor.bos_id()
+        self.bos: int | None = bos if bos >= 0 else None
+        if self.eod < 0:
+            raise ValueError(
+                f"--tokenizer-model {model} has no end-of-sentence piece to end documents with: "
+                "train it with one, as tools/train_tokenizer.py does"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._processor.decode([int(token) for token in ids])
+        return text
+
+
+def _load_sentencepiece(path: Path) -> Any:
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError as error:
+        raise ValueError("this --tokenizer-type needs the package sentencepiece") from error
+    if not path.is_file():
+        raise FileNotFoundError(f"--tokenizer-model {path} is missing: give a SentencePiece .model")
+    try:
+        return SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model") from error
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` file, or what transformers loads: a folder, or a hub name in its cache.
+
+    A `tokenizer.json` does not say which token ends a document: `eos_token` in the
+    `tokenizer_config.json` beside it does, as published models have it. Nothing is downloaded,
+    since every rank would do so.
+    """
+
+    def __init__(self, model: str) -> None:
+        path = Path(model)
+        loaded = _load_tokenizer_json(path) if path.is_file() else _load_with_transformers(model)
+        if loaded.eos is None:
+            raise ValueError(
+                f"--tokenizer-model {model} does not say which token ends a document: put "
+                '{"eos_token": "..."} into the tokenizer_config.json beside it'
+            )
+        self._encode = loaded.encode
+        self._decode = loaded.decode
+        self.vocab_size = loaded.vocab_size
+        self.eod = loaded.eos
+        self.bos = loaded.bos
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._decode([int(token) for token in ids])
+
+
+class _Loaded(NamedTuple):
+    """What the two libraries have in common."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    vocab_size: int
+    eos: int | None
+    bos: int | None
+
+
+def _load_tokenizer_json(path: Path) -> _Loaded:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs tokenizers") from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"--tokenizer-model {path} is not a tokenizer.json") from error
+    named = _special_tokens(path.with_name("tokenizer_config.json"))
+    return _Loaded(
+        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+        decode=lambda ids: str(tokenizer.decode(ids)),
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        eos=tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None,
+        bos=tokenizer.token_to_id(named["bos_token"]) if "bos_token" in named else None,
+    )
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    """Texts of the special tokens that a tokenizer_config.json names; none without the file."""
+    if not path.is_file():
+        return {}
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8")).items()
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a JSON object: repair or remove it") from error
+    texts = {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in entries
+        if key in ("eos_token", "bos_token")
+    }
+    return {key: text for key, text in texts.items() if text is not None}
+
+
+def _load_with_transformers(model: str) -> _Loaded:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError(
+            f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except Exception as error:  # OSError, ValueError, TypeError and more, by what is in the folder
+        raise ValueError(
+            f"--tokenizer-model {model} is neither a tokenizer.json nor a tokenizer that "
+            f"transformers finds on this machine: get it first, such as with 'hf download {model}'"
+        ) from error
+    return _Loaded(
+        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        decode=lambda ids: str(
+            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ),
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        eos=tokenizer.eos_token_id,
+        bos=tokenizer.bos_token_id,
+    )
+
+
+class NullTokenizer:
+    """Texts that are numbers: `3 1 2` is the ids 3, 1, 2, all below --vocab-size.
+
+    The end of a document is the id --vocab-size itself, as in Megatron, so that the vocabulary
+    has one entry more than the flag says.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.eod = vocab_size
+        self.bos = None
+        self.vocab_size = vocab_size + 1
+
+    def encode(self, text: str) -> list[int]:
+        words = text.split()
+        for word in words:
+            known = word.isascii() and word.isdigit() and len(word) < 20
+            if not known or int(word) > self.eod:
+                raise ValueError(
+                    f"{word[:20]!r} is no token id: --tokenizer-type NullTokenizer takes numbers "
+                    f"from 0 to {self.eod}, separated by blanks"
+                )
+        return [int(word) for word in words]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(token)) for token in ids)

@@ -1,0 +1,178 @@
+"""Every tokenizer type: ids there and back, special ids, sizes, and mistakes in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+
+from data.tokenizer import (
+    SENTENCEPIECE_TYPES,
+    Tokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    padded_vocab_size,
+)
+
+TEXT = "def f(x):\n    return x  # é\n"
+
+
+def build(tokenizer_type: str, model: Path | None = None, size: int | None = None) -> Tokenizer:
+    return build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type=tokenizer_type,
+            tokenizer_model=str(model) if model else None,
+            vocab_size=size,
+        )
+    )
+
+
+def train_sentencepiece(path: Path, **options: object) -> Path:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT] * 3),
+        model_writer=model,
+        vocab_size=280,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        **options,
+    )
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.fixture(scope="module")
+def spm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_sentencepiece(tmp_path_factory.mktemp("spm") / "x.model")
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    return tmp_path
+
+
+@pytest.mark.parametrize("tokenizer_type", SENTENCEPIECE_TYPES)
+def test_sentencepiece(spm_model: Path, tokenizer_type: str) -> None:
+    tokenizer = build(tokenizer_type, spm_model)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode([*ids, tokenizer.eod]) == TEXT
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (280, 1, 2)
+    assert not {1, 2}.intersection(ids)
+
+
+def test_sentencepiece_without_an_end_is_refused(tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "x.model", eos_id=-1)
+    with pytest.raises(ValueError, match="no end-of-sentence piece"):
+        build("SentencePieceTokenizer", model)
+
+
+def test_sentencepiece_without_a_beginning(tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "x.model", bos_id=-1, eos_id=1)
+    tokenizer = build("SentencePieceTokenizer", model)
+    assert (tokenizer.bos, tokenizer.eod) == (None, 1)
+
+
+def test_tokenizer_json(hf_folder: Path) -> None:
+    tokenizer = build("HuggingFaceTokenizer", hf_folder / "tokenizer.json")
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode([*ids, tokenizer.eod]) == TEXT
+    assert (tokenizer.bos, tokenizer.eod) == (0, 1)
+    assert 0 not in ids
+    assert max(ids) < tokenizer.vocab_size
+
+
+def test_a_transformers_folder_means_the_same(hf_folder: Path) -> None:
+    one = build("HuggingFaceTokenizer", hf_folder / "tokenizer.json")
+    (hf_folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    other = build("HuggingFaceTokenizer", hf_folder)
+    assert other.encode(TEXT) == one.encode(TEXT)
+    assert other.decode(one.encode(TEXT)) == TEXT
+    assert (other.vocab_size, other.bos, other.eod) == (one.vocab_size, one.bos, one.eod)
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"eos_token": null}', '{"eos_token": "<end>"}'])
+def test_a_tokenizer_json_without_an_end_is_refused(hf_folder: Path, content: str | None) -> None:
+    path = hf_folder / "tokenizer_config.json"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match="does not say which token ends a document"):
+        build("HuggingFaceTokenizer", hf_folder / "tokenizer.json")
+
+
+def test_null_tokenizer_has_one_entry_more_for_the_end() -> None:
+    tokenizer = build("NullTokenizer", size=100)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos) == (101, 100, None)
+    assert tokenizer.encode("3 1\n99") == [3, 1, 99]
+    assert tokenizer.decode([3, 1, 99]) == "3 1 99"
+
+
+@pytest.mark.parametrize("text", ["1 x", "-1", "101", "1.5", "9" * 5000, "0" * 30 + "9999", "٣"])
+def test_null_tokenizer_refuses_what_is_no_id(text: str) -> None:
+    with pytest.raises(ValueError, match="is no token id: --tokenizer-type NullTokenizer"):
+        build("NullTokenizer", size=100).encode(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (("GPT3Tokenizer", None, None), "--tokenizer-type GPT3Tokenizer is unknown: choose one of"),
+        (("NullTokenizer", None, None), "NullTokenizer needs --vocab-size"),
+        (("NullTokenizer", None, 0), "--vocab-size 0 must be at least 1"),
+        (("Llama2Tokenizer", None, None), "Llama2Tokenizer needs --tokenizer-model"),
+        (("Llama2Tokenizer", Path("none.model"), None), "--tokenizer-model none.model is missing"),
+        (("HuggingFaceTokenizer", Path("no/ne"), None), "--tokenizer-model no/ne is neither"),
+    ],
+)
+def test_mistakes_name_the_flag(fields: tuple[str, Path | None, int | None], message: str) -> None:
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        build(*fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+@pytest.mark.parametrize("content", [b"", b"no model", bytes(range(256))])
+def test_a_foreign_file_is_refused(tmp_path: Path, tokenizer_type: str, content: bytes) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"--tokenizer-model .*x is not a") as caught:
+        build(tokenizer_type, path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_contradicting_vocabulary_size_is_refused(spm_model: Path) -> None:
+    assert build("Llama2Tokenizer", spm_model, 280).vocab_size == 280
+    with pytest.raises(ValueError, match="--vocab-size 300 contradicts --tokenizer-model"):
+        build("Llama2Tokenizer", spm_model, 300)
+
+
+def test_padding_of_the_vocabulary() -> None:
+    assert padded_vocab_size(32000, 128) == 32000
+    assert padded_vocab_size(32001, 128) == 32128
+    assert padded_vocab_size(5, 1) == 5
+    with pytest.raises(ValueError, match="--make-vocab-size-divisible-by 0"):
+        padded_vocab_size(5, 0)
