@@ -1,0 +1,72 @@
+"""Text that every machine has: enough, the same each time, and nothing when there is not enough."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tools.gather_text import main, python_sources
+
+
+def gather(path: Path, *flags: str) -> list[str]:
+    assert main(["--output", str(path), *flags]) == 0
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_this_python_has_eight_megabytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = gather(tmp_path / "a.jsonl")
+    assert sum(len(text.encode()) for text in texts) >= 8_000_000
+    assert Path(json.__file__).read_text(encoding="utf-8") in texts
+    assert f"{len(texts):,} files" in capsys.readouterr().out
+
+
+def test_the_order_is_shuffled_and_reproducible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    for number in range(20):
+        (library / f"module{number:02d}.py").write_text(f"x = {number}\n")
+    (library / "empty.py").write_text("")
+    (library / "latin.py").write_bytes(b"# caf\xe9\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
+    flags = ["--min-bytes", "100"]
+    first = gather(tmp_path / "a.jsonl", *flags)
+    assert first != [f"x = {number}\n" for number in range(20)]
+    assert sorted(first) == sorted(f"x = {number}\n" for number in range(20))
+    assert gather(tmp_path / "b.jsonl", *flags) == first
+    assert gather(tmp_path / "c.jsonl", *flags, "--seed", "1") != first
+
+
+def test_tests_packages_and_machine_specific_files_are_left_out(tmp_path: Path) -> None:
+    wanted = ["a.py", "json/b.py", "testing.py"]
+    left_out = ["test/c.py", "json/tests/d.py", "site-packages/e.py", "_sysconfigdata__linux_.py",
+                "config-3.11-x/f.py", "notes.txt"]  # fmt: skip
+    for name in wanted + left_out:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x = 1\n")
+    assert list(python_sources(tmp_path)) == [tmp_path / name for name in wanted]
+
+
+def test_too_little_text_is_one_line_and_no_file(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/gather_text.py", "--output", str(tmp_path / "a.jsonl"),
+         "--min-bytes", "1000000000000"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("gather_text.py: ")
+    assert "fewer than --min-bytes 1,000,000,000,000" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

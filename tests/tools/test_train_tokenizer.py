@@ -1,0 +1,115 @@
+"""The trained tokenizer gives any source text back, has LLaMA's special ids and is reproducible."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.tokenizer import SentencePieceTokenizer
+from tools.train_tokenizer import main, sampled_chunks
+
+SOURCES = [Path(json.__file__).with_name(name) for name in ("decoder.py", "encoder.py")]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "sources.jsonl"
+    lines = [json.dumps({"text": source.read_text(encoding="utf-8")}) for source in SOURCES]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
+    prefix = tmp_path_factory.mktemp("model") / "spm"
+    flags = ["--input", str(corpus), "--output-prefix", str(prefix), "--vocab-size", "500"]
+    assert main(flags) == 0
+    return SentencePieceTokenizer(f"{prefix}.model")
+
+
+def test_size_and_special_ids(tokenizer: SentencePieceTokenizer) -> None:
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (500, 1, 2)
+    assert tokenizer.decode([0]).strip() == "⁇"
+
+
+@pytest.mark.parametrize("source", [*SOURCES, Path(__file__)], ids=lambda path: path.name)
+def test_source_code_comes_back_exactly(tokenizer: SentencePieceTokenizer, source: Path) -> None:
+    text = source.read_text(encoding="utf-8")
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=30))
+def test_any_text_comes_back_exactly(tokenizer: SentencePieceTokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_indentation_has_pieces_of_its_own(tokenizer: SentencePieceTokenizer) -> None:
+    assert len(tokenizer.encode(" " * 8)) == 1
+
+
+def test_digits_are_split(tokenizer: SentencePieceTokenizer) -> None:
+    assert len(tokenizer.encode("2024")) == 4
+
+
+def test_training_again_gives_the_same_model(corpus: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        flags = ["--output-prefix", str(tmp_path / name), "--vocab-size", "400"]
+        assert main(["--input", str(corpus), "--sample-bytes", "20000", *flags]) == 0
+    assert (tmp_path / "a.model").read_bytes() == (tmp_path / "b.model").read_bytes()
+
+
+def test_a_sample_is_spread_over_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{number:2000d}" for number in range(1000)))
+    chunks = [int(chunk) for chunk in sampled_chunks([path], key="text", sample_bytes=200_000)]
+    assert 60 < len(chunks) < 140
+    assert sum(number < 500 for number in chunks) == pytest.approx(len(chunks) / 2, rel=0.3)
+    whole = list(sampled_chunks([path], key="text", sample_bytes=2_000_000))
+    assert len(whole) == 1000
+
+
+def test_progress_is_a_line_per_phase(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--output-prefix", str(tmp_path / "x"), "--vocab-size", "400"]
+    assert main(["--input", str(corpus), *flags]) == 0
+    out, err = capfd.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["training", "wrote"]
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--vocab-size", "100"], "--vocab-size 100 does not work with this text"),
+        (["--vocab-size", "100000"], "Vocabulary size too high"),
+        (["--json-key", "body"], "line 1 has no key 'body'"),
+        (["--character-coverage", "2"], "--character-coverage 2.0 must lie in (0, 1]"),
+        (["--input", "none.txt"], "--input none.txt is missing"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    corpus: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
+) -> None:
+    assert main(["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), *flags]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("train_tokenizer.py: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("")
+    flags = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "x")]
+    assert main(flags) == 2
+    assert "holds no text" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""Trains a SentencePiece tokenizer that gives source code and prose back exactly as it was."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.atomic_file import replacing
+from data.corpus import check_inputs, parse, raw_documents
+
+CHUNK_CHARACTERS = 2000  # the trainer takes short texts; at a cut only one piece can be missed
+SEED = 1234
+
+# LLaMA's special ids. Text comes back unchanged because nothing is normalized, no blank is added or
+# dropped, blanks and newlines are pieces like any other and unknown characters become bytes.
+TRAINER_OPTIONS: dict[str, Any] = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
+    "pad_id": -1,
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+    "max_sentence_length": 4 * CHUNK_CHARACTERS,  # in bytes
+    "num_threads": 1,  # the same model every time
+    "minloglevel": 2,  # errors only
+}
+
+
+def sampled_chunks(paths: Sequence[Path], *, key: str, sample_bytes: int) -> Iterator[str]:
+    """The texts of the files in short pieces; about `sample_bytes` of them, evenly, if larger."""
+    total = sum(path.stat().st_size for path in paths)
+    part = min(1.0, sample_bytes / max(1, total))
+    chooser = random.Random(SEED)
+    for document in raw_documents(paths):
+        for text in parse(document, [key])[key]:
+            for begin in range(0, len(text), CHUNK_CHARACTERS):
+                if chooser.random() < part:
+                    yield text[begin : begin + CHUNK_CHARACTERS]
+
+
+def train(chunks: Sequence[str], *, vocab_size: int, character_coverage: float) -> bytes:
+    """The content of a SentencePiece model file."""
+    try:
+        from sentencepiece import SentencePieceTrainer
+    except ImportError as error:
+        raise ValueError("training a tokenizer needs the package sentencepiece") from error
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(chunks),
+            model_writer=model,
+            vocab_size=vocab_size,
+            character_coverage=character_coverage,
+            **TRAINER_OPTIONS,
+        )
+    except RuntimeError as error:  # "INTERNAL: file.cc(1) [condition] What is wrong."
+        reason = str(error).rpartition("] ")[2].strip()
+        raise ValueError(
+            f"--vocab-size {vocab_size} does not work with this text: {reason}"
+        ) from error
+    return model.getvalue()
+
+
+def bytes_per_token(model: bytes, chunks: Sequence[str]) -> float:
+    from sentencepiece import SentencePieceProcessor
+
+    processor = SentencePieceProcessor(model_proto=model)
+    num_tokens = sum(len(processor.encode(chunk)) for chunk in chunks)
+    return sum(len(chunk.encode()) for chunk in chunks) / num_tokens
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(
+            "Trains a SentencePiece BPE tokenizer with byte fallback and LLaMA's special ids "
+            "(0 unknown, 1 begin, 2 end) and writes PREFIX.model."
+        ),
+        epilog=(
+            "next: tools/preprocess_data.py --tokenizer-type SentencePieceTokenizer "
+            "--tokenizer-model PREFIX.model"
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--input",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=".jsonl files (one JSON object per line) or .txt files",
+    )
+    parser.add_argument(
+        "--json-key", default="text", help="where the text lies in a line (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="PREFIX.model is written"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=4096, help="number of pieces (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.99995,
+        help="part of all characters that get pieces, the rest become bytes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sample-bytes",
+        type=int,
+        default=100_000_000,
+        help="train on about this much of the text, evenly chosen; 100 MB take some ten seconds "
+        "(default: %(default)s)",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    check_inputs(args.input)
+    if not 0 < args.character_coverage <= 1:
+        raise ValueError(f"--character-coverage {args.character_coverage} must lie in (0, 1]")
+    begin = time.perf_counter()
+    chunks = list(sampled_chunks(args.input, key=args.json_key, sample_bytes=args.sample_bytes))
+    size = sum(len(chunk.encode()) for chunk in chunks)
+    if size == 0:
+        raise ValueError(f"--input {' '.join(map(str, args.input))} holds no text")
+    print(f"training {args.vocab_size} pieces on {size / 1e6:.1f} MB of text", flush=True)
+    model = train(chunks, vocab_size=args.vocab_size, character_coverage=args.character_coverage)
+    path = Path(f"{args.output_prefix}.model")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_bytes(model)
+    ratio = bytes_per_token(model, chunks[:: max(1, len(chunks) // 200)])
+    seconds = time.perf_counter() - begin
+    print(f"wrote {path}: {ratio:.2f} bytes of text per token, {seconds:.1f} s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        run(args)
+    except (OSError, ValueError) as error:
+        print(f"train_tokenizer.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
