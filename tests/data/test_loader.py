@@ -127,6 +127,26 @@ def test_a_batch_moves_as_a_whole() -> None:
     } == {"meta"}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_come_in_page_locked_memory(num_workers: int) -> None:
+    batches = MicroBatches(
+        Numbered(20),
+        rank=0,
+        world_size=1,
+        micro_batch_size=20,
+        num_workers=num_workers,
+        pin_memory=True,
+    )
+    batch = next(batches)
+    assert batch.tokens_BS.is_pinned()
+    assert batch.loss_mask_BS.is_pinned()
+    assert batch.to(torch.device("cuda"), non_blocking=True).labels_BS[0].tolist() == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="ends after 20 samples"):
+        next(batches)
+
+
 def test_mock_splits() -> None:
     config = DataConfig(seq_length=8, mock_data=True, seed=3)
     datasets = build_datasets(config, SplitCounts(train=20, valid=4), vocab_size=50)
