@@ -35,12 +35,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
         for begin in range(0, num_tokens, chunk):
             part = slice(begin, begin + chunk)
-            logits_TV = (x_TD[part] @ weight_VD.t()).float()
             labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
+            # A token without weight counts nothing, not even where its logits would overflow.
+            chunk_TD = x_TD[part].masked_fill((weights_T == 0.0)[:, None], 0.0)
+            logits_TV = (chunk_TD @ weight_VD.t()).float()
             log_norm_T = torch.logsumexp(logits_TV, dim=-1)
             losses_T = log_norm_T - logits_TV.gather(1, labels_T1).squeeze(1)
-            # A token without weight counts nothing, whatever its logits are.
-            loss += torch.where(weights_T != 0.0, losses_T * weights_T, 0.0).sum()
+            loss += torch.dot(losses_T, weights_T)
             if not needs_x and not needs_weight:
                 continue
             grad_TV = logits_TV.sub_(log_norm_T[:, None]).exp_().mul_(weights_T[:, None])
@@ -49,7 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x_TD is not None:
                 torch.mm(grad_TV, weight_VD, out=grad_x_TD[part])
             if needs_weight:
-                grad_weight_VD = _add_product(grad_weight_VD, grad_TV, x_TD[part], num_tokens)
+                grad_weight_VD = _add_product(grad_weight_VD, grad_TV, chunk_TD, num_tokens)
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         ctx.gradients = grad_x_TD, grad_weight_VD
@@ -57,20 +58,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        assert ctx.gradients is not None, "the loss was given to backward twice"
         grad_x_TD, grad_weight_VD = ctx.gradients
-        ctx.gradients = None  # a second backward is an error, and the weight's gradient is large
+        ctx.gradients = None  # large, and scaled below
         for gradient in (grad_x_TD, grad_weight_VD):
             if gradient is not None:
                 gradient.mul_(grads[0].to(gradient.dtype))
         return grad_x_TD, grad_weight_VD, None, None
 
 
-def _add_product(
-    total_VD: Tensor | None, grad_TV: Tensor, x_TD: Tensor, num_tokens: int
-) -> Tensor:
+def _add_product(total_VD: Tensor | None, grad_TV: Tensor, x_TD: Tensor, num_tokens: int) -> Tensor:
     """`total + grad.T @ x`; several chunks add up in fp32, whatever the type of the model."""
     if total_VD is not None and total_VD.dtype == grad_TV.dtype:
-        return total_VD.addmm_(grad_TV.t(), x_TD)
+        return torch.addmm(total_VD, grad_TV.t(), x_TD, out=total_VD)
     product_VD = grad_TV.t() @ x_TD
     if total_VD is not None:
         return total_VD.add_(product_VD)
@@ -81,6 +81,8 @@ def linear_cross_entropy(
     x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor
 ) -> Tensor:
     """The fp32 scalar sum over tokens of weight times cross-entropy."""
+    if not torch.is_grad_enabled():  # forward asks its inputs what to make, not the mode
+        x_BSD, weight_VD = x_BSD.detach(), weight_VD.detach()
     loss: Tensor = _LinearCrossEntropy.apply(
         x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
     )

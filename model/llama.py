@@ -187,8 +187,10 @@ class Llama(nn.Module):
 
 def _recompute_of(recompute: RecomputeConfig | None, layer: int) -> str | None:
     """What the block of this layer computes again by itself."""
-    if recompute is None or recompute.granularity == "selective":
-        return recompute and "selective"
+    if recompute is None:
+        return None
+    if recompute.granularity == "selective":
+        return "selective"
     if recompute.method == "uniform":
         return "full" if recompute.num_layers == 1 else None  # longer runs: see Llama.forward
     return "full" if layer < recompute.num_layers else None
