@@ -1,0 +1,150 @@
+"""Sizes, presets and what they come to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.config import (
+    LLAMA_PRESETS,
+    LlamaConfig,
+    RecomputeConfig,
+    flops_per_token,
+    num_parameters,
+    parameter_shapes,
+)
+from model.initialization import initialize_whole
+from model.llama import Llama
+
+SMALL = LlamaConfig(
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=44,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=4,
+    max_position_embeddings=32,
+    vocab_size=50,
+)
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("7B", 6_738_415_616),
+        ("13B", 13_015_864_320),
+        ("30B", 32_528_943_616),
+        ("65B", 65_285_660_672),
+        ("llama2-70B", 68_976_648_192),
+        ("llama3-8B", 8_030_261_248),
+        ("llama3.1-70B", 70_553_706_496),
+        ("llama3.2-1B", 1_235_814_400),
+        ("llama3.2-3B", 3_212_749_824),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(preset: str, published: int) -> None:
+    assert num_parameters(LLAMA_PRESETS[preset]) == published
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(LLAMA_PRESETS[name] for name in ("7B", "65B", "llama3-8B", "llama3.2-1B")),
+        replace(SMALL, num_query_groups=2, kv_channels=6),
+    ],
+)
+def test_shapes_are_those_of_the_model_in_its_order(config: LlamaConfig) -> None:
+    with torch.device("meta"):
+        model = Llama(config)
+
+    built = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    assert list(parameter_shapes(config).items()) == list(built.items())
+    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        replace(SMALL, num_query_groups=2, ffn_hidden_size=37),
+        replace(SMALL, num_query_groups=1, kv_channels=6),
+        replace(SMALL, tie_embeddings_and_output_weights=True, num_layers=3),
+    ],
+)
+def test_flops_are_those_that_torch_counts(config: LlamaConfig) -> None:
+    model = Llama(config)
+    initialize_whole(model, config, seed=1)
+    tokens_BS = torch.randint(config.vocab_size, (3, 24))
+
+    # torch counts attention where it is made of matrix products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens_BS, tokens_BS, torch.ones(3, 24)).backward()
+
+    # The first block reads embeddings that are trained, so that every product has both gradients.
+    counted = counter.get_total_flops()
+    assert counted == flops_per_token(config, 24, causal=False) * tokens_BS.numel()
+
+
+def test_recomputation_adds_no_flops_of_the_model() -> None:
+    again = replace(SMALL, recompute=RecomputeConfig(granularity="full"))
+
+    assert flops_per_token(again, 24, causal=False) == flops_per_token(SMALL, 24, causal=False)
+
+
+def test_causal_attention_counts_half() -> None:
+    config = LLAMA_PRESETS["7B"]
+    full, causal = (flops_per_token(config, 2048, causal=causal) for causal in (False, True))
+
+    # 12 * layers * hidden * sequence for all positions
+    assert full - causal == 6 * 32 * 4096 * 2048
+    assert causal == 6 * (6_738_415_616 - 65 * 4096 - 32000 * 4096) + 6 * 32 * 4096 * 2048
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_layers": 0}, ["--num-layers 0"]),
+        ({"hidden_size": -1}, ["--hidden-size -1"]),
+        ({"ffn_hidden_size": 0}, ["--ffn-hidden-size 0"]),
+        ({"num_attention_heads": 0}, ["--num-attention-heads 0"]),
+        ({"num_query_groups": 0}, ["--num-query-groups 0"]),
+        ({"kv_channels": 0}, ["--kv-channels 0"]),
+        ({"max_position_embeddings": 0}, ["--max-position-embeddings 0"]),
+        ({"vocab_size": 0}, ["--vocab-size 0"]),
+        ({"num_query_groups": 3}, ["--num-attention-heads 4", "--num-query-groups 3"]),
+        ({"kv_channels": 5}, ["--hidden-size", "--num-attention-heads", "--kv-channels"]),
+        ({"rotary_base": 0.0}, ["--rotary-base 0.0"]),
+        ({"rope_scaling_factor": -8.0}, ["--rope-scaling-factor -8.0"]),
+        ({"norm_epsilon": float("nan")}, ["--norm-epsilon nan"]),
+        ({"init_method_std": 0.0}, ["--init-method-std 0.0"]),
+    ],
+)
+def test_mistakes_name_their_flags(change: dict[str, float], said: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as mistake:
+        replace(SMALL, **change)
+
+    assert all(text in str(mistake.value) for text in said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"granularity": "some"}, "--recompute-granularity some"),
+        ({"granularity": "full", "method": "most"}, "--recompute-method most"),
+        ({"granularity": "full", "num_layers": 0}, "--recompute-num-layers 0"),
+    ],
+)
+def test_recomputation_mistakes_name_their_flags(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RecomputeConfig(**given)
+
+
+def test_full_recomputation_alone_is_uniform_block_by_block() -> None:
+    uniform = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+
+    assert RecomputeConfig(granularity="full") == uniform

@@ -1,0 +1,294 @@
+"""The model: equal to transformers', cut into units, recomputed without a change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from model.config import LlamaConfig, RecomputeConfig
+from model.hugging_face import hugging_face_config, hugging_face_name
+from model.initialization import initialize_whole
+from model.llama import Llama
+
+B, S = 2, 64
+MHA = LlamaConfig(
+    num_layers=3,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=16,
+    max_position_embeddings=S,
+    vocab_size=101,
+    init_method_std=0.15,
+)
+LLAMA3 = replace(MHA, num_query_groups=2, rotary_base=5e5, use_rope_scaling=True)
+CONFIGS = {
+    "mha": MHA,
+    "gqa of 2": replace(MHA, num_query_groups=2),
+    "mqa, epsilon": replace(MHA, num_query_groups=1, norm_epsilon=1e-2),
+    "tied": replace(MHA, tie_embeddings_and_output_weights=True),
+    "odd ffn, wide heads": replace(MHA, ffn_hidden_size=77, kv_channels=24, num_query_groups=2),
+    "base": replace(MHA, rotary_base=5e5),
+    "llama3 by 8": LLAMA3,
+    "llama3 by 32": replace(LLAMA3, rope_scaling_factor=32.0),
+}
+
+
+def build(config: LlamaConfig) -> Llama:
+    """A model whose norms differ from ones, so that leaving them out would show."""
+    model = Llama(config)
+    initialize_whole(model, config, seed=7)
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels, and weights of which some are zero."""
+    generator = torch.Generator().manual_seed(9)
+    tokens, labels = torch.randint(101, (2, B, S), generator=generator)
+    weights = torch.rand(B, S, generator=generator) / (B * S)
+    return tokens, labels, weights * (torch.rand(B, S, generator=generator) > 0.2)
+
+
+def train_once(model: Llama) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = model(*batch())
+    loss.backward()
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        gradients[name] = parameter.grad
+    return loss.detach(), gradients
+
+
+def transformers_model(model: Llama) -> Any:
+    """transformers' LlamaForCausalLM with the same weights."""
+    from transformers import LlamaConfig as HuggingFaceConfig
+    from transformers import LlamaForCausalLM
+
+    reference = LlamaForCausalLM(HuggingFaceConfig(**hugging_face_config(model.config)))
+    theirs = dict(reference.named_parameters())
+    ours = {hugging_face_name(name): p for name, p in model.named_parameters()}
+    assert theirs.keys() == ours.keys()
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            parameter.copy_(ours[name])
+    return reference
+
+
+def assert_near(value: Tensor, wanted: Tensor, label: str) -> None:
+    """To 1e-5 of the largest."""
+    assert value.shape == wanted.shape, label
+    error = (value - wanted).abs().max() / wanted.abs().max()
+    assert error < 1e-5, f"{label}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_transformers(name: str) -> None:
+    model = build(CONFIGS[name])
+    reference = transformers_model(model)
+    tokens, labels, weights = batch()
+
+    their_logits = reference(input_ids=tokens).logits
+    with torch.no_grad():
+        assert_near(model(tokens), their_logits, "logits")
+
+    losses = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten(), reduction="none")
+    their_loss = (losses * weights.flatten()).sum()
+    their_loss.backward()
+    loss, gradients = train_once(model)
+    assert_near(loss, their_loss.detach(), "loss")
+    theirs = dict(reference.named_parameters())
+    for own_name, gradient in gradients.items():
+        assert_near(gradient, theirs[hugging_face_name(own_name)].grad, own_name)
+
+
+@pytest.mark.parametrize("name", ["base", "llama3 by 8", "llama3 by 32"])
+def test_rotary_settings_are_seen_at_this_length(name: str) -> None:
+    """Or equality with transformers would say nothing about them."""
+    changed = CONFIGS[name]
+    plain = replace(changed, rotary_base=1e4, use_rope_scaling=False)
+    tokens, _, _ = batch()
+
+    with torch.no_grad():
+        logits, unchanged = build(changed)(tokens), build(plain)(tokens)
+
+    assert (logits - unchanged).abs().max() > 1e-3 * logits.abs().max()
+
+
+def test_a_token_sees_no_later_one() -> None:
+    model = build(MHA)
+    tokens, _, _ = batch()
+    changed = tokens.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 101
+
+    with torch.no_grad():
+        logits, others = model(tokens), model(changed)
+
+    assert torch.equal(logits[:, :20], others[:, :20])
+    assert not torch.isclose(logits[:, 20:], others[:, 20:]).all(-1).any()
+
+
+FULL = RecomputeConfig(granularity="full")
+VARIANTS = {
+    "selective": RecomputeConfig(granularity="selective"),
+    "uniform, 1": FULL,
+    "uniform, 2 and what is left": replace(FULL, num_layers=2),
+    "uniform, more than there are": replace(FULL, num_layers=5),
+    "block, 1": replace(FULL, method="block"),
+    "block, 2": replace(FULL, method="block", num_layers=2),
+    "block, more than there are": replace(FULL, method="block", num_layers=5),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["mha", "gqa of 2", "tied"])
+def test_recomputation_changes_no_bit(name: str, variant: str) -> None:
+    config = CONFIGS[name]
+    loss, gradients = train_once(build(config))
+
+    loss_again, gradients_again = train_once(build(replace(config, recompute=VARIANTS[variant])))
+
+    assert torch.equal(loss, loss_again)
+    for own_name, gradient in gradients.items():
+        assert torch.equal(gradient, gradients_again[own_name]), own_name
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_cores"),
+    [
+        (None, 3),
+        ("selective", 6),
+        ("uniform, 1", 6),
+        ("uniform, 2 and what is left", 6),
+        ("block, 1", 4),
+        ("block, 2", 5),
+        ("block, more than there are", 6),
+    ],
+)
+def test_recomputation_computes_again_what_it_says(
+    variant: str | None, num_cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = 0
+    attention = F.scaled_dot_product_attention
+
+    def count(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal cores
+        cores += 1
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", count)
+
+    train_once(build(replace(MHA, recompute=variant and VARIANTS[variant])))
+
+    assert cores == num_cores
+
+
+@pytest.mark.parametrize("variant", [None, "selective", "uniform, 1", "block, 1"])
+def test_units_hold_everything_once_and_run_once(variant: str | None) -> None:
+    """Hooks on units gather and release: they may not run again with a recomputation."""
+    model = build(replace(MHA, recompute=variant and VARIANTS[variant]))
+    units = model.units()
+    assert [unit.name for unit in units] == [
+        "embedding", "blocks.0", "blocks.1", "blocks.2", "head",
+    ]  # fmt: skip
+    assert Counter(id(p) for unit in units for p in unit.module.parameters()) == Counter(
+        id(p) for p in model.parameters()
+    )
+    order: list[str] = []
+    for unit in units:
+        unit.module.register_forward_hook(lambda *_, name=unit.name: order.append(name))
+
+    train_once(model)
+
+    assert order == [unit.name for unit in units]
+
+
+def test_units_of_one_recomputed_run_run_again_together() -> None:
+    model = build(replace(MHA, recompute=VARIANTS["uniform, 2 and what is left"]))
+    order: list[str] = []
+    for unit in model.units():
+        unit.module.register_forward_pre_hook(lambda *_, name=unit.name: order.append(name))
+
+    train_once(model)
+
+    assert order[:5] == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert order[5:] == ["blocks.2", "blocks.0", "blocks.1"]
+
+
+def test_what_units_say_of_their_weights() -> None:
+    untied, tied = (build(CONFIGS[name]).units() for name in ("mha", "tied"))
+
+    assert all(not unit.borrows for unit in untied)
+    assert tied[-1].borrows == ("embedding",)
+    assert all(not unit.borrows for unit in tied[:-1])
+    assert [unit.backward_needs_weight for unit in untied] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("variant", [None, "uniform, 1", "selective"])
+def test_without_gradients_the_loss_is_the_same(variant: str | None) -> None:
+    model = build(replace(MHA, recompute=variant and VARIANTS[variant]))
+    with torch.no_grad():
+        loss = model(*batch())
+
+    assert not loss.requires_grad
+    assert torch.equal(loss, train_once(model)[0])
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa of 2", "tied"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_follows_fp32(name: str, dtype: torch.dtype) -> None:
+    model = build(CONFIGS[name])
+    loss, gradients = train_once(model)
+
+    low_loss, low_gradients = train_once(build(CONFIGS[name]).to(dtype))
+
+    assert low_loss.dtype == torch.float32
+    torch.testing.assert_close(low_loss, loss, rtol=0.02, atol=0.0)
+    for own_name, gradient in gradients.items():
+        assert low_gradients[own_name].dtype == dtype
+        error = torch.linalg.vector_norm(low_gradients[own_name].float() - gradient)
+        assert error < 0.1 * torch.linalg.vector_norm(gradient), own_name
+
+
+@pytest.mark.parametrize(
+    "trained", [["blocks.1.wq"], ["head.norm"], ["blocks.0.w_up", "head.weight"]]
+)
+def test_frozen_parameters_change_no_gradient_of_others(trained: list[str]) -> None:
+    _, wanted = train_once(build(MHA))
+    model = build(MHA)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+    model(*batch()).backward()
+
+    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert sorted(got) == sorted(trained)
+    for name, gradient in got.items():
+        assert torch.equal(gradient, wanted[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_gpu_computes_the_same(name: str) -> None:
+    loss, gradients = train_once(build(CONFIGS[name]))
+    model = build(CONFIGS[name]).to("cuda", torch.bfloat16)
+
+    cuda_loss = model(*(part.cuda() for part in batch()))
+    cuda_loss.backward()
+
+    torch.testing.assert_close(cuda_loss.cpu(), loss, rtol=0.02, atol=0.0)
+    for own_name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        error = torch.linalg.vector_norm(parameter.grad.cpu().float() - gradients[own_name])
+        assert error < 0.1 * torch.linalg.vector_norm(gradients[own_name]), own_name

@@ -1,0 +1,101 @@
+"""Rotary embedding: frequencies, what turning leaves alone, gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.config import LLAMA_PRESETS, LlamaConfig
+from model.hugging_face import hugging_face_config
+from model.rotary import inverse_frequencies, rotate, rotations
+from tests.model.test_config import SMALL
+
+HEADS = replace(SMALL, kv_channels=8)
+
+
+@pytest.mark.parametrize("preset", ["7B", "llama3-8B", "llama3.1-8B", "llama3.2-1B"])
+def test_frequencies_are_those_of_transformers(preset: str) -> None:
+    from transformers import LlamaConfig as HuggingFaceConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LLAMA_PRESETS[preset]
+    reference = LlamaRotaryEmbedding(HuggingFaceConfig(**hugging_face_config(config)))
+
+    frequencies = inverse_frequencies(config)
+
+    torch.testing.assert_close(frequencies, reference.inv_freq, rtol=1e-6, atol=0.0)
+    assert frequencies.shape == (config.kv_channels // 2,)
+
+
+def test_scaling_slows_long_waves_and_leaves_short_ones() -> None:
+    scaled = LLAMA_PRESETS["llama3.1-8B"]
+    plain = replace(scaled, use_rope_scaling=False)
+    ratios = inverse_frequencies(scaled) / inverse_frequencies(plain)
+    wavelengths = 2 * math.pi / inverse_frequencies(plain)
+
+    assert torch.all(ratios[wavelengths < 8192 / 4] == 1.0)
+    slow = ratios[wavelengths > 8192]
+    assert len(slow) > 0
+    torch.testing.assert_close(slow, torch.full_like(slow, 0.125))
+    between = ratios[(wavelengths > 8192 / 4) & (wavelengths < 8192)]
+    assert len(between) > 0
+    assert torch.all((between > 0.125) & (between < 1.0))
+
+
+def _turned(x_BSNH: Tensor, config: LlamaConfig = HEADS) -> Tensor:
+    return rotate(x_BSNH, *rotations(config, x_BSNH.shape[1], x_BSNH.dtype, x_BSNH.device))
+
+
+def test_each_pair_turns_by_its_angle() -> None:
+    x_BSNH = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    positions = torch.arange(5, dtype=torch.float64)
+    angles = (positions[:, None] * inverse_frequencies(HEADS).double())[None, :, None, :]
+
+    pairs = torch.complex(*x_BSNH.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    expected = torch.cat((pairs.real, pairs.imag), dim=-1)
+
+    torch.testing.assert_close(_turned(x_BSNH), expected, rtol=0.0, atol=1e-6)
+
+
+def test_scores_depend_on_distance_alone() -> None:
+    q, k = torch.randn(2, 8, dtype=torch.float64)
+    q_SH, k_SH = (_turned(x.expand(1, 32, 1, 8))[0, :, 0] for x in (q, k))
+    scores_SS = q_SH @ k_SH.t()
+
+    for distance in (0, 1, 7):
+        along = scores_SS.diagonal(-distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0.0, atol=1e-5)
+    assert not torch.allclose(scores_SS.diagonal(0)[0], scores_SS.diagonal(-7)[0])
+
+
+def test_gradient() -> None:
+    x_BSNH = torch.randn(2, 4, 3, 8, dtype=torch.float64, requires_grad=True)
+
+    assert torch.autograd.gradcheck(_turned, (x_BSNH,))
+
+
+def test_input_of_any_layout() -> None:
+    x_BNSH = torch.randn(2, 3, 5, 8)
+    x_BSNH = x_BNSH.transpose(1, 2)
+
+    assert torch.equal(_turned(x_BSNH), _turned(x_BSNH.contiguous()))
+    assert torch.equal(x_BSNH, x_BNSH.transpose(1, 2)), "the input was changed"
+
+
+def test_low_precision_angles_are_computed_in_fp32() -> None:
+    """bf16 cannot tell position 1000 from 1002: only the cosines and sines may be rounded."""
+    exact = rotations(HEADS, 2048, torch.float32, torch.device("cpu"))
+    rounded = rotations(HEADS, 2048, torch.bfloat16, torch.device("cpu"))
+
+    for fine, coarse in zip(exact, rounded, strict=True):
+        assert torch.equal(fine.bfloat16(), coarse)
+
+
+def test_tables_are_made_once() -> None:
+    first, second = (rotations(HEADS, 17, torch.float32, torch.device("cpu")) for _ in range(2))
+
+    assert all(a is b for a, b in zip(first, second, strict=True))
