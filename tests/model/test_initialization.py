@@ -1,0 +1,118 @@
+"""Initial values: the same however they are cut, of the right spread, under a fixed rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from model.initialization import (
+    BLOCK,
+    ParameterInit,
+    initial_values,
+    initialize_whole,
+    parameter_initializers,
+)
+from model.llama import Llama
+from tests.model.test_config import SMALL
+
+SEVERAL_BLOCKS = ParameterInit(name="blocks.0.wq", numel=2 * BLOCK + 1001, std=0.02)
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [1],
+        [BLOCK],
+        [BLOCK - 1, BLOCK + 1],
+        [7, 8, BLOCK // 2, 2 * BLOCK, 2 * BLOCK + 1000],
+        [0, 5, 5],  # empty pieces
+    ],
+)
+def test_pieces_are_those_of_the_whole(cuts: list[int]) -> None:
+    whole = initial_values(SEVERAL_BLOCKS, 1, 0, SEVERAL_BLOCKS.numel)
+    bounds = [0, *cuts, SEVERAL_BLOCKS.numel]
+
+    pieces = [initial_values(SEVERAL_BLOCKS, 1, low, high) for low, high in pairwise(bounds)]
+
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_the_rule_of_seeds_stays() -> None:
+    """Changing it changes the loss curve of every --seed."""
+    spec = ParameterInit(name="blocks.3.w_up", numel=BLOCK + 20, std=1.0)
+
+    first, last = initial_values(spec, 1234, 0, 3), initial_values(spec, 1234, BLOCK, BLOCK + 3)
+
+    wanted_first = torch.tensor([1.0209452, -0.7691444, 0.0403610])
+    wanted_last = torch.tensor([0.5105639, -0.9103844, -0.3114735])
+    torch.testing.assert_close(first, wanted_first, rtol=0, atol=1e-6)
+    torch.testing.assert_close(last, wanted_last, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"name": "blocks.0.wk"}, {"seed": 2}])
+def test_every_parameter_and_seed_has_its_own_values(change: dict[str, object]) -> None:
+    spec = replace(SEVERAL_BLOCKS, name=str(change.get("name", SEVERAL_BLOCKS.name)))
+    seed = int(str(change.get("seed", 1)))
+
+    ours = initial_values(SEVERAL_BLOCKS, 1, 0, 100)
+
+    assert not torch.isclose(initial_values(spec, seed, 0, 100), ours).any()
+    assert not torch.isclose(initial_values(SEVERAL_BLOCKS, 1, BLOCK, BLOCK + 100), ours).any()
+
+
+def test_values_are_normal() -> None:
+    values = initial_values(SEVERAL_BLOCKS, 1, 0, SEVERAL_BLOCKS.numel).double() / 0.02
+    error = 1.0 / math.sqrt(values.numel())
+
+    assert abs(values.mean()) < 4 * error
+    assert abs(values.square().mean() - 1.0) < 4 * math.sqrt(2.0) * error
+    assert abs((values.abs() < 1.0).double().mean() - 0.6827) < 4 * 0.47 * error
+    assert values.abs().max() > 3.5, "the tails are cut"
+
+
+def test_what_adds_to_the_residual_stream_starts_narrow() -> None:
+    config = replace(SMALL, num_layers=8, init_method_std=0.04)
+    specs = parameter_initializers(config)
+
+    narrow = {name for name, spec in specs.items() if spec.std == 0.04 / math.sqrt(2 * 8)}
+    ones = {name for name, spec in specs.items() if spec.std is None}
+
+    assert narrow == {f"blocks.{i}.{part}" for i in range(8) for part in ("wo", "w_down")}
+    norms = {f"blocks.{i}.{part}" for i in range(8) for part in ("attention_norm", "mlp_norm")}
+    assert ones == {"head.norm", *norms}
+    assert {specs[name].std for name in specs.keys() - narrow - ones} == {0.04}
+
+
+def test_norms_start_at_one() -> None:
+    spec = ParameterInit(name="head.norm", numel=9, std=None)
+
+    assert torch.equal(initial_values(spec, 1, 2, 6), torch.ones(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_model_gets_the_values_of_its_pieces(dtype: torch.dtype) -> None:
+    config = replace(SMALL, tie_embeddings_and_output_weights=True)
+    model = Llama(config).to(dtype)
+
+    initialize_whole(model, config, seed=5)
+
+    specs = parameter_initializers(config)
+    assert specs.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        expected = initial_values(specs[name], 5, 0, specs[name].numel)
+        assert torch.equal(parameter, expected.view(parameter.shape).to(dtype)), name
+        assert parameter.requires_grad
+
+
+def test_drawing_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+
+    initial_values(SEVERAL_BLOCKS, 1, 0, 100)
+
+    assert torch.equal(torch.rand(1), expected)
