@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import Metadata
 
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.boxes import BoxSavePlanner, boxed_states
@@ -19,7 +18,7 @@ from paro.checkpoint.directory import (
     discard_checkpoint,
     finish_checkpoint,
 )
-from paro.checkpoint.storage import BoundedWriter, check_files
+from paro.checkpoint.storage import BoundedWriter, check_files, read_metadata
 from paro.sharding.buffers import FlatShard
 
 
@@ -45,8 +44,8 @@ def save_checkpoint(
         log(f"saving checkpoint at iteration {iteration:7d} to {place}")
     partial = ranks.first_decides(lambda: begin_checkpoint(directory_root, iteration), blame)
     try:
-        metadata = _write(partial, list(shards), ranks, blame)
-        ranks.first_decides(lambda: _finish(partial, iteration, common, metadata), blame)
+        _write(partial, list(shards), ranks, blame)
+        ranks.first_decides(lambda: _finish(partial, iteration, common), blame)
     except Exception:
         if ranks.is_first:
             discard_checkpoint(partial)
@@ -55,11 +54,11 @@ def save_checkpoint(
         log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
 
-def _write(partial: Path, shards: Sequence[FlatShard], ranks: Ranks, blame: str) -> Metadata:
+def _write(partial: Path, shards: Sequence[FlatShard], ranks: Ranks, blame: str) -> None:
     writer = BoundedWriter(partial, from_gpu=any(shard.values.is_cuda for shard in shards))
     with ranks.share_failure(blame), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        return dcp.save(
+        dcp.save(
             boxed_states(shards, to_write=True),
             storage_writer=writer,
             planner=BoxSavePlanner(),
@@ -68,9 +67,10 @@ def _write(partial: Path, shards: Sequence[FlatShard], ranks: Ranks, blame: str)
         )
 
 
-def _finish(partial: Path, iteration: int, common: Mapping[str, Any], metadata: Metadata) -> None:
+def _finish(partial: Path, iteration: int, common: Mapping[str, Any]) -> None:
+    """Reads back where everything lies, sees that it is there, and puts it in its place."""
     try:
-        check_files(partial, list(metadata.storage_data.values()))
+        check_files(partial, list(read_metadata(partial).storage_data.values()))
     except CheckpointError as error:
         raise CheckpointError(f"{error}: all ranks must see one and the same folder") from None
     finish_checkpoint(partial, iteration, common)

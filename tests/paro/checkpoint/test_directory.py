@@ -148,3 +148,20 @@ def test_a_failure_before_the_renames_leaves_all_as_it_was(tmp_path: Path) -> No
     common = read_common(tmp_path)
     assert common is not None
     assert common["text"] == "old"
+
+
+def test_a_failure_of_a_rename_leaves_nothing_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 100)
+    before = names(tmp_path)
+    partial = begin_checkpoint(tmp_path, 200)
+
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError(f"{self} to {target}")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="iter_0000200"):
+        finish_checkpoint(partial, 200, {})
+    discard_checkpoint(partial)
+    assert names(tmp_path) == before

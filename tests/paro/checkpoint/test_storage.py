@@ -19,6 +19,8 @@ from paro.checkpoint.directory import CheckpointError, latest_iteration
 from paro.checkpoint.load import load_checkpoint, load_parameters
 from paro.checkpoint.save import save_checkpoint
 from paro.checkpoint.storage import read_metadata
+from paro.sharding.buffers import FlatShard
+from paro.sharding.layout import make_layout, whole_box
 from tests.paro.checkpoint.toy_run import (
     FROZEN,
     IIG,
@@ -161,6 +163,19 @@ def test_a_damaged_file_is_named(saved: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:
+    metadata = read_metadata(saved)
+    state = metadata.state_dict_metadata["exp_avg.block.wide"]
+    assert isinstance(state, TensorStorageMetadata)
+    missing = state.chunks.pop().sizes.numel()
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    shards = make_shards(ONE, 0, filled=False)
+    hole = f"exp_avg.block.wide has a hole: {35 - missing} of 35 elements found"
+    with pytest.raises(CheckpointError, match=hole):
+        load_checkpoint(saved.parent, shards)
+    assert not any(shard.values.any() for shard in shards)
+
+
 def test_metadata_can_be_missing(saved: Path) -> None:
     (saved / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"\.metadata is missing"):
@@ -168,9 +183,14 @@ def test_metadata_can_be_missing(saved: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_files")
-def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numel", [100, 10_000], ids=["in a header", "in the data"])
+def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path, numel: int) -> None:
+    boxes = [whole_box(f"p{number}", (numel,)) for number in range(10)]
+    layout = make_layout(boxes, decayed=frozenset(), world_size=1)
+    values = torch.zeros(layout.numel)
+    shard = FlatShard(layout=layout, start=0, values=values, state="param", writes=True)
     with pytest.raises(CheckpointError, match=r"cannot write: File too large$"):
-        save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {})
+        save_checkpoint(tmp_path, 100, [shard], {})
     assert list(tmp_path.iterdir()) == []
     assert latest_iteration(tmp_path) is None
 

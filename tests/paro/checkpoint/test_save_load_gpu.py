@@ -1,0 +1,50 @@
+"""Shards on a GPU are saved and filled there, with NCCL as the only process group too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paro.checkpoint.load import load_checkpoint, load_parameters
+from paro.checkpoint.save import save_checkpoint
+from paro.sharding.buffers import FlatShard
+from tests.paro.checkpoint.toy_run import ONE, assert_true, make_shards
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def nccl() -> Iterator[None]:
+    """A default group that moves nothing but CUDA tensors."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def on_gpu(*, filled: bool) -> list[FlatShard]:
+    shards = make_shards(ONE, 0, filled=filled)
+    return [replace(shard, values=shard.values.cuda()) for shard in shards]
+
+
+def assert_round_trip(root: Path) -> None:
+    save_checkpoint(root, 100, on_gpu(filled=True), {})
+    shards = on_gpu(filled=False)
+    load_checkpoint(root, shards)
+    assert all(shard.values.is_cuda for shard in shards)
+    assert_true(shards)
+    assert not any(tensor.is_cuda for tensor in load_parameters(root).values())
+
+
+def test_round_trip_without_a_process_group(tmp_path: Path) -> None:
+    assert_round_trip(tmp_path)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_round_trip_in_an_nccl_group(tmp_path: Path) -> None:
+    assert_round_trip(tmp_path)
