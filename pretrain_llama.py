@@ -12,6 +12,7 @@ from paro.loop import Loop
 from paro.placement import check_placement, placement_lines, predict_memory
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
+from paro.report.memory import MemoryForecast, resident_bytes
 from paro.report.report import open_report
 from paro.resume import load_run, save_run
 from paro.runtime import (
@@ -42,6 +43,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     with control.agreed():
         datasets = build_data(config)
     log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
+    bytes_before = resident_bytes(control.device)
     with control.agreed():
         training = build_training(config, control)
     for line in (*config.notices, *datasets.describe(), *placement_lines(config, training)):
@@ -64,7 +66,11 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
             start_iteration=state.iteration,
             arguments=vars(args),
         )
-    report.start({"precision": config.precision.describe()})
+    moment = predict_memory(config, training)
+    report.start({"precision": config.precision.describe(), "memory": moment.describe()})
+    forecast = MemoryForecast(
+        predicted_bytes=moment.total, states_bytes=moment.states, bytes_before=bytes_before
+    )
     log.log0(f"training ... datetime: {datetime.now()}")
     loop = Loop(
         training,
@@ -73,7 +79,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         report,
         save=lambda at: save_run(config, training, at, log) if config.checkpoint.save else None,
         save_interval=config.checkpoint.save_interval,
-        predicted_bytes=predict_memory(config, training),
+        forecast=forecast,
     )
     loop.run()
     report.close()

@@ -32,15 +32,19 @@ TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 
 def build_training(
-    config: RunConfig, control: Control, *, is_trained: Callable[[str], bool] = lambda _name: True
+    config: RunConfig,
+    control: Control,
+    *,
+    is_trained: Callable[[str], bool] = lambda _name: True,
+    traffic: Traffic | None = None,
 ) -> Training:
     """Model, optimizer and schedules with their initial values; no data yet.
 
-    Parameters whose name `is_trained` denies are frozen.
+    Parameters whose name `is_trained` denies are frozen. Bytes are counted in `traffic`.
     """
     world = control.world
     device = device_for(config.runtime, world)
-    traffic = Traffic()
+    traffic = traffic or Traffic()
     context = _sharding_context(config, control, device, traffic)
     with torch.device("meta"):
         model = Llama(config.model)

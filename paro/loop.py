@@ -11,6 +11,7 @@ from datetime import datetime
 from types import FrameType
 
 from data.loader import Batch
+from paro.report.memory import MemoryForecast
 from paro.report.record import IterationRecord
 from paro.report.report import Report
 from paro.training import StepResult, Training, TrainState, evaluate, train_step
@@ -50,7 +51,7 @@ class Loop:
         *,
         save: Callable[[TrainState], None] | None,
         save_interval: int | None,
-        predicted_bytes: int,
+        forecast: MemoryForecast,
     ) -> None:
         self.training = training
         self.state = state
@@ -58,7 +59,7 @@ class Loop:
         self._report = report
         self._save = save
         self._save_interval = save_interval
-        self._predicted_bytes = predicted_bytes
+        self._forecast: MemoryForecast | None = forecast
         self._saved_at: int | None = None
         self._started = time.monotonic()
         self._signal = ExitSignal()
@@ -113,9 +114,9 @@ class Loop:
                 inter_bytes=result.sent.inter,
             )
         )
-        if self._predicted_bytes:
-            self._report.memory(iteration=state.iteration, predicted_bytes=self._predicted_bytes)
-            self._predicted_bytes = 0
+        if self._forecast is not None:  # after the first iteration, when all buffers have been
+            self._report.memory(iteration=state.iteration, forecast=self._forecast)
+            self._forecast = None
         return result
 
     def _evaluate_if_due(self) -> None:

@@ -6,6 +6,9 @@ from collections import Counter
 
 from paro.config import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
+from paro.planning.llama import MicroBatch, activations_of, units_of
+from paro.planning.working_memory import Moment, peak_memory
+from paro.precision import BYTES_OF
 from paro.strategy import effective_letters
 from paro.training import Training
 
@@ -67,6 +70,27 @@ def check_placement(config: RunConfig, training: Training) -> None:
     assert held_bytes == total, f"model states take {held_bytes} bytes, the formula says {total}"
 
 
-def predict_memory(config: RunConfig, training: Training) -> int:
-    """Bytes that this rank is expected to need at most."""
-    return model_state_bytes(config.strategy, measured_units(training), config.precision).total
+def predict_memory(config: RunConfig, training: Training) -> Moment:
+    """The moment of a step at which a rank needs most, and what it needs then."""
+    context = training.model.units[0].context
+    trained = {
+        span.box.name for unit in training.model.trainable_units for span in unit.layout.spans
+    }
+    units = units_of(
+        config.model, world_size=context.topology.world_size, is_trained=trained.__contains__
+    )
+    batch = MicroBatch(
+        size=config.batches.micro_batch_size,
+        seq_length=config.data.seq_length,
+        compute_bytes=BYTES_OF[config.precision.compute],
+        fused_norm=training.device.type == "cuda",
+    )
+    return peak_memory(
+        config.strategy,
+        context.topology,
+        units,
+        config.precision,
+        activations_of(config.model, batch),
+        prefetch_units=config.sharding.prefetch_units,
+        num_micro_batches=config.batches.num_micro_batches_at(0),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -49,13 +50,16 @@ def read_world() -> World:
     if "RANK" in os.environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
-        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
     else:
         return World()
-    rank, size, local_rank, local_size = (int(os.environ.get(name, -1)) for name in names)
-    if min(rank, size, local_rank) < 0:
-        raise ValueError(f"the launcher must set {', '.join(names[:3])} in the environment")
-    ranks_per_node = local_size if local_size > 0 else size
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ValueError(f"the launcher must set {', '.join(missing)} in the environment")
+    # SLURM writes tasks per node as 8(x4), or 8(x3),4 where the last node has fewer.
+    rank, size, local_rank, ranks_per_node = (
+        int(re.split(r"[(,]", os.environ[name])[0]) for name in names
+    )
     return World(rank=rank, size=size, local_rank=local_rank, ranks_per_node=ranks_per_node)
 
 
@@ -84,13 +88,13 @@ class Control:
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
-        self._device = device
+        self.device = device
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over the ranks, in fp64; every rank gets the same bits."""
         if self.world.size == 1:
             return values
-        on_device = torch.tensor(values, dtype=torch.float64, device=self._device)
+        on_device = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(on_device)
         return [float(value) for value in on_device.tolist()]
 

@@ -11,7 +11,7 @@ from paro.report.config import ReportConfig
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.log import Log
 from paro.report.log_line import iteration_line, perplexity, validation_block
-from paro.report.memory import memory_line, peak_memory_bytes
+from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
 from paro.report.metrics import MetricsFile
 from paro.report.record import IterationRecord, Metrics, RunFacts, summarize
 
@@ -90,16 +90,10 @@ class Report:
         scalars = {tag: lm_loss, f"{tag} ppl": perplexity(lm_loss)}
         self._dashboards.write(scalars, iteration=iteration, samples=samples)
 
-    def memory(self, *, iteration: int, predicted_bytes: int) -> None:
-        """Print memory as measured beside the model states as predicted, on the first rank."""
-        line = memory_line(
-            self._device,
-            rank=self.log.rank,
-            iteration=iteration,
-            predicted_bytes=predicted_bytes,
-            state_bytes=self._facts.model_state_bytes,
-        )
-        self.log.log0(line)
+    def memory(self, *, iteration: int, forecast: MemoryForecast) -> None:
+        """Print memory as measured beside what was predicted, on the first rank."""
+        rank = self.log.rank
+        self.log.log0(memory_line(self._device, rank=rank, iteration=iteration, forecast=forecast))
 
     def close(self) -> None:
         """Finish files and dashboards; nothing is written afterwards."""

@@ -155,8 +155,9 @@ class ShardedModel:
             self._top_up()
 
     def _receive(self, node: Node, unit: ShardedUnit, name: str, gradient: Tensor) -> None:
-        if unit.needs_whole_grad:
-            while len(self._reducing) >= self._max_whole_grads:
+        if unit.begins_whole_grad:
+            # Its own of the last micro-batch may still be read too, where units are few.
+            while unit in self._reducing or len(self._reducing) >= self._max_whole_grads:
                 self._reducing.popleft().drop_whole_grad()
             unit.take_whole_grad()
             self._reducing.append(unit)

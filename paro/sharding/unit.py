@@ -220,9 +220,9 @@ class ShardedUnit:
     # Gradients #
 
     @property
-    def needs_whole_grad(self) -> bool:
-        """Whether the next gradient needs a whole buffer that is not there yet."""
-        return self._grad_U is not None and not self._grad_U.alive
+    def begins_whole_grad(self) -> bool:
+        """Whether the next gradient is the first of a micro-batch that needs a whole buffer."""
+        return self._grad_U is not None and self.num_arrived == 0
 
     def take_whole_grad(self) -> None:
         assert self._grad_U is not None

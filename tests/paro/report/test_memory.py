@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paro.report.memory import memory_line, peak_memory_bytes
+from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
 
 
 def test_a_cpu_process_that_grows_has_a_higher_peak() -> None:
@@ -15,12 +15,16 @@ def test_a_cpu_process_that_grows_has_a_higher_peak() -> None:
     del block
 
 
-def test_the_line_shows_states_as_they_are_and_as_predicted() -> None:
-    line = memory_line(
-        torch.device("cpu"), rank=3, iteration=1, predicted_bytes=2**21, state_bytes=3 * 2**20
-    )
+MIB = 2**20
+FORECAST = MemoryForecast(predicted_bytes=5 * MIB, states_bytes=3 * MIB, bytes_before=2 * MIB)
+
+
+def test_the_line_shows_the_peak_as_it_is_and_as_predicted() -> None:
+    line = memory_line(torch.device("cpu"), rank=3, iteration=1, forecast=FORECAST)
     assert line.startswith("[Rank 3] (after 1 iterations) memory (MB) | max resident: ")
-    assert line.endswith(" | model states: 3.0 | model states predicted: 2.0")
+    assert line.endswith(
+        " | before the model was built: 2.0 | model states: 3.0 | predicted peak: 7.0"
+    )
 
 
 @pytest.mark.gpu
@@ -32,6 +36,6 @@ def test_on_cuda_the_allocator_is_asked() -> None:
     block = torch.empty(2**24, dtype=torch.uint8, device=device)
     del block
     assert peak_memory_bytes(device) == before + 2**24
-    line = memory_line(device, rank=0, iteration=1, predicted_bytes=0, state_bytes=0)
+    line = memory_line(device, rank=0, iteration=1, forecast=FORECAST)
     assert " | allocated: " in line
     assert " | max reserved: " in line

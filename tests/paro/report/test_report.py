@@ -8,6 +8,7 @@ import torch
 
 from paro.report.config import ReportConfig
 from paro.report.log import Log
+from paro.report.memory import MemoryForecast
 from paro.report.record import IterationRecord, Peak, RunFacts
 from paro.report.report import Report, open_report
 
@@ -111,10 +112,11 @@ def test_a_full_disk_costs_the_metrics_and_not_the_run(
 
 def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     report = make(ReportConfig())
-    report.memory(iteration=1, predicted_bytes=2**21)
+    forecast = MemoryForecast(predicted_bytes=2**21, states_bytes=2**20, bytes_before=0)
+    report.memory(iteration=1, forecast=forecast)
     report.validation(iteration=9, samples=72, lm_loss=1.0, data_set="test")
     text = capsys.readouterr().out
-    assert "model states: 1.0 | model states predicted: 2.0" in text
+    assert "model states: 1.0 | predicted peak: 2.0" in text
     assert " validation loss at iteration 9 on test set | lm loss value: 1.000000E+00 |" in text
 
 

@@ -1,0 +1,176 @@
+"""The real command line: learns, reports, resumes bit for bit, leaves when asked, fails as one."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.indexed_dataset import IndexedDatasetWriter
+from tests.helpers.ranks import ROOT, run_script
+
+SCRIPT = "pretrain_llama.py"
+MODEL = [
+    *("--distributed-backend", "gloo", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--ffn-hidden-size", "88", "--seq-length", "32", "--micro-batch-size", "1"),
+    *("--global-batch-size", "8", "--lr", "3e-3", "--log-interval", "1", "--num-workers", "0"),
+    *("--eval-iters", "0", "--lr-warmup-samples", "8"),
+]
+RUN = [SCRIPT, *MODEL, "--mock-data"]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.ranks
+def test_learns_logs_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    flags = [*RUN, "--train-iters", "12", "--paro-strategy", "IIG", "--paro-group-size", "2"]
+    whole = tmp_path / "whole.jsonl"
+    done = run_script([*flags, "--metrics-file", whole], nproc=4)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"iteration +(\d+)/ +12 \| consumed samples: +(\d+) \|.*MFU", done.stdout)
+    assert lines == [(str(i), str(8 * i)) for i in range(1, 13)]
+    straight = read_metrics(whole)
+    assert straight[-1]["lm_loss"] < straight[0]["lm_loss"] - 0.1
+
+    halves = tmp_path / "halves.jsonl"
+    save = ["--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--metrics-file", halves]
+    first = run_script([*flags, *save, "--exit-interval", "5"], nproc=4)
+    assert first.returncode == 0, first.stderr
+    assert "holds no checkpoint" in first.stdout
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
+    second = run_script([*flags, *save], nproc=4)
+    assert second.returncode == 0, second.stderr
+    resumed = read_metrics(halves)
+    assert [line["iteration"] for line in resumed] == list(range(1, 13))
+    for one, other in zip(straight, resumed, strict=True):
+        for name in ("lm_loss", "grad_norm", "learning_rate", "consumed_samples"):
+            assert one[name] == other[name], f"{name} at iteration {one['iteration']}"
+    steady = [(line["intra_bytes"], line["inter_bytes"]) for line in straight[1:]]
+    assert len(set(steady)) == 1
+    assert (resumed[-1]["intra_bytes"], resumed[-1]["inter_bytes"]) == steady[0]
+
+
+@pytest.mark.ranks
+def test_another_world_and_strategy_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    flags = [*RUN, "--train-iters", "6", "--metrics-file", tmp_path / "metrics.jsonl"]
+    straight = run_script([*flags, "--paro-strategy", "GGG"])
+    assert straight.returncode == 0, straight.stderr
+    wanted = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+
+    save = ["--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt"]
+    part = [*flags, *save, "--paro-strategy", "NIG", "--paro-group-size", "2"]
+    assert run_script([*part, "--exit-interval", "3"], nproc=4).returncode == 0
+    rest = run_script([*flags, *save, "--paro-strategy", "NNN"], nproc=2)
+    assert rest.returncode == 0, rest.stderr
+    losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_saves_and_leaves_on_a_signal(tmp_path: Path) -> None:
+    command = [sys.executable, *RUN, "--train-iters", "100000", "--exit-signal-handler"]
+    command += ["--save", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if " iteration " in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 0
+    assert "exiting program after receiving SIGTERM" in rest
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert saved >= 1
+    assert (tmp_path / f"iter_{saved:07d}" / "common.json").exists()
+
+
+@pytest.mark.ranks
+def test_all_ranks_stop_when_one_is_killed(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node=3", *RUN, "--train-iters", "100000"]
+    command[command.index("--global-batch-size") + 1] = "6"
+    log = (tmp_path / "log").open("w+")
+    with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True) as process:
+        ranks = wait_for_training(process.pid, tmp_path / "log", num_ranks=3)
+        subprocess.run(["kill", "-9", str(ranks[1])], check=True)
+        assert process.wait(timeout=60) != 0
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+
+
+def wait_for_training(launcher: int, log: Path, *, num_ranks: int) -> list[int]:
+    """The processes of the ranks, once they train."""
+    for _ in range(600):
+        time.sleep(0.1)
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        if len(children) == num_ranks and " iteration        3/" in log.read_text():
+            return [int(child) for child in children]
+    raise AssertionError(f"no training within a minute: {log.read_text()}")
+
+
+def write_corpus(prefix: Path, ids: list[int]) -> None:
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
+        writer.add_document([np.array(ids)])
+
+
+@pytest.mark.ranks
+def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
+    done = run_script([*RUN, "--train-iters", "2", "--paro-strategy", "IIN"], nproc=2)
+    assert done.returncode == 1  # torchrun's own; each rank left with 2
+    assert len(re.findall(r"^pretrain_llama.py: error: ", done.stderr, re.MULTILINE)) == 1
+    assert len(re.findall(r"exitcode *: 2", done.stderr)) >= 1
+    assert "Traceback" not in done.stdout
+    assert "--paro-strategy IIN is not legal" in done.stderr
+
+    # Found by the ranks together, once they talk to each other.
+    write_corpus(tmp_path / "high", [*range(100), 200] * 40)
+    data = ["--data-path", tmp_path / "high", "--split", "1,0,0", "--train-iters", "2"]
+    done = run_script([SCRIPT, *MODEL, *data], nproc=2)
+    assert done.returncode == 1
+    assert len(re.findall(r"^pretrain_llama.py: error: ", done.stderr, re.MULTILINE)) == 1
+
+
+def mistake(flags: list[str | Path]) -> str:
+    """The one line that a mistake costs."""
+    done = run_script([SCRIPT, *MODEL, *flags])
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_mistakes_with_files(tmp_path: Path) -> None:
+    train: list[str | Path] = ["--train-iters", "2", "--split", "1,0,0", "--data-path"]
+    write_corpus(tmp_path / "short", [1, 2, 3])
+    assert "--seq-length" in mistake([*train, tmp_path / "short"])
+
+    write_corpus(tmp_path / "cut", list(range(100)) * 10)
+    corpus = tmp_path / "cut.bin"
+    corpus.write_bytes(corpus.read_bytes()[:-7])
+    assert "cut.bin" in mistake([*train, tmp_path / "cut"])
+
+    (tmp_path / "file").write_text("not a folder")
+    line = mistake(["--mock-data", "--train-iters", "2", "--save", tmp_path / "file" / "below"])
+    assert "--save" in line
+    assert (tmp_path / "file").read_text() == "not a folder"
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
+    run = [*RUN, "--train-iters", "3", "--save", tmp_path, "--load", tmp_path]
+    assert run_script(run).returncode == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    done = run_script([*run, "--ffn-hidden-size", "96"])
+    assert done.returncode == 2
+    assert "ffn_hidden_size is 88 there and 96 here" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -1,0 +1,104 @@
+"""What the environment says of the world, agreements among ranks, and how a script ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paro.runtime import (
+    Control,
+    RuntimeConfig,
+    UserMistakeError,
+    World,
+    device_for,
+    one_line,
+    read_world,
+)
+from tests.helpers.ranks import ROOT, run_ranks
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR")
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_alone(bare: pytest.MonkeyPatch) -> None:
+    assert read_world() == World(rank=0, size=1, local_rank=0, ranks_per_node=1)
+
+
+def test_torchrun(bare: pytest.MonkeyPatch) -> None:
+    for name, value in zip(LAUNCHERS, ("11", "16", "3", "8"), strict=False):
+        bare.setenv(name, value)
+    assert read_world() == World(rank=11, size=16, local_rank=3, ranks_per_node=8)
+    bare.delenv("LOCAL_RANK")
+    with pytest.raises(ValueError, match="LOCAL_RANK"):
+        read_world()
+
+
+@pytest.mark.parametrize("tasks", ["8(x2)", "8(x1),4", "8"])
+def test_slurm(bare: pytest.MonkeyPatch, tasks: str) -> None:
+    bare.setenv("MASTER_ADDR", "node0")
+    bare.setenv("SLURM_PROCID", "9")
+    bare.setenv("SLURM_NTASKS", "16")
+    bare.setenv("SLURM_LOCALID", "1")
+    bare.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    assert read_world() == World(rank=9, size=16, local_rank=1, ranks_per_node=8)
+
+
+def test_devices() -> None:
+    assert device_for(RuntimeConfig(distributed_backend="gloo"), World()) == torch.device("cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="--distributed-backend gloo"):
+            device_for(RuntimeConfig(), World())
+
+
+def test_one_line() -> None:
+    assert one_line(ValueError("a\n  b")) == "a b"
+    assert one_line(ValueError()) == "ValueError"
+
+
+def _control() -> Control:
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    return Control(world, torch.device("cpu"))
+
+
+def agree_on_a_mistake() -> tuple[list[float], str]:
+    control = _control()
+    summed = control.sum([control.world.rank, 0.5])
+    try:
+        with control.agreed():
+            if control.world.rank == 2:
+                raise ValueError("rank 2 finds\na mistake")
+    except UserMistakeError as mistake:
+        return summed, str(mistake)
+    return summed, "none"
+
+
+@pytest.mark.ranks
+def test_a_mistake_of_one_rank_is_everybody_s() -> None:
+    assert run_ranks(agree_on_a_mistake, 4) == [([6.0, 2.0], "rank 2 finds a mistake")] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "stderr"),
+    [
+        ("pass", 0, ""),
+        ("raise UserMistakeError('mend it')", 2, "script: error: mend it\n"),
+        ("raise RuntimeError('a bug')", 1, "RuntimeError: a bug"),
+        ("raise SystemExit(3)", 3, ""),
+    ],
+)
+def test_how_a_script_ends(body: str, status: int, stderr: str) -> None:
+    code = f"from paro.runtime import *\ndef main():\n    {body}\nrun_script('script', main)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status
+    assert stderr in done.stderr
+    assert ("Traceback" in done.stderr) == (status == 1)
