@@ -17,7 +17,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -77,9 +76,7 @@ def time_steps(flags: list[str], control: Control, options: argparse.Namespace) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--inter-bandwidth", default="100mbit", help="of each rank"
-    )
+    parser.add_argument("--inter-bandwidth", default="100mbit", help="of each rank")
     parser.add_argument("--intra-bandwidth", help="of each rank; default: as fast as it goes")
     parser.add_argument("--group-size", type=int, default=2, help="ranks in a group; default 2")
     parser.add_argument("--strategies", default="IIG,NIG,GGG", help="default IIG,NIG,GGG")
@@ -107,7 +104,7 @@ def measure(strategy: str, control: Control, options: argparse.Namespace) -> dic
         for ahead, seconds in times.items():
             flags = f"{common} --global-batch-size {global_batch} --paro-prefetch-units {ahead}"
             seconds += time_steps(flags.split(), control, options)
-            dist.barrier()
+            control.barrier()
     without, overlapped = (statistics.median(times[ahead]) for ahead in (0, 1))
     row = {
         "strategy": strategy,

@@ -79,12 +79,12 @@ def lone_rank(
     topology: Topology,
     precision: PrecisionConfig,
     *,
-    rank: int = 0,
     prefetch_units: int = 1,
     device: str = "cpu",
     is_trained: Callable[[str], bool] = lambda _name: True,
 ) -> LoneRank:
-    """Builds a rank as training does; `silence` torch.distributed before it runs."""
+    """Builds the last rank as training does; `silence` torch.distributed before it runs."""
+    rank = topology.world_size - 1
     traffic = Traffic()
     groups = NoGroups(topology=topology, rank=rank, _by_use_and_run={})
     context = ShardingContext(

@@ -72,7 +72,7 @@ def test_formulas_equal_what_a_rank_counts_and_stores(
     precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True)
     units = units_of(config, world_size=8, is_trained=is_trained)
     silence(monkeypatch)
-    rank = lone_rank(config, strategy, topology, precision, rank=6, is_trained=is_trained)
+    rank = lone_rank(config, strategy, topology, precision, is_trained=is_trained)
     states = model_state_bytes(strategy, units, precision)
     assert rank.optimizer.model_state_bytes() == states.total
     rank.step(2)  # sends no update yet
