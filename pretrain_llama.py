@@ -44,8 +44,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         datasets = build_data(config)
     log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     bytes_before = resident_bytes(control.device)
-    with control.agreed():
-        training = build_training(config, control)
+    training = build_training(config, control)
     for line in (*config.notices, *datasets.describe(), *placement_lines(config, training)):
         log.log0(line)
     check_placement(config, training)

@@ -100,7 +100,7 @@ class ThreadLanes:
                 if not self._failures:
                     job()
             except BaseException as failure:
-                if not self._failures:
+                if not self._failures:  # else it is the first one, met again while waiting
                     self._failures.append(failure)
             finally:
                 event.finished.set()

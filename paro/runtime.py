@@ -42,7 +42,15 @@ class RuntimeConfig:
 
 
 class UserMistakeError(Exception):
-    """What a user can mend; its text is the one line that they see."""
+    """What a user can mend; its text is the one line that they see.
+
+    All ranks raise it alike, and local rank 0 prints it; unless `on_this_rank`, where one rank
+    met it alone and the launcher has to stop the others.
+    """
+
+    def __init__(self, text: str, *, on_this_rank: bool = False) -> None:
+        super().__init__(text)
+        self.on_this_rank = on_this_rank
 
 
 def read_world() -> World:
@@ -182,7 +190,8 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     try:
         main()
     except UserMistakeError as mistake:
-        if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))) == 0:
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+        if local_rank == 0 or mistake.on_this_rank:
             print(f"{name}: error: {mistake}", file=sys.stderr, flush=True)
         _leave(2)
     except SystemExit as leaving:

@@ -15,7 +15,7 @@ from paro.batch_schedule import BatchSchedule
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
 from paro.optim.lr_schedule import Schedule
 from paro.optim.optimizer import ParoOptimizer
-from paro.runtime import Control
+from paro.runtime import Control, UserMistakeError, one_line
 from paro.sharding.engine import ShardedModel
 from paro.traffic import Sent, Traffic
 
@@ -98,7 +98,7 @@ def train_step(
     model.begin_step(num_micro_batches)
     loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
     for index in range(num_micro_batches):
-        batch = next(micro_batches).to(training.device, non_blocking=True)
+        batch = _next_batch(micro_batches, training.device)
         loss_sum += model.forward_backward(
             batch.tokens_BS,
             batch.labels_BS,
@@ -129,6 +129,13 @@ def train_step(
     )
     num_signalled, num_late = (int(number) for number in reasons)
     return StepResult(scaled_loss * unscale, grad_norm, skipped, sent, num_signalled, num_late)
+
+
+def _next_batch(micro_batches: Iterator[Batch], device: torch.device) -> Batch:
+    try:
+        return next(micro_batches).to(device, non_blocking=True)
+    except ValueError as error:  # an id above the vocabulary, say, in a file too large to scan
+        raise UserMistakeError(one_line(error), on_this_rank=True) from error
 
 
 class _Weights:
@@ -177,7 +184,7 @@ def evaluate(
     loss_sum = torch.zeros((), dtype=torch.float64, device=training.device)
     with training.traffic.paused():
         for _ in range(num_micro_batches):
-            batch = next(micro_batches).to(training.device, non_blocking=True)
+            batch = _next_batch(micro_batches, training.device)
             weights_BS = weigh(batch.loss_mask_BS)
             loss_sum += model.evaluate(batch.tokens_BS, batch.labels_BS, weights_BS)
     loss, num_tokens = training.control.sum([float(loss_sum), weigh.num_tokens()])

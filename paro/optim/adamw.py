@@ -23,7 +23,7 @@ def make_adamw(
     The moments live where `attach_moments` puts them.
     """
     if implementation == "apex":
-        fused_adam = _find_apex()
+        fused_adam = find_apex()
         return fused_adam(groups, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
@@ -49,8 +49,8 @@ def implementation_of(optimizer: torch.optim.Optimizer) -> str:
     return "torch" if isinstance(optimizer, torch.optim.AdamW) else "apex"
 
 
-def _find_apex() -> Any:
-    """NVIDIA's FusedAdam. PyPI's `apex` is another thing and has no `amp_C`."""
+def find_apex() -> Any:
+    """NVIDIA's FusedAdam, or `ValueError`. PyPI's `apex` is another thing and has no `amp_C`."""
     if importlib.util.find_spec("amp_C") is None or importlib.util.find_spec("apex") is None:
         raise ValueError(
             "--adam-implementation apex needs NVIDIA's apex with its CUDA extensions "

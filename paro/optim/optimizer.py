@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paro.optim.adamw import attach_moments, make_adamw, set_num_steps
+from paro.optim.adamw import attach_moments, find_apex, make_adamw, set_num_steps
 from paro.sharding.buffers import FlatShard
 from paro.sharding.engine import ShardedModel
 from paro.sharding.layout import UnitLayout, parameter_runs
@@ -44,6 +44,8 @@ class OptimConfig:
             raise ValueError(f"--adam-eps {self.adam_eps} must be positive")
         if self.clip_grad < 0.0:
             raise ValueError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
+        if self.adam_implementation == "apex":
+            find_apex()
 
 
 class UnitOptimizer:

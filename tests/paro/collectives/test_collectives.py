@@ -1,0 +1,137 @@
+"""Every collective by every algorithm against sums and gathers done by hand, and its bytes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paro.collectives.api import COLLECTIVES, Collectives, make_collectives
+from paro.groups import Use
+from paro.lanes import make_lanes
+from paro.topology import make_topology, nested_range
+from paro.traffic import Sent, Traffic
+from tests.helpers.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SHAPES = [(2, 2, ()), (4, 2, ()), (6, 3, ()), (6, 2, ()), (8, 4, (2, 4)), (8, 2, (4,))]
+TYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+]
+
+
+def whole(numel: int, dtype: torch.dtype, factor: int = 1) -> Tensor:
+    """Small integers, whose sums are exact in every type."""
+    return (torch.arange(numel) % 8 * factor).to(dtype)
+
+
+def check_collectives(
+    name: str, group_size: int, degrees: tuple[int, ...], overlap: bool
+) -> list[str]:
+    """Runs every collective over every run of axes; returns what came out wrong."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
+    axes = topology.axes
+    runs = {axes[i:j] for i in range(len(axes) + 1) for j in range(i, len(axes) + 1)}
+    collectives = make_collectives(
+        name,
+        topology=topology,
+        rank=rank,
+        runs={use: frozenset(runs) for use in Use},
+        lanes=make_lanes(CPU, overlap=overlap, backend="gloo"),
+        traffic=Traffic(),
+        timeout=timedelta(seconds=30),
+    )
+    wrong = []
+    for run in sorted(runs, key=lambda run: [axis.index for axis in run]):
+        members = topology.members(run, rank)
+        for dtype, travel in TYPES:
+            numel = size * 24
+            shard = slice(*nested_range(run, rank, numel))
+            label = f"{name} over {[axis.index for axis in run]} as {dtype} by {travel}"
+
+            gathered = torch.full((numel,), -1, dtype=dtype)
+            gathered[shard] = whole(numel, dtype)[shard]
+            collectives.all_gather(gathered, run).wait()
+            if not torch.equal(gathered, whole(numel, dtype)):
+                wrong.append(f"all_gather in place: {label}")
+            gathered = torch.full((numel,), -1, dtype=dtype)
+            if run:
+                own = whole(numel, dtype)[shard].clone()
+                collectives.all_gather(gathered, run, shard=own).wait()
+                if not torch.equal(gathered, whole(numel, dtype)):
+                    wrong.append(f"all_gather: {label}")
+
+            total = whole(numel, dtype, sum(member % 3 for member in members))
+            summed = whole(numel, dtype, rank % 3)
+            collectives.reduce_scatter(summed, run, travel).wait()
+            if not torch.equal(summed[shard], total[shard]):
+                wrong.append(f"reduce_scatter: {label}")
+            summed = whole(numel, dtype, rank % 3)
+            collectives.all_reduce(summed, run, travel).wait()
+            if not torch.equal(summed, total):
+                wrong.append(f"all_reduce: {label}")
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(("world_size", "group_size", "degrees"), SHAPES)
+def test_collectives(name: str, world_size: int, group_size: int, degrees: tuple[int, ...]) -> None:
+    for overlap in (False, True) if world_size == 6 else (True,):
+        for wrong in run_ranks(check_collectives, world_size, name, group_size, degrees, overlap):
+            assert not wrong
+
+
+def send_one_of_each(name: str) -> dict[str, Sent]:
+    """Bytes of one collective each, over both axes of 2 groups of 2; 96 elements of fp32."""
+    topology = make_topology(world_size=4, group_size=2, degrees=())
+    traffic = Traffic()
+    collectives: Collectives = make_collectives(
+        name,
+        topology=topology,
+        rank=dist.get_rank(),
+        runs={use: frozenset({topology.axes}) for use in Use},
+        lanes=make_lanes(CPU, overlap=True, backend="gloo"),
+        traffic=traffic,
+        timeout=timedelta(seconds=30),
+    )
+    sent = {}
+    buffer = torch.zeros(96)
+    collectives.all_gather(buffer, topology.axes).wait()
+    sent["all_gather"] = traffic.take()
+    collectives.reduce_scatter(buffer, topology.axes, torch.bfloat16).wait()
+    sent["reduce_scatter"] = traffic.take()
+    collectives.all_reduce(buffer, topology.axes, torch.float32).wait()
+    sent["all_reduce"] = traffic.take()
+    with traffic.paused():
+        collectives.all_gather(buffer, topology.axes).wait()
+    sent["paused"] = traffic.take()
+    return sent
+
+
+@pytest.mark.ranks
+def test_bytes_axis_by_axis() -> None:
+    for sent in run_ranks(send_one_of_each, 4, "native"):
+        # A shard between groups (96/4), then half of the whole inside them.
+        assert sent["all_gather"] == Sent(intra=4 * 48, inter=4 * 24)
+        assert sent["reduce_scatter"] == Sent(intra=2 * 48, inter=2 * 24)
+        assert sent["all_reduce"] == Sent(intra=2 * 4 * 48, inter=2 * 4 * 24)
+        assert sent["paused"] == Sent()
+
+
+@pytest.mark.ranks
+def test_bytes_of_one_flat_ring_cross_groups_at_their_last_ranks_alone() -> None:
+    by_rank = run_ranks(send_one_of_each, 4, "flat")
+    assert [sent["all_gather"] for sent in by_rank] == [
+        Sent(intra=4 * 72),
+        Sent(inter=4 * 72),
+        Sent(intra=4 * 72),
+        Sent(inter=4 * 72),
+    ]
