@@ -125,9 +125,11 @@ def test_a_function_may_initialize_the_group_itself() -> None:
         assert results == [(False, 3, "3")] * 3
 
 
+# Its line is one write, so that ranks cannot mix theirs even where Python does not buffer.
 SCRIPT = """
 import os, sys, time
-print("rank", *(os.environ.get(name) for name in ("RANK", "OMP_NUM_THREADS", "GIVEN")), os.getcwd())
+seen = [os.environ.get(name) for name in ("RANK", "OMP_NUM_THREADS", "GIVEN")]
+os.write(1, f"rank {' '.join(map(str, seen))} {os.getcwd()}\\n".encode())
 time.sleep(float(sys.argv[1]))
 sys.exit(int(sys.argv[2]))
 """
