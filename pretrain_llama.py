@@ -82,6 +82,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     )
     loop.run()
     report.close()
+    training.close()
 
 
 if __name__ == "__main__":

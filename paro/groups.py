@@ -36,6 +36,11 @@ class Groups:
         """This rank's group along a run of axes."""
         return self._by_use_and_run[use, run]
 
+    def close(self) -> None:
+        """Destroys the groups; gloo's cost threads for as long as they live."""
+        for group in self._by_use_and_run.values():
+            dist.destroy_process_group(group)
+
 
 def make_groups(
     topology: Topology, rank: int, runs: dict[Use, frozenset[Run]], timeout: timedelta

@@ -36,6 +36,9 @@ class Lanes(Protocol):
     def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
         """Queues `job` behind the lane's earlier jobs and behind `after`."""
 
+    def close(self) -> None:
+        """Ends the lanes once their jobs have run."""
+
 
 class DoneEvent:
     """A job that already ran."""
@@ -55,6 +58,9 @@ class InlineLanes:
             job()
         return DONE
 
+    def close(self) -> None:
+        return
+
 
 class _ThreadEvent:
     def __init__(self, failures: list[BaseException]) -> None:
@@ -67,6 +73,9 @@ class _ThreadEvent:
             raise RuntimeError("a collective failed on this rank") from self._failures[0]
 
 
+_Task = tuple[Job, Event | None, _ThreadEvent]
+
+
 class ThreadLanes:
     """A daemon worker per lane. The first failure of any is raised at every later wait.
 
@@ -76,24 +85,33 @@ class ThreadLanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._queues: dict[Hashable, queue.SimpleQueue] = {}
+        self._queues: dict[Hashable, queue.SimpleQueue[_Task | None]] = {}
+        self._threads: list[threading.Thread] = []
         self._failures: list[BaseException] = []
 
     def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
         if lane not in self._queues:
             self._queues[lane] = queue.SimpleQueue()
             name = f"lane {lane}"
-            threading.Thread(target=self._work, args=(lane,), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
         event = _ThreadEvent(self._failures)
         self._queues[lane].put((job, after, event))
         return event
+
+    def close(self) -> None:
+        for lane in self._queues.values():
+            lane.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _work(self, lane: Hashable) -> None:
         torch.set_grad_enabled(False)  # thread-local, as is the device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while True:
-            job, after, event = self._queues[lane].get()
+        while (task := self._queues[lane].get()) is not None:
+            job, after, event = task
             try:
                 if after is not None:
                     after.wait()
@@ -128,6 +146,10 @@ class StreamLanes:
                 after.wait()
             job()
             return _StreamEvent(stream.record_event())
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 def make_lanes(device: torch.device, *, overlap: bool, backend: str) -> Lanes:

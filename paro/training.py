@@ -78,6 +78,11 @@ class Training:
     traffic: Traffic
     device: torch.device
 
+    def close(self) -> None:
+        """Ends what goes on beside the training thread; every rank calls it after its last step."""
+        self.model.wait_published()
+        self.model.units[0].context.collectives.close()
+
 
 def train_step(
     training: Training,

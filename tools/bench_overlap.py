@@ -17,7 +17,6 @@ import sys
 import time
 from pathlib import Path
 
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.arguments import parse_args
@@ -70,7 +69,7 @@ def time_steps(flags: list[str], control: Control, options: argparse.Namespace) 
         begin = time.perf_counter()
         train_step(training, state, source)
         seconds.append(time.perf_counter() - begin)
-    training.model.wait_published()
+    training.close()
     return seconds[1:]
 
 

@@ -45,6 +45,9 @@ class Collectives(Protocol):
     def follow(self, run: Run, job: Job, *, after: Event) -> Event:
         """Queues local work behind a reduction over `run`, in the lane that ended it."""
 
+    def close(self) -> None:
+        """Ends lanes and groups; every rank calls it when nothing is under way."""
+
 
 COLLECTIVES = ("native", "flat")
 

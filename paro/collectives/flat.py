@@ -19,6 +19,7 @@ class FlatCollectives:
     """
 
     def __init__(self, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
+        self._groups = groups
         self._rank = groups.rank
         self._lanes = lanes
         self._wire = Wire(groups, traffic)
@@ -60,6 +61,10 @@ class FlatCollectives:
                 whole.copy_(moved)
 
         return self._submit(Use.REDUCE, run, job, after)
+
+    def close(self) -> None:
+        self._lanes.close()
+        self._groups.close()
 
     def follow(self, run: Run, job: Job, *, after: Event) -> Event:
         return self._submit(Use.REDUCE, run, job, after)

@@ -16,6 +16,7 @@ class NativeCollectives:
     """One backend call per axis: gathers from the outside in, reductions from the inside out."""
 
     def __init__(self, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
+        self._groups = groups
         self._rank = groups.rank
         self._lanes = lanes
         self._wire = Wire(groups, traffic)
@@ -61,6 +62,10 @@ class NativeCollectives:
             job = self._spread_job(part, inner[depth], travel)
             event = self._submit(Use.REDUCE, inner[depth], job, event)
         return event
+
+    def close(self) -> None:
+        self._lanes.close()
+        self._groups.close()
 
     def follow(self, run: Run, job: Job, *, after: Event) -> Event:
         return self._submit(Use.REDUCE, run[-1], job, after)

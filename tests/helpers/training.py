@@ -60,9 +60,11 @@ def train(
         before(training)
     steps = run_steps(config, training, build_data(config))
     ledger = training.model.units[0].context.ledger
+    parameters = whole_parameters(training)
+    training.close()
     return Trained(
         steps=steps,
-        parameters=whole_parameters(training),
+        parameters=parameters,
         model_state_bytes=training.optimizer.model_state_bytes(),
         ledger=ledger,
     )

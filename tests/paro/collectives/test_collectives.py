@@ -77,6 +77,7 @@ def check_collectives(
             collectives.all_reduce(summed, run, travel).wait()
             if not torch.equal(summed, total):
                 wrong.append(f"all_reduce: {label}")
+    collectives.close()
     return wrong
 
 
@@ -113,6 +114,7 @@ def send_one_of_each(name: str) -> dict[str, Sent]:
     with traffic.paused():
         collectives.all_gather(buffer, topology.axes).wait()
     sent["paused"] = traffic.take()
+    collectives.close()
     return sent
 
 
