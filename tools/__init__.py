@@ -1,0 +1,1 @@
+"""Programs that are run by hand or by quickstart: text to data sets, benchmarks, planning."""

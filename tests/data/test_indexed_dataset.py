@@ -164,6 +164,7 @@ def patched(offset: int, layout: str, value: int) -> tuple[str, int, bytes]:
         (patched(17, "B", 4), "x.idx contradicts itself"),  # pointers are of another type
         (patched(18, "<Q", 2**60), "x.idx holds 102 bytes where its header says"),
         (patched(34, "<i", -3), "x.idx contradicts itself"),
+        ((".idx", 34, struct.pack("<2i", -1, 5)), "x.idx contradicts itself"),  # the sum is right
         (patched(46, "<q", 2), "x.idx contradicts itself"),
         (patched(70, "<q", 1), "x.idx contradicts itself"),
         (patched(94, "<q", 2), "x.idx contradicts itself"),

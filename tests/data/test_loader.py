@@ -128,7 +128,6 @@ def test_a_batch_moves_as_a_whole() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_come_in_page_locked_memory(num_workers: int) -> None:
     batches = MicroBatches(

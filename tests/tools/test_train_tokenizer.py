@@ -18,7 +18,8 @@ SOURCES = [Path(json.__file__).with_name(name) for name in ("decoder.py", "encod
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "sources.jsonl"
-    lines = [json.dumps({"text": source.read_text(encoding="utf-8")}) for source in SOURCES]
+    texts = [source.read_text(encoding="utf-8") for source in SOURCES]
+    lines = [json.dumps({"text": text}) for text in (*texts, "2024 " * 500)]
     path.write_text("\n".join(lines) + "\n")
     return path
 
