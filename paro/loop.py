@@ -123,15 +123,18 @@ class Loop:
         config, state = self.training.config, self.state
         if not config.eval_interval or state.iteration % config.eval_interval != 0:
             return
-        self._evaluate(self._sources.valid, data_set=None)
+        if self._evaluate(self._sources.valid, data_set=None):
+            batch_size = self.training.batches.batch_size_at(state.consumed_train_samples)
+            state.consumed_valid_samples += config.eval_iters * batch_size
 
     def _evaluate_at_end(self) -> None:
         self._evaluate(self._sources.valid, data_set="validation")
         self._evaluate(self._sources.test, data_set="test")
 
-    def _evaluate(self, source: Iterator[Batch] | None, *, data_set: str | None) -> None:
+    def _evaluate(self, source: Iterator[Batch] | None, *, data_set: str | None) -> bool:
+        """Whether there was anything to evaluate."""
         if source is None or self.training.config.eval_iters == 0:
-            return
+            return False
         loss = evaluate(self.training, self.state, source, self.training.config.eval_iters)
         self._report.validation(
             iteration=self.state.iteration,
@@ -139,6 +142,7 @@ class Loop:
             lm_loss=loss,
             data_set=data_set,
         )
+        return True
 
     def _save_if_due(self) -> None:
         if self._save_interval and self.state.iteration % self._save_interval == 0:

@@ -193,7 +193,4 @@ def evaluate(
             weights_BS = weigh(batch.loss_mask_BS)
             loss_sum += model.evaluate(batch.tokens_BS, batch.labels_BS, weights_BS)
     loss, num_tokens = training.control.sum([float(loss_sum), weigh.num_tokens()])
-    state.consumed_valid_samples += num_iters * training.batches.batch_size_at(
-        state.consumed_train_samples
-    )
     return loss * weigh.unscale(num_tokens)

@@ -1,0 +1,103 @@
+"""When the loop evaluates, saves and leaves; ramp-up and evaluation leave the curve alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from paro.arguments import parse_args
+from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.config import RunConfig
+from paro.loop import Loop
+from paro.report.log import Log
+from paro.report.memory import MemoryForecast
+from paro.report.record import IterationRecord
+from paro.report.report import open_report
+from paro.runtime import Control, World
+from paro.training import TrainState
+from tests.helpers.training import TINY
+
+
+@dataclass
+class Run:
+    """A finished loop and what it did on the way."""
+
+    state: TrainState
+    records: list[IterationRecord]
+    evaluated: list[tuple[int, str | None]] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+
+
+def run_loop(flags: str, *, save_interval: int | None = None) -> Run:
+    config = RunConfig.from_args(parse_args(f"{TINY} --log-interval 1 {flags}".split()), World())
+    training = build_training(config, Control(World(), torch.device("cpu")))
+    state = start_state(config)
+    report = open_report(
+        config.report,
+        run_facts(config, training),
+        Log(),
+        device=training.device,
+        start_iteration=0,
+        arguments={},
+    )
+    run = Run(state, [])
+    iteration, validation = report.iteration, report.validation
+
+    def note_iteration(record: IterationRecord) -> None:
+        run.records.append(record)
+        iteration(record)
+
+    def note_validation(*, iteration: int, data_set: str | None, **more: float) -> None:
+        run.evaluated.append((iteration, data_set))
+        validation(iteration=iteration, data_set=data_set, **more)  # type: ignore[arg-type]
+
+    report.iteration = note_iteration  # type: ignore[method-assign]
+    report.validation = note_validation  # type: ignore[method-assign,assignment]
+    Loop(
+        training,
+        state,
+        build_sources(config, build_data(config), training, state),
+        report,
+        save=lambda at: run.saved.append(at.iteration),
+        save_interval=save_interval,
+        forecast=MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0),
+    ).run()
+    return run
+
+
+def test_evaluates_and_saves_at_intervals_and_at_the_end() -> None:
+    run = run_loop("--train-iters 7 --eval-interval 3 --eval-iters 2", save_interval=2)
+    assert run.evaluated == [(3, None), (6, None), (7, "validation"), (7, "test")]
+    assert run.saved == [2, 4, 6, 7]
+    assert run.state.consumed_valid_samples == 2 * 2  # what a resumed run goes on from: at the end nothing does
+
+
+def test_evaluation_does_not_change_training() -> None:
+    with_it = run_loop("--train-iters 5 --eval-interval 2 --eval-iters 3")
+    without = run_loop("--train-iters 5 --eval-iters 0")
+    assert without.evaluated == []
+    losses = [[record.lm_loss for record in run.records] for run in (with_it, without)]
+    assert losses[0] == losses[1]
+
+
+def test_leaves_at_the_exit_interval() -> None:
+    run = run_loop("--train-iters 100 --exit-interval 4 --eval-iters 0")
+    assert run.state.iteration == 4
+    assert run.saved == [4]
+
+
+def test_leaves_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_loop("--train-iters 1000000 --exit-duration-in-mins 0.005 --eval-iters 0")
+    assert 1 <= run.state.iteration < 1000000
+    assert run.saved == [run.state.iteration]
+    assert "[exiting program after 0.005 minutes] datetime" in capsys.readouterr().out
+
+
+def test_ramp_up_takes_growing_batches() -> None:
+    run = run_loop(
+        "--train-samples 40 --global-batch-size 8 --rampup-batch-size 2 3 20 --eval-iters 0"
+    )
+    assert [record.global_batch_size for record in run.records] == [2] * 5 + [5] * 2 + [8] * 2
+    assert [record.consumed_samples for record in run.records] == [2, 4, 6, 8, 10, 15, 20, 28, 36]
