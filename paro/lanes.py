@@ -139,7 +139,9 @@ class StreamLanes:
         self._streams: dict[Hashable, torch.cuda.Stream] = {}
 
     def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
-        stream = self._streams.setdefault(lane, torch.cuda.Stream())
+        if lane not in self._streams:
+            self._streams[lane] = torch.cuda.Stream()
+        stream = self._streams[lane]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
             if after is not None:

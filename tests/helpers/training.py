@@ -14,7 +14,7 @@ from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, start_state
 from paro.config import RunConfig
 from paro.placement import check_placement
-from paro.runtime import Control, World
+from paro.runtime import Control, World, device_for
 from paro.sharding.buffers import Ledger
 from paro.training import StepResult, Training, train_step
 
@@ -52,9 +52,8 @@ def train(
     if group_size is not None:
         argv += ["--paro-group-size", str(group_size)]
     config = RunConfig.from_args(parse_args(argv), world)
-    training = build_training(
-        config, Control(world, torch.device("cpu")), is_trained=lambda name: name not in frozen
-    )
+    control = Control(world, device_for(config.runtime, world))
+    training = build_training(config, control, is_trained=lambda name: name not in frozen)
     check_placement(config, training)
     if before is not None:
         before(training)
@@ -90,5 +89,5 @@ def whole_parameters(training: Training) -> dict[str, Tensor]:
     for pieces in training.control.gather(mine):
         for name, shape, low, values in pieces:
             flat = whole.setdefault(name, torch.full(shape, torch.nan)).view(-1)
-            flat[low : low + values.numel()] = values
+            flat[low : low + values.numel()] = values.cpu()
     return whole
