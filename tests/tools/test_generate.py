@@ -1,0 +1,247 @@
+"""Generation: the most probable tokens, nothing from padding, whole characters, clear mistakes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.tokenizer import NullTokenizer
+from model.config import LlamaConfig
+from model.llama import Llama
+from paro.arguments import parse_args
+from paro.assembly import build_training, start_state
+from paro.checkpoint.load import load_parameters
+from paro.config import RunConfig
+from paro.report.log import Log
+from paro.resume import save_run
+from paro.runtime import Control, UserMistakeError, World
+from tests.helpers.ranks import ROOT
+from tools.generate import Sampling, continuation, main, text_of, until_end
+from tools.train_tokenizer import main as train_tokenizer
+
+VOCAB = 60  # NullTokenizer's 59 and the end of documents; the model has 64 rows
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --init-method-std 0.3 "
+    "--make-vocab-size-divisible-by 64 --micro-batch-size 1 --train-iters 1 --lr 0.1 "
+    "--distributed-backend gloo --mock-data"
+)
+TEXT = "def main() -> None:\n    print('naïve 雪 text')\n" * 40
+
+
+def save_untrained(folder: Path, flags: str) -> None:
+    """A checkpoint as the trainer writes it, of the model as it starts."""
+    config = RunConfig.from_args(parse_args([*flags.split(), "--save", str(folder)]), World())
+    training = build_training(config, Control(World(), torch.device("cpu")))
+    save_run(config, training, start_state(config), Log(rank=0, world_size=1))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("numbers")
+    save_untrained(folder, f"{SIZES} --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint whose tokenizer is a file, and that file."""
+    folder = tmp_path_factory.mktemp("text")
+    text, tokenizer = folder / "text.txt", folder / "pieces.model"
+    text.write_text(TEXT, encoding="utf-8")
+    prefix = str(tokenizer.with_suffix(""))
+    train_tokenizer(["--input", str(text), "--output-prefix", prefix, "--vocab-size", "300"])
+    flags = f"{SIZES} --tokenizer-type SentencePieceTokenizer --tokenizer-model {tokenizer}"
+    save_untrained(folder / "saved", flags)
+    return folder / "saved", tokenizer
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    main([*map(str, words)])
+    return capsys.readouterr().out
+
+
+def mistake(*words: object) -> str:
+    with pytest.raises(UserMistakeError) as error:
+        main([*map(str, words)])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_greedy_takes_the_most_probable_token_every_time(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig.from_args(
+        parse_args([*SIZES.split(), "--vocab-size", str(VOCAB - 1)]), World()
+    ).model
+    model = Llama(config)
+    model.load_state_dict(load_parameters(checkpoint))
+    ids = [3, 1, 2]
+    for _ in range(12):
+        ids.append(int(model(torch.tensor([ids]))[0, -1, :VOCAB].argmax()))
+    assert VOCAB - 1 not in ids, "the text ends early: choose another prompt"
+    assert len(set(ids)) > 4, "hardly a choice was made"
+    words = ("--load", checkpoint, "--prompt", "3 1 2", "--temperature", 0, "--max-new-tokens", 12)
+    assert printed(capsys, *words) == " ".join(map(str, ids)) + "\n"
+    assert printed(capsys, *words, "--seed", 5) == " ".join(map(str, ids)) + "\n"
+
+
+def test_sampling_is_repeated_by_its_seed_alone(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--load", checkpoint, "--prompt", "3 1 2", "--max-new-tokens", 12)
+    first = printed(capsys, *words)
+    assert printed(capsys, *words) == first
+    assert printed(capsys, *words, "--seed", 5) != first
+
+
+def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_fair(checkpoint: Path) -> None:
+    config = LlamaConfig(
+        num_layers=1,
+        hidden_size=8,
+        ffn_hidden_size=8,
+        num_attention_heads=1,
+        num_query_groups=1,
+        kv_channels=8,
+        max_position_embeddings=8,
+        vocab_size=8,
+    )
+    model = constant_model(config, logits=[1.0, 3.0, 2.0, 0.0, 9.0, 9.0, 9.0, 9.0])
+
+    def draw(temperature: float, count: int) -> list[int]:
+        sampling = Sampling(temperature=temperature, seed=1)
+        return list(islice(continuation(model, [0], sampling, num_ids=4), count))
+
+    assert draw(0.0, 3) == [1, 1, 1]
+    assert draw(1e-30, 3) == [1, 1, 1]
+    drawn = draw(1e6, 400)
+    counts = [drawn.count(token) for token in range(4)]
+    # 100 each in the mean, with a standard deviation of 9; nothing from the rows above 3.
+    assert sum(counts) == 400
+    assert all(60 < count < 140 for count in counts), counts
+
+
+def constant_model(config: LlamaConfig, *, logits: list[float]) -> Llama:
+    """A model that answers `logits` whatever it reads."""
+    model = Llama(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embedding.weight.fill_(1.0)  # so the normed stream is 1 in every channel
+        model.head.norm.fill_(1.0)
+        assert model.head.weight is not None
+        model.head.weight[:, 0] = torch.tensor(logits)
+    return model
+
+
+def test_the_end_of_the_document_and_the_limit_stop() -> None:
+    assert list(until_end(iter([5, 6, 9, 7]), end=9, at_most=10)) == [5, 6]
+    endless = iter(range(100))
+    assert list(until_end(endless, end=-1, at_most=3)) == [0, 1, 2]
+    assert next(endless) == 3, "a token was made that nobody gets"
+
+
+class ByteTokenizer(NullTokenizer):
+    """UTF-8, a byte a token, as byte fallback has it."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_characters_are_printed_whole() -> None:
+    tokenizer = ByteTokenizer(256)
+    prompt, added = list(b"a"), "ö雪b".encode()
+    assert list(text_of(tokenizer, prompt, iter(added))) == ["ö", "雪", "b", ""]
+    # What stays unfinished is printed at the end, as what it is.
+    assert list(text_of(tokenizer, prompt, iter(added[:3]))) == ["ö", "\ufffd"]
+
+
+def test_text_comes_as_it_is_made() -> None:
+    def tokens() -> Iterator[int]:
+        yield 4
+        raise AssertionError("the second token was made before the first was printed")
+
+    assert next(text_of(NullTokenizer(9), [1, 2], tokens())) == " 4"
+
+
+def test_the_prompt_comes_back_as_it_was(
+    text_checkpoint: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, _ = text_checkpoint
+    prompt = "  def  naïve(雪):\n\t"
+    out = printed(capsys, "--load", saved, "--prompt", prompt, "--max-new-tokens", 5)
+    assert out.startswith(prompt)
+    assert len(out) > len(prompt) + 1
+
+
+def test_a_tokenizer_may_have_moved(
+    text_checkpoint: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, tokenizer = text_checkpoint
+    words = ("--load", saved, "--prompt", "def ", "--max-new-tokens", 5)
+    before = printed(capsys, *words)
+    moved = shutil.move(tokenizer, tmp_path / "elsewhere.model")
+    try:
+        told = mistake(*words)
+        assert "--tokenizer-model" in told
+        assert str(tokenizer) in told
+        assert printed(capsys, *words, "--tokenizer-model", moved) == before
+        assert "nowhere" in mistake(*words, "--tokenizer-model", tmp_path / "nowhere")
+    finally:
+        shutil.move(moved, tokenizer)
+
+
+def test_another_models_tokenizer_is_refused(
+    text_checkpoint: tuple[Path, Path], tmp_path: Path
+) -> None:
+    saved, _ = text_checkpoint
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    prefix = str(tmp_path / "larger")
+    # 320 rows are 300 entries padded to 64.
+    larger = ["--input", str(text), "--output-prefix", prefix, "--vocab-size", "321"]
+    assert train_tokenizer(larger) == 0
+    told = mistake("--load", saved, "--prompt", "a", "--tokenizer-model", f"{prefix}.model")
+    assert "321" in told
+    assert "320" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--prompt", ""), "--prompt is empty"),
+        (("--prompt", "1 2 x"), "'x'"),
+        (("--prompt", "1", "--temperature", "-1"), "--temperature -1.0"),
+        (("--prompt", "1", "--temperature", "nan"), "--temperature nan"),
+        (("--prompt", "1", "--max-new-tokens", "0"), "--max-new-tokens 0"),
+    ],
+)
+def test_mistakes_are_named(checkpoint: Path, words: tuple[str, ...], told: str) -> None:
+    assert told in mistake("--load", checkpoint, *words)
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    assert f"--load {tmp_path} holds no checkpoint" in mistake("--load", tmp_path, "--prompt", "1")
+    missing = tmp_path / "missing"
+    assert f"--load {missing} holds no" in mistake("--load", missing, "--prompt", "1")
+
+
+def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/generate.py", "--load", str(tmp_path), "--prompt", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("generate.py: error: --load")
+
+
+def test_temperature_is_checked_where_it_is_held() -> None:
+    with pytest.raises(ValueError, match="--temperature inf"):
+        Sampling(temperature=math.inf, seed=1)
