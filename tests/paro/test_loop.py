@@ -71,7 +71,8 @@ def test_evaluates_and_saves_at_intervals_and_at_the_end() -> None:
     run = run_loop("--train-iters 7 --eval-interval 3 --eval-iters 2", save_interval=2)
     assert run.evaluated == [(3, None), (6, None), (7, "validation"), (7, "test")]
     assert run.saved == [2, 4, 6, 7]
-    assert run.state.consumed_valid_samples == 2 * 2  # what a resumed run goes on from: at the end nothing does
+    # A resumed run reads on behind what was evaluated on the way; nothing follows the end.
+    assert run.state.consumed_valid_samples == 2 * 2
 
 
 def test_evaluation_does_not_change_training() -> None:
