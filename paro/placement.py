@@ -9,7 +9,8 @@ from paro.planning.cost_model import UnitSize, describe_placement, model_state_b
 from paro.planning.llama import MicroBatch, activations_of, units_of
 from paro.planning.working_memory import Moment, peak_memory
 from paro.precision import BYTES_OF
-from paro.strategy import effective_letters
+from paro.sharding.unit import ShardedUnit
+from paro.strategy import Strategy, effective_letters
 from paro.training import Training
 
 
@@ -49,25 +50,32 @@ def check_placement(config: RunConfig, training: Training) -> None:
     Collective. Every rank reports the range of each state that it really allocated; a state of
     degree d must come in d different ranges that tile the unit, each on n / d ranks.
     """
-    world = training.control.world
-    strategy = config.strategy
-    for unit in training.model.units:
-        held = {"params": (unit.param_start, unit.param_shard.numel(), strategy.params)}
-        if unit.trainable:
-            grad_start = unit.context.topology.shard_start(
-                world.rank, strategy.grads, unit.layout.numel
-            )
-            held["grads"] = (grad_start, unit.grad_shard.numel(), strategy.grads)
-            held["optimizer"] = (unit.optim_start, unit.optim_grad.numel(), strategy.optim)
-        everywhere = training.control.gather(held)
-        for state, (_, _, degree) in held.items():
-            ranges = Counter((rank[state][0], rank[state][1]) for rank in everywhere)
+    everywhere = training.control.gather([_held(unit) for unit in training.model.units])
+    for number, unit in enumerate(training.model.units):
+        for state, degree in _degrees(unit, config.strategy).items():
             size = unit.layout.numel // degree
-            wanted = {(index * size, size): world.size // degree for index in range(degree)}
+            ranges = Counter(held[number][state] for held in everywhere)
+            copies = training.control.world.size // degree
+            wanted = {(index * size, size): copies for index in range(degree)}
             assert ranges == wanted, f"{state} of {unit.name} lie at {ranges}, asked: {wanted}"
-    total = model_state_bytes(strategy, measured_units(training), config.precision).total
+    total = model_state_bytes(config.strategy, measured_units(training), config.precision).total
     held_bytes = training.optimizer.model_state_bytes()
     assert held_bytes == total, f"model states take {held_bytes} bytes, the formula says {total}"
+
+
+def _degrees(unit: ShardedUnit, strategy: Strategy) -> dict[str, int]:
+    if not unit.trainable:
+        return {"params": strategy.params}
+    return {"params": strategy.params, "grads": strategy.grads, "optimizer": strategy.optim}
+
+
+def _held(unit: ShardedUnit) -> dict[str, tuple[int, int]]:
+    """(first element, number of elements) of what this rank has allocated of each state."""
+    held = {"params": (unit.param_start, unit.param_shard.numel())}
+    if unit.trainable:
+        held["grads"] = (unit.grad_start, unit.grad_shard.numel())
+        held["optimizer"] = (unit.optim_start, unit.optim_grad.numel())
+    return held
 
 
 def predict_memory(config: RunConfig, training: Training) -> Moment:

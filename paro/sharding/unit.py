@@ -146,16 +146,21 @@ class ShardedUnit:
     @property
     def param_start(self) -> int:
         """The element of the unit that `param_shard` begins with."""
-        context = self.context
-        return context.topology.shard_start(
-            context.rank, context.strategy.params, self.layout.numel
-        )
+        return self._start_at(self.context.strategy.params)
+
+    @property
+    def grad_start(self) -> int:
+        """The element of the unit that `grad_shard` begins with."""
+        return self._start_at(self.context.strategy.grads)
 
     @property
     def optim_start(self) -> int:
         """The element of the unit that the optimizer's range begins with."""
+        return self._start_at(self.context.strategy.optim)
+
+    def _start_at(self, degree: int) -> int:
         context = self.context
-        return context.topology.shard_start(context.rank, context.strategy.optim, self.layout.numel)
+        return context.topology.shard_start(context.rank, degree, self.layout.numel)
 
     @property
     def optim_param(self) -> Tensor:

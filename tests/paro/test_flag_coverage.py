@@ -163,8 +163,12 @@ def other_value(action: argparse.Action) -> str:
 
 @pytest.mark.parametrize("action", own_actions(), ids=lambda action: action.dest)
 def test_a_flag_changes_its_field(
-    action: argparse.Action, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    action: argparse.Action,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were there
     monkeypatch.setattr("paro.config.build_tokenizer", lambda _: NullTokenizer(1000))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
