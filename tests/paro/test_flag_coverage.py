@@ -163,7 +163,6 @@ def other_value(action: argparse.Action) -> str:
 
 @pytest.mark.parametrize("action", own_actions(), ids=lambda action: action.dest)
 def test_a_flag_changes_its_field(
-    monkeypatch: pytest.MonkeyPatch,
     action: argparse.Action,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
