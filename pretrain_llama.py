@@ -8,7 +8,7 @@ from datetime import datetime
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.config import RunConfig
-from paro.loop import Loop
+from paro.loop import Loop, Saving
 from paro.placement import check_placement, placement_lines, predict_memory
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
@@ -23,6 +23,7 @@ from paro.runtime import (
     seed_everything,
     user_mistakes,
 )
+from paro.training import Training, TrainState
 
 
 def main() -> None:
@@ -49,11 +50,11 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         log.log0(line)
     check_placement(config, training)
 
-    state = None
+    loaded = None
     if config.checkpoint.load is not None:
         with control.agreed():
-            state = load_run(config, training, log)
-    state = state or start_state(config)
+            loaded = load_run(config, training, log)
+    state = loaded or start_state(config)
     sources = build_sources(config, datasets, training, state)
 
     with control.agreed():
@@ -76,13 +77,27 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        save=lambda at: save_run(config, training, at, log) if config.checkpoint.save else None,
-        save_interval=config.checkpoint.save_interval,
+        saving=saving_of(config, training, log, loaded),
         forecast=forecast,
     )
     loop.run()
     report.close()
     training.close()
+
+
+def saving_of(
+    config: RunConfig, training: Training, log: Log, loaded: TrainState | None
+) -> Saving | None:
+    """How the run is saved, if at all; what lies under --save already is not saved again."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return None
+    continued = loaded if checkpoint.save == checkpoint.load else None
+    return Saving(
+        write=lambda state: save_run(config, training, state, log),
+        interval=checkpoint.save_interval,
+        saved_iteration=None if continued is None else continued.iteration,
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,23 @@ class Sources:
     test: Iterator[Batch] | None
 
 
+@dataclass(slots=True, kw_only=True)
+class Saving:
+    """How and when the run is saved, and what is saved already."""
+
+    write: Callable[[TrainState], None]
+    interval: int | None
+    saved_iteration: int | None = None  # a run that was loaded from where it saves begins saved
+
+    def save(self, state: TrainState) -> None:
+        if self.saved_iteration != state.iteration:
+            self.write(state)
+            self.saved_iteration = state.iteration
+
+    def is_due(self, iteration: int) -> bool:
+        return self.interval is not None and iteration % self.interval == 0
+
+
 class ExitSignal:
     """Remembers that this process got the exit signal, once `listen` was called."""
 
@@ -49,18 +66,15 @@ class Loop:
         sources: Sources,
         report: Report,
         *,
-        save: Callable[[TrainState], None] | None,
-        save_interval: int | None,
+        saving: Saving | None,
         forecast: MemoryForecast,
     ) -> None:
         self.training = training
         self.state = state
         self._sources = sources
         self._report = report
-        self._save = save
-        self._save_interval = save_interval
+        self._saving = saving
         self._forecast: MemoryForecast | None = forecast
-        self._saved_at: int | None = None
         self._started = time.monotonic()
         self._signal = ExitSignal()
 
@@ -76,9 +90,10 @@ class Loop:
         while self.state.iteration < config.train_iters and reason is None:
             result = self._iteration()
             self._evaluate_if_due()
-            self._save_if_due()
+            if self._saving is not None and self._saving.is_due(self.state.iteration):
+                self._save()
             reason = self._reason_to_leave(result)
-        self._save_now()
+        self._save()
         if reason is not None:
             self._report.log.log0(f"[exiting program after {reason}] datetime: {datetime.now()}")
             return
@@ -144,16 +159,10 @@ class Loop:
         )
         return True
 
-    def _save_if_due(self) -> None:
-        if self._save_interval and self.state.iteration % self._save_interval == 0:
-            self._save_now()
-
-    def _save_now(self) -> None:
-        if self._save is None or self._saved_at == self.state.iteration:
-            return
-        self.training.model.wait_published()
-        self._save(self.state)
-        self._saved_at = self.state.iteration
+    def _save(self) -> None:
+        if self._saving is not None:
+            self.training.model.wait_published()
+            self._saving.save(self.state)
 
     def _out_of_time(self) -> bool:
         limit = self.training.config.exit_duration_in_mins

@@ -10,6 +10,7 @@ from paro.checkpoint.save import save_checkpoint
 from paro.config import RunConfig
 from paro.optim.loss_scale import LossScaleState
 from paro.report.log import Log
+from paro.runtime import user_mistakes
 from paro.training import Training, TrainState
 
 # What may differ between the run that saved and the one that loads.
@@ -27,7 +28,7 @@ def save_run(config: RunConfig, training: Training, state: TrainState, log: Log)
         "strategy": config.strategy.name,
         "world_size": training.control.world.size,
     }
-    with training.traffic.paused():
+    with training.traffic.paused(), user_mistakes():  # a full disk, say, on which all ranks agree
         save_checkpoint(
             config.checkpoint.save,
             state.iteration,

@@ -10,7 +10,7 @@ import torch
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.config import RunConfig
-from paro.loop import Loop
+from paro.loop import Loop, Saving
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
 from paro.report.record import IterationRecord
@@ -60,8 +60,7 @@ def run_loop(flags: str, *, save_interval: int | None = None) -> Run:
         state,
         build_sources(config, build_data(config), training, state),
         report,
-        save=lambda at: run.saved.append(at.iteration),
-        save_interval=save_interval,
+        saving=Saving(write=lambda at: run.saved.append(at.iteration), interval=save_interval),
         forecast=MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0),
     ).run()
     return run
