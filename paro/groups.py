@@ -37,9 +37,9 @@ class Groups:
         return self._by_use_and_run[use, run]
 
     def close(self) -> None:
-        """Destroys the groups; gloo's cost threads for as long as they live."""
-        for group in self._by_use_and_run.values():
-            dist.destroy_process_group(group)
+        """Destroys the groups: gloo's threads wake up all the time for as long as they live."""
+        while self._by_use_and_run:  # the last reference goes, whoever still holds this object
+            dist.destroy_process_group(self._by_use_and_run.popitem()[1])
 
 
 def make_groups(
