@@ -1,0 +1,225 @@
+"""The README says what the code does: commands, flags, tables and the list of files."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from model.config import LLAMA_PRESETS
+from paro.arguments import build_parser
+from paro.planning.closed_form import FINISH, GATHER, PUBLISH, REDUCE, Multiples
+from paro.planning.cost_model import model_state_bytes, traffic_per_step
+from paro.planning.llama import units_of
+from paro.precision import PrecisionConfig
+from paro.report.record import Metrics
+from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy
+from paro.topology import make_topology
+from tests.helpers.ranks import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+# Folders whose files are listed one by one; of tests/ the folder alone.
+LISTED = ("paro", "model", "data", "tools", "examples")
+COLUMN = 31
+
+FENCED = r"^```\w*\n(.*?)^```$"
+
+TORCHRUN_FLAGS = {
+    "--standalone",
+    "--nproc-per-node",
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+}
+OTHER_FLAGS = {"--nodes", "--ntasks-per-node"}  # sbatch's
+
+
+def fenced(heading: str) -> list[str]:
+    """The contents of the code blocks of the section under a heading."""
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.M)
+    assert found is not None, f"no section {heading!r}"
+    return re.findall(FENCED, found[1], re.DOTALL | re.M)
+
+
+# Commands
+
+
+def commands(block: str) -> list[list[str]]:
+    """The commands of a block, word by word, comments left out."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def test_the_plain_commands_are_those_of_quickstart() -> None:
+    done = subprocess.run(
+        ["bash", "examples/quickstart.sh"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "DRY": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("+ ") for line in lines), done.stdout
+    of_script = [shlex.split(line.removeprefix("+ ")) for line in lines]
+    assert len(of_script) == 5
+    blocks = fenced("The quickstart, command by command")
+    of_readme = [
+        words
+        for block in blocks
+        for words in commands(block)
+        if words[0] not in ("make", "source", "export")
+    ]
+    assert of_readme == of_script
+
+
+def test_every_make_target_exists() -> None:
+    blocks = re.findall(FENCED, README, re.DOTALL | re.M)
+    inline = re.findall(r"`[^`]+`", re.sub(FENCED, "", README, flags=re.DOTALL | re.M))
+    named = set(re.findall(r"^make ([a-z]+)", "".join(blocks), re.M))
+    named |= set(re.findall(r"\bmake ([a-z]+)", "".join(inline)))
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert {"quickstart", "test"} <= named
+    assert named <= targets
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def test_every_flag_exists() -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README))
+    known = TORCHRUN_FLAGS | OTHER_FLAGS | flags_of(build_parser())
+    for tool in (ROOT / "tools").glob("*.py"):
+        known |= set(re.findall(r'"(--[a-z-]+)"', tool.read_text(encoding="utf-8")))
+    assert len(named) > 40
+    assert named <= known, named - known
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = set(re.findall(r"`((?:paro|model|data|tools|examples|tests)/[\w./]*)`", README))
+    named |= set(re.findall(r"\]\(([\w./]+)\)", README))
+    assert len(named) > 5
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+# Tables
+
+
+def multiples(*parts: Multiples) -> str:
+    """`2X + Y` for a sum of multiples of X and Y."""
+    x, y = (sum(part[index] for part in parts) for index in (0, 1))
+    terms = [
+        f"{'' if count == 1 else count}{name}" for count, name in ((x, "X"), (y, "Y")) if count
+    ]
+    return " + ".join(terms) or "0"
+
+
+def strategy_row(letters: str) -> str:
+    """A row of the table: what a strategy stores and sends, and 7B's figures."""
+    params, grads, optim = letters
+    fraction = {"N": "1", "I": "1/m", "G": "1/n"}
+    known_as = {
+        "NNN": "DDP",
+        "NNG": "ZeRO-1",
+        "NGG": "ZeRO-2",
+        "GGG": "ZeRO-3",
+        "III": "MiCS, HSDP",
+    }
+    strategy = parse_strategy(letters, world_size=32, group_size=8)
+    topology = make_topology(world_size=32, group_size=8, degrees=strategy.degrees)
+    units = units_of(LLAMA_PRESETS["7B"], world_size=32)
+    precision = PrecisionConfig(compute="bf16")
+    stored = model_state_bytes(strategy, units, precision).total
+    sent = traffic_per_step(strategy, topology, units, precision, num_micro_batches=10)
+    cells = [
+        f"`{letters}`",
+        known_as.get(letters, ""),
+        *(fraction[letter] for letter in letters),
+        multiples(GATHER[params], REDUCE[grads]),
+        multiples(FINISH[grads + optim], PUBLISH[params + optim]),
+        f"{stored / 1e9:.1f}",
+        f"{sent.intra / 1e9:.1f}",
+        f"{sent.inter / 1e9:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def test_the_table_of_strategies_is_what_the_formulas_say() -> None:
+    expected = [strategy_row(letters) for letters in legal_letters()]
+    assert re.findall(r"^\| `[NIG]{3}` \|.*$", README, re.M) == expected, "\n".join(expected)
+
+
+def test_the_names_of_strategies_are_all_told() -> None:
+    for name, letters in NAMED_STRATEGIES.items():
+        assert re.search(rf"`{name}`[^|\n]*`{letters}`|`{name}`", README), name
+
+
+def test_the_fields_of_the_metrics_file_are_all_told_in_order() -> None:
+    table = next(
+        block
+        for block in re.findall(r"(?:^\|.*\n)+", README, re.M)
+        if "`iteration_time_ms`" in block
+    )
+    told = [name for cell in re.findall(r"^\| ([^|]*) \|", table, re.M) for name in code(cell)]
+    assert told == [field.name for field in fields(Metrics)]
+
+
+def code(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+# Files
+
+
+def first_line(path: Path) -> str:
+    """What a file says of itself: its docstring's first line, or a script's first comment."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text.splitlines()[1].removeprefix("# ")
+    docstring = ast.get_docstring(ast.parse(text))
+    assert docstring, f"{path} has no docstring"
+    return docstring.splitlines()[0]
+
+
+def listing(folder: Path, depth: int) -> list[str]:
+    """A folder and all below it, a line each."""
+    package = folder / "__init__.py"
+    indent = "  " * depth
+    own = first_line(package) if package.exists() else "One launch script per story."
+    lines = [f"{indent}{folder.name}/".ljust(COLUMN) + own]
+    inside = [path for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__")]
+    for path in sorted(inside, key=lambda path: (path.is_dir(), path.name)):
+        if path.is_dir():
+            lines += listing(path, depth + 1)
+        else:
+            lines.append(f"{indent}  {path.name}".ljust(COLUMN) + first_line(path))
+    return lines
+
+
+def tree() -> str:
+    """The README's list of files, as the files themselves have it."""
+    entry = "pretrain_llama.py"
+    lines = [entry.ljust(COLUMN) + first_line(ROOT / entry)]
+    for name in LISTED:
+        lines += listing(ROOT / name, 0)
+    lines.append("tests/".ljust(COLUMN) + first_line(ROOT / "tests" / "__init__.py"))
+    return "\n".join(lines) + "\n"
+
+
+def test_every_product_file_is_listed_with_its_own_first_line() -> None:
+    (block,) = fenced("Files")
+    assert block == tree(), f"`python -m {__name__}` prints the list as it should be"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(tree())
