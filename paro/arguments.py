@@ -14,11 +14,11 @@ from typing import NoReturn
 
 from data.tokenizer import TOKENIZER_TYPES
 from model.config import LLAMA_PRESETS
+from paro.collectives import COLLECTIVES
 from paro.compatibility import add_compatibility_args
 from paro.optim.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
 from paro.yaml_flags import read_flags
 
-COLLECTIVES = ("native", "flat")
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 

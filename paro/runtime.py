@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +41,11 @@ class RuntimeConfig:
             raise ValueError(
                 f"--distributed-timeout-minutes {self.distributed_timeout_minutes} must be positive"
             )
+
+
+# Ranks that start together may differ by this much until they have read their flags.
+_SPEAKER_SECONDS = 20.0
+_LAGGARD_SECONDS = 1.0
 
 
 class UserMistakeError(Exception):
@@ -191,8 +198,12 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         main()
     except UserMistakeError as mistake:
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
-        if local_rank == 0 or mistake.on_this_rank:
+        if local_rank != 0 and not mistake.on_this_rank:
+            _wait_for_the_speaker()
+        else:
             print(f"{name}: error: {mistake}", file=sys.stderr, flush=True)
+            if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and not mistake.on_this_rank:
+                time.sleep(_LAGGARD_SECONDS)  # so that the others come to the mistake too
         _leave(2)
     except SystemExit as leaving:
         _leave(leaving.code if isinstance(leaving.code, int) else 1)
@@ -200,6 +211,15 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         traceback.print_exc()
         _leave(1)
     sys.exit(0)
+
+
+def _wait_for_the_speaker() -> None:
+    """Gives local rank 0 the time to come to the mistake and print it.
+
+    A launcher ends all ranks as soon as one has left; then this one leaves with the same status.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: _leave(2))
+    time.sleep(_SPEAKER_SECONDS)
 
 
 def _leave(status: int) -> NoReturn:

@@ -121,11 +121,9 @@ def _from_degrees(text: str, world_size: int, group_size: int) -> Strategy:
 def effective_letters(strategy: Strategy, *, world_size: int, group_size: int) -> str | None:
     """The letters that name the same degrees, coarsest first; None where no letters do.
 
-    On one group (m = n) I and G are the same degree and the answer is written with G.
+    Levels of the same degree are written as G on one group, as N in groups of one rank.
     """
-    names = {1: "N", group_size: "I", world_size: "G"}
-    if world_size == 1:
-        names = {1: "G"}
+    names = {group_size: "I"} | {1: "N"} | {world_size: "G"}  # the later one names a shared degree
     letters = [names.get(degree) for degree in strategy.degrees]
     return "".join(letter for letter in letters if letter) if all(letters) else None
 

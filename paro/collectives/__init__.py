@@ -1,1 +1,3 @@
 """Collectives over runs of axes, by algorithm."""
+
+COLLECTIVES = ("native", "flat")

@@ -49,9 +49,6 @@ class Collectives(Protocol):
         """Ends lanes and groups; every rank calls it when nothing is under way."""
 
 
-COLLECTIVES = ("native", "flat")
-
-
 def make_collectives(
     name: str,
     *,

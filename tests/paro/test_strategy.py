@@ -107,5 +107,8 @@ def test_effective_letters_on_one_group() -> None:
     strategy = parse_strategy("IIG", world_size=4, group_size=4)
     assert effective_letters(strategy, world_size=4, group_size=4) == "GGG"
     assert effective_letters(strategy, world_size=8, group_size=4) == "III"
+    alone = parse_strategy("IIG", world_size=4, group_size=1)
+    assert effective_letters(alone, world_size=4, group_size=1) == "NNG"
+    assert effective_letters(alone, world_size=1, group_size=1) is None
     odd = parse_strategy("2,4,8", world_size=8, group_size=4)
     assert effective_letters(odd, world_size=8, group_size=4) is None

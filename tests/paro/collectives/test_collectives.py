@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.collectives.api import COLLECTIVES, Collectives, make_collectives
+from paro.collectives import COLLECTIVES
+from paro.collectives.api import Collectives, make_collectives
 from paro.groups import Use
 from paro.lanes import make_lanes
 from paro.topology import make_topology, nested_range
