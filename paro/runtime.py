@@ -191,8 +191,9 @@ def one_line(error: BaseException) -> str:
 def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     """Runs an entry script and exits: 0, or 2 after a user's mistake, or 1 after any failure.
 
-    A mistake is one line, printed by local rank 0. After a failure the process leaves at once:
-    threads may hang in a collective with a peer that is gone.
+    A mistake is one line, printed by local rank 0. The process leaves at once in any case: after
+    a failure threads may hang in a collective with a peer that is gone, and after a good end the
+    interpreter's own tear-down now and then aborts among the threads of gloo.
     """
     try:
         main()
@@ -210,7 +211,7 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         _leave(1)
-    sys.exit(0)
+    _leave(0)
 
 
 def _wait_for_the_speaker() -> None:
