@@ -83,6 +83,16 @@ class LlamaConfig:
                 raise ValueError(f"{flag} {value} must be positive")
 
 
+def loss_chunk_tokens(device_type: str) -> int:
+    """For how many tokens at a time the loss makes logits.
+
+    The gradient of the output weight is read and written once a chunk, which the products of a
+    chunk must outweigh. A CPU needs fewer tokens for that, and is faster with chunks that its
+    allocator keeps from one to the next.
+    """
+    return 512 if device_type == "cpu" else 1024
+
+
 def _llama1(layers: int, hidden: int, ffn: int, heads: int, epsilon: float) -> LlamaConfig:
     return LlamaConfig(
         num_layers=layers,

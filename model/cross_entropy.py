@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# fp32 logits that may exist at once. Large enough to keep a GPU busy, small beside the weights.
-CHUNK_BYTES = 64 << 20
+from model.config import loss_chunk_tokens
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -28,8 +27,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         token_weights_T: Tensor,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        num_tokens, vocab = x_TD.shape[0], weight_VD.shape[0]
-        chunk = max(1, CHUNK_BYTES // (4 * vocab))
+        num_tokens = x_TD.shape[0]
+        chunk = loss_chunk_tokens(x_TD.device.type)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         grad_weight_VD: Tensor | None = None
         loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
@@ -39,18 +38,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # A token without weight counts nothing, not even where its logits would overflow.
             chunk_TD = x_TD[part].masked_fill((weights_T == 0.0)[:, None], 0.0)
             logits_TV = (chunk_TD @ weight_VD.t()).float()
-            log_norm_T = torch.logsumexp(logits_TV, dim=-1)
-            losses_T = log_norm_T - logits_TV.gather(1, labels_T1).squeeze(1)
-            loss += torch.dot(losses_T, weights_T)
+            label_logits_T = logits_TV.gather(1, labels_T1).squeeze(1)
+            highest_T = logits_TV.amax(-1)
+            probabilities_TV = torch.softmax(logits_TV, dim=-1)
+            del logits_TV
+            # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
+            log_norm_T = highest_T - probabilities_TV.amax(-1).log_()
+            loss += torch.dot(log_norm_T - label_logits_T, weights_T)
             if not needs_x and not needs_weight:
                 continue
-            grad_TV = logits_TV.sub_(log_norm_T[:, None]).exp_().mul_(weights_T[:, None])
-            grad_TV.scatter_add_(1, labels_T1, -weights_T[:, None])
-            grad_TV = grad_TV.to(x_TD.dtype)
+            # The gradient of the logits, but for the weights: those multiply what is smaller.
+            minus_T1 = torch.full_like(label_logits_T, -1.0)[:, None]
+            grad_TV = probabilities_TV.scatter_add_(1, labels_T1, minus_T1).to(x_TD.dtype)
+            del probabilities_TV
             if grad_x_TD is not None:
                 torch.mm(grad_TV, weight_VD, out=grad_x_TD[part])
+                grad_x_TD[part].mul_(weights_T[:, None])
             if needs_weight:
-                grad_weight_VD = _add_product(grad_weight_VD, grad_TV, chunk_TD, num_tokens)
+                weighted_TD = (chunk_TD * weights_T[:, None]).to(x_TD.dtype)
+                grad_weight_VD = _add_product(grad_weight_VD, grad_TV, weighted_TD, num_tokens)
+            del grad_TV
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         ctx.gradients = grad_x_TD, grad_weight_VD
@@ -63,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.gradients = None  # large, and scaled below
         for gradient in (grad_x_TD, grad_weight_VD):
             if gradient is not None:
-                gradient.mul_(grads[0].to(gradient.dtype))
+                gradient.mul_(grads[0].view(1, 1))  # without dimensions it would be rounded first
         return grad_x_TD, grad_weight_VD, None, None
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.config import LlamaConfig, RecomputeConfig
 from model.cross_entropy import linear_cross_entropy
+from model.layers import gated_linear, normed_linears, rms_norm
 from model.rotary import rotate, rotations
 
 Rotations = tuple[Tensor, Tensor]
@@ -71,17 +72,14 @@ class Block(nn.Module):
         return self._body(x_BSD, rotation)
 
     def _body(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
-        x_BSD = x_BSD + self._attention(self._norm(x_BSD, self.attention_norm), rotation)
-        return x_BSD + self._mlp(self._norm(x_BSD, self.mlp_norm))
-
-    def _norm(self, x_BSD: Tensor, scale_D: Tensor) -> Tensor:
-        return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D, self.config.norm_epsilon)
+        x_BSD = x_BSD + self._attention(x_BSD, rotation)
+        return x_BSD + self._mlp(x_BSD)
 
     def _attention(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
-        head = (-1, self.config.kv_channels)
-        q_BSNH = rotate(F.linear(x_BSD, self.wq).unflatten(-1, head), *rotation)
-        k_BSKH = rotate(F.linear(x_BSD, self.wk).unflatten(-1, head), *rotation)
-        v_BSKH = F.linear(x_BSD, self.wv).unflatten(-1, head)
+        epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
+        projections = normed_linears(x_BSD, self.attention_norm, epsilon, self.wq, self.wk, self.wv)
+        q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
+        q_BSNH, k_BSKH = rotate(q_BSNH, *rotation), rotate(k_BSKH, *rotation)
         if self.recompute == "selective" and torch.is_grad_enabled():
             out_BSNH = _checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH)
         else:
@@ -97,9 +95,9 @@ class Block(nn.Module):
         return out_BNSH.transpose(1, 2)
 
     def _mlp(self, x_BSD: Tensor) -> Tensor:
-        gate_BSF = F.linear(x_BSD, self.w_gate)
-        up_BSF = F.linear(x_BSD, self.w_up)
-        return F.linear(F.silu(gate_BSF) * up_BSF, self.w_down)
+        epsilon = self.config.norm_epsilon
+        gate_BSF, up_BSF = normed_linears(x_BSD, self.mlp_norm, epsilon, self.w_gate, self.w_up)
+        return gated_linear(gate_BSF, up_BSF, self.w_down)
 
 
 class Head(nn.Module):
@@ -122,7 +120,7 @@ class Head(nn.Module):
     ) -> Tensor:
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None, "a tied head needs the embedding's weight"
-        x_BSD = F.rms_norm(x_BSD, (x_BSD.shape[-1],), self.norm, self.config.norm_epsilon)
+        x_BSD = rms_norm(x_BSD, self.norm, self.config.norm_epsilon)
         if labels_BS is None:
             return F.linear(x_BSD, weight_VD)
         assert token_weights_BS is not None, "a loss needs the weight of every token"

@@ -34,10 +34,11 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
 def rotations(
     config: LlamaConfig, seq_length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every position, each [S, 1, H / 2]; kept for the next call."""
+    """Of every position (cos, cos) [S, 1, H] and sin [S, 1, H / 2]; kept for the next call."""
     positions = torch.arange(seq_length, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, inverse_frequencies(config))[:, None, :]
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    return torch.cat((cos, cos), dim=-1), sin
 
 
 class _Rotate(torch.autograd.Function):
@@ -61,9 +62,10 @@ def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotated(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x_BSNH.chunk(2, dim=-1)
     out = torch.empty_like(x_BSNH, memory_format=torch.contiguous_format)
+    torch.mul(x_BSNH, cos, out=out)
+    first, second = x_BSNH.chunk(2, dim=-1)
     out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1.0)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    out_first.addcmul_(second, sin, value=-1.0)
+    out_second.addcmul_(first, sin)
     return out

@@ -91,7 +91,7 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         size=config.batches.micro_batch_size,
         seq_length=config.data.seq_length,
         compute_bytes=BYTES_OF[config.precision.compute],
-        fused_norm=training.device.type == "cuda",
+        device_type=training.device.type,
     )
     return peak_memory(
         config.strategy,

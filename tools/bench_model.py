@@ -1,12 +1,18 @@
-"""Training speed of this LLaMA beside transformers' LlamaForCausalLM, on one device, in pairs."""
+"""Training speed of this LLaMA and its trainer beside transformers' LlamaForCausalLM, in pairs."""
 
-# Both train the same shape from the same weights on the same tokens with torch's fused AdamW, and
-# their first losses are compared. They take turns, a few steps each, because a shared machine's
-# speed drifts: every ratio is of two neighbours in time, and the medians of all turns are printed.
+# All contenders train the same shape from the same weights on the same tokens with AdamW, and their
+# first losses are compared. They take turns, a few steps each, because a shared machine's speed
+# drifts: a ratio is the median over rounds, each of neighbours in time.
+#
+#   ours                this model, torch's fused AdamW
+#   trainer             pretrain_llama.py's training step, clipping and bookkeeping included
+#   transformers        LlamaForCausalLM and AdamW as a user gets them
+#   transformers-fused  the same with AdamW(fused=True)
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -22,80 +28,94 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
+from data.loader import Batch
 from model.config import LlamaConfig, RecomputeConfig, flops_per_token, num_parameters
 from model.hugging_face import hugging_face_config, hugging_face_name
 from model.initialization import initialize_whole
 from model.llama import Llama
+from paro.arguments import parse_args
+from paro.assembly import build_training, start_state
+from paro.config import RunConfig
+from paro.runtime import Control, World, device_for
+from paro.training import train_step
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 LEARNING_RATE = 1e-4
 SEED = 1234
 
-TrainStep = Callable[[], Tensor]
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+Step = Callable[[], float | Tensor]  # one optimizer step; the loss before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What both models are and what they train on."""
+class Task:
+    """What all contenders train, and on what."""
 
     config: LlamaConfig
-    batch_size: int
-    seq_length: int
     device: torch.device
     dtype: str
+    batch: Batch
 
     @property
-    def tokens(self) -> int:
-        return self.batch_size * self.seq_length
+    def num_tokens(self) -> int:
+        return self.batch.tokens_BS.numel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Seconds of every turn, ours and theirs side by side."""
+class Result:
+    """Seconds of every turn of each contender, in the order of rounds."""
 
-    ours: tuple[float, ...]
-    theirs: tuple[float, ...]
+    seconds: dict[str, list[float]]
     tokens_per_turn: int
 
-    @property
-    def tokens_per_second(self) -> tuple[float, float]:
-        return self.tokens_per_turn / median(self.ours), self.tokens_per_turn / median(self.theirs)
+    def tokens_per_second(self, name: str) -> float:
+        return self.tokens_per_turn / median(self.seconds[name])
 
-    @property
-    def ratio(self) -> float:
-        """How many times as fast as theirs ours is: the median over neighbouring turns."""
-        return median(b / a for a, b in zip(self.ours, self.theirs, strict=True))
+    def ratio(self, name: str, other: str) -> float:
+        """How many times as fast as `other`: the median over rounds."""
+        rounds = zip(self.seconds[name], self.seconds[other], strict=True)
+        return median(theirs / own for own, theirs in rounds)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--num-layers", type=int, default=6)
-    add("--hidden-size", type=int, default=512)
-    add("--ffn-hidden-size", type=int, default=1344)
-    add("--num-attention-heads", type=int, default=8)
+    add("--contenders", default="ours,trainer,transformers,transformers-fused", metavar="NAMES")
+    add("--num-layers", type=int, default=8)
+    add("--hidden-size", type=int, default=384)
+    add("--ffn-hidden-size", type=int, default=1280)
+    add("--num-attention-heads", type=int, default=6)
     add("--num-query-groups", type=int, help="default: as many as --num-attention-heads")
-    add("--vocab-size", type=int, default=4096)
+    add("--vocab-size", type=int, default=8192, help="rows of the embedding")
     add("--tie-embeddings-and-output-weights", action="store_true")
-    add("--recompute", action="store_true", help="full recomputation in both")
+    add("--recompute", action="store_true", help="every block, in all contenders")
     add("--micro-batch-size", type=int, default=4)
     add("--seq-length", type=int, default=256)
     add("--dtype", choices=sorted(TYPES), default="fp32")
-    add("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0")
-    add("--threads", type=int, default=2, help="of one process, on a CPU")
-    add("--turns", type=int, default=9, help="of each model; the first of each is not counted")
-    add("--steps", type=int, default=2, help="optimizer steps of a turn")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--threads", type=int, default=2, help="on a CPU")
+    add(
+        "--clock",
+        choices=sorted(CLOCKS),
+        default="wall",
+        help="cpu: time of all threads, for a machine that others keep busy; use --threads 1",
+    )
+    add("--rounds", type=int, default=9, help="turns of each contender that are timed")
+    add("--steps", type=int, default=2, help="optimizer steps in a turn")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     return parser
 
 
-def shape_of(args: argparse.Namespace) -> Shape:
+def task_of(args: argparse.Namespace) -> Task:
     heads = args.num_attention_heads
-    if args.hidden_size % heads != 0:
+    if heads < 1 or args.hidden_size % heads != 0:
         raise ValueError(
             f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}"
         )
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device")
     config = LlamaConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -108,59 +128,28 @@ def shape_of(args: argparse.Namespace) -> Shape:
         tie_embeddings_and_output_weights=args.tie_embeddings_and_output_weights,
         recompute=RecomputeConfig(granularity="full") if args.recompute else None,
     )
+    size = (args.micro_batch_size, args.seq_length + 1)
+    text_BS = torch.randint(args.vocab_size, size, generator=torch.Generator().manual_seed(SEED))
+    tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
     device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device}: torch sees no CUDA device")
-    return Shape(
-        config=config,
-        batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        device=device,
-        dtype=args.dtype,
-    )
+    batch = Batch(tokens_BS, labels_BS, torch.ones(tokens_BS.shape)).to(device)
+    return Task(config=config, device=device, dtype=args.dtype, batch=batch)
 
 
-def make_ours(shape: Shape, tokens_BS: Tensor, labels_BS: Tensor) -> tuple[TrainStep, Llama]:
-    """One optimizer step of this model, and the model for its weights."""
-    with shape.device:
-        model = Llama(shape.config).to(TYPES[shape.dtype])
-    initialize_whole(model, shape.config, SEED)
+def _own_model(task: Task) -> Llama:
+    with task.device:
+        model = Llama(task.config).to(TYPES[task.dtype])
+    initialize_whole(model, task.config, SEED)
+    return model
+
+
+def make_ours(task: Task) -> Step:
+    model, batch = _own_model(task), task.batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    weights_BS = torch.full_like(labels_BS, 1.0 / shape.tokens, dtype=torch.float32)
+    weights_BS = batch.loss_mask_BS / task.num_tokens
 
     def step() -> Tensor:
-        loss: Tensor = model(tokens_BS, labels_BS, weights_BS)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step, model
-
-
-def make_theirs(shape: Shape, tokens_BS: Tensor, labels_BS: Tensor, weights: Llama) -> TrainStep:
-    """One optimizer step of transformers' model, which starts from the same weights."""
-    try:
-        from transformers import LlamaConfig as HuggingFaceConfig
-        from transformers import LlamaForCausalLM
-    except ImportError as error:
-        raise ValueError("the comparison needs transformers: pip install transformers") from error
-
-    sizes = HuggingFaceConfig(**hugging_face_config(shape.config), use_cache=False)
-    with shape.device:
-        model = LlamaForCausalLM(sizes).to(TYPES[shape.dtype])
-    state = {hugging_face_name(name): value for name, value in weights.state_dict().items()}
-    if shape.config.tie_embeddings_and_output_weights:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state)
-    model.train()
-    if shape.config.recompute is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-
-    def step() -> Tensor:
-        # Given as shifted, so that every token has a label, as in ours.
-        loss: Tensor = model(input_ids=tokens_BS, labels=labels_BS, shift_labels=labels_BS).loss
+        loss: Tensor = model(batch.tokens_BS, batch.labels_BS, weights_BS)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -169,41 +158,124 @@ def make_theirs(shape: Shape, tokens_BS: Tensor, labels_BS: Tensor, weights: Lla
     return step
 
 
-def check_losses(shape: Shape, ours: Tensor, theirs: Tensor) -> None:
-    """Raises `RuntimeError` unless both first losses agree: a faster model must be the same one."""
-    if not torch.isclose(ours, theirs, rtol=LOSS_TOLERANCE[shape.dtype], atol=0.0):
-        raise RuntimeError(f"the losses differ: {float(ours)} here, {float(theirs)} transformers")
+def make_transformers(task: Task, *, fused: bool) -> Step:
+    try:
+        from transformers import LlamaConfig as HuggingFaceConfig
+        from transformers import LlamaForCausalLM
+    except ImportError as error:
+        raise ValueError("the comparison needs transformers: pip install transformers") from error
+
+    sizes = HuggingFaceConfig(**hugging_face_config(task.config), use_cache=False)
+    with task.device:
+        model = LlamaForCausalLM(sizes).to(TYPES[task.dtype])
+    own = {hugging_face_name(name): p for name, p in _own_model(task).named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(own[name])
+    model.train()
+    if task.config.recompute is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused or None)
+    tokens_BS, labels_BS = task.batch.tokens_BS, task.batch.labels_BS
+
+    def step() -> Tensor:
+        # Labels are shifted already, so that every token has one, as in ours.
+        loss: Tensor = model(input_ids=tokens_BS, labels=labels_BS, shift_labels=labels_BS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
-def compare(shape: Shape, *, turns: int, steps: int) -> Comparison:
-    """Lets both models train in turns of `steps` optimizer steps."""
-    generator = torch.Generator().manual_seed(SEED)
-    size = (shape.batch_size, shape.seq_length + 1)
-    text_BS = torch.randint(shape.config.vocab_size, size, generator=generator).to(shape.device)
-    tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
-    step_ours, model = make_ours(shape, tokens_BS, labels_BS)
-    step_theirs = make_theirs(shape, tokens_BS, labels_BS, model)
-    check_losses(shape, step_ours().float(), step_theirs().float())
+def make_trainer(task: Task) -> Step:
+    world = World()
+    config = RunConfig.from_args(parse_args(trainer_flags(task)), world)
+    training = build_training(config, Control(world, device_for(config.runtime, world)))
+    state, batches = start_state(config), itertools.repeat(task.batch)
 
-    def seconds(step: TrainStep) -> float:
-        _wait(shape.device)
-        begin = time.perf_counter()
+    def step() -> float:
+        return train_step(training, state, batches).loss
+
+    return step
+
+
+def trainer_flags(task: Task) -> list[str]:
+    """The command line of pretrain_llama.py for this task."""
+    config = task.config
+    batch_size, seq_length = task.batch.tokens_BS.shape
+    flags = {
+        "distributed-backend": "nccl" if task.device.type == "cuda" else "gloo",
+        "mock-data": None,
+        "tokenizer-type": "NullTokenizer",
+        "vocab-size": config.vocab_size - 1,  # it adds the end of documents
+        "make-vocab-size-divisible-by": 1,
+        "num-layers": config.num_layers,
+        "hidden-size": config.hidden_size,
+        "ffn-hidden-size": config.ffn_hidden_size,
+        "num-attention-heads": config.num_attention_heads,
+        "group-query-attention": None,
+        "num-query-groups": config.num_query_groups,
+        "seq-length": seq_length,
+        "max-position-embeddings": config.max_position_embeddings,
+        "micro-batch-size": batch_size,
+        "train-iters": 10**6,
+        "lr": LEARNING_RATE,
+        "lr-decay-style": "constant",
+        "seed": SEED,
+    }
+    if config.tie_embeddings_and_output_weights:
+        flags["tie-embeddings-and-output-weights"] = None
+    if config.recompute is not None:
+        flags["recompute-granularity"] = config.recompute.granularity
+    if task.dtype == "bf16":
+        flags["bf16"] = None
+    words = ((f"--{flag}", value) for flag, value in flags.items())
+    return [str(word) for pair in words for word in pair if word is not None]
+
+
+CONTENDERS: dict[str, Callable[[Task], Step]] = {
+    "ours": make_ours,
+    "trainer": make_trainer,
+    "transformers": lambda task: make_transformers(task, fused=False),
+    "transformers-fused": lambda task: make_transformers(task, fused=True),
+}
+
+
+def check_losses(losses: dict[str, float], tolerance: float) -> None:
+    """Raises `RuntimeError` unless all agree: a faster model must be the same one."""
+    lowest, highest = min(losses.values()), max(losses.values())
+    if not highest - lowest <= tolerance * highest:
+        raise RuntimeError(f"the first losses differ: {losses}")
+
+
+def race(
+    task: Task, names: Sequence[str], *, rounds: int, steps: int, clock: Callable[[], float]
+) -> Result:
+    """Lets the contenders train in turns, in an order that moves on from round to round."""
+    contenders = {name: CONTENDERS[name](task) for name in names}
+    first_losses = {name: float(step()) for name, step in contenders.items()}
+    check_losses(first_losses, LOSS_TOLERANCE[task.dtype])
+    for step in contenders.values():
+        step()  # the first may have allocated what stays
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+
+    def turn(step: Step) -> float:
+        _wait(task.device)
+        begin = clock()
         for _ in range(steps):
             step()
-        _wait(shape.device)
-        return time.perf_counter() - begin
+        _wait(task.device)
+        return clock() - begin
 
-    ours, theirs = [], []
-    for turn in range(turns):
-        if turn % 2 == 0:
-            ours.append(seconds(step_ours))
-            theirs.append(seconds(step_theirs))
-        else:
-            theirs.append(seconds(step_theirs))
-            ours.append(seconds(step_ours))
-        print(f"turn {turn + 1:3d}: ours {ours[-1]:.3f} s, theirs {theirs[-1]:.3f} s", flush=True)
-    tokens = steps * shape.tokens
-    return Comparison(ours=tuple(ours[1:]), theirs=tuple(theirs[1:]), tokens_per_turn=tokens)
+    for index in range(rounds):
+        start = index % len(names)
+        for name in (*names[start:], *names[:start]):
+            seconds[name].append(turn(contenders[name]))
+        last = ", ".join(f"{name} {turns[-1]:.3f}" for name, turns in seconds.items())
+        print(f"round {index + 1:3d}, seconds: {last}", flush=True)
+    return Result(seconds=seconds, tokens_per_turn=steps * task.num_tokens)
 
 
 def _wait(device: torch.device) -> None:
@@ -211,38 +283,54 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def report(task: Task, result: Result) -> list[dict[str, object]]:
+    """Prints a line per contender and returns the same as rows."""
+    flops = flops_per_token(task.config, task.batch.tokens_BS.shape[1], causal=False)
+    references = [name for name in result.seconds if name.startswith("transformers")]
+    rows: list[dict[str, object]] = []
+    for name, seconds in result.seconds.items():
+        speed = result.tokens_per_second(name)
+        ratios = {other: result.ratio(name, other) for other in references if other != name}
+        beside = "".join(f", {ratio:.3f} of {other}" for other, ratio in ratios.items())
+        print(f"{name:20s}{speed:10.0f} tokens/s, {speed * flops / 1e12:.3f} TFLOP/s{beside}")
+        rows.append(
+            {
+                "contender": name,
+                "tokens_per_second": speed,
+                "tflops": speed * flops / 1e12,
+                "ratios": ratios,
+                "seconds": seconds,
+            }
+        )
+    return rows
+
+
 def run(args: argparse.Namespace) -> None:
-    for flag, value, least in (
-        ("--turns", args.turns, 2),
-        ("--steps", args.steps, 1),
-        ("--threads", args.threads, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{flag} {value} must be at least {least}")
+    """Races, prints and writes what `args` ask for."""
+    for flag in ("rounds", "steps", "threads", "micro_batch_size", "seq_length", "vocab_size"):
+        if getattr(args, flag) < 1:
+            shown = flag.replace("_", "-")
+            raise ValueError(f"--{shown} {getattr(args, flag)} must be at least 1")
+    names = args.contenders.split(",")
+    unknown = [name for name in names if name not in CONTENDERS]
+    if unknown:
+        raise ValueError(f"--contenders knows {', '.join(CONTENDERS)}, not {', '.join(unknown)}")
     torch.set_num_threads(args.threads)
-    shape = shape_of(args)
-    print(
-        f"{num_parameters(shape.config) / 1e6:.2f}M parameters, batch {shape.batch_size} x "
-        f"{shape.seq_length} tokens, {shape.dtype} on {shape.device}"
+    task = task_of(args)
+    batch_size, seq_length = task.batch.tokens_BS.shape
+    title = (
+        f"{num_parameters(task.config) / 1e6:.2f}M parameters, batch {batch_size} x {seq_length} "
+        f"tokens, {task.dtype} on {task.device}"
     )
-    comparison = compare(shape, turns=args.turns, steps=args.steps)
-    ours, theirs = comparison.tokens_per_second
-    flops = flops_per_token(shape.config, shape.seq_length, causal=False)
-    print(
-        f"ours {ours:.0f} tokens/s ({ours * flops / 1e12:.3f} TFLOP/s), "
-        f"transformers {theirs:.0f} tokens/s, ratio {comparison.ratio:.3f}"
-    )
+    print(title)
+    clock = CLOCKS[args.clock]
+    result = race(task, names, rounds=args.rounds, steps=args.steps, clock=clock)
+    rows = report(task, result)
     if args.json is not None:
-        figures = {
-            "parameters": num_parameters(shape.config),
-            "tokens_per_second": ours,
-            "transformers_tokens_per_second": theirs,
-            "ratio": comparison.ratio,
-            "seconds": comparison.ours,
-            "transformers_seconds": comparison.theirs,
-        }
+        shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.config)}
         with replacing(args.json) as temporary:
-            temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+            text = json.dumps({**shape, "rows": rows}, indent=1)
+            temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -250,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(args)
     except (OSError, ValueError) as error:
-        print(f"bench_model.py: {error}", file=sys.stderr)
+        print(f"bench_model.py: error: {error}", file=sys.stderr)
         return 2
     return 0
 

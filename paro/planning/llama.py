@@ -2,19 +2,19 @@
 
 # Letters as in model/llama.py, T = B * S tokens of a micro-batch. A block keeps
 #
-#     compute type   x, norm(x), q, k, v, attention's output, x + attention, norm of that,
-#                    gate, silu(gate), up, silu(gate) * up       T * (4 D + (2 N + 2 K) H + 4 F)
-#     fp32           a scale per token and norm, log-sum-exp per token and query head
+#     compute type   x, q, k, v, attention's output, x + attention, gate, up
+#                                                             T * (2 D + (2 N + 2 K) H + 2 F)
+#     fp32           log-sum-exp per token and query head
 #
 # where x is the output of the unit before. q and k are kept turned, the attention's output serves
-# the attention and the output projection. That is for kernels that a GPU has: RMSNorm in one
-# kernel, attention that keeps no scores (flash; in fp32 with grouped heads CUDA has none, and all
-# scores are kept, which is not counted here). Without a fused norm (CPU) each norm keeps its input
-# and the normalized input in fp32 instead of x.
+# the attention and the output projection; normalized inputs and the product of gate and up are
+# made again. That is for attention that keeps no scores (flash; in fp32 with grouped heads CUDA
+# has none, and all scores are kept, which is not counted here).
 #
-# The head keeps its input and, as the loss makes its gradients in forward, the gradients of its
-# normalized input and of the output weight. A block recomputed whole keeps its input alone, a run
-# of blocks recomputed together one input; recomputing attention's core saves the log-sum-exp.
+# The head keeps its input, an fp32 scale per token and, as the loss makes its gradients in forward,
+# the gradients of its normalized input and of the output weight. A block recomputed whole keeps its
+# input alone, a run of blocks recomputed together one input; recomputing attention's core saves the
+# log-sum-exp.
 # Blocks with frozen parameters are counted as if all were trained; below the first trained unit
 # nothing is kept.
 
@@ -23,10 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from model.config import LlamaConfig, RecomputeConfig, parameter_shapes
+from model.config import LlamaConfig, RecomputeConfig, loss_chunk_tokens, parameter_shapes
 from paro.planning.cost_model import UnitShapes, UnitSize, size_units
-
-CROSS_ENTROPY_CHUNK_BYTES = 64 << 20  # model/cross_entropy.py's, which may not be imported: torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +34,7 @@ class MicroBatch:
     size: int
     seq_length: int
     compute_bytes: int  # of an element
-    fused_norm: bool  # CUDA's; on CPU the norm is made of several operations
+    device_type: str  # which kernels there are
 
     @property
     def num_tokens(self) -> int:
@@ -102,31 +100,30 @@ def _block(config: LlamaConfig, batch: MicroBatch, layer: int) -> UnitActivation
     index = layer + 1  # behind the embedding
     residual = _residual(config, batch)
     ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
-    down = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
-    # Backward holds most at the start of the MLP: the gradient of the product with that of w_down,
-    # or right after, when it turns into the gradients of its two factors.
+    weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
+    # Backward holds most at the start of the MLP: the gradient of w_down, of gate and up and of
+    # their product. Gate and up, then given up, make room for the gradients of what made them.
     transients = {
-        "before_gradients": residual + ffn + down,
-        "in_backward": residual + max(ffn + down, 2 * ffn),
+        "before_gradients": residual + 3 * ffn + weight,
+        "in_backward": max(residual + weight, _norm_backward(config, batch) + 2 * weight),
     }
+    in_forward = residual + max(residual, ffn)
     first = _recomputed_from(config.recompute, layer)
     if first is None:
         core = config.recompute is None or config.recompute.granularity == "full"
         return UnitActivations(
             kept=block_activations(config, batch, with_core=core),
             recomputed_from=index,
-            in_forward=2 * residual,
+            in_forward=in_forward,
             **transients,
         )
     kept = residual if layer == first else 0
-    # What a norm keeps is the input itself, unless it is a copy in fp32.
-    same = batch.fused_norm or batch.compute_bytes == 4
-    recomputed = block_activations(config, batch, with_core=True) - (kept if same else 0)
+    recomputed = block_activations(config, batch, with_core=True) - kept
     return UnitActivations(
         kept=kept,
         recomputed=recomputed,
         recomputed_from=first + 1,
-        in_forward=recomputed + 2 * residual,
+        in_forward=recomputed + in_forward,
         **transients,
     )
 
@@ -149,23 +146,28 @@ def block_activations(config: LlamaConfig, batch: MicroBatch, *, with_core: bool
     """What a block keeps that is not recomputed; `with_core`: nor is its attention's core."""
     query = config.num_attention_heads * config.kv_channels
     key = config.num_query_groups * config.kv_channels
-    width = 2 * config.hidden_size + 2 * query + 2 * key + 4 * config.ffn_hidden_size
+    width = 2 * config.hidden_size + 2 * query + 2 * key + 2 * config.ffn_hidden_size
     log_sum_exp = 4 * config.num_attention_heads if with_core else 0
-    per_token = width * batch.compute_bytes + log_sum_exp
-    return batch.num_tokens * per_token + 2 * norm_activations(config, batch)
+    return batch.num_tokens * (width * batch.compute_bytes + log_sum_exp)
 
 
-def norm_activations(config: LlamaConfig, batch: MicroBatch) -> int:
-    """What a norm keeps, the input included."""
-    width = batch.compute_bytes if batch.fused_norm else 8
-    return batch.num_tokens * (config.hidden_size * width + 4)
+def _norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
+    """What the backward of a norm and the linear layers behind it needs, but for their weights.
+
+    The gradients of the block's output, of the normalized input and of the input, and the
+    normalized input; on a CPU the norm computes with two fp32 tensors instead of the last one.
+    """
+    residual = _residual(config, batch)
+    if batch.device_type == "cpu" and batch.compute_bytes < 4:
+        return 3 * residual + 2 * residual * 4 // batch.compute_bytes
+    return 4 * residual
 
 
 def _head(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
     residual = _residual(config, batch)
     weight = config.vocab_size * config.hidden_size * batch.compute_bytes
     return UnitActivations(
-        kept=norm_activations(config, batch) + residual + weight,
+        kept=batch.num_tokens * 4 + 2 * residual + weight,
         recomputed_from=config.num_layers + 1,
         in_forward=residual + _cross_entropy_transient(config, batch),
         before_gradients=residual,
@@ -177,18 +179,14 @@ def _head(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
 
 def _cross_entropy_transient(config: LlamaConfig, batch: MicroBatch) -> int:
     """What the loss needs at most beside the gradients that it keeps."""
-    chunk = min(batch.num_tokens, max(1, CROSS_ENTROPY_CHUNK_BYTES // (4 * config.vocab_size)))
-    logits = 4 * chunk * config.vocab_size  # fp32
-    weight = 4 * config.vocab_size * config.hidden_size
-    kept = weight * batch.compute_bytes // 4
-    one_chunk = chunk == batch.num_tokens
-    exponentials = 2 * logits  # in log-sum-exp, before there is a gradient
+    chunk = min(batch.num_tokens, loss_chunk_tokens(batch.device_type))
+    logits = 4 * chunk * config.vocab_size  # fp32, and again as probabilities
+    gradient = logits * batch.compute_bytes // 4
+    kept = config.vocab_size * config.hidden_size * batch.compute_bytes
+    if chunk == batch.num_tokens:  # the weight's gradient comes last
+        return max(2 * logits - kept, gradient)
     if batch.compute_bytes == 4:
-        # Behind the first chunk, the one before is still there.
-        return max(exponentials - kept, logits) if one_chunk else 3 * logits
-    gradient = logits // 2
-    if one_chunk:
-        return max(exponentials - kept, logits + gradient)
-    # Several chunks: the weight's gradient is summed in fp32, and kept as a two-byte copy. Either
-    # a chunk is made while the one before is still there, or a term of the sum, or the copy, is.
-    return max(2 * (logits + gradient) + weight - kept, logits + gradient + weight)
+        return 2 * logits
+    # Several chunks: the weight's gradient is summed in fp32, and kept as a two-byte copy.
+    total = 4 * config.vocab_size * config.hidden_size
+    return max(2 * logits + total - kept, gradient + total)

@@ -90,7 +90,7 @@ def test_it_fits_into_its_gpus(script: str, nodes: int, tmp_path: Path) -> None:
         size=config.batches.micro_batch_size,
         seq_length=config.data.seq_length,
         compute_bytes=BYTES_OF[config.precision.compute],
-        fused_norm=True,
+        device_type="cuda",
     )
     peak = peak_memory(
         config.strategy,

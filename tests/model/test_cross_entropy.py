@@ -37,7 +37,7 @@ def reference(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor) 
 
 @pytest.fixture(params=[1, 3, 9, 10, 100])
 def tokens_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * V * request.param + 3)
+    monkeypatch.setattr(cross_entropy, "loss_chunk_tokens", lambda _device: request.param)
     return int(request.param)
 
 
@@ -192,7 +192,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * V * 7)
+    monkeypatch.setattr(cross_entropy, "loss_chunk_tokens", lambda _device: 7)
     x, weight, labels, token_weights = inputs()
     assert 7 * V > V * D, "the weight's gradient is not the largest"
 

@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import cross_entropy
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.initialization import initialize_whole
 from model.llama import Llama
 from model.rotary import rotations
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.llama import (
-    CROSS_ENTROPY_CHUNK_BYTES,
     MicroBatch,
     activations_of,
     units_of,
@@ -115,7 +113,7 @@ RECOMPUTE = {
 def test_activations_are_what_autograd_saves(recompute: str, compute: str, groups: int) -> None:
     config = replace(SMALL, num_query_groups=groups, recompute=RECOMPUTE[recompute])
     batch = MicroBatch(
-        size=2, seq_length=16, compute_bytes=TYPES[compute].itemsize, fused_norm=False
+        size=2, seq_length=16, compute_bytes=TYPES[compute].itemsize, device_type="cpu"
     )
     *units, head = activations_of(config, batch)
     # The head's gradients are no saved tensors: they are kept by the loss itself.
@@ -144,13 +142,9 @@ def saved_bytes(config: LlamaConfig, batch: MicroBatch, dtype: torch.dtype) -> i
     )
 
 
-def test_chunk_of_the_loss_is_the_models() -> None:
-    assert cross_entropy.CHUNK_BYTES == CROSS_ENTROPY_CHUNK_BYTES
-
-
-def test_a_fused_norm_keeps_its_input_alone() -> None:
-    """7B at 2048 tokens, counted by hand: 8 tensors of width D and 4 of width F in bf16 a block."""
+def test_a_block_of_seven_billion_by_hand() -> None:
+    """At 2048 tokens: 6 tensors of width D and 2 of width F in bf16, and the log-sum-exp."""
     config = LLAMA_PRESETS["7B"]
-    batch = MicroBatch(size=1, seq_length=2048, compute_bytes=2, fused_norm=True)
+    batch = MicroBatch(size=1, seq_length=2048, compute_bytes=2, device_type="cuda")
     block = activations_of(config, batch)[1]
-    assert block.kept == 2048 * (2 * (8 * 4096 + 4 * 11008) + 4 * 32 + 2 * 4)
+    assert block.kept == 2048 * (2 * (6 * 4096 + 2 * 11008) + 4 * 32)

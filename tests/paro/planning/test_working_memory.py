@@ -45,7 +45,7 @@ class Case:
     seq_length: int = 64
     prefetch_units: int = 1
     num_micro_batches: int = 2
-    chunk_bytes: int = 64 << 20  # of logits
+    loss_chunk: int = 512  # tokens
     at: str
 
 
@@ -63,7 +63,7 @@ CASES = {
         config=replace(SMALL, vocab_size=2048),
         precision=BF16,
         batch_size=4,
-        chunk_bytes=1 << 19,
+        loss_chunk=64,
         at="forward",
     ),
     "chunks of logits in fp32": Case(
@@ -71,7 +71,7 @@ CASES = {
         config=replace(SMALL, vocab_size=2048),
         precision=FP32,
         batch_size=4,
-        chunk_bytes=1 << 19,
+        loss_chunk=64,
         at="forward",
     ),
     "a tied weight, wanted by two units": Case(
@@ -146,9 +146,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = CASES[name]
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", case.chunk_bytes)
-    monkeypatch.setattr(planning_llama, "CROSS_ENTROPY_CHUNK_BYTES", case.chunk_bytes)
-    predicted = predict(case, fused_norm=False)
+    for module in (cross_entropy, planning_llama):
+        monkeypatch.setattr(module, "loss_chunk_tokens", lambda _device: case.loss_chunk)
+    predicted = predict(case, device="cpu")
     assert case.at in predicted.name
     silence(monkeypatch)
     assert measure(case, "cpu") == pytest.approx(predicted.total, rel=0.01)
@@ -185,17 +185,17 @@ def test_prediction_is_what_a_gpu_allocates(
         strategy=strategy, config=config, precision=BF16, batch_size=4, seq_length=2048, at=""
     )
     silence(monkeypatch)
-    predicted = predict(case, fused_norm=True)
+    predicted = predict(case, device="cuda")
     assert measure(case, "cuda") == pytest.approx(predicted.total, rel=0.1)
 
 
-def predict(case: Case, *, fused_norm: bool) -> Moment:
+def predict(case: Case, *, device: str) -> Moment:
     strategy, topology = on_ranks(case.strategy, world_size=8, group_size=4)
     batch = MicroBatch(
         size=case.batch_size,
         seq_length=case.seq_length,
         compute_bytes=BYTES_OF[case.precision.compute],
-        fused_norm=fused_norm,
+        device_type=device,
     )
     return peak_memory(
         strategy,

@@ -1,0 +1,128 @@
+"""A norm, and linear layers behind a norm or a gate, that keep only what they were given."""
+
+# What lies between two matrix products is cheap to compute and large to keep: backward computes it
+# again. Of a block autograd keeps neither normalized inputs nor the product of gate and up, but
+#
+#     x, q, k, v, attention's output, x + attention, gate, up       2 D + (2 N + 2 K) H + 2 F
+#
+# per token, and attention's log-sum-exp, an fp32 number per query head.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+
+class _RMSNorm(torch.autograd.Function):
+    """For a CPU, where torch's own is made of several operations and keeps their results."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
+        x = x_BSD.float()
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        rstd_BS1 = mean_square.add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x_BSD, scale_D, rstd_BS1)
+        return (x * rstd_BS1).mul_(scale_D).to(x_BSD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_BSD, scale_D, rstd_BS1 = ctx.saved_tensors
+        grad_BSD, hidden, rstd_T = grads[0], scale_D.numel(), rstd_BS1.flatten()
+        product_TD = (grad_BSD.float() * x_BSD).view(-1, hidden)
+        along_T = torch.mv(product_TD, scale_D.float()).mul_(rstd_T**3).div_(-hidden)
+        grad_x = grad_scale = None
+        if ctx.needs_input_grad[1]:
+            grad_scale = torch.mv(product_TD.t(), rstd_T).to(scale_D.dtype)
+        del product_TD  # before there is another of its size
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_BSD * scale_D.float()).mul_(rstd_BS1)
+            grad_x = grad_x.addcmul_(x_BSD, along_T.view_as(rstd_BS1)).to(x_BSD.dtype)
+        return grad_x, grad_scale, None
+
+
+def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
+    """`x` over its root mean square, times `scale`; computed in fp32."""
+    if x_BSD.device.type == "cpu":
+        out: Tensor = _RMSNorm.apply(x_BSD, scale_D, epsilon)
+        return out
+    return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D, epsilon)  # one kernel
+
+
+class _NormedLinears(torch.autograd.Function):
+    """Keeps the input and computes its norm again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, epsilon: float, x_BSD: Tensor, scale_D: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x_BSD, scale_D, *weights)
+        ctx.epsilon = epsilon
+        y_BSD = rms_norm(x_BSD, scale_D, epsilon)
+        return tuple(F.linear(y_BSD, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_BSD, scale_D, *weights = ctx.saved_tensors
+        _, needs_x, needs_scale, *needs_weights = ctx.needs_input_grad
+        with torch.enable_grad():
+            x_BSD = x_BSD.detach().requires_grad_(needs_x)
+            scale_D = scale_D.detach().requires_grad_(needs_scale)
+            y_BSD = rms_norm(x_BSD, scale_D, ctx.epsilon)
+        y_TD = y_BSD.detach().flatten(0, -2)
+        flat_grads = [grad.flatten(0, -2) for grad in grads]
+        grad_weights = [
+            grad.t() @ y_TD if needed else None
+            for grad, needed in zip(flat_grads, needs_weights, strict=True)
+        ]
+        leaves = [leaf for leaf in (x_BSD, scale_D) if leaf.requires_grad]
+        if not leaves:
+            return None, None, None, *grad_weights
+        grad_y_TD = flat_grads[0] @ weights[0]
+        for grad, weight in zip(flat_grads[1:], weights[1:], strict=True):
+            torch.addmm(grad_y_TD, grad, weight, out=grad_y_TD)
+        found = iter(torch.autograd.grad(y_BSD, leaves, grad_y_TD.view_as(y_BSD)))
+        grad_x = next(found) if needs_x else None
+        grad_scale = next(found) if needs_scale else None
+        return None, grad_x, grad_scale, *grad_weights
+
+
+def normed_linears(
+    x_BSD: Tensor, scale_D: Tensor, epsilon: float, *weights: Tensor
+) -> tuple[Tensor, ...]:
+    """The norm of `x` times each weight, transposed; of all this `x` alone is kept."""
+    outputs: tuple[Tensor, ...] = _NormedLinears.apply(epsilon, x_BSD, scale_D, *weights)
+    return outputs
+
+
+class _GatedLinear(torch.autograd.Function):
+    """Keeps gate and up and computes their product again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_BSF, up_BSF, weight_DF)
+        return F.linear(F.silu(gate_BSF).mul_(up_BSF), weight_DF)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_BSF, up_BSF, weight_DF = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight = ctx.needs_input_grad
+        grad_TD = grads[0].flatten(0, -2)
+        grad_gate = grad_up = grad_weight = None
+        silu_BSF = F.silu(gate_BSF)
+        if needs_weight:
+            grad_weight = grad_TD.t() @ (silu_BSF * up_BSF).flatten(0, -2)
+        if needs_gate or needs_up:
+            grad_BSF = (grad_TD @ weight_DF).view_as(gate_BSF)
+            grad_up = silu_BSF.mul_(grad_BSF) if needs_up else None
+            if needs_gate:
+                grad_gate = torch.ops.aten.silu_backward(grad_BSF.mul_(up_BSF), gate_BSF)
+        return grad_gate, grad_up, grad_weight
+
+
+def gated_linear(gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor) -> Tensor:
+    """SwiGLU's second half: silu(gate) times up, times the weight, transposed."""
+    out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF)
+    return out

@@ -1,0 +1,191 @@
+"""Norms and linear layers: equal to torch's plain operations, and keeping less."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.layers import gated_linear, normed_linears, rms_norm
+
+B, S, D, FFN = 2, 5, 6, 7
+EPSILON = 1e-3
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def plain_norm(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return (F.rms_norm(x, (D,), scale, EPSILON),)
+
+
+def own_norm(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return (rms_norm(x, scale, EPSILON),)
+
+
+def plain_normed(x: Tensor, scale: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(F.linear(F.rms_norm(x, (D,), scale, EPSILON), weight) for weight in weights)
+
+
+def own_normed(x: Tensor, scale: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return normed_linears(x, scale, EPSILON, *weights)
+
+
+def plain_gated(gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return (F.linear(F.silu(gate) * up, weight),)
+
+
+def own_gated(gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return (gated_linear(gate, up, weight),)
+
+
+HIDDEN = (B, S, D)
+PAIRS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
+    "norm": (own_norm, plain_norm, [HIDDEN, (D,)]),
+    "one linear": (own_normed, plain_normed, [HIDDEN, (D,), (4, D)]),
+    "three linears": (own_normed, plain_normed, [HIDDEN, (D,), (8, D), (2, D), (2, D)]),
+    "gated": (own_gated, plain_gated, [(B, S, FFN), (B, S, FFN), (D, FFN)]),
+}
+
+
+def inputs(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def run(function: Function, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Outputs, and the gradients by what is given of a weighted sum of them."""
+    outputs = function(*given)
+    weights = [
+        torch.linspace(-1.0, 2.0, out.numel()).view(out.shape).to(out.device) for out in outputs
+    ]
+    parts = [(out.float() * weight).sum() for out, weight in zip(outputs, weights, strict=True)]
+    torch.stack(parts).sum().backward()
+    return [out.detach() for out in outputs], [part.grad for part in given]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_equals_plain_operations(name: str) -> None:
+    own, plain, shapes = PAIRS[name]
+
+    outputs, grads = run(own, inputs(shapes))
+    wanted_outputs, wanted_grads = run(plain, inputs(shapes))
+
+    torch.testing.assert_close(outputs, wanted_outputs)
+    torch.testing.assert_close(grads, wanted_grads)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_fp32(name: str, dtype: torch.dtype) -> None:
+    own, plain, shapes = PAIRS[name]
+    low = inputs(shapes, dtype)
+
+    outputs, grads = run(own, low)
+    wanted = run(plain, [part.detach().float().requires_grad_() for part in low])
+
+    for value, exact in zip([*outputs, *grads], [*wanted[0], *wanted[1]], strict=True):
+        assert value is not None
+        assert exact is not None
+        assert value.dtype == dtype
+        error = torch.linalg.vector_norm(value.float() - exact)
+        assert error < 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        (name, needed)
+        for name, (_, _, shapes) in PAIRS.items()
+        for needed in product([True, False], repeat=len(shapes))
+        if any(needed)
+    ],
+)
+def test_only_wanted_gradients_are_made(name: str, needed: tuple[bool, ...]) -> None:
+    own, plain, shapes = PAIRS[name]
+    _, wanted = run(plain, inputs(shapes))
+    given = [part.requires_grad_(need) for part, need in zip(inputs(shapes), needed, strict=True)]
+
+    with FlopCounterMode(display=False) as counter:
+        _, grads = run(own, given)
+
+    for grad, full, need in zip(grads, wanted, needed, strict=True):
+        torch.testing.assert_close(grad, full if need else None)
+    # A weight is multiplied forward, for its own gradient, and where one before it is wanted.
+    through = any(need for shape, need in zip(shapes, needed, strict=True) if len(shape) != 2)
+    elements = sum(
+        math.prod(shape) * (1 + need + through)
+        for shape, need in zip(shapes, needed, strict=True)
+        if len(shape) == 2
+    )
+    assert counter.get_total_flops() == 2 * B * S * elements
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_kept_is_what_was_given(name: str) -> None:
+    own, _, shapes = PAIRS[name]
+    given = inputs(shapes)
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        own(*given)
+
+    new = [t for t in kept if t.data_ptr() not in {part.data_ptr() for part in given}]
+    # The norm's scale of every token, on a CPU.
+    assert [tuple(tensor.shape) for tensor in new] == ([(B, S, 1)] if name == "norm" else [])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_inputs_stay_as_they_are(name: str) -> None:
+    own, _, shapes = PAIRS[name]
+    given = inputs(shapes)
+    before = [part.detach().clone() for part in given]
+
+    run(own, given)
+
+    assert all(torch.equal(part, copy) for part, copy in zip(given, before, strict=True))
+
+
+def test_gradients_that_arrive_in_any_layout() -> None:
+    x, scale, weight = inputs([HIDDEN, (D,), (4, D)])
+    grad = torch.randn(4, S, B).permute(2, 1, 0)
+    assert not grad.is_contiguous()
+
+    strided = torch.autograd.grad(own_normed(x, scale, weight), (x, scale, weight), [grad])
+    packed: Any = torch.autograd.grad(
+        own_normed(x, scale, weight), (x, scale, weight), [grad.contiguous()]
+    )
+
+    torch.testing.assert_close(strided, packed)
+
+
+def test_a_norm_of_zeros_is_zero() -> None:
+    x = torch.zeros(1, 1, D, requires_grad=True)
+    out = rms_norm(x, torch.ones(D), EPSILON)
+    out.sum().backward()
+
+    assert not out.any()
+    torch.testing.assert_close(x.grad, torch.full((1, 1, D), EPSILON**-0.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_gpu_computes_the_same(name: str) -> None:
+    own, _, shapes = PAIRS[name]
+    wanted_outputs, wanted_grads = run(own, inputs(shapes))
+    given = [part.detach().cuda().requires_grad_() for part in inputs(shapes)]
+
+    outputs, grads = run(own, given)
+
+    torch.testing.assert_close([out.cpu() for out in outputs], wanted_outputs)
+    torch.testing.assert_close([None if g is None else g.cpu() for g in grads], wanted_grads)
