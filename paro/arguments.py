@@ -112,7 +112,8 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         help="ranks joined by fast links; must divide the number of ranks; default: ranks per node")
     add("--paro-collective", choices=COLLECTIVES, default="native",
         help="how collectives run: native, the backend's own along fast links and slow links in "
-        "turn; flat, the backend's own over all ranks at once, as everyone else does it")
+        "turn; ring, one ring of our own over all; h-ring, a ring between groups, then one inside; "
+        "ho-ring, both at the same time; flat, the backend's own over all ranks at once")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
 

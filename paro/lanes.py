@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -31,7 +31,13 @@ class Event(Protocol):
 
 
 class Lanes(Protocol):
-    """Where jobs run; a lane exists from its first job on."""
+    """Where jobs run; a lane exists from its first job on.
+
+    `run_at_the_same_time`: jobs of different lanes may wait for each other, each in a thread of its
+    own. Elsewhere a job must find all it waits for submitted before it.
+    """
+
+    run_at_the_same_time: bool
 
     def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
         """Queues `job` behind the lane's earlier jobs and behind `after`."""
@@ -50,8 +56,21 @@ class DoneEvent:
 DONE = DoneEvent()
 
 
+class AllEvents:
+    """The end of several jobs."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+
 class InlineLanes:
     """No overlap: a job runs at once, on the training thread."""
+
+    run_at_the_same_time = False
 
     def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
         with torch.no_grad():
@@ -82,6 +101,8 @@ class ThreadLanes:
     After a failure the remaining jobs are skipped, so that the training thread never waits for a
     peer that is gone; a worker that still hangs in a collective is a daemon and holds nobody.
     """
+
+    run_at_the_same_time = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -134,6 +155,8 @@ class _StreamEvent:
 
 class StreamLanes:
     """A CUDA stream per lane; errors surface where CUDA reports them."""
+
+    run_at_the_same_time = False
 
     def __init__(self) -> None:
         self._streams: dict[Hashable, torch.cuda.Stream] = {}

@@ -1,3 +1,3 @@
 """Collectives over runs of axes, by algorithm."""
 
-COLLECTIVES = ("native", "flat")
+COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from paro.collectives import COLLECTIVES
+from paro.collectives.executor import ALGORITHMS, ScheduledCollectives, parts_of
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.native import NativeCollectives
-from paro.groups import Run, Use, make_groups
+from paro.groups import Groups, Run, Use, make_groups
 from paro.lanes import Event, Job, Lanes
 from paro.topology import Topology
 from paro.traffic import Traffic
@@ -60,11 +64,16 @@ def make_collectives(
     timeout: timedelta,
 ) -> Collectives:
     """The collectives called `name` for the runs that a strategy moves along."""
-    kinds: dict[str, type[NativeCollectives | FlatCollectives]]
-    kinds = {"native": NativeCollectives, "flat": FlatCollectives}
-    kind = kinds[name]
-    needed = {
-        use: frozenset(part for run in runs[use] for part in kind.groups_for(run)) for use in runs
-    }
-    groups = make_groups(topology, rank, needed, timeout)
-    return kind(groups, lanes, traffic)
+    groups_for, make = _KINDS[name]
+    needed = {use: frozenset(part for run in runs[use] for part in groups_for(run)) for use in runs}
+    return make(make_groups(topology, rank, needed, timeout), lanes, traffic)
+
+
+_Kind = tuple[Callable[[Run], tuple[Run, ...]], Callable[[Groups, Lanes, Traffic], Collectives]]
+# By name: the runs that need a process group, and how the collectives are made from groups.
+_KINDS: dict[str, _Kind] = {
+    "native": (NativeCollectives.groups_for, NativeCollectives),
+    "flat": (FlatCollectives.groups_for, FlatCollectives),
+    **{name: (partial(parts_of, name), partial(ScheduledCollectives, name)) for name in ALGORITHMS},
+}
+assert tuple(_KINDS) == COLLECTIVES, f"{tuple(_KINDS)} and {COLLECTIVES} differ"

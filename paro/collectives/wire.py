@@ -19,6 +19,23 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Pending:
+    """A message under way to or from a peer."""
+
+    def __init__(self, work: dist.Work, tensor: Tensor, what: str) -> None:
+        self._work = work
+        self._tensor = tensor  # kept until it has been read or written
+        self._what = what
+
+    def wait(self) -> None:
+        """Raises `RuntimeError` that names the peer if it is gone or silent for too long."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RuntimeError(f"{self._what} failed: {reason}") from error
+
+
 class Wire:
     """One backend collective over a run of axes, in place, in the calling thread.
 
@@ -63,6 +80,57 @@ class Wire:
             # Summed in the order of ranks, in fp32: the same bits at every run.
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
+
+    def send(self, use: Use, run: Run, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Starts to send a tensor, which stays as it is until the end."""
+        self._traffic.add(self._link_to(peer), tensor.nbytes)
+        group = self._groups.of(use, run)
+        try:
+            work = dist.isend(tensor, peer, group=group, tag=tag)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._told('to', peer)} failed: {error}") from error
+        assert work is not None, f"rank {self._rank} is no member of the group along {run}"
+        return Pending(work, tensor, self._told("to", peer))
+
+    def receive(self, use: Use, run: Run, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Starts to receive into a tensor."""
+        group = self._groups.of(use, run)
+        try:
+            work = dist.irecv(tensor, peer, group=group, tag=tag)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._told('from', peer)} failed: {error}") from error
+        assert work is not None, f"rank {self._rank} is no member of the group along {run}"
+        return Pending(work, tensor, self._told("from", peer))
+
+    def exchange(
+        self,
+        use: Use,
+        run: Run,
+        outgoing: tuple[Tensor, int],
+        incoming: tuple[Tensor, int],
+        *,
+        tag: int,
+    ) -> None:
+        """Sends to one peer while receiving from another, as one operation where NCCL does it."""
+        (sent, to), (received, source) = outgoing, incoming
+        self._traffic.add(self._link_to(to), sent.nbytes)
+        group = self._groups.of(use, run)
+        told = f"{self._told('to', to)}, or from rank {source},"
+        try:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, to, group, tag),
+                    dist.P2POp(dist.irecv, received, source, group, tag),
+                ]
+            )
+        except RuntimeError as error:
+            raise RuntimeError(f"{told} failed: {error}") from error
+        for work in works:
+            Pending(work, sent, told).wait()
+
+    def _told(self, direction: str, peer: int) -> str:
+        link = self._link_to(peer).value
+        return f"rank {self._rank}: a message {direction} rank {peer} over {link}-group links"
 
     def _members(self, run: Run) -> tuple[int, ...]:
         return self._groups.topology.members(run, self._rank)

@@ -1,0 +1,158 @@
+"""Carries out schedules with point-to-point operations: a thread per axis, or a stream per axis."""
+
+# [Note: two ways to carry out one schedule]
+# Where every lane has a thread of its own (gloo), each runs the steps of its level: receives are
+# posted ahead and end in order, and whoever makes a chunk arrive sends at once all that waited for
+# it, over whichever level. Messages carry tags, so it does not matter which thread sends. Else
+# (CUDA streams, or no overlap at all) the training thread queues step after step, each a send and
+# a receive that belong together, behind the steps of other levels that it depends on: on NCCL a
+# lone receive would block its stream, and tags mean nothing.
+#
+# Messages of a level are numbered from one collective to the next, alike on both ends, because all
+# ranks run the same program.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paro.collectives import h_ring, ho_ring, ring
+from paro.collectives.schedule import Hops, Op, cut, make_schedule
+from paro.collectives.transfer import Buffer, Level, Transfer
+from paro.collectives.wire import Wire, shard_in
+from paro.groups import Groups, Run, Use
+from paro.lanes import DONE, AllEvents, Event, Job, Lanes
+from paro.topology import Link, nested_range
+from paro.traffic import Traffic
+
+ALGORITHMS: dict[str, Hops] = {
+    "ring": ring.hops,
+    "h-ring": h_ring.hops,
+    "ho-ring": ho_ring.hops,
+}
+
+# A message should be long enough to outweigh its cost, and short enough that little is left to do
+# when the last one has come across.
+_PIECE_BYTES = 1 << 20
+_LEAST_PIECE_BYTES = 64 << 10
+
+
+def parts_of(name: str, run: Run) -> tuple[Run, ...]:
+    """The levels of `run` under an algorithm, innermost first: axes that share a ring.
+
+    Neighbouring axes with one kind of links are one level: fewer hops, the same bytes.
+    """
+    if not run:
+        return ()
+    if name == "ring":
+        return (run,)
+    kinds = [tuple(axis for axis in run if axis.link is link) for link in (Link.INTRA, Link.INTER)]
+    return tuple(part for part in kinds if part)
+
+
+def count_pieces(shard_bytes: int) -> int:
+    """Into how many pieces a shard is cut; two at least, where that is worth a message."""
+    if shard_bytes < 2 * _LEAST_PIECE_BYTES:
+        return 1
+    return max(2, -(-shard_bytes // _PIECE_BYTES))
+
+
+class ScheduledCollectives:
+    """Collectives by one of our own algorithms, point to point."""
+
+    def __init__(self, name: str, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
+        self._name = name
+        self._groups = groups
+        self._rank = groups.rank
+        self._lanes = lanes
+        self._wire = Wire(groups, traffic)
+        self._tags: dict[tuple[Use, Run], int] = {}  # the next one
+
+    def all_gather(
+        self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
+    ) -> Event:
+        own = shard_in(whole, run, self._rank)
+        if run and shard is not None and shard.data_ptr() != own.data_ptr():
+            lane = _lane(Use.GATHER, parts_of(self._name, run)[-1])
+            after = self._lanes.submit(lane, lambda: _copy(own, shard), after=after)
+        return self._submit(Op.ALL_GATHER, whole, run, whole.dtype, after)
+
+    def reduce_scatter(
+        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        return self._submit(Op.REDUCE_SCATTER, whole, run, travel, after)
+
+    def all_reduce(
+        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        event = self._submit(Op.ALL_REDUCE, whole, run, travel, after)
+        if not run or whole.dtype == travel:
+            return event
+
+        def round_own() -> None:  # as all others got it
+            own = shard_in(whole, run, self._rank)
+            own.copy_(own.to(travel))
+
+        return self.follow(run, round_own, after=event)
+
+    def follow(self, run: Run, job: Job, *, after: Event) -> Event:
+        return self._lanes.submit(
+            _lane(Use.REDUCE, parts_of(self._name, run)[-1]), job, after=after
+        )
+
+    def close(self) -> None:
+        self._lanes.close()
+        self._groups.close()
+
+    def _submit(
+        self,
+        op: Op,
+        whole: Tensor,
+        run: Run,
+        travel: torch.dtype,
+        after: Event | None,
+    ) -> Event:
+        if not run:
+            return after or DONE
+        use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
+        parts = parts_of(self._name, run)
+        lanes = [_lane(use, part) for part in parts]
+        transfer = self._transfer(op, use, whole, run, travel)
+        if self._lanes.run_at_the_same_time:
+            jobs = [transfer.level_job(level) for level in range(len(parts))]
+            pairs = zip(lanes, jobs, strict=True)
+            return AllEvents([self._lanes.submit(lane, job, after=after) for lane, job in pairs])
+        ends: list[Event] = []
+        steps = transfer.schedule.steps
+        for index, step in enumerate(steps):
+            needed = {*step.send.after, *step.receive.after}
+            others = [ends[i] for i in sorted(needed) if steps[i].level != step.level]
+            events = AllEvents([*([after] if after else []), *others])
+            job = transfer.step_job(index)
+            ends.append(self._lanes.submit(lanes[step.level], job, after=events))
+        return AllEvents(ends)
+
+    def _transfer(self, op: Op, use: Use, whole: Tensor, run: Run, travel: torch.dtype) -> Transfer:
+        parts = parts_of(self._name, run)
+        members = self._groups.topology.members(run, self._rank)
+        sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
+        shard_bytes = whole.numel() // len(members) * travel.itemsize
+        pieces = min(count_pieces(shard_bytes), max(1, whole.numel() // len(members)))
+        hops, place = ALGORITHMS[self._name], members.index(self._rank)
+        schedule = make_schedule(op, hops, sizes, place, pieces)
+        ranges = [cut(*nested_range(run, member, whole.numel()), pieces) for member in members]
+        levels = []
+        for level, part in enumerate(parts):
+            first_tag = self._tags.get((use, part), 0)
+            self._tags[use, part] = first_tag + len(schedule.of_level[level])
+            levels.append(Level(use=use, run=part, first_tag=first_tag))
+        buffer = Buffer(whole=whole, travel=travel, ranges=ranges)
+        return Transfer(schedule, levels, members, buffer, self._wire)
+
+
+def _lane(use: Use, part: Run) -> tuple[object, ...]:
+    return (use, *(axis.index for axis in part))
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)

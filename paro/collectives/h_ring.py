@@ -1,0 +1,51 @@
+"""H-Ring: a ring between groups at every inner place, then, when it is done, one in every group."""
+
+# All-gather of 2 groups of 3, the shards a..f at places 0..5, | between groups. Each row shows what
+# a place has just received.
+#
+#     place            0    1    2  |  3    4    5
+#     own              a    b    c  |  d    e    f
+#     outer, step 1    d    e    f  |  a    b    c       rings {0 3} {1 4} {2 5}, all at once
+#     inner, step 1    cf   ad   be |  cf   ad   be      rings {0 1 2} {3 4 5}
+#     inner, step 2    be   cf   ad |  be   cf   ad
+#
+# With groups of m, g of them, and a buffer of V bytes, cut into shards of V / (m g) (all-reduce:
+# twice of all):
+#
+#     level    steps     bytes sent by a place       links used
+#     outer    g - 1     (g - 1) / (m g) * V         inter alone, idle while the inner rings turn
+#     inner    m - 1     (m - 1) / m * V             intra alone, idle while the outer rings turn
+#
+# A reduce-scatter runs backwards: the inner rings first. A run with one kind of links is one ring.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paro.collectives import ring
+from paro.collectives.schedule import Chunk, Hop
+
+
+def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
+    """The all-gather of `place` in `sizes[1]` groups of `sizes[0]` places."""
+    if len(sizes) == 1:
+        return ring.hops(sizes, place, pieces)
+    inner_size, outer_size = sizes
+    outer, inner = divmod(place, inner_size)
+
+    def chunk(inner_digit: int, outer_digit: int, piece: int) -> Chunk:
+        owner = inner_digit % inner_size + inner_size * (outer_digit % outer_size)
+        return Chunk(owner, piece)
+
+    between = [
+        Hop(1, chunk(inner, outer - step, piece), chunk(inner, outer - step - 1, piece), phase=0)
+        for step in range(outer_size - 1)
+        for piece in range(pieces)
+    ]
+    inside = [
+        Hop(0, chunk(inner - step, row, piece), chunk(inner - step - 1, row, piece), phase=1)
+        for step in range(inner_size - 1)
+        for row in range(outer_size)
+        for piece in range(pieces)
+    ]
+    return between + inside

@@ -1,0 +1,194 @@
+"""Carries out the schedules of all places in one process, as threads or as streams would."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from paro.collectives.schedule import CHUNKS_UNDER_WAY, Chunk, Op, Step
+
+# What a place holds of a chunk: whose contributions, each once.
+Content = frozenset[int]
+
+
+class DeadlockError(AssertionError):
+    """Nobody can go on."""
+
+
+@dataclass
+class Place:
+    """One rank: what it holds, and which of its steps have arrived."""
+
+    steps: tuple[Step, ...]
+    chunks: dict[Chunk, Content]
+    arrived: set[int] = field(default_factory=set)
+    sent: set[int] = field(default_factory=set)
+    followers: list[list[int]] = field(default_factory=list)  # of each step: sends that wait for it
+
+    def __post_init__(self) -> None:
+        self.followers = [[] for _ in self.steps]
+        for index, step in enumerate(self.steps):
+            for before in step.send.after:
+                self.followers[before].append(index)
+
+    def of_level(self, level: int) -> list[int]:
+        return [index for index, step in enumerate(self.steps) if step.level == level]
+
+    def may_send(self, index: int) -> bool:
+        return self.arrived.issuperset(self.steps[index].send.after)
+
+    def take(self, index: int, content: Content) -> None:
+        """A receive: never the same contribution twice, never an incomplete chunk over another."""
+        receive = self.steps[index].receive
+        assert self.arrived.issuperset(receive.after)
+        if receive.adds:
+            assert not self.chunks[receive.chunk] & content, f"{receive} adds something twice"
+            content = content | self.chunks[receive.chunk]
+        self.chunks[receive.chunk] = content
+        self.arrived.add(index)
+
+
+def start(op: Op, schedules: Sequence[tuple[Step, ...]], pieces: int) -> list[Place]:
+    """All places before the first step: their own shards, or their own contributions to all."""
+    num_places = len(schedules)
+    places = []
+    for place, steps in enumerate(schedules):
+        chunks = {
+            Chunk(owner, piece): frozenset([place] if op is not Op.ALL_GATHER else [owner])
+            for owner, piece in product(range(num_places), range(pieces))
+            if op is not Op.ALL_GATHER or owner == place
+        }
+        places.append(Place(steps=steps, chunks=chunks))
+    return places
+
+
+def check_end(op: Op, places: Sequence[Place], pieces: int) -> None:
+    """Every chunk is complete where it belongs."""
+    everybody = frozenset(range(len(places)))
+    for place, state in enumerate(places):
+        owners = [place] if op is Op.REDUCE_SCATTER else range(len(places))
+        for chunk in (Chunk(*key) for key in product(owners, range(pieces))):
+            whole = frozenset([chunk.owner]) if op is Op.ALL_GATHER else everybody
+            assert state.chunks[chunk] == whole, f"place {place} holds {chunk} without all parts"
+
+
+def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
+    """gloo: a thread per level and place; tagged sends leave as soon as they may.
+
+    Receives of a level end in order, and an addition waits for what it depends on. Who goes on
+    next is drawn by lot, again and again.
+    """
+    rng = random.Random(seed)
+    lanes = [(place, level) for place in range(len(places)) for level in range(levels)]
+    steps_of = {(place, level): places[place].of_level(level) for place, level in lanes}
+    tag = {(lane[0], i): n for lane in lanes for n, i in enumerate(steps_of[lane])}
+    wires: dict[tuple[int, int, int, int], Content] = {}  # by sender, receiver, level and tag
+    ended = dict.fromkeys(lanes, 0)
+
+    def send_what_may_go(place: int, candidates: Iterable[int]) -> None:
+        state = places[place]
+        for index in candidates:
+            step = state.steps[index]
+            if index not in state.sent and state.may_send(index):
+                content = state.chunks[step.send.chunk]
+                wires[place, step.send.peer, step.level, tag[place, index]] = content
+                state.sent.add(index)
+
+    def receive(place: int, level: int) -> bool:
+        index = steps_of[place, level][ended[place, level]]
+        receive = places[place].steps[index].receive
+        key = (receive.peer, place, level, tag[place, index])
+        if key not in wires or not places[place].arrived.issuperset(receive.after):
+            return False
+        places[place].take(index, wires.pop(key))
+        ended[place, level] += 1
+        send_what_may_go(place, places[place].followers[index])
+        return True
+
+    for place, state in enumerate(places):
+        send_what_may_go(place, range(len(state.steps)))
+    _until_done(lanes, {lane: len(steps) for lane, steps in steps_of.items()}, ended, receive, rng)
+    assert not wires, "somebody sent what nobody received"
+
+
+def run_as_streams(places: Sequence[Place], levels: int, seed: int) -> None:
+    """NCCL: a stream per level and place; a step's send and receive start and end together.
+
+    A step starts once all that it depends on has ended; it ends when the neighbours have started
+    the steps that its send and its receive belong to. Messages have no tags: they match in order.
+    """
+    rng = random.Random(seed)
+    lanes = [(place, level) for place in range(len(places)) for level in range(levels)]
+    steps_of = {(place, level): places[place].of_level(level) for place, level in lanes}
+    started = dict.fromkeys(lanes, 0)
+    ended = dict.fromkeys(lanes, 0)
+    outgoing: dict[tuple[int, int], Content] = {}  # by place and step
+
+    def go_on(place: int, level: int) -> bool:
+        lane, state = (place, level), places[place]
+        position = ended[lane]
+        index = steps_of[lane][position]
+        send, receive = state.steps[index].send, state.steps[index].receive
+        if started[lane] == position:
+            if not state.arrived.issuperset({*send.after, *receive.after}):
+                return False
+            outgoing[place, index] = state.chunks[send.chunk]
+            started[lane] += 1
+            return True
+        if any(started[peer, level] <= position for peer in (send.peer, receive.peer)):
+            return False
+        state.take(index, outgoing[receive.peer, steps_of[receive.peer, level][position]])
+        ended[lane] += 1
+        return True
+
+    _until_done(lanes, {lane: len(steps) for lane, steps in steps_of.items()}, ended, go_on, rng)
+
+
+def _until_done(
+    lanes: list[tuple[int, int]],
+    lengths: dict[tuple[int, int], int],
+    ended: dict[tuple[int, int], int],
+    go_on: Callable[[int, int], bool],
+    rng: random.Random,
+) -> None:
+    """Lets lanes go on by lot; raises if none can."""
+    todo = [lane for lane in lanes if lengths[lane]]
+    while todo:
+        rng.shuffle(todo)
+        moved = False
+        for lane in todo:
+            # Some go on several times, so that they get far ahead of others.
+            for _ in range(rng.choice((1, 1, 2, 8))):
+                if ended[lane] == lengths[lane] or not go_on(*lane):
+                    break
+                moved = True
+        if not moved:
+            raise DeadlockError(f"of {lengths} steps only {ended} ended")
+        todo = [lane for lane in todo if ended[lane] < lengths[lane]]
+
+
+def run_one_by_one(places: Sequence[Place]) -> None:
+    """One thread per place: every step blocks until both neighbours are at the same one."""
+    for index in range(len(places[0].steps)):
+        outgoing = []
+        for place, state in enumerate(places):
+            step = state.steps[index]
+            assert state.may_send(index), f"place {place} waits for a later step at {index}"
+            outgoing.append(state.chunks[step.send.chunk])
+        for state in places:
+            state.take(index, outgoing[state.steps[index].receive.peer])
+
+
+def most_posted(places: Sequence[Place], levels: int) -> int:
+    """The most chunks that a level of a place has under way, by its dependencies."""
+    most = 0
+    for state in places:
+        for level in range(levels):
+            indices = state.of_level(level)
+            for position, index in enumerate(indices):
+                done = [p for p, i in enumerate(indices) if i in state.steps[index].send.after]
+                most = max(most, position - max(done, default=-1))
+    assert most <= CHUNKS_UNDER_WAY
+    return most

@@ -1,0 +1,167 @@
+"""Schedules of every shape, carried out in one process: complete, counted, without deadlock."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+
+from paro.collectives import h_ring, ho_ring, ring
+from paro.collectives.schedule import (
+    Chunk,
+    Hops,
+    Op,
+    Step,
+    cut,
+    make_schedule,
+    neighbour,
+    sent_fraction,
+)
+from tests.paro.collectives.simulator import (
+    DeadlockError,
+    check_end,
+    most_posted,
+    run_as_streams,
+    run_as_threads,
+    run_one_by_one,
+    start,
+)
+
+TWO_LEVELS: dict[str, Hops] = {"h-ring": h_ring.hops, "ho-ring": ho_ring.hops}
+SIZES = list(product(range(1, 9), range(1, 9)))
+OPS = list(Op)
+
+
+Steps = tuple[Step, ...]
+
+
+def schedules_of(op: Op, hops: Hops, sizes: tuple[int, ...], pieces: int) -> list[Steps]:
+    return [make_schedule(op, hops, sizes, place, pieces).steps for place in range(prod(sizes))]
+
+
+def check(op: Op, hops: Hops, sizes: tuple[int, ...], pieces: int) -> list[Steps]:
+    schedules = schedules_of(op, hops, sizes, pieces)
+    levels = len(sizes)
+    for run in (run_as_threads, run_as_streams):
+        places = start(op, schedules, pieces)
+        run(places, levels, seed=prod(sizes) + pieces)
+        check_end(op, places, pieces)
+    places = start(op, schedules, pieces)
+    run_one_by_one(places)
+    check_end(op, places, pieces)
+    most_posted(places, levels)
+    return schedules
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
+@pytest.mark.parametrize("name", TWO_LEVELS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_two_levels(name: str, op: Op, sizes: tuple[int, int]) -> None:
+    """Complete under threads and under streams; bytes and steps as the formulas say."""
+    pieces = 2 if prod(sizes) <= 24 else 1
+    inner, outer = sizes
+    passes = 2 if op is Op.ALL_REDUCE else 1
+    for schedule in check(op, TWO_LEVELS[name], sizes, pieces):
+        steps = [sum(step.level == level for step in schedule) for level in (0, 1)]
+        assert steps == [passes * outer * (inner - 1) * pieces, passes * (outer - 1) * pieces]
+    schedule = make_schedule(op, TWO_LEVELS[name], sizes, 0, pieces)
+    fractions = [sent_fraction(schedule, prod(sizes), pieces, level) for level in (0, 1)]
+    assert fractions[0] == pytest.approx(passes * (inner - 1) / inner)
+    assert fractions[1] == pytest.approx(passes * (outer - 1) / (inner * outer))
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
+@pytest.mark.parametrize("hops", [ring.hops, h_ring.hops, ho_ring.hops], ids=["ring", "h", "ho"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 16])
+def test_one_level(hops: Hops, op: Op, size: int) -> None:
+    """With one kind of links all three are the plain ring."""
+    schedules = check(op, hops, (size,), pieces=2)
+    assert schedules == schedules_of(op, ring.hops, (size,), 2)
+    passes = 2 if op is Op.ALL_REDUCE else 1
+    assert {len(schedule) for schedule in schedules} == {passes * (size - 1) * 2}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (3, 3), (2, 4), (4, 4)], ids=str)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
+@pytest.mark.parametrize("pieces", [1, 3, 8])
+def test_ho_ring_in_any_order_of_events(op: Op, sizes: tuple[int, int], pieces: int) -> None:
+    """Whoever happens to be quick: no deadlock, nothing twice."""
+    schedules = schedules_of(op, ho_ring.hops, sizes, pieces)
+    for seed in range(5):
+        for run in (run_as_threads, run_as_streams):
+            places = start(op, schedules, pieces)
+            run(places, 2, seed)
+            check_end(op, places, pieces)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 3), (8, 4)], ids=str)
+def test_links_are_the_neighbours(sizes: tuple[int, int]) -> None:
+    """Gathers go forwards and reductions backwards, along one digit of the place."""
+    inner, _ = sizes
+    for op, ahead in ((Op.ALL_GATHER, 1), (Op.REDUCE_SCATTER, -1)):
+        for place, schedule in enumerate(schedules_of(op, ho_ring.hops, sizes, 2)):
+            for step in schedule:
+                for peer, offset in ((step.send.peer, ahead), (step.receive.peer, -ahead)):
+                    assert peer == neighbour(sizes, place, step.level, offset)
+                    same_group, same_column = (
+                        peer // inner == place // inner,
+                        (peer % inner == place % inner),
+                    )
+                    assert (same_group, same_column) == (step.level == 0, step.level == 1)
+
+
+def test_the_drawing_of_ho_ring() -> None:
+    """Place 0 of 2 groups of 3 receives d, then c and b of its own row, then f and e."""
+    schedule = make_schedule(Op.ALL_GATHER, ho_ring.hops, (3, 2), 0, 1).steps
+    received = ["abcdef"[step.receive.chunk.owner] for step in schedule]
+    assert received == ["d", "c", "b", "f", "e"]
+    # d goes round the inner ring as soon as it has come across, behind nothing else but the link.
+    assert schedule[3].send.chunk == Chunk(owner=3, piece=0)
+    assert 0 in schedule[3].send.after
+
+
+def test_levels_of_ho_ring_overlap_and_those_of_h_ring_do_not() -> None:
+    def inner_starts_after_outer(hops: Hops) -> bool:
+        schedule = make_schedule(Op.ALL_GATHER, hops, (4, 2), 0, 4).steps
+        outer = {index for index, step in enumerate(schedule) if step.level == 1}
+        inner = [step for step in schedule if step.level == 0]
+        return all(outer & set(step.send.after) for step in inner[:1])
+
+    assert inner_starts_after_outer(h_ring.hops)
+    assert not inner_starts_after_outer(ho_ring.hops)
+
+
+@pytest.mark.parametrize("hops", [h_ring.hops, ho_ring.hops], ids=["h", "ho"])
+def test_additions_have_one_order(hops: Hops) -> None:
+    """Two additions to a chunk are never unordered: the second waits for the first."""
+    for place in range(8):
+        last: dict[Chunk, int] = {}
+        for index, step in enumerate(
+            make_schedule(Op.REDUCE_SCATTER, hops, (4, 2), place, 2).steps
+        ):
+            receive = step.receive
+            if receive.chunk in last:
+                assert last[receive.chunk] in receive.after
+            last[receive.chunk] = index
+
+
+def test_the_simulator_sees_a_deadlock_and_a_wrong_sum() -> None:
+    schedules = schedules_of(Op.ALL_GATHER, ho_ring.hops, (2, 2), 1)
+    stuck = [
+        tuple(
+            step._replace(send=step.send._replace(after=(index,))) for index, step in enumerate(s)
+        )
+        for s in schedules
+    ]
+    for run in (run_as_threads, run_as_streams):
+        with pytest.raises(DeadlockError):
+            run(start(Op.ALL_GATHER, stuck, 1), 2, seed=0)
+    schedules = schedules_of(Op.REDUCE_SCATTER, ring.hops, (4,), 1)
+    with pytest.raises(AssertionError):
+        run_as_threads(start(Op.REDUCE_SCATTER, [s + s for s in schedules], 1), 1, seed=0)
+
+
+def test_cut() -> None:
+    assert cut(10, 20, 3) == [(10, 13), (13, 16), (16, 20)]
+    assert cut(5, 7, 2) == [(5, 6), (6, 7)]
