@@ -86,7 +86,7 @@ class Transfer:
         self._changed = threading.Condition()
         self._arrived = [False] * len(self._steps)
         self._unsent = [len(indices) for indices in schedule.of_level]
-        self._sends: list[list[Pending]] = [[] for _ in levels]
+        self._sends: list[deque[Pending]] = [deque() for _ in levels]
         self._failed = False
 
     def step_job(self, index: int) -> Job:
@@ -144,10 +144,13 @@ class Transfer:
             self._buffer.take(receive.chunk, landed, adds=receive.adds)
             self._arrive(index)
             post()
+            # A converted copy lives until it has left.
+            while len(self._sends[level]) > CHUNKS_UNDER_WAY:
+                self._sends[level].popleft().wait()
         # Some are sent by the threads of other levels.
         self._await(lambda: self._unsent[level] == 0)
-        for pending in self._sends[level]:
-            pending.wait()
+        while self._sends[level]:
+            self._sends[level].popleft().wait()
 
     def _post(self, index: int) -> tuple[Tensor, Pending]:
         step = self._steps[index]

@@ -1,0 +1,180 @@
+"""Our own collectives carry out their schedules: in pieces, bit by bit alike, with little room."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paro.collectives import executor
+from paro.collectives.api import Collectives, make_collectives
+from paro.collectives.executor import ALGORITHMS, count_pieces, parts_of
+from paro.collectives.schedule import CHUNKS_UNDER_WAY, Chunk
+from paro.collectives.transfer import Buffer
+from paro.groups import Use
+from paro.lanes import make_lanes
+from paro.topology import Link, Topology, make_topology, nested_range
+from paro.traffic import Sent, Traffic
+from tests.helpers.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def make(
+    name: str, topology: Topology, *, overlap: bool = True, seconds: float = 30.0
+) -> tuple[Collectives, Traffic]:
+    traffic = Traffic()
+    collectives = make_collectives(
+        name,
+        topology=topology,
+        rank=dist.get_rank(),
+        runs={use: frozenset({topology.axes}) for use in Use},
+        lanes=make_lanes(CPU, overlap=overlap, backend="gloo"),
+        traffic=traffic,
+        timeout=timedelta(seconds=seconds),
+    )
+    return collectives, traffic
+
+
+def noise(rank: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+def run_in_pieces(name: str, group_size: int, numel: int, overlap: bool) -> dict[str, Tensor]:
+    """Every collective on random numbers, shards cut into pieces of some elements."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    topology = make_topology(world_size=size, group_size=group_size, degrees=())
+    results: dict[str, Tensor] = {}
+    with (
+        mock.patch.object(executor, "_PIECE_BYTES", 28),
+        mock.patch.object(executor, "_LEAST_PIECE_BYTES", 4),
+    ):
+        collectives, traffic = make(name, topology, overlap=overlap)
+        own = slice(*nested_range(topology.axes, rank, numel))
+        everybody = torch.stack([noise(r, numel) for r in range(size)])
+        gathered = torch.zeros(numel)
+        gathered[own] = everybody[0][own]
+        event = collectives.all_gather(gathered, topology.axes)
+        for travel in (torch.float32, torch.bfloat16):
+            results[f"scattered {travel}"] = everybody[rank].clone()
+            collectives.reduce_scatter(results[f"scattered {travel}"], topology.axes, travel)
+            results[f"reduced {travel}"] = everybody[rank].clone()
+            last = collectives.all_reduce(results[f"reduced {travel}"], topology.axes, travel)
+        event.wait()
+        last.wait()
+        collectives.close()
+    assert torch.equal(gathered, everybody[0])
+    total = everybody.double().sum(0)
+    for label, result in results.items():
+        part = own if "scattered" in label else slice(None)
+        accuracy = 1e-5 if "float32" in label else 0.1
+        torch.testing.assert_close(result[part].double(), total[part], rtol=accuracy, atol=accuracy)
+        results[label] = result[part].clone()
+    assert traffic.take() != Sent()
+    return results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("world_size", "group_size"), [(6, 3), (8, 4), (4, 1), (4, 4)])
+def test_pieces_of_random_numbers(name: str, world_size: int, group_size: int) -> None:
+    """Shards of 31 elements in pieces of 7 or 8; with and without threads the same bits."""
+    numel = 31 * world_size
+    threads = run_ranks(run_in_pieces, world_size, name, group_size, numel, True)
+    again = run_ranks(run_in_pieces, world_size, name, group_size, numel, True)
+    inline = run_ranks(run_in_pieces, world_size, name, group_size, numel, False)
+    for label in threads[0]:
+        for others in (again, inline):
+            for one, other in zip(threads, others, strict=True):
+                assert torch.equal(one[label], other[label]), label
+        if "reduced" in label:
+            assert all(torch.equal(one[label], threads[0][label]) for one in threads), label
+
+
+def measure_room(name: str, numel: int) -> tuple[int, Sent]:
+    """The most bytes that lay beside the buffer during a reduction, and what was sent."""
+    topology = make_topology(world_size=dist.get_world_size(), group_size=4, degrees=())
+    collectives, traffic = make(name, topology)
+    lock, alive, peak = threading.Lock(), 0, 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal alive, peak
+        with lock:
+            alive += num_bytes
+            peak = max(peak, alive)
+
+    def counted(method: str) -> object:
+        original = getattr(Buffer, method)
+
+        def wrapper(self: Buffer, chunk: Chunk, **kwargs: bool) -> Tensor:
+            tensor: Tensor = original(self, chunk, **kwargs)
+            if tensor.untyped_storage().data_ptr() != self.whole.untyped_storage().data_ptr():
+                count(tensor.nbytes)
+                weakref.finalize(tensor, count, -tensor.nbytes)
+            return tensor
+
+        return mock.patch.object(Buffer, method, wrapper)
+
+    buffer = torch.ones(numel)
+    with counted("landing"), counted("outgoing"):
+        collectives.all_reduce(buffer, topology.axes, torch.bfloat16).wait()
+    collectives.close()
+    assert torch.equal(buffer, torch.full((numel,), float(dist.get_world_size())))
+    return peak, traffic.take()
+
+
+@pytest.mark.ranks
+def test_no_buffer_of_the_whole_size_is_added() -> None:
+    numel = 8 * (1 << 19)  # shards of 1 MiB in bf16, in two pieces
+    for peak, sent in run_ranks(measure_room, 8, "ho-ring", numel):
+        piece = (1 << 20) // 2
+        landings, copies = CHUNKS_UNDER_WAY + 1, 2 * CHUNKS_UNDER_WAY  # of each of two levels
+        assert 0 < peak <= 2 * (landings + copies) * piece
+        assert peak < 4 * numel / 2  # of the buffer's bytes
+        assert sent == Sent(intra=2 * 2 * numel * 3 // 4, inter=2 * 2 * numel // 4 // 2)
+
+
+def wait_for_a_silent_peer(name: str) -> str:
+    topology = make_topology(world_size=4, group_size=2, degrees=())
+    collectives, _ = make(name, topology, seconds=2.0)
+    if dist.get_rank() == 3:
+        time.sleep(6.0)
+        return ""
+    try:
+        collectives.all_gather(torch.zeros(1024), topology.axes).wait()
+    except RuntimeError as error:
+        return f"{error} because {error.__cause__}"
+    return "no error"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["ring", "ho-ring"])
+def test_a_silent_peer_is_named(name: str) -> None:
+    """Rank 3's neighbours name it and the kind of links, in time."""
+    *told, _ = run_ranks(wait_for_a_silent_peer, 4, name)
+    neighbours = {"ring": {0: "inter"}, "ho-ring": {1: "inter", 2: "intra"}}[name]
+    for rank, link in neighbours.items():
+        assert f"from rank 3 over {link}-group links failed" in told[rank]
+    assert all("failed" in text for text in told)
+
+
+def test_axes_with_one_kind_of_links_share_a_ring() -> None:
+    axes = make_topology(world_size=16, group_size=8, degrees=(2, 4)).axes
+    assert parts_of("ho-ring", axes) == (axes[:3], axes[3:])
+    assert parts_of("ring", axes) == (axes,)
+    assert parts_of("h-ring", axes[1:2]) == (axes[1:2],)
+    assert parts_of("h-ring", ()) == ()
+    assert axes[3].link is Link.INTER
+
+
+def test_pieces() -> None:
+    assert count_pieces(1000) == 1
+    assert count_pieces(1 << 20) == 2
+    assert count_pieces(4 << 20) == 4
