@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Hops, Op, cut, make_schedule
-from paro.collectives.transfer import Buffer, Level, Transfer
+from paro.collectives.transfer import Buffer, Level, Scratch, Transfer
 from paro.collectives.wire import Wire, shard_in
 from paro.groups import Groups, Run, Use
 from paro.lanes import DONE, AllEvents, Event, Job, Lanes
@@ -67,6 +67,7 @@ class ScheduledCollectives:
         self._lanes = lanes
         self._wire = Wire(groups, traffic)
         self._tags: dict[tuple[Use, Run], int] = {}  # the next one
+        self._scratch: dict[tuple[Use, Run], Scratch] = {}  # a lane runs one job at a time
 
     def all_gather(
         self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
@@ -145,7 +146,8 @@ class ScheduledCollectives:
         for level, part in enumerate(parts):
             first_tag = self._tags.get((use, part), 0)
             self._tags[use, part] = first_tag + len(schedule.of_level[level])
-            levels.append(Level(use=use, run=part, first_tag=first_tag))
+            scratch = self._scratch.setdefault((use, part), Scratch())
+            levels.append(Level(use=use, run=part, first_tag=first_tag, scratch=scratch))
         buffer = Buffer(whole=whole, travel=travel, ranges=ranges)
         return Transfer(schedule, levels, members, buffer, self._wire)
 

@@ -20,12 +20,32 @@ from paro.lanes import Job
 _TAGS = 1 << 31  # what a backend's tag can hold
 
 
+class Scratch:
+    """Where the chunks of a level land that do not land in place, kept from one to the next.
+
+    Fresh memory costs a CPU more than the sum that is made of it.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Tensor] = {}
+
+    def slot(self, number: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor as long as `like`; a number's is taken again when it is asked for again."""
+        num_bytes = like.numel() * dtype.itemsize
+        slot = self._slots.get(number)
+        if slot is None or slot.numel() < num_bytes:
+            slot = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+            self._slots[number] = slot
+        return slot[:num_bytes].view(dtype)
+
+
 class Level(NamedTuple):
-    """Where the messages of a schedule's level go: a process group, and the first one's tag."""
+    """Where a schedule's level sends and lands: a process group, the first tag, room beside."""
 
     use: Use
     run: Run
     first_tag: int
+    scratch: Scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +64,9 @@ class Buffer:
         """The chunk as it is sent: itself, or a copy in the wire's type."""
         return self.view(chunk).to(self.travel)
 
-    def landing(self, chunk: Chunk, *, adds: bool) -> Tensor:
-        """Where the chunk is received: at its place, or beside it."""
-        view = self.view(chunk)
-        if not adds and self.travel == self.whole.dtype:
-            return view
-        return torch.empty_like(view, dtype=self.travel)
+    def lands_in_place(self, *, adds: bool) -> bool:
+        """Whether what is received goes straight to its place; else it lands beside it first."""
+        return not adds and self.travel == self.whole.dtype
 
     def take(self, chunk: Chunk, landed: Tensor, *, adds: bool) -> None:
         """Puts what has landed where it belongs."""
@@ -96,7 +113,9 @@ class Transfer:
             step = self._steps[index]
             send, receive = step.send, step.receive
             level = self._levels[step.level]
-            landed = self._buffer.landing(receive.chunk, adds=receive.adds)
+            landed = self._buffer.view(receive.chunk)
+            if not self._buffer.lands_in_place(adds=receive.adds):
+                landed = torch.empty_like(landed, dtype=self._buffer.travel)
             self._wire.exchange(
                 level.use,
                 level.run,
@@ -125,12 +144,12 @@ class Transfer:
     def _run_level(self, level: int) -> None:
         todo = deque(self.schedule.of_level[level])
         posted: deque[tuple[Tensor, Pending]] = deque()
-        ahead = iter(self.schedule.of_level[level])
+        ahead = iter(enumerate(self.schedule.of_level[level]))
 
         def post() -> None:
-            index = next(ahead, None)
-            if index is not None:
-                posted.append(self._post(index))
+            for number, index in ahead:
+                posted.append(self._post(index, number % CHUNKS_UNDER_WAY))
+                return
 
         for _ in range(CHUNKS_UNDER_WAY):
             post()
@@ -152,10 +171,12 @@ class Transfer:
         while self._sends[level]:
             self._sends[level].popleft().wait()
 
-    def _post(self, index: int) -> tuple[Tensor, Pending]:
+    def _post(self, index: int, slot: int) -> tuple[Tensor, Pending]:
         step = self._steps[index]
         level, receive = self._levels[step.level], step.receive
-        landing = self._buffer.landing(receive.chunk, adds=receive.adds)
+        landing = self._buffer.view(receive.chunk)
+        if not self._buffer.lands_in_place(adds=receive.adds):
+            landing = level.scratch.slot(slot, landing, self._buffer.travel)
         peer = self._members[receive.peer]
         return landing, self._wire.receive(level.use, level.run, landing, peer, self._tags[index])
 
