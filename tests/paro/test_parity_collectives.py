@@ -1,0 +1,60 @@
+"""Under every collective of our own, training is what one process does, bit by bit the same twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+
+from paro.collectives import executor
+from paro.collectives.executor import ALGORITHMS
+from paro.strategy import legal_letters
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Trained, train
+from tests.paro.test_parity import assert_formulas, assert_same, flags_for
+
+GROUP_SIZE = 4
+CROSSING_BOTH = [("GGG", "ho-ring"), ("NIG", "ho-ring"), ("IGG", "h-ring"), ("NNG", "ring")]
+
+
+def train_in_pieces(cases: Sequence[str]) -> list[Trained]:
+    """Trains each with shards cut into pieces, as those of a real model are."""
+    with (
+        mock.patch.object(executor, "_PIECE_BYTES", 1024),
+        mock.patch.object(executor, "_LEAST_PIECE_BYTES", 128),
+    ):
+        return [train(flags, group_size=GROUP_SIZE) for flags in cases]
+
+
+def check(pairs: Sequence[tuple[str, str]], *, iterations: int, timeout: float) -> None:
+    same = f"--train-iters {iterations}"
+    cases = [
+        flags_for(strategy, world_size=8, more=f"--paro-collective {collective} {same}")
+        for strategy, collective in pairs
+    ]
+    once, again = (run_ranks(train_in_pieces, 8, cases, timeout=timeout) for _ in range(2))
+    reference = train(flags_for("GGG", world_size=1, more=same))
+    for number, (strategy, collective) in enumerate(pairs):
+        label = f"{strategy} by {collective}"
+        for by_rank, other in zip(once, again, strict=True):
+            assert_same(by_rank[number], reference, label)
+            losses = [step.loss for step in by_rank[number].steps]
+            assert losses == [step.loss for step in other[number].steps], label
+            for name, parameter in by_rank[number].parameters.items():
+                assert torch.equal(parameter, other[number].parameters[name]), f"{label}: {name}"
+            if collective != "ring":  # whose last rank of a group sends all between groups
+                assert_formulas(by_rank[number], cases[number], 8, GROUP_SIZE)
+
+
+@pytest.mark.ranks
+def test_one_of_each() -> None:
+    check(CROSSING_BOTH, iterations=3, timeout=240)
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize("collective", ALGORITHMS)
+def test_all_strategies(collective: str) -> None:
+    check([(strategy, collective) for strategy in legal_letters()], iterations=10, timeout=1200)
