@@ -1,4 +1,4 @@
-"""Under every collective of our own, training is what one process does, bit by bit the same twice."""
+"""Under collectives of our own, training is what one process does, the same bits twice."""
 
 from __future__ import annotations
 
