@@ -1,0 +1,86 @@
+"""The bytes that crossed each NIC and each loopback, as the kernel's queues counted them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from tools.cluster import network, state
+from tools.cluster.spec import ClusterSpec, nic, port
+from tools.cluster.state import Cluster
+
+# Of `tc -statistics qdisc show`, which has no JSON for every queue in older versions.
+_QUEUE = re.compile(r"^qdisc tbf \S+ dev (\S+) root .*\n Sent (\d+) bytes", re.M)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicBytes:
+    """What a NIC sent and what came to it, with Ethernet's, IP's and TCP's headers."""
+
+    node: int
+    nic: int
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes since the counters were set to zero: of each NIC, and inside each node."""
+
+    nics: tuple[NicBytes, ...]
+    inside: tuple[int, ...]
+
+    @property
+    def sent(self) -> int:
+        """Sent by all NICs."""
+        return sum(nic.sent for nic in self.nics)
+
+
+def traffic(cluster: Cluster) -> Traffic:
+    """What crossed the links since `up`, or since `reset_traffic`."""
+    spec = cluster.spec
+    # Another process may have set them to zero since this cluster was opened.
+    baseline = state.open_cluster(spec.name).baseline
+    now = counters(spec)
+    since = {name: count - baseline.get(name, 0) for name, count in now.items()}
+    nics = tuple(
+        NicBytes(
+            node=node,
+            nic=index,
+            sent=since[f"{spec.node(node)}/{nic(index)}"],
+            received=since[f"{spec.switch}/{port(node, index)}"],
+        )
+        for node in range(spec.nodes)
+        for index in range(spec.nics)
+    )
+    inside = tuple(since[f"{spec.node(node)}/lo"] for node in range(spec.nodes))
+    return Traffic(nics=nics, inside=inside)
+
+
+def nic_bytes(cluster: Cluster) -> dict[tuple[int, int], int]:
+    """The bytes that each NIC sent, by node and NIC; see `traffic` for all that is counted."""
+    return {(nic.node, nic.nic): nic.sent for nic in traffic(cluster).nics}
+
+
+def reset_traffic(cluster: Cluster) -> None:
+    """Counts from zero from now on."""
+    current = state.open_cluster(cluster.spec.name)
+    state.save(replace(current, baseline=counters(cluster.spec)))
+
+
+def counters(spec: ClusterSpec) -> dict[str, int]:
+    """What the kernel has counted so far, by namespace and device."""
+    counted = {}
+    for namespace in spec.namespaces:
+        shown = network.run_tool(["tc", "-n", namespace, "-statistics", "qdisc", "show"])
+        for device, sent in _QUEUE.findall(shown):
+            counted[f"{namespace}/{device}"] = int(sent)
+    # A loopback that is not shaped has no queue; its own counters are the same for both kinds.
+    for node in map(spec.node, range(spec.nodes)):
+        counted[f"{node}/lo"] = _loopback_bytes(node)
+    return counted
+
+
+def _loopback_bytes(namespace: str) -> int:
+    loopback = next(link for link in network.links(namespace) if link["ifname"] == "lo")
+    return int(loopback["stats64"]["tx"]["bytes"])

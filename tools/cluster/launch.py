@@ -1,0 +1,193 @@
+"""Runs a script on all ranks of a cluster: torchrun in every node, over the right interfaces."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.cluster import network, state
+from tools.cluster.interrupts import handling
+from tools.cluster.output import NodeOutput
+from tools.cluster.processes import RUN_VARIABLE, end_processes
+from tools.cluster.spec import ClusterSpec, address, nic
+from tools.cluster.state import Cluster
+
+_PORT = 29500  # no other program lives in node 0's namespace
+_POLL_SECONDS = 0.1
+# After a node failed, the others get this long to say what they think of it.
+_LAST_WORDS_SECONDS = 1.0
+# From SIGTERM to SIGKILL after a failure; and after a signal of the user, on which a script may
+# save its work: torchrun kills it after 30 s.
+_CLEANUP_SECONDS = 10.0
+_SAVING_SECONDS = 40.0
+
+_LAST_OUTPUT_SECONDS = 2.0
+
+# `ip netns exec` gives a process mounts of its own. torch looks up the name of every address that
+# it connects to and complains if there is none.
+_WITH_HOSTS = '[ ! -e /etc/hosts ] || mount --bind "$1" /etc/hosts; shift; exec "$@"'
+_GIVE_NIC = 'GLOO_SOCKET_IFNAME=nic$LOCAL_RANK exec "$@"'
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def run(cluster: Cluster, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
+    """Runs a script with its arguments on every rank and returns its status.
+
+    That is the first failing rank's, as a shell reports it. SIGINT, SIGTERM and SIGHUP are passed
+    on, to return 128 and their number once all has ended; a second one kills. What node 0 prints
+    appears as it is, lines of other nodes after their node's name. No process is left. `env` is
+    added to this process's environment.
+    """
+    network.check_system()
+    name = cluster.spec.name
+    if not argv or not Path(argv[0]).is_file():
+        raise FileNotFoundError(f"no script {argv[0] if argv else ''!r}: give a file of Python")
+    with state.locked(name) as held:
+        if not held:
+            raise ValueError(f"cluster {name!r} is busy: it runs one script at a time")
+        spec = state.open_cluster(name).spec
+        network.check_namespaces(spec)
+        folder = state.folder_of(name) / "run"
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {}), RUN_VARIABLE: name}
+        try:
+            folder.mkdir(exist_ok=True)
+            (folder / "hosts").write_text(hosts_file(spec), encoding="utf-8")
+            return _run(spec, argv, environment, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(spec: ClusterSpec, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> int:
+    namespaces = list(map(spec.node, range(spec.nodes)))
+    end_processes(namespaces, started_by_run=spec.name)  # of a run that was killed
+    signals: list[int] = []
+    nodes: dict[int, subprocess.Popen[bytes]] = {}
+    with handling(lambda number, _: signals.append(number)):
+        output = None
+        try:
+            for node in range(spec.nodes):
+                command = _node_command(spec, node, argv, folder)
+                nodes[node] = _start(node, command, {**env, "GLOO_SOCKET_IFNAME": nic(0)})
+            output = NodeOutput(nodes)
+            return _watch(nodes, output, signals)
+        finally:
+            end_processes(namespaces, started_by_run=spec.name)
+            if output is not None:
+                output.finish(_LAST_OUTPUT_SECONDS)
+            for process in nodes.values():
+                process.wait()
+
+
+def _node_command(spec: ClusterSpec, node: int, argv: Sequence[str], folder: Path) -> list[str]:
+    """torchrun in a node's namespace, with every rank's own NIC in its environment."""
+    torchrun = [sys.executable, "-P", str(Path(__file__).with_name("node.py"))]
+    flags = {
+        "--nnodes": spec.nodes,
+        "--nproc-per-node": spec.ranks_per_node,
+        "--node-rank": node,
+        "--master-addr": address(0, 0),
+        "--master-port": _PORT,
+        "--local-addr": address(node, 0),
+        "--log-dir": folder / str(node),
+    }
+    rank = [sys.executable, "-u", *argv]
+    if spec.nics > 1:
+        rank = ["sh", "-c", _GIVE_NIC, "rank", *rank]
+    return [
+        *("ip", "netns", "exec", spec.node(node)),
+        *("sh", "-c", _WITH_HOSTS, "node", str(folder / "hosts"), *torchrun),
+        *(f"{flag}={value}" for flag, value in flags.items()),
+        *("--no-python", *rank),
+    ]
+
+
+def hosts_file(spec: ClusterSpec) -> str:
+    """The machine's own names of hosts, and one for each NIC."""
+    own = Path("/etc/hosts")
+    lines = own.read_text(encoding="utf-8").splitlines() if own.exists() else []
+    for node in range(spec.nodes):
+        for index in range(spec.nics):
+            host = f"node{node}-{nic(index)}"
+            # torch asks for the name of an IPv4 address in IPv6's clothes.
+            lines += [f"{address(node, index)} {host}", f"::ffff:{address(node, index)} {host}"]
+    return "\n".join(lines) + "\n"
+
+
+def _start(node: int, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe = None if node == 0 else subprocess.PIPE
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE if node == 0 else subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        env=dict(env),
+        start_new_session=True,  # so that a terminal's Ctrl-C comes once, passed on from here
+        preexec_fn=_end_with_parent,
+    )
+
+
+def _end_with_parent() -> None:
+    """If `run` is killed, torchrun gets SIGTERM and ends its ranks."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _watch(
+    nodes: Mapping[int, subprocess.Popen[bytes]], output: NodeOutput, signals: list[int]
+) -> int:
+    """Waits until all nodes have ended, which one failure or one signal brings about."""
+    running = dict(nodes)
+    status = 0
+    signals_seen = 0
+    end_at = kill_at = float("inf")
+    while running:
+        output.forward(_POLL_SECONDS)
+        now = time.monotonic()
+        for node, process in nodes.items():
+            if node in running and process.poll() is not None:
+                del running[node]
+                if process.returncode != 0 and status == 0:
+                    status = _as_a_shell_has_it(process.returncode)
+                    end_at = now + _LAST_WORDS_SECONDS
+                    kill_at = end_at + _CLEANUP_SECONDS
+        if running.keys() <= {0}:
+            _let_leave(nodes[0])
+        if len(signals) > signals_seen == 0:
+            status = 128 + signals[0]
+            _send(signals[0], running)
+            end_at, kill_at = float("inf"), now + _SAVING_SECONDS
+        elif len(signals) > signals_seen:
+            kill_at = now
+        signals_seen = len(signals)
+        if now >= end_at:
+            _send(signal.SIGTERM, running)
+            end_at = float("inf")
+        if now >= kill_at:
+            _send(signal.SIGKILL, running)
+            kill_at = float("inf")
+    return status
+
+
+def _let_leave(node: subprocess.Popen[bytes]) -> None:
+    """Tells node 0, whose store the others use, that they have all ended."""
+    if node.stdin is not None:
+        node.stdin.close()
+
+
+def _send(number: int, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    for process in processes.values():
+        process.send_signal(number)
+
+
+def _as_a_shell_has_it(status: int) -> int:
+    return status if status >= 0 else 128 - status

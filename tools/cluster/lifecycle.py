@@ -1,0 +1,102 @@
+"""A cluster comes up whole or not at all, and goes down with everything in it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tools.cluster import network, state
+from tools.cluster.counters import counters
+from tools.cluster.interrupts import exit_by_signal, handling
+from tools.cluster.processes import end_processes
+from tools.cluster.spec import ClusterSpec, check_name
+from tools.cluster.state import Cluster
+
+# How long a run may take to notice that its nodes were ended.
+_PATIENCE_SECONDS = 15.0
+
+
+def up(spec: ClusterSpec) -> Cluster:
+    """Makes a cluster; whatever stops that, also a signal, removes what was made so far."""
+    network.check_system()
+    made: list[str] = []
+    with handling(exit_by_signal):
+        state.claim(spec.name)
+        try:
+            with state.locked(spec.name):
+                cluster = Cluster(spec=spec, status="building")
+                state.save(cluster)
+                network.build(spec, made)
+                cluster = replace(cluster, status="up", baseline=counters(spec))
+                state.save(cluster)
+        except BaseException:
+            with handling(signal.SIG_IGN):
+                for namespace in reversed(made):
+                    network.remove(namespace)
+                state.forget(spec.name)
+            raise
+    return cluster
+
+
+def down(name: str = "default") -> list[str]:
+    """Ends all that runs in a cluster and removes it, also what a crash left of it.
+
+    Returns the namespaces that are named like its own but that it did not make, which stay.
+    """
+    network.check_system()
+    check_name(name)
+    claimed = state.folder_of(name).exists()
+    unfinished = claimed and _is_unfinished(name)
+    ours, others = network.namespaces_of(name, unfinished=unfinished)
+    if not claimed and not ours:
+        state.open_cluster(name)  # says that there is none
+    if claimed:
+        _remove_when_idle(name, ours, unfinished=unfinished)
+    else:
+        _remove(name, ours)
+    return others
+
+
+@contextmanager
+def cluster(spec: ClusterSpec) -> Iterator[Cluster]:
+    """A cluster for as long as the block lasts; a signal ends the block and the cluster."""
+    with handling(exit_by_signal):
+        made = up(spec)
+        try:
+            yield made
+        finally:
+            with handling(signal.SIG_IGN):
+                down(spec.name)
+
+
+def _is_unfinished(name: str) -> bool:
+    try:
+        found = state.load(name)
+    except ValueError:
+        return False  # damaged: only what bears the mark is ours
+    return found is None or found.status != "up"
+
+
+def _remove_when_idle(name: str, namespaces: list[str], *, unfinished: bool) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        with state.locked(name) as held:
+            if held:
+                _remove(name, namespaces)
+                return
+        if unfinished:
+            raise ValueError(f"cluster {name!r} is being made at this moment; try again")
+        end_processes(namespaces)
+        if time.monotonic() > deadline:
+            raise OSError(f"what runs in cluster {name!r} does not end; stop it and try again")
+        time.sleep(0.1)
+
+
+def _remove(name: str, namespaces: list[str]) -> None:
+    end_processes(namespaces)
+    for namespace in namespaces:
+        network.remove(namespace)
+    state.forget(name)

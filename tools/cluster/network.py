@@ -1,0 +1,113 @@
+"""Makes the namespaces and links of a cluster and removes them, and nothing that others made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.cluster.plan import SETTINGS, Batch, batches
+from tools.cluster.spec import ClusterSpec, is_namespace_of, mark_of
+
+NETNS = Path("/run/netns")  # where iproute2 keeps names of namespaces
+
+
+def check_system() -> None:
+    """Says what this machine or user lacks for a cluster."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise OSError(f"needs {' and '.join(missing)}: install the package iproute2")
+    if os.geteuid() != 0:
+        raise OSError("needs root, to make network namespaces and shape links")
+
+
+def run_tool(command: Sequence[str], text: str = "") -> str:
+    """What a command prints; a failure is one line with the command and its complaint."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode != 0:
+        complaint = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
+        raise OSError(f"`{' '.join(command)}` failed: {complaint}")
+    return done.stdout
+
+
+def build(spec: ClusterSpec, made: list[str]) -> None:
+    """Makes a cluster's namespaces, noting each in `made`, and all that is in them."""
+    for namespace in spec.namespaces:
+        _make_namespace(namespace, mark_of(spec.name), made)
+    for batch in batches(spec):
+        _run_batch(batch)
+
+
+def _make_namespace(namespace: str, mark: str, made: list[str]) -> None:
+    if (NETNS / namespace).exists():
+        raise FileExistsError(
+            f"the network namespace {namespace} exists already; choose another --name"
+        )
+    made.append(namespace)  # before, in case that an interrupt comes between
+    try:
+        run_tool(["ip", "netns", "add", namespace])
+    except OSError:
+        made.remove(namespace)  # not made, or somebody else's
+        raise
+    run_tool(["ip", "-n", namespace, "link", "set", "dev", "lo", "alias", mark])
+    root = Path("/proc/sys")
+    settings = [f"echo {value} > {root / name}" for name, value in SETTINGS.items()
+                if (root / name).exists()]  # fmt: skip
+    run_tool(["ip", "netns", "exec", namespace, "sh", "-ec", "\n".join(settings)])
+
+
+def _run_batch(batch: Batch) -> None:
+    if batch.lines:
+        command = [batch.tool, "-n", batch.namespace, "-batch", "-"]
+        try:
+            run_tool(command, "\n".join(batch.lines) + "\n")
+        except OSError as error:
+            raise OSError(f"{error}; does the kernel have veth, bridge and sch_tbf?") from None
+
+
+def remove(namespace: str) -> None:
+    """Removes a namespace with all links in it, if it is there."""
+    if (NETNS / namespace).exists():
+        run_tool(["ip", "netns", "delete", namespace])
+
+
+def links(namespace: str) -> list[dict[str, Any]]:
+    """The links of a namespace as `ip -json` tells them; none for a name that leads nowhere."""
+    try:
+        found: list[dict[str, Any]] = json.loads(
+            run_tool(["ip", "-n", namespace, "-json", "-statistics", "link", "show"])
+        )
+    except OSError:
+        return []
+    return found
+
+
+def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], list[str]]:
+    """The namespaces of a cluster, and those that are named like it but bear no mark of it.
+
+    One without a mark counts as ours if it is still empty and `unfinished` says that the making
+    was cut off.
+    """
+    ours: list[str] = []
+    others: list[str] = []
+    for path in sorted(NETNS.glob("paro-*")):
+        if not is_namespace_of(name, path.name):
+            continue
+        found = links(path.name)
+        marked = any(link.get("ifalias") == mark_of(name) for link in found)
+        ours_by_mark = marked or (unfinished and len(found) <= 1)
+        (ours if ours_by_mark else others).append(path.name)
+    return ours, others
+
+
+def check_namespaces(spec: ClusterSpec) -> None:
+    """Says which part of a cluster somebody has removed."""
+    missing = [namespace for namespace in spec.namespaces if not (NETNS / namespace).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"cluster {spec.name!r} has lost {', '.join(missing)}; take it `down` and `up` again"
+        )

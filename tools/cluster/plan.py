@@ -1,0 +1,94 @@
+"""The commands of iproute2 that make a cluster, as data: which batch, for which namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tools.cluster.rates import bits_per_second
+from tools.cluster.spec import ClusterSpec, address, nic, port
+
+# Each namespace answers for an address from the NIC that has it and from no other, and takes
+# packets as they come: replies may leave by another NIC. What a connection learned about a path
+# does not reach the next one, or the order of runs would matter. No IPv6, whose housekeeping
+# would be counted; `lo` keeps it, since it exists already.
+SETTINGS = {
+    "net/ipv4/conf/all/arp_ignore": 1,
+    "net/ipv4/conf/all/arp_announce": 2,
+    "net/ipv4/conf/all/rp_filter": 0,
+    "net/ipv4/conf/default/rp_filter": 0,
+    "net/ipv4/tcp_no_metrics_save": 1,
+    "net/ipv6/conf/default/disable_ipv6": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Lines for `ip -batch` or `tc -batch` inside one namespace."""
+
+    tool: Literal["ip", "tc"]
+    namespace: str
+    lines: tuple[str, ...]
+
+
+def batches(spec: ClusterSpec) -> Iterator[Batch]:
+    """All that is done in the namespaces, which exist, in order."""
+    yield Batch("ip", spec.switch, tuple(_cables(spec)))
+    yield Batch("tc", spec.switch, tuple(_port_rates(spec)))
+    for node in range(spec.nodes):
+        yield Batch("ip", spec.node(node), tuple(_addresses(spec, node)))
+        yield Batch("tc", spec.node(node), tuple(_node_rates(spec)))
+
+
+def _cables(spec: ClusterSpec) -> Iterator[str]:
+    """A bridge that forwards at once, and a cable from it to every NIC."""
+    yield "link add bridge type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
+    yield "link set dev bridge up"
+    for node, index in _nics(spec):
+        end = port(node, index)
+        yield f"link add {end} type veth peer name {nic(index)} netns {spec.node(node)}"
+        yield f"link set dev {end} master bridge up"
+
+
+def _addresses(spec: ClusterSpec, node: int) -> Iterator[str]:
+    """The NICs' addresses, and to NIC k of another node a route through the own NIC k.
+
+    gloo listens on its own NIC's address but connects from anywhere, so that it is the
+    destination that has to say by which NIC to leave.
+    """
+    yield "link set dev lo up"
+    for index in range(spec.nics):
+        yield f"address add {address(node, index)}/32 dev {nic(index)}"
+        yield f"link set dev {nic(index)} up"
+    for other, index in _nics(spec):
+        if other != node:
+            own = address(node, index)
+            yield f"route add {address(other, index)}/32 dev {nic(index)} scope link src {own}"
+
+
+def _port_rates(spec: ClusterSpec) -> Iterator[str]:
+    """Shapes what comes to a NIC: else many could send to one faster than its link."""
+    for node, index in _nics(spec):
+        yield shaped(port(node, index), bits_per_second(spec.inter))
+
+
+def _node_rates(spec: ClusterSpec) -> Iterator[str]:
+    """Shapes what a NIC sends, and the loopback, which all ranks of a node share."""
+    for index in range(spec.nics):
+        yield shaped(nic(index), bits_per_second(spec.inter))
+    if spec.intra:
+        yield shaped("lo", bits_per_second(spec.intra) * spec.ranks_per_node)
+
+
+def shaped(device: str, bits: int) -> str:
+    """A token bucket that holds a millisecond, and at least two of the largest packets.
+
+    A packet that is larger than the bucket is cut up on a NIC but lost on the loopback.
+    """
+    burst = max(2 * 65536 if device == "lo" else 65536, bits // 8 // 1000)
+    return f"qdisc add dev {device} root tbf rate {bits}bit burst {burst}b latency 500ms"
+
+
+def _nics(spec: ClusterSpec) -> Iterator[tuple[int, int]]:
+    return ((node, index) for node in range(spec.nodes) for index in range(spec.nics))

@@ -1,0 +1,62 @@
+"""The processes that live in a cluster's namespaces, and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tools.cluster.network import NETNS
+
+# In the environment of all that `run` starts, and so of their children.
+RUN_VARIABLE = "PARO_CLUSTER_RUN"
+
+
+def processes_in(namespaces: Iterable[str], *, started_by_run: str | None = None) -> Iterator[int]:
+    """The processes in these namespaces; with a cluster's name, those that `run` started there."""
+    inodes = {(stat.st_dev, stat.st_ino) for stat in map(_stat_or_none, _paths(namespaces)) if stat}
+    entry = f"{RUN_VARIABLE}={started_by_run}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        stat = _stat_or_none(path / "ns/net")
+        if stat is None or (stat.st_dev, stat.st_ino) not in inodes:
+            continue
+
+        if started_by_run is None or entry in _environment(path):
+            yield int(path.name)
+
+
+def end_processes(
+    namespaces: Iterable[str], *, started_by_run: str | None = None, seconds: float = 10.0
+) -> None:
+    """Kills them, and what they start meanwhile, and waits until they are gone."""
+    namespaces = list(namespaces)
+    deadline = time.monotonic() + seconds
+    while pids := list(processes_in(namespaces, started_by_run=started_by_run)):
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if time.monotonic() > deadline:
+            raise OSError(f"processes {', '.join(map(str, pids))} do not end, not even by SIGKILL")
+        time.sleep(0.02)
+
+
+def _paths(namespaces: Iterable[str]) -> Iterator[Path]:
+    return (NETNS / namespace for namespace in namespaces)
+
+
+def _stat_or_none(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:  # gone, or a zombie
+        return None
+
+
+def _environment(process: Path) -> list[bytes]:
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

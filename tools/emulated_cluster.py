@@ -1,0 +1,177 @@
+"""A cluster on one machine: nodes with real, slow links between them, to run scripts in."""
+
+# What it is made of is drawn in tools/cluster/spec.py. From Python:
+#
+#     from tools.cluster.launch import run
+#     from tools.cluster.lifecycle import cluster
+#
+#     with cluster(ClusterSpec(nodes=2, ranks_per_node=4, inter="100mbit")) as two_nodes:
+#         status = run(two_nodes, ["script.py", "--flag"])
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    if sys.platform != "linux":
+        print(f"emulated_cluster.py: error: needs Linux, not {sys.platform}", file=sys.stderr)
+        sys.exit(2)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.cluster.counters import Traffic, reset_traffic, traffic
+from tools.cluster.launch import run
+from tools.cluster.lifecycle import down, up
+from tools.cluster.network import check_system
+from tools.cluster.spec import ClusterSpec
+from tools.cluster.state import open_cluster
+
+DESCRIPTION = """\
+Makes nodes out of network namespaces, with a NIC per rank (or one per node) whose speed the kernel
+limits, and runs scripts in them under torchrun, with gloo. Needs Linux, root and iproute2.
+
+  python tools/emulated_cluster.py up --nodes 2 --ranks-per-node 4 --inter 100mbit
+  python tools/emulated_cluster.py run SCRIPT ARGS
+  python tools/emulated_cluster.py bytes
+  python tools/emulated_cluster.py down
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"emulated_cluster.py: error: {message}\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(command: str, summary: str, details: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            command, help=summary, description=f"{details}", allow_abbrev=False
+        )
+        added.add_argument(
+            "--name", default="default", help="of the cluster, where there are several"
+        )
+        return added
+
+    add_up_flags(
+        add("up", "make a cluster", "Makes a cluster. Rates are written as tc has them: 100mbit.")
+    )
+    add(
+        "run",
+        "run a script on every rank",
+        "Runs a script on every rank, under torchrun in every node, and returns the status of the "
+        "first rank that failed. Ranks get GLOO_SOCKET_IFNAME, and OMP_NUM_THREADS=1 unless it is "
+        "set. Node 0's output is shown as it is, lines of other nodes after their node's name.",
+    ).add_argument(
+        "argv", nargs=argparse.REMAINDER, metavar="[--] SCRIPT ARGS", help="a Python script"
+    )
+    counting = add(
+        "bytes",
+        "show what crossed the links",
+        "Shows the bytes that crossed each NIC, headers included, as the kernel counted them since "
+        "`up` or the last --reset.",
+    )
+    counting.add_argument("--json", action="store_true", help="print one JSON object")
+    counting.add_argument("--reset", action="store_true", help="count from zero afterwards")
+    add(
+        "down",
+        "remove a cluster",
+        "Ends all processes in a cluster and removes it, also what a crash left of it.",
+    )
+    return parser
+
+
+def add_up_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
+    parser.add_argument("--ranks-per-node", type=int, required=True, help="processes on each")
+    parser.add_argument("--inter", required=True, metavar="RATE", help="of each NIC, each way")
+    parser.add_argument(
+        "--intra",
+        metavar="RATE",
+        help="of each rank inside its node: the loopback, which a node's ranks share, is limited "
+        "to this times their number (default: as fast as the machine)",
+    )
+    parser.add_argument(
+        "--nic",
+        choices=("per-rank", "shared"),
+        default="per-rank",
+        help="a NIC for each rank, or one for a node's ranks together (default: %(default)s)",
+    )
+
+
+def table(measured: Traffic) -> str:
+    """What crossed the links, for people."""
+    rows = [("", "sent", "received")]
+    rows += [
+        (f"node {nic.node} nic{nic.nic}", f"{nic.sent:,}", f"{nic.received:,}")
+        for nic in measured.nics
+    ]
+    received = sum(nic.received for nic in measured.nics)
+    rows.append(("all NICs", f"{measured.sent:,}", f"{received:,}"))
+    rows += [(f"inside node {node}", f"{size:,}", "") for node, size in enumerate(measured.inside)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = (
+        f"{name:{widths[0]}}  {sent:>{widths[1]}}  {received:>{widths[2]}}"
+        for name, sent, received in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def as_json(measured: Traffic) -> str:
+    """What crossed the links, for programs."""
+    nics = [
+        {"node": nic.node, "nic": nic.nic, "sent_bytes": nic.sent, "received_bytes": nic.received}
+        for nic in measured.nics
+    ]
+    return json.dumps(
+        {"sent_bytes": measured.sent, "nics": nics, "inside_bytes": list(measured.inside)}
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    check_system()
+    if args.command == "up":
+        sizes = {name: value for name, value in vars(args).items() if name != "command"}
+        made = up(ClusterSpec(**sizes))
+        print(f"cluster {made.spec.name!r} is up: {made.spec.describe()}")
+    elif args.command == "run":
+        argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+        return run(open_cluster(args.name), argv)
+    elif args.command == "bytes":
+        opened = open_cluster(args.name)
+        measured = traffic(opened)
+        print(as_json(measured) if args.json else table(measured))
+        if args.reset:
+            reset_traffic(opened)
+    else:
+        for namespace in down(args.name):
+            print(f"left alone: {namespace}, which this tool did not make", file=sys.stderr)
+        print(f"cluster {args.name!r} is down")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        return execute(args)
+    except (OSError, ValueError) as error:
+        print(f"emulated_cluster.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
