@@ -326,6 +326,10 @@ def _add_logging_args(parser: ArgumentParser) -> None:
     add("--log-interval", type=int, default=100, metavar="N",
         help="print a line, and write one to --metrics-file, every N iterations")
     add("--log-throughput", action="store_true", help="add TFLOP/s per device to that line")
+    add("--log-num-zeros-in-grad", action="store_true",
+        help="add how many elements of the gradients are zero")
+    add("--log-params-norm", action="store_true",
+        help="add the norm of all parameters after the update")
     add("--metrics-file", metavar="FILE",
         help="append a JSON object per logged iteration: losses in full precision, throughput, "
         "memory, bytes sent")

@@ -225,8 +225,6 @@ RULES = (
     _switch("--log-batch-size-to-tensorboard", "the batch size is always written"),
     _unheard("--log-timers-to-tensorboard", "iteration-time is the one timer written"),
     _unheard("--timing-log-level", "the time per iteration is the one timer", int),
-    _unheard("--log-params-norm", "the norm of parameters is not computed"),
-    _unheard("--log-num-zeros-in-grad", "zeros are not counted"),
     _unheard("--log-progress", "progress.txt is not written"),
     _unheard("--profile", "no profile is recorded"),
     _unheard("--profile-step-start", "no profile is recorded", int),

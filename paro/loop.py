@@ -127,6 +127,8 @@ class Loop:
                 skipped=result.skipped,
                 intra_bytes=result.sent.intra,
                 inter_bytes=result.sent.inter,
+                num_zeros=result.num_zeros,
+                params_norm=result.params_norm,
             )
         )
         if self._forecast is not None:  # after the first iteration, when all buffers have been

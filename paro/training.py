@@ -34,6 +34,8 @@ class TrainConfig:
     exit_signal: str = "SIGTERM"
     manual_gc: bool = False
     manual_gc_interval: int = 0
+    log_num_zeros_in_grad: bool = False
+    log_params_norm: bool = False
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -60,6 +62,8 @@ class StepResult:
     grad_norm: float
     skipped: bool  # a gradient was not finite, on whichever rank: no rank updated
     sent: Sent
+    num_zeros: float | None = None  # of the gradients' elements, where asked for and not skipped
+    params_norm: float | None = None  # of all parameters after the step, where asked for
     num_signalled: int = 0  # ranks that got the exit signal
     num_late: int = 0  # ranks whose time is over
 
@@ -96,24 +100,14 @@ def train_step(
 
     `signalled` and `late` are this rank's reasons to stop; they travel with the sums.
     """
-    model, optimizer = training.model, training.optimizer
+    optimizer = training.optimizer
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
-    model.begin_step(num_micro_batches)
-    loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
-    for index in range(num_micro_batches):
-        batch = _next_batch(micro_batches, training.device)
-        loss_sum += model.forward_backward(
-            batch.tokens_BS,
-            batch.labels_BS,
-            weigh(batch.loss_mask_BS),
-            last=index + 1 == num_micro_batches,
-        )
-    model.finish_gradients()
-
-    square_sum, scaled_loss, num_tokens, *reasons = training.control.sum(
-        [optimizer.local_square_sum(), float(loss_sum), weigh.num_tokens(), signalled, late]
+    loss_sum = _forward_backward(training, micro_batches, weigh, num_micro_batches)
+    zeros = optimizer.local_num_zeros() if training.config.log_num_zeros_in_grad else 0.0
+    square_sum, scaled_loss, num_tokens, num_zeros, *reasons = training.control.sum(
+        [optimizer.local_square_sum(), float(loss_sum), weigh.num_tokens(), zeros, signalled, late]
     )
     unscale = weigh.unscale(num_tokens)
     grad_norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
@@ -133,7 +127,40 @@ def train_step(
         training.loss_scale, state.loss_scale, found_nonfinite=skipped
     )
     num_signalled, num_late = (int(number) for number in reasons)
-    return StepResult(scaled_loss * unscale, grad_norm, skipped, sent, num_signalled, num_late)
+    return StepResult(
+        loss=scaled_loss * unscale,
+        grad_norm=grad_norm,
+        skipped=skipped,
+        sent=sent,
+        num_zeros=num_zeros if training.config.log_num_zeros_in_grad and not skipped else None,
+        params_norm=_params_norm(training) if training.config.log_params_norm else None,
+        num_signalled=num_signalled,
+        num_late=num_late,
+    )
+
+
+def _forward_backward(
+    training: Training, micro_batches: Iterator[Batch], weigh: _Weights, num_micro_batches: int
+) -> Tensor:
+    """This rank's weighted loss; every gradient is summed over the ranks afterwards."""
+    model = training.model
+    model.begin_step(num_micro_batches)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
+    for index in range(num_micro_batches):
+        batch = _next_batch(micro_batches, training.device)
+        loss_sum += model.forward_backward(
+            batch.tokens_BS,
+            batch.labels_BS,
+            weigh(batch.loss_mask_BS),
+            last=index + 1 == num_micro_batches,
+        )
+    model.finish_gradients()
+    return loss_sum
+
+
+def _params_norm(training: Training) -> float:
+    (square_sum,) = training.control.sum([training.optimizer.local_params_square_sum()])
+    return math.sqrt(square_sum)
 
 
 def _next_batch(micro_batches: Iterator[Batch], device: torch.device) -> Batch:

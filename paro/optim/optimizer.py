@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -146,11 +146,32 @@ class ParoOptimizer:
         context = self.model.units[0].context
         if context.rank >= context.strategy.optim:
             return 0.0
-        norms = [
-            torch.linalg.vector_norm(unit.optim_grad, dtype=torch.float32)
-            for unit in self.model.trainable_units
-        ]
-        return float(torch.stack(norms).double().square().sum())
+        return _square_sum(unit.optim_grad for unit in self.model.trainable_units)
+
+    def local_num_zeros(self) -> float:
+        """This rank's part of how many elements of the gradients are zero; padding is none.
+
+        Summed over all ranks every element counts exactly once, as in `local_square_sum`.
+        """
+        context = self.model.units[0].context
+        if context.rank >= context.strategy.optim:
+            return 0.0
+        elements, nonzero = 0, []
+        for unit in self.model.trainable_units:
+            grad, start = unit.optim_grad, unit.optim_start
+            pieces = unit.layout.pieces(start, start + grad.numel())
+            elements += sum(piece.high - piece.low for piece in pieces)
+            nonzero.append(torch.count_nonzero(grad))
+        return float(elements - torch.stack(nonzero).sum())
+
+    def local_params_square_sum(self) -> float:
+        """This rank's part of the squared norm of all parameters, frozen ones included.
+
+        Summed over all ranks every element counts exactly once, in fp32 where there is a master.
+        """
+        return _square_sum(
+            shard.values for shard in self.flat_shards() if shard.state == "param" and shard.writes
+        )
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
@@ -206,6 +227,12 @@ class ParoOptimizer:
         units = self.model.units
         shards = sum(unit.param_shard.nbytes + unit.grad_shard.nbytes for unit in units)
         return shards + sum(part.num_bytes for part in self._parts)
+
+
+def _square_sum(ranges: Iterable[Tensor]) -> float:
+    """The squared norm of all of them; not finite where any element is not."""
+    norms = [torch.linalg.vector_norm(values, dtype=torch.float32) for values in ranges]
+    return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
 
 def _initial_values(

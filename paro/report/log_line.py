@@ -45,6 +45,10 @@ def iteration_line(
         fields.append(f"lm loss: {metrics.lm_loss:.6E}")
     fields.append(f"loss scale: {last.loss_scale:.1f}")
     fields.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros is not None:
+        fields.append(f"num zeros: {last.num_zeros}")
+    if last.params_norm is not None:
+        fields.append(f"params norm: {last.params_norm:.3f}")
     num_skipped = sum(record.skipped for record in interval)
     num_nan = sum(not math.isfinite(record.lm_loss) for record in interval)
     fields.append(f"number of skipped iterations: {num_skipped:3d}")

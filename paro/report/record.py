@@ -22,6 +22,8 @@ class IterationRecord:
     skipped: bool  # the update was left out, since a gradient was not finite
     intra_bytes: int  # sent by this rank in this iteration over links inside its group
     inter_bytes: int  # and over links between groups
+    num_zeros: float | None = None  # of the gradients' elements; None: not counted, or skipped
+    params_norm: float | None = None  # after the update; None: not computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,6 +127,9 @@ class Report:
         }
         if not record.skipped:
             scalars["lm loss"] = record.lm_loss
+        for tag, value in (("num-zeros", record.num_zeros), ("params-norm", record.params_norm)):
+            if value is not None:
+                scalars[tag] = value
         self._dashboards.write(scalars, iteration=record.iteration, samples=record.consumed_samples)
 
 

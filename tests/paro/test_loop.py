@@ -95,6 +95,16 @@ def test_leaves_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> Non
     assert "[exiting program after 0.005 minutes] datetime" in capsys.readouterr().out
 
 
+def test_norms_and_zeros_reach_the_record_where_they_are_asked_for() -> None:
+    asked = run_loop("--train-iters 2 --eval-iters 0 --log-params-norm --log-num-zeros-in-grad")
+    for record in asked.records:
+        assert record.params_norm is not None
+        assert record.params_norm > 1.0
+        assert record.num_zeros is not None
+    (silent,) = run_loop("--train-iters 1 --eval-iters 0").records
+    assert silent.params_norm is silent.num_zeros is None
+
+
 def test_ramp_up_takes_growing_batches() -> None:
     run = run_loop(
         "--train-samples 40 --global-batch-size 8 --rampup-batch-size 2 3 20 --eval-iters 0"

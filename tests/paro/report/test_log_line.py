@@ -61,6 +61,13 @@ def test_throughput_stands_where_megatron_has_it() -> None:
     )
 
 
+def test_zeros_and_the_norm_of_parameters_stand_where_megatron_has_them() -> None:
+    assert " | grad norm: 1.250 | num zeros: 12.0 | params norm: 3.456 | number of skip" in line(
+        record(num_zeros=12.0, params_norm=3.45649)
+    )
+    assert " | grad norm: 1.250 | num zeros: 0.0 | number of skip" in line(record(num_zeros=0.0))
+
+
 def test_loss_is_the_mean_of_what_was_not_skipped() -> None:
     interval = (
         record(8, lm_loss=2.0),

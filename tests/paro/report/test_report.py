@@ -1,6 +1,8 @@
 """What a run prints and writes, seen from the training loop."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,23 +36,25 @@ def make(config: ReportConfig, *, rank: int = 0, world_size: int = 1, start: int
     )
 
 
+def record(iteration: int) -> IterationRecord:
+    return IterationRecord(
+        iteration=iteration,
+        consumed_samples=8 * iteration,
+        global_batch_size=8,
+        lm_loss=float(iteration),
+        grad_norm=1.0,
+        learning_rate=0.1,
+        loss_scale=1.0,
+        iteration_time_ms=100.0,
+        skipped=False,
+        intra_bytes=10,
+        inter_bytes=20,
+    )
+
+
 def run(report: Report, iterations: range) -> None:
     for iteration in iterations:
-        report.iteration(
-            IterationRecord(
-                iteration=iteration,
-                consumed_samples=8 * iteration,
-                global_batch_size=8,
-                lm_loss=float(iteration),
-                grad_norm=1.0,
-                learning_rate=0.1,
-                loss_scale=1.0,
-                iteration_time_ms=100.0,
-                skipped=False,
-                intra_bytes=10,
-                inter_bytes=20,
-            )
-        )
+        report.iteration(record(iteration))
     report.close()
 
 
@@ -108,6 +112,22 @@ def test_a_full_disk_costs_the_metrics_and_not_the_run(
     text = capsys.readouterr().out
     assert text.count("--metrics-file is left out from here on") == 1
     assert text.count("| lm loss: ") == 3
+
+
+def test_zeros_and_the_norm_of_parameters_have_megatrons_tags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[Mapping[str, float]] = []
+
+    def write(_: object, scalars: Mapping[str, float], **_at: int) -> None:
+        written.append(scalars)
+
+    monkeypatch.setattr("paro.report.dashboards.Dashboards.write", write)
+    report = make(ReportConfig())
+    report.iteration(replace(record(1), num_zeros=7.0, params_norm=2.5))
+    report.iteration(record(2))
+    assert (written[0]["num-zeros"], written[0]["params-norm"]) == (7.0, 2.5)
+    assert not {"num-zeros", "params-norm"} & written[1].keys()
 
 
 def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

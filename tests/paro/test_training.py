@@ -1,0 +1,92 @@
+"""What a training step says of itself: norms and zeros, counted once however states are spread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from paro.arguments import parse_args
+from paro.assembly import build_data, build_sources, build_training, start_state
+from paro.config import RunConfig
+from paro.runtime import Control, World
+from paro.training import train_step
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import TINY, Trained, train
+
+# Far more ids than a batch has tokens, so that most rows of the embedding get no gradient.
+VOCAB_SIZE, HIDDEN_SIZE, BATCH_SIZE, NUM_STEPS = 1501, 20, 8, 2
+ASKED = "--log-num-zeros-in-grad --log-params-norm"
+FLAGS = (
+    TINY.replace("--vocab-size 59", f"--vocab-size {VOCAB_SIZE - 1}")
+    + f" --train-iters {NUM_STEPS} --global-batch-size {BATCH_SIZE} {ASKED}"
+)
+FROZEN = ("blocks.0.wq", "blocks.1.w_up", "head.weight")
+STRATEGIES = ("NNN", "IIG", "GGG", "ING")
+
+
+def train_all(frozen: Sequence[str], group_size: int) -> list[Trained]:
+    return [
+        train(f"{FLAGS} --paro-strategy {strategy}", group_size=group_size, frozen=frozen)
+        for strategy in STRATEGIES
+    ]
+
+
+def unseen_ids() -> list[int]:
+    """How many ids no input of a global batch has, for every step."""
+    config = RunConfig.from_args(parse_args(FLAGS.split()), World())
+    training = build_training(config, Control(World(), torch.device("cpu")))
+    source = build_sources(config, build_data(config), training, start_state(config)).train
+    batches = [[next(source).tokens_BS for _ in range(BATCH_SIZE)] for _ in range(NUM_STEPS)]
+    return [VOCAB_SIZE - int(torch.cat(tokens).unique().numel()) for tokens in batches]
+
+
+def norm_of(trained: Trained) -> float:
+    return math.sqrt(sum(float(p.double().square().sum()) for p in trained.parameters.values()))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "group_size"), [(4, 2), (8, 4)])
+def test_norms_and_zeros_are_counted_once(world_size: int, group_size: int) -> None:
+    alone = train(FLAGS, frozen=FROZEN)
+    assert [step.num_zeros for step in alone.steps] == [HIDDEN_SIZE * n for n in unseen_ids()]
+    assert alone.steps[-1].params_norm == pytest.approx(norm_of(alone), rel=1e-6)
+    assert alone.steps[0].params_norm != alone.steps[1].params_norm
+
+    for by_strategy in run_ranks(train_all, world_size, FROZEN, group_size):
+        for strategy, trained in zip(STRATEGIES, by_strategy, strict=True):
+            for step, wanted in zip(trained.steps, alone.steps, strict=True):
+                assert step.num_zeros == wanted.num_zeros, strategy
+                assert step.params_norm == pytest.approx(wanted.params_norm, rel=1e-6), strategy
+
+
+def test_frozen_parameters_count_in_the_norm_and_not_among_the_zeros() -> None:
+    (alone, without) = (train(FLAGS, frozen=frozen) for frozen in ((), ("embedding.weight",)))
+    assert alone.steps[0].num_zeros == HIDDEN_SIZE * unseen_ids()[0]
+    assert [step.num_zeros for step in without.steps] == [0.0] * NUM_STEPS
+    assert without.steps[-1].params_norm == pytest.approx(norm_of(without), rel=1e-6)
+
+
+def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> float:
+        raise AssertionError("computed although nobody asked")
+
+    for name in ("local_num_zeros", "local_params_square_sum"):
+        monkeypatch.setattr(f"paro.optim.optimizer.ParoOptimizer.{name}", fail)
+    for step in train(FLAGS.replace(ASKED, "")).steps:
+        assert step.num_zeros is step.params_norm is None
+
+
+def test_a_skipped_step_counts_no_zeros_and_keeps_the_norm() -> None:
+    flags = f"{FLAGS} --fp16 --initial-loss-scale 1e30"
+    config = RunConfig.from_args(parse_args(flags.split()), World())
+    training = build_training(config, Control(World(), torch.device("cpu")))
+    before = training.optimizer.local_params_square_sum()
+    state = start_state(config)
+    source = build_sources(config, build_data(config), training, state).train
+    step = train_step(training, state, source)
+    assert step.skipped
+    assert step.num_zeros is None
+    assert step.params_norm == math.sqrt(before)
