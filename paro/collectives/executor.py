@@ -57,17 +57,33 @@ def count_pieces(shard_bytes: int) -> int:
     return max(2, -(-shard_bytes // _PIECE_BYTES))
 
 
+class Ends:
+    """This rank's ends of its links, shared by all algorithms that use the same groups."""
+
+    def __init__(self) -> None:
+        self._next_tags: dict[tuple[Use, Run], int] = {}
+        self._scratch: dict[tuple[Use, Run], Scratch] = {}  # a lane runs one job at a time
+
+    def level(self, use: Use, run: Run, num_messages: int) -> Level:
+        """The end of a ring for one collective that sends so many messages over it."""
+        first_tag = self._next_tags.get((use, run), 0)
+        self._next_tags[use, run] = first_tag + num_messages
+        scratch = self._scratch.setdefault((use, run), Scratch())
+        return Level(use=use, run=run, first_tag=first_tag, scratch=scratch)
+
+
 class ScheduledCollectives:
     """Collectives by one of our own algorithms, point to point."""
 
-    def __init__(self, name: str, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
+    def __init__(
+        self, name: str, groups: Groups, lanes: Lanes, traffic: Traffic, ends: Ends
+    ) -> None:
         self._name = name
         self._groups = groups
         self._rank = groups.rank
         self._lanes = lanes
         self._wire = Wire(groups, traffic)
-        self._tags: dict[tuple[Use, Run], int] = {}  # the next one
-        self._scratch: dict[tuple[Use, Run], Scratch] = {}  # a lane runs one job at a time
+        self._ends = ends
 
     def all_gather(
         self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
@@ -142,12 +158,10 @@ class ScheduledCollectives:
         hops, place = ALGORITHMS[self._name], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, place, pieces)
         ranges = [cut(*nested_range(run, member, whole.numel()), pieces) for member in members]
-        levels = []
-        for level, part in enumerate(parts):
-            first_tag = self._tags.get((use, part), 0)
-            self._tags[use, part] = first_tag + len(schedule.of_level[level])
-            scratch = self._scratch.setdefault((use, part), Scratch())
-            levels.append(Level(use=use, run=part, first_tag=first_tag, scratch=scratch))
+        levels = [
+            self._ends.level(use, part, len(steps))
+            for part, steps in zip(parts, schedule.of_level, strict=True)
+        ]
         buffer = Buffer(whole=whole, travel=travel, ranges=ranges)
         return Transfer(schedule, levels, members, buffer, self._wire)
 

@@ -20,7 +20,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from paro.collectives.api import Collectives
+from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
 from paro.groups import Run, Use
 from paro.lanes import DONE, Event

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives import COLLECTIVES
-from paro.collectives.api import Collectives, make_collectives
+from paro.collectives.api import make_collectives
+from paro.collectives.interface import Collectives
 from paro.groups import Use
 from paro.lanes import make_lanes
 from paro.topology import make_topology, nested_range

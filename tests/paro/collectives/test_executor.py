@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.collectives import executor
-from paro.collectives.api import Collectives, make_collectives
+from paro.collectives import COLLECTIVES, executor
+from paro.collectives.api import make_collectives
+from paro.collectives.auto import Choice
 from paro.collectives.executor import ALGORITHMS, count_pieces, parts_of
-from paro.collectives.schedule import CHUNKS_UNDER_WAY, Chunk
+from paro.collectives.interface import Collectives
+from paro.collectives.schedule import CHUNKS_UNDER_WAY, Chunk, Op
 from paro.collectives.transfer import Buffer, Scratch
 from paro.groups import Use
 from paro.lanes import make_lanes
@@ -139,7 +141,7 @@ def test_no_buffer_of_the_whole_size_is_added() -> None:
     numel = 8 * (1 << 19)  # shards of 1 MiB in bf16, in two pieces
     for peak, sent in run_ranks(measure_room, 8, "ho-ring", numel):
         piece = (1 << 20) // 2
-        landings, copies = CHUNKS_UNDER_WAY, 2 * CHUNKS_UNDER_WAY  # of each of two levels
+        landings, copies = CHUNKS_UNDER_WAY, 2 * CHUNKS_UNDER_WAY + 1  # of each of two levels
         assert 0 < peak <= 2 * (landings + copies) * piece
         assert peak < 4 * numel / 2  # of the buffer's bytes
         assert sent == Sent(intra=2 * 2 * numel * 3 // 4, inter=2 * 2 * numel // 4 // 2)
@@ -182,3 +184,49 @@ def test_pieces() -> None:
     assert count_pieces(1000) == 1
     assert count_pieces(1 << 20) == 2
     assert count_pieces(4 << 20) == 4
+
+
+def choose_by_size(sizes: list[int]) -> list[str]:
+    """Collectives of growing sizes, all in flight at once; returns what came out wrong."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    topology = make_topology(world_size=size, group_size=2, degrees=())
+
+    def best(op: Op, links: frozenset[Link], num_bytes: int) -> str:
+        assert links == {Link.INTRA, Link.INTER}, f"{op} over {links}"
+        return COLLECTIVES[num_bytes.bit_length() % len(COLLECTIVES)]
+
+    collectives = make_collectives(
+        Choice(names=COLLECTIVES, best=best),
+        topology=topology,
+        rank=rank,
+        runs={use: frozenset({topology.axes}) for use in Use},
+        lanes=make_lanes(CPU, overlap=True, backend="gloo"),
+        traffic=Traffic(),
+        timeout=timedelta(seconds=30),
+    )
+    running = []
+    for numel in sizes:
+        whole = torch.full((numel,), float(rank))
+        total = float(sum(range(size)))
+        summed = whole.clone()
+        running.append(
+            (summed, total, collectives.all_reduce(summed, topology.axes, torch.float32))
+        )
+        own = slice(*nested_range(topology.axes, rank, numel))
+        gathered = torch.zeros(numel)
+        event = collectives.all_gather(gathered, topology.axes, shard=whole[own] * 0 + 5)
+        running.append((gathered, 5.0, event))
+    wrong = []
+    for tensor, value, event in running:
+        event.wait()
+        if not torch.equal(tensor, torch.full_like(tensor, value)):
+            wrong.append(f"{tensor.numel()} elements: {tensor[:8]} instead of {value}")
+    collectives.close()
+    return wrong
+
+
+@pytest.mark.ranks
+def test_algorithms_chosen_by_size_share_groups() -> None:
+    sizes = [2**power * 4 for power in range(2, 17)]
+    for wrong in run_ranks(choose_by_size, 4, sizes):
+        assert not wrong

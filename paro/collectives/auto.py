@@ -1,0 +1,71 @@
+"""Picks an algorithm for every call, by its size: small messages want few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paro.collectives.interface import Collectives
+from paro.collectives.schedule import Op
+from paro.groups import Groups, Run, Use
+from paro.lanes import Event, Job, Lanes
+from paro.topology import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The algorithms to choose from, and which is best; every rank must choose alike.
+
+    `best` gets the collective, the kinds of links that it crosses, and the bytes of the whole
+    buffer as they travel.
+    """
+
+    names: tuple[str, ...]
+    best: Callable[[Op, frozenset[Link], int], str]
+
+
+class AutoCollectives:
+    """Hands every call to the algorithm that a choice names; all share lanes and groups."""
+
+    def __init__(
+        self, algorithms: Mapping[str, Collectives], choice: Choice, groups: Groups, lanes: Lanes
+    ) -> None:
+        self._algorithms = algorithms
+        self._choice = choice
+        self._groups = groups
+        self._lanes = lanes
+
+    def all_gather(
+        self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
+    ) -> Event:
+        best = self._best(Op.ALL_GATHER, whole, run, whole.dtype)
+        return best.all_gather(whole, run, shard=shard, after=after)
+
+    def reduce_scatter(
+        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        best = self._best(Op.REDUCE_SCATTER, whole, run, travel)
+        return best.reduce_scatter(whole, run, travel, after=after)
+
+    def all_reduce(
+        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        best = self._best(Op.ALL_REDUCE, whole, run, travel)
+        return best.all_reduce(whole, run, travel, after=after)
+
+    def follow(self, run: Run, job: Job, *, after: Event) -> Event:
+        # Any lane will do: the job waits for the end of the reduction, whoever carried it out.
+        return self._lanes.submit((Use.REDUCE, run[-1].index), job, after=after)
+
+    def close(self) -> None:
+        self._lanes.close()
+        self._groups.close()
+
+    def _best(self, op: Op, whole: Tensor, run: Run, travel: torch.dtype) -> Collectives:
+        links = frozenset(axis.link for axis in run)
+        num_bytes = whole.numel() * travel.itemsize
+        name = self._choice.best(op, links, num_bytes) if run else self._choice.names[0]
+        return self._algorithms[name]
