@@ -1,0 +1,274 @@
+"""Trains one LLaMA with this project, PyTorch and DeepSpeed in turns, and compares them.
+
+    torchrun --nproc-per-node 8 tools/compare_peers.py --group-size 4 --plot peers.png
+
+Contenders: ddp, zero-redundancy, fsdp2, fsdp2-hybrid, deepspeed-1, -2, -3 and -hpz, and this
+project's strategies as paro:IIG or, with a collective of their own, paro:GGG@ho-ring. A name that
+ends in -kept does not give parameters up between micro-batches. All train the same model from the
+same weights on the same tokens, and must agree in losses and gradient norms. They take turns, in an
+order that moves on from round to round, each in processes of its own; a ratio is the median over
+rounds, because a shared machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.atomic_file import replacing
+from model.config import num_parameters
+from paro.arguments import parse_args
+from paro.config import RunConfig
+from paro.runtime import World, read_world, run_script, user_mistakes
+from tools.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
+from tools.peers.deepspeed_zero import import_deepspeed
+from tools.peers.figures import (
+    Rounds,
+    check_agreement,
+    compare,
+    order_of_round,
+    ratio_table,
+    summarize,
+    summary_table,
+)
+from tools.peers.plot import check_can_plot, plot
+from tools.peers.registry import check_name, reason_to_leave_out
+from tools.peers.task import Task
+from tools.peers.turn import in_own_process, take_turn
+
+CONTENDERS = (
+    "ddp,zero-redundancy,fsdp2,fsdp2-hybrid,deepspeed-1,deepspeed-2,deepspeed-3,deepspeed-hpz,"
+    "paro:NNG,paro:NIG,paro:IIG,paro:GGG"
+)
+SHAPE = {"num-layers": 6, "hidden-size": 256, "num-attention-heads": 4, "ffn-hidden-size": 688}
+VOCAB_SIZE = 4096
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of leaving, so that one rank says what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    description, _, epilog = (__doc__ or "").partition("\n\n")
+    parser = _Parser(
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_run_args(parser)
+    _add_task_args(parser)
+    return parser
+
+
+def _add_run_args(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the comparison").add_argument
+    add("--contenders", default=CONTENDERS, metavar="NAMES", help=f"default {CONTENDERS}")
+    add("--baselines", metavar="NAMES", help="a table of ratios for each; default: the first")
+    add("--rounds", type=int, default=5, help="turns of every contender; default 5")
+    add("--warmup-steps", type=int, default=2, help="of a turn, not timed; default 2")
+    add("--steps", type=int, default=2, help="of a turn, timed; default 2")
+    add("--group-size", type=int, metavar="RANKS", help="fast links; default: ranks per node")
+    add("--distributed-backend", choices=("gloo", "nccl"), default="gloo", help="default gloo")
+    add("--distributed-timeout-minutes", type=int, default=10, help="default 10")
+    add(
+        "--paro-flags",
+        metavar="FLAGS",
+        help="of pretrain_llama.py, for every paro: contender; default --grad-reduce-in-bf16 in "
+        "bf16, as peers accumulate in the compute type too",
+    )
+    add("--tolerance", type=float, help="relative, of losses; default 1e-5 in fp32, 2e-3 in bf16")
+    add("--json", type=Path, metavar="FILE", help="write all figures there")
+    add("--plot", type=Path, metavar="FILE", help="draw them there (png, svg, pdf)")
+
+
+def _add_task_args(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what is trained").add_argument
+    add("--llama-preset", metavar="NAME", help="sizes of a published model, as in the trainer")
+    for flag, size in SHAPE.items():
+        add(f"--{flag}", type=int, metavar="N", help=f"default {size}, or the preset's")
+    add("--num-query-groups", type=int, metavar="N", help="default: no grouped-query attention")
+    add("--vocab-size", type=int, metavar="N", help=f"default {VOCAB_SIZE}, or the preset's")
+    add("--seq-length", type=int, default=128, help="default 128")
+    add("--micro-batch-size", type=int, default=1, help="default 1")
+    add("--micro-batches", type=int, default=4, help="of a rank in a step; default 4")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of compute; default bf16")
+    add("--recompute", action="store_true", help="every block in backward, in all contenders")
+    add("--lr", type=float, default=1e-3, help="default 1e-3")
+    add("--seed", type=int, default=1234, help="default 1234")
+
+
+def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
+    """The command line of pretrain_llama.py for what is trained, without a strategy."""
+    sizes = {} if args.llama_preset else dict(SHAPE)
+    sizes |= {flag: size for flag in SHAPE if (size := getattr(args, flag.replace("-", "_")))}
+    flags: dict[str, object] = {
+        **sizes,
+        "distributed-backend": args.distributed_backend,
+        "distributed-timeout-minutes": args.distributed_timeout_minutes,
+        "mock-data": None,
+        "tokenizer-type": "NullTokenizer",
+        "make-vocab-size-divisible-by": 1,
+        "seq-length": args.seq_length,
+        "micro-batch-size": args.micro_batch_size,
+        "global-batch-size": args.micro_batch_size * args.micro_batches * world_size,
+        "train-iters": args.warmup_steps + args.steps,
+        "lr": args.lr,
+        "lr-decay-style": "constant",
+        "seed": args.seed,
+    }
+    if args.llama_preset:
+        flags["llama-preset"] = args.llama_preset
+    if args.vocab_size or not args.llama_preset:
+        # Its tokenizer adds the end of documents.
+        flags["vocab-size"] = (args.vocab_size or VOCAB_SIZE) - 1
+    if args.num_query_groups:
+        flags |= {"group-query-attention": None, "num-query-groups": args.num_query_groups}
+    if args.dtype == "bf16":
+        flags["bf16"] = None
+    if args.recompute:
+        flags["recompute-granularity"] = "full"
+    words = ((f"--{flag}", value) for flag, value in flags.items())
+    return [str(word) for pair in words for word in pair if word is not None]
+
+
+def task_of(args: argparse.Namespace, world: World) -> Task:
+    """What is trained; `ValueError` for what cannot be."""
+    least = {"rounds": 1, "warmup_steps": 2, "steps": 1, "micro_batches": 1, "micro_batch_size": 1}
+    for flag, smallest in least.items():
+        if getattr(args, flag) < smallest:
+            name = flag.replace("_", "-")
+            raise ValueError(f"--{name} {getattr(args, flag)} must be at least {smallest}")
+    if world.size < 2 or "MASTER_ADDR" not in os.environ:
+        raise ValueError("start it on 2 ranks or more: torchrun --nproc-per-node 2 ...")
+    group_size = world.ranks_per_node if args.group_size is None else args.group_size
+    if group_size < 1 or world.size % group_size != 0:
+        raise ValueError(f"--group-size {group_size} does not divide the {world.size} ranks")
+    own_flags = args.paro_flags
+    if own_flags is None:
+        own_flags = "--grad-reduce-in-bf16" if args.dtype == "bf16" else ""
+    flags = trainer_flags(args, world.size)
+    return Task(
+        run=RunConfig.from_args(parse_args([*flags, "--paro-strategy", "NNN"]), world),
+        flags=tuple(flags),
+        own_flags=tuple(own_flags.split()),
+        group_size=group_size,
+        num_micro_batches=args.micro_batches,
+        warmup_steps=args.warmup_steps,
+        steps=args.steps,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who competes, and who is left out for what reason."""
+
+    names: list[str]
+    baselines: list[str]
+    left_out: dict[str, str]
+
+
+def plan_of(args: argparse.Namespace, task: Task, world: World) -> Plan:
+    """The contenders that this machine can run; `ValueError` for names that mean nothing."""
+    asked = list(dict.fromkeys(filter(None, args.contenders.split(","))))
+    for name in asked:
+        check_name(task, name, world)
+    left_out = {name: reason for name in asked if (reason := reason_to_leave_out(name))}
+    names = [name for name in asked if name not in left_out]
+    if not names:
+        reasons = "; ".join(dict.fromkeys(left_out.values())) or "no name is given"
+        raise ValueError(f"--contenders {args.contenders}: nobody is left: {reasons}")
+    baselines = args.baselines.split(",") if args.baselines else names[:1]
+    strangers = [name for name in baselines if name not in asked]
+    if strangers:
+        raise ValueError(f"--baselines {', '.join(strangers)}: not among {', '.join(asked)}")
+    return Plan(names=names, baselines=[b for b in baselines if b in names], left_out=left_out)
+
+
+def race(args: argparse.Namespace, task: Task, plan: Plan, world: World) -> Rounds:
+    """All turns of all rounds; every rank returns the same."""
+    rounds: Rounds = {name: [] for name in plan.names}
+    tolerance = args.tolerance or TOLERANCE[args.dtype]
+    reference = None
+    number = 0
+    for index in range(args.rounds):
+        for name in order_of_round(plan.names, index):
+            number += 1
+            turn = in_own_process(partial(take_turn, task, name, world, number=number))
+            reference = reference or turn
+            if world.rank == 0:
+                print(
+                    f"round {index + 1} {name}: {turn.seconds:.3f} s/step, losses "
+                    f"{' '.join(f'{loss:.4f}' for loss in turn.losses)}",
+                    flush=True,
+                )
+                check_agreement(reference, turn, tolerance)
+            rounds[name].append(turn)
+    return rounds
+
+
+def title_of(args: argparse.Namespace, task: Task, world: World) -> str:
+    return (
+        f"{num_parameters(task.model) / 1e6:.2f}M parameters, {args.micro_batches} micro-batches "
+        f"of {args.micro_batch_size} x {args.seq_length} tokens on each of {world.size} ranks in "
+        f"groups of {task.group_size}, {args.dtype} on {args.distributed_backend}"
+    )
+
+
+def report(args: argparse.Namespace, title: str, plan: Plan, rounds: Rounds, world: World) -> None:
+    """Prints the tables and writes the files."""
+    tokens = args.micro_batches * args.micro_batch_size * args.seq_length * world.size
+    summaries = summarize(rounds, tokens)
+    ratios = {baseline: compare(rounds, baseline) for baseline in plan.baselines}
+    print("", summary_table(summaries), sep="\n")
+    for rows in ratios.values():
+        print("", ratio_table(rows), sep="\n")
+    if args.json is not None:
+        figures: dict[str, Any] = {
+            "task": title,
+            "arguments": {name: str(value) for name, value in vars(args).items()},
+            "left_out": plan.left_out,
+            "rows": [dataclasses.asdict(row) for row in summaries],
+            "ratios": [dataclasses.asdict(row) for rows in ratios.values() for row in rows],
+            "turns": [dataclasses.asdict(turn) for turns in rounds.values() for turn in turns],
+        }
+        with replacing(args.json) as temporary:
+            temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        plot(args.plot, title, summaries, rounds)
+
+
+def main() -> None:
+    with user_mistakes():
+        args = make_parser().parse_args()
+        world = read_world()
+        task = task_of(args, world)
+        plan = plan_of(args, task, world)
+        if args.plot is not None:
+            check_can_plot()
+    if world.rank == 0:
+        for name, reason in plan.left_out.items():
+            print(f"without {name}: {reason}", flush=True)
+        print(title_of(args, task, world), flush=True)
+    if args.distributed_backend == "gloo" and DEEPSPEED_MODES.keys() & set(plan.names):
+        import_deepspeed("gloo")  # once, for all turns; on GPUs it would touch CUDA before a fork
+    rounds = race(args, task, plan, world)
+    if world.rank == 0:
+        report(args, title_of(args, task, world), plan, rounds, world)
+
+
+if __name__ == "__main__":
+    run_script("compare_peers.py", main)

@@ -1,0 +1,179 @@
+"""Medians, ratios, agreement and tables of the turns; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one contender showed in one round; figures are per optimizer step, of all ranks."""
+
+    contender: str
+    seconds: float  # of the slowest rank
+    cpu_seconds: float  # of all ranks and their threads together
+    state_bytes: int  # of the rank that holds most
+    peak_bytes: int | None  # likewise; None where the system does not tell
+    nic_bytes: int | None  # that left all nodes together; None where no interface is watched
+    losses: list[float]  # of every step, warm-up included
+    grad_norms: list[float]
+
+
+Rounds = dict[str, list[Turn]]  # by contender, in the order of rounds
+
+
+class DisagreementError(RuntimeError):
+    """Contenders that should train alike do not."""
+
+
+def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
+    """Raises unless losses agree to `tolerance` and gradient norms to ten times that, relatively.
+
+    Adam does not feel a wrong scale of the gradients, which the norms tell.
+    """
+    for what, allowed in (("losses", tolerance), ("grad_norms", 10.0 * tolerance)):
+        theirs, own = getattr(reference, what), getattr(turn, what)
+        assert len(theirs) == len(own), f"{len(own)} steps of {turn.contender}, not {len(theirs)}"
+        for step, (expected, value) in enumerate(zip(theirs, own, strict=True), start=1):
+            # Written so that a value which is no number differs.
+            if not abs(value - expected) <= allowed * abs(expected):
+                raise DisagreementError(
+                    f"{turn.contender} differs from {reference.contender}: {what} {value:.6g} and "
+                    f"{expected:.6g} in step {step}, more than {allowed:g} apart"
+                )
+
+
+def order_of_round(names: Sequence[str], index: int) -> list[str]:
+    """Everybody once, another one first in every round."""
+    start = index % len(names)
+    return [*names[start:], *names[:start]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Medians over the rounds of one contender."""
+
+    contender: str
+    seconds: float
+    tokens_per_second: float
+    cpu_seconds: float
+    state_bytes: int
+    peak_bytes: float | None
+    nic_bytes: float | None
+
+
+def summarize(rounds: Rounds, tokens_per_step: int) -> list[Summary]:
+    """One row per contender, in their order."""
+    return [
+        Summary(
+            contender=name,
+            seconds=median(turn.seconds for turn in turns),
+            tokens_per_second=tokens_per_step / median(turn.seconds for turn in turns),
+            cpu_seconds=median(turn.cpu_seconds for turn in turns),
+            state_bytes=max(turn.state_bytes for turn in turns),
+            peak_bytes=_median_known([turn.peak_bytes for turn in turns]),
+            nic_bytes=_median_known([turn.nic_bytes for turn in turns]),
+        )
+        for name, turns in rounds.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratios:
+    """A contender beside a baseline: medians over rounds of ratios within a round."""
+
+    contender: str
+    baseline: str
+    speed: float  # tokens per second; above 1 is faster
+    slowest: float  # the least favourable round
+    fastest: float
+    state_bytes: float
+    peak_bytes: float | None
+    nic_bytes: float | None
+
+
+def compare(rounds: Rounds, baseline: str) -> list[Ratios]:
+    """Every contender beside the baseline, itself included."""
+    return [_compare(turns, rounds[baseline]) for turns in rounds.values()]
+
+
+def _compare(turns: list[Turn], others: list[Turn]) -> Ratios:
+    pairs = list(zip(turns, others, strict=True))
+    speeds = [other.seconds / turn.seconds for turn, other in pairs]
+    return Ratios(
+        contender=turns[0].contender,
+        baseline=others[0].contender,
+        speed=median(speeds),
+        slowest=min(speeds),
+        fastest=max(speeds),
+        state_bytes=median(turn.state_bytes / other.state_bytes for turn, other in pairs),
+        peak_bytes=_median_known([_ratio(t.peak_bytes, o.peak_bytes) for t, o in pairs]),
+        nic_bytes=_median_known([_ratio(t.nic_bytes, o.nic_bytes) for t, o in pairs]),
+    )
+
+
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return None if value is None or not other else value / other
+
+
+def _median_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+# Text #
+
+
+def summary_table(summaries: Sequence[Summary]) -> str:
+    """Seconds, tokens and bytes by contender."""
+    head = ["contender", "s/step", "tokens/s", "states MB", "peak MB", "NIC MB/step", "CPU s/step"]
+    rows = [
+        [
+            row.contender,
+            f"{row.seconds:.3f}",
+            f"{row.tokens_per_second:.1f}",
+            _mb(row.state_bytes),
+            _mb(row.peak_bytes),
+            _mb(row.nic_bytes),
+            f"{row.cpu_seconds:.2f}",
+        ]
+        for row in summaries
+    ]
+    return align([head, *rows])
+
+
+def ratio_table(ratios: Sequence[Ratios]) -> str:
+    """Everybody as multiples of one baseline."""
+    head = ["beside " + ratios[0].baseline, "tokens/s", "(rounds)", "states", "peak", "NIC"]
+    rows = [
+        [
+            row.contender,
+            f"{row.speed:.2f}",
+            f"({row.slowest:.2f}-{row.fastest:.2f})",
+            _times(row.state_bytes),
+            _times(row.peak_bytes),
+            _times(row.nic_bytes),
+        ]
+        for row in ratios
+    ]
+    return align([head, *rows])
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _mb(count: float | None) -> str:
+    return "-" if count is None else f"{count / 1e6:.2f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None or math.isnan(ratio) else f"{ratio:.3f}"

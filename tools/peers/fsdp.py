@@ -1,0 +1,141 @@
+"""PyTorch's FSDP2: fully_shard over all ranks, or inside groups that replicate each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from data.loader import Batch
+from model.llama import Llama
+from paro.runtime import Control
+from tools.peers.task import Outcome, Task, adamw_settings, decay_groups, mean_loss_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """What a name stands for."""
+
+    hybrid: bool  # shard inside a group and replicate across groups
+    kept: bool  # parameters and gradients stay whole from the first micro-batch to the last
+
+
+MODES = {
+    "fsdp2": Mode(hybrid=False, kept=False),
+    "fsdp2-hybrid": Mode(hybrid=True, kept=False),
+    "fsdp2-kept": Mode(hybrid=False, kept=True),
+    "fsdp2-hybrid-kept": Mode(hybrid=True, kept=True),
+}
+
+
+class FullySharded:
+    """Embedding, blocks and head are units. The fp32 shards are the master parameters.
+
+    Parameters are gathered in the compute type before forward and before backward, gradients are
+    reduce-scattered after every micro-batch; hybrid, they cross groups after the last one only.
+    `kept` trades memory for communication: one gather and one reduction a step.
+    """
+
+    def __init__(self, task: Task, control: Control, *, mode: Mode) -> None:
+        self.task, self.mode = task, mode
+        mesh = _mesh(task, control, mode)
+        policy = MixedPrecisionPolicy()
+        if task.compute_type != torch.float32:
+            # The inputs are right already: ids, fp32 weights of tokens, activations.
+            policy = MixedPrecisionPolicy(
+                param_dtype=task.compute_type,
+                reduce_dtype=task.compute_type,
+                cast_forward_inputs=False,
+            )
+        with torch.device("meta"):
+            self.model = Llama(task.model)
+        units = [unit.module for unit in self.model.units()]
+        for unit in units:
+            # The backward of the last follows its forward at once.
+            fully_shard(
+                unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not units[-1]
+            )
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self.root = cast(FSDPModule, self.model)
+        self.model.to_empty(device=control.device)
+        _fill(task, self.model)
+        if mode.kept:
+            self.root.set_reshard_after_forward(False)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(task, self.parameters),
+            fused=True,
+            **adamw_settings(task),  # type: ignore[arg-type]
+        )
+
+    def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
+        losses = []
+        for index in range(self.task.num_micro_batches):
+            self._expect(last=index + 1 == self.task.num_micro_batches)
+            batch = next(batches)
+            weights_BS = mean_loss_weights(self.task, batch)
+            loss = self.model(batch.tokens_BS, batch.labels_BS, weights_BS)
+            loss.backward()
+            losses.append(loss.detach())
+            observe()
+        clip = self.task.run.optim.clip_grad
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        assert isinstance(grad_norm, DTensor), f"the norm is a {type(grad_norm)}"
+        grad_norm = grad_norm.full_tensor()
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, clip, grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Outcome(torch.stack(losses).sum(), grad_norm)
+
+    def _expect(self, *, last: bool) -> None:
+        self.root.set_is_last_backward(last)
+        if self.mode.hybrid:
+            self.root.set_requires_all_reduce(last)
+        if self.mode.kept:
+            self.root.set_requires_gradient_sync(last)
+            self.root.set_reshard_after_backward(last)
+
+    def held(self) -> Iterable[Tensor]:
+        # The optimizer knows the shards; the modules have the whole parameters where they are kept.
+        for parameter in (*self.parameters, *self.model.parameters()):
+            for tensor in (parameter, parameter.grad):
+                if tensor is not None:
+                    yield _local(tensor)
+        for state in self.optimizer.state.values():
+            yield from map(_local, state.values())
+
+    def finish(self) -> None:
+        return
+
+
+def _mesh(task: Task, control: Control, mode: Mode) -> DeviceMesh:
+    world_size, kind = control.world.size, control.device.type
+    if not mode.hybrid:
+        return init_device_mesh(kind, (world_size,), mesh_dim_names=("shard",))
+    shape = (world_size // task.group_size, task.group_size)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+@torch.no_grad()
+def _fill(task: Task, model: nn.Module) -> None:
+    """Gives every shard its first weights; the whole model exists nowhere."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        local = parameter.to_local()
+        # Rows are cut as torch.chunk cuts them: equally, the last ranks getting what is left.
+        num_shards = parameter.device_mesh["shard"].size()
+        rows, row = parameter.shape[0], parameter[:1].numel()
+        begin = min(parameter.device_mesh["shard"].get_local_rank() * -(-rows // num_shards), rows)
+        values = task.first_weights(name, begin * row, (begin + local.shape[0]) * row)
+        local.copy_(values.view(local.shape))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,115 @@
+"""What a rank reads off its machine: bytes over network interfaces, memory, processor time."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+_SAMPLE_SECONDS = 0.005
+_COUNTERS = Path("/proc/net/dev")  # of this process's network namespace
+_PAGES = Path("/proc/self/statm")
+
+
+def watched_interfaces(names: str | None) -> tuple[str, ...]:
+    """The interfaces that GLOO_SOCKET_IFNAME names, without the loopback."""
+    return tuple(name for name in (names or "").split(",") if name and name != "lo")
+
+
+def sent_bytes(interfaces: tuple[str, ...], table: str | None = None) -> dict[str, int]:
+    """Bytes that left each interface since it exists; `table` is the text of /proc/net/dev."""
+    if not interfaces:
+        return {}
+    lines = (_COUNTERS.read_text() if table is None else table).splitlines()[2:]
+    rows = {name.strip(): row.split() for name, _, row in (line.partition(":") for line in lines)}
+    missing = [name for name in interfaces if name not in rows]
+    if missing:
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but this node has {', '.join(rows)}"
+        )
+    return {name: int(rows[name][8]) for name in interfaces}
+
+
+def add_up_sent(ranks: list[tuple[str, dict[str, int]]]) -> int | None:
+    """Bytes of a cluster: each node's interfaces once, however many ranks watch them.
+
+    A rank says which node it is on and what its interfaces sent; None where none is watched.
+    """
+    by_interface: dict[tuple[str, str], int] = {}
+    for node, sent in ranks:
+        for interface, count in sent.items():
+            key = node, interface
+            by_interface[key] = max(by_interface.get(key, 0), count)
+    return sum(by_interface.values()) if by_interface else None
+
+
+def node_name() -> str:
+    """What tells this node from the others: torchrun's number of it."""
+    return os.environ.get("GROUP_RANK", "0")
+
+
+class MemoryMeter:
+    """Peak memory of a contender above what the process held before it was built.
+
+    On CUDA: bytes that the caching allocator handed out, at the most, from the start of the first
+    warm-up step on. On a CPU: anonymous resident pages (libraries, which are read from files, left
+    out), sampled every 5 ms in the warm-up steps, so that timed steps are not disturbed. None where
+    the system does not tell.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        _give_back_freed_memory()
+        self._before = self._now()
+
+    def start(self) -> None:
+        """When the contender is built and has not trained."""
+        _give_back_freed_memory()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif _PAGES.exists():
+            self._thread.start()
+
+    def end_of_warmup(self) -> None:
+        if self._thread.is_alive():
+            self._stop.set()
+            self._thread.join()
+
+    def peak(self) -> int | None:
+        """Bytes; after the last step."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._before
+        return self._peak - self._before if self._peak else None
+
+    def _now(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        return anonymous_bytes(_PAGES.read_text()) if _PAGES.exists() else 0
+
+    def _sample(self) -> None:
+        while not self._stop.is_set():
+            self._peak = max(self._peak, self._now())
+            time.sleep(_SAMPLE_SECONDS)
+
+
+def anonymous_bytes(pages: str) -> int:
+    """Resident bytes without those that files or other processes share: /proc/self/statm."""
+    _, resident, shared, *_ = map(int, pages.split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _give_back_freed_memory() -> None:
+    """What was freed is nobody's; Python and glibc keep it until told."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

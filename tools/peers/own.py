@@ -1,0 +1,56 @@
+"""This project as a contender: the training step of pretrain_llama.py under a chosen strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from data.loader import Batch
+from paro.arguments import parse_args
+from paro.assembly import build_training, start_state
+from paro.config import RunConfig
+from paro.placement import check_placement
+from paro.runtime import Control, World
+from paro.training import train_step
+from tools.peers.task import Outcome, Task
+
+PREFIX = "paro:"
+
+
+def own_config(task: Task, name: str, world: World) -> RunConfig:
+    """The configuration of `paro:STRATEGY` or `paro:STRATEGY@COLLECTIVE`; `ValueError`."""
+    strategy, at, collective = name.removeprefix(PREFIX).partition("@")
+    strategy = strategy.replace("/", ",")  # degrees: a comma ends a name on the command line
+    flags = [*task.flags, *task.own_flags, "--paro-strategy", strategy]
+    flags += ["--paro-group-size", str(task.group_size)]
+    if at:
+        flags += ["--paro-collective", collective]
+    return RunConfig.from_args(parse_args(flags), world)
+
+
+class Own:
+    """A whole trainer without data loading, logging and checkpoints."""
+
+    def __init__(self, task: Task, name: str, control: Control) -> None:
+        config = own_config(task, name, control.world)
+        self.training = build_training(config, control)
+        self.training.optimizer.initialize(task.first_weights)
+        check_placement(config, self.training)
+        self.state = start_state(config)
+
+    def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
+        result = train_step(self.training, self.state, batches)
+        if result.skipped:
+            raise RuntimeError(f"step {self.state.iteration} was skipped: a gradient overflowed")
+        observe()  # its accumulators stay, whether full or not
+        return Outcome(result.loss, result.grad_norm)
+
+    def held(self) -> Iterable[Tensor]:
+        for unit in self.training.model.units:
+            yield from (unit.param_shard, unit.grad_shard)
+        for shard in self.training.optimizer.flat_shards():
+            yield shard.values
+
+    def finish(self) -> None:
+        self.training.model.wait_published()

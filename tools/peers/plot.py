@@ -1,0 +1,67 @@
+"""Draws the comparison: a panel of bars per figure, and the loss curves that agree."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.atomic_file import replacing
+from tools.peers.figures import Rounds, Summary
+
+OURS, THEIRS = "tab:orange", "tab:blue"
+PANELS = (
+    ("seconds per step", "seconds", 1.0),
+    ("tokens per second", "tokens_per_second", 1.0),
+    ("model states, MB on a rank", "state_bytes", 1e6),
+    ("peak memory, MB on a rank", "peak_bytes", 1e6),
+    ("sent by all NICs, MB per step", "nic_bytes", 1e6),
+)
+
+
+def check_can_plot() -> None:
+    """Raises `ValueError` where matplotlib is missing, before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install -r requirements-peers.txt")
+
+
+def plot(path: Path, title: str, summaries: Sequence[Summary], rounds: Rounds) -> None:
+    """Writes the picture; what was not measured leaves its panel empty."""
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("agg")  # no screen is needed
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(2, 3, figsize=(16, 9), layout="constrained")
+    figure.suptitle(title)
+    *bars, curves = axes.flat
+    for axis, (label, field, unit) in zip(bars, PANELS, strict=True):
+        _draw_bars(axis, label, {row.contender: _scaled(row, field, unit) for row in summaries})
+    for above, (name, turns) in enumerate(reversed(rounds.items())):
+        # They lie on each other: wide ones below.
+        steps, width = range(1, len(turns[0].losses) + 1), 2 * (len(rounds) - above)
+        curves.plot(steps, turns[0].losses, linewidth=width, label=name)
+    curves.set(title="loss", xlabel="step")
+    curves.legend(fontsize="x-small")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png")
+    pyplot.close(figure)
+
+
+def _scaled(row: Summary, field: str, unit: float) -> float | None:
+    value: float | None = getattr(row, field)
+    return None if value is None else value / unit
+
+
+def _draw_bars(axis: Any, label: str, values: dict[str, float | None]) -> None:
+    axis.set_title(label)
+    if not any(values.values()):
+        axis.text(0.5, 0.5, "not measured here", ha="center", transform=axis.transAxes)
+        axis.set_axis_off()
+        return
+    colours = [OURS if name.startswith("paro:") else THEIRS for name in values]
+    drawn = axis.barh(list(values), [value or 0.0 for value in values.values()], color=colours)
+    texts = ["-" if value is None else f"{value:.4g}" for value in values.values()]
+    axis.bar_label(drawn, texts, padding=2, fontsize="small")
+    axis.margins(x=0.2)
+    axis.invert_yaxis()  # the first contender on top, as in the table

@@ -1,0 +1,43 @@
+"""The contenders by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from paro.runtime import Control, World
+from tools.peers import deepspeed_zero, fsdp, own
+from tools.peers.deepspeed_zero import Zero
+from tools.peers.fsdp import FullySharded
+from tools.peers.replicated import Replicated
+from tools.peers.task import Contender, Task
+
+PEERS: dict[str, Callable[[Task, Control], Contender]] = {
+    "ddp": partial(Replicated, zero_redundancy=False),
+    "zero-redundancy": partial(Replicated, zero_redundancy=True),
+    **{name: partial(FullySharded, mode=mode) for name, mode in fsdp.MODES.items()},
+    **{name: partial(Zero, mode=mode) for name, mode in deepspeed_zero.MODES.items()},
+}
+
+
+def check_name(task: Task, name: str, world: World) -> None:
+    """Raises `ValueError` unless a contender of this name could be built for `world`."""
+    if name.startswith(own.PREFIX):
+        own.own_config(task, name, world)
+    elif name not in PEERS:
+        raise ValueError(
+            f"--contenders knows {', '.join(PEERS)} and {own.PREFIX}STRATEGY[@COLLECTIVE], "
+            f"not {name!r}"
+        )
+
+
+def reason_to_leave_out(name: str) -> str | None:
+    """What is missing on this machine for a contender, if anything."""
+    return deepspeed_zero.lacks_deepspeed() if name in deepspeed_zero.MODES else None
+
+
+def build(task: Task, name: str, control: Control) -> Contender:
+    """The contender, on all ranks at once."""
+    if name.startswith(own.PREFIX):
+        return own.Own(task, name, control)
+    return PEERS[name](task, control)

@@ -1,0 +1,123 @@
+"""PyTorch's DistributedDataParallel, alone and with ZeroRedundancyOptimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from data.loader import Batch
+from paro.runtime import Control
+from tools.peers.task import (
+    Outcome,
+    Task,
+    adamw_settings,
+    decay_groups,
+    mean_loss_weights,
+    whole_model,
+)
+
+DEFAULT_BUCKET_MB = 25.0
+MASTERS_AT_ONCE = 16  # parameters whose fp32 gradients exist at the same time
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW over fp32 masters of parameters of any type: what mixed precision leaves to its user.
+
+    A parameter in fp32 is its own master.
+    """
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+        self.masters: list[list[tuple[Tensor, Tensor]]] = []
+        self.adamws: list[torch.optim.AdamW] = []
+        for group in self.param_groups:
+            for begin in range(0, len(group["params"]), MASTERS_AT_ONCE):
+                part = group["params"][begin : begin + MASTERS_AT_ONCE]
+                pairs = [(p, p if p.dtype == torch.float32 else p.detach().float()) for p in part]
+                own = {name: group[name] for name in settings}
+                adamw = torch.optim.AdamW([master for _, master in pairs], fused=True, **own)
+                self.masters.append(pairs)
+                self.adamws.append(adamw)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None, "the gradients are there already"
+        for pairs, adamw in zip(self.masters, self.adamws, strict=True):
+            for parameter, master in pairs:
+                if master is not parameter and parameter.grad is not None:
+                    master.grad = parameter.grad.float()
+            adamw.step()
+            for parameter, master in pairs:
+                if master is not parameter:
+                    master.grad = None
+                    parameter.copy_(master)
+
+    def held(self) -> Iterator[Tensor]:
+        for pairs, adamw in zip(self.masters, self.adamws, strict=True):
+            yield from (master for _, master in pairs)
+            for state in adamw.state.values():
+                yield from state.values()
+
+
+class Replicated:
+    """Whole parameters and gradients on every rank; optimizer state whole too, or by parameter.
+
+    Gradients are views of the buckets and travel with the last micro-batch only. A bucket is no
+    larger than a unit, so that a small model has several and they travel under backward.
+    """
+
+    def __init__(self, task: Task, control: Control, *, zero_redundancy: bool) -> None:
+        self.task, device = task, control.device
+        model = whole_model(task, device)
+        unit_mb = task.largest_unit * task.compute_type.itemsize / 2**20
+        self.ddp = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=min(DEFAULT_BUCKET_MB, unit_mb),
+        )
+        self.parameters = list(model.parameters())
+        groups = decay_groups(task, self.parameters)
+        settings: dict[str, Any] = {**adamw_settings(task), "weight_decay": 0.0}
+        if zero_redundancy:
+            optimizer = ZeroRedundancyOptimizer(
+                groups, MasterAdamW, parameters_as_bucket_view=True, **settings
+            )
+            self.optimizer: torch.optim.Optimizer = optimizer
+            self.local: MasterAdamW = optimizer.optim
+        else:
+            self.optimizer = self.local = MasterAdamW(groups, **settings)
+
+    def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
+        losses = []
+        for index in range(self.task.num_micro_batches):
+            last = index + 1 == self.task.num_micro_batches
+            batch = next(batches)
+            with nullcontext() if last else self.ddp.no_sync():
+                weights_BS = mean_loss_weights(self.task, batch)
+                loss = self.ddp(batch.tokens_BS, batch.labels_BS, weights_BS)
+                loss.backward()
+            losses.append(loss.detach())
+            observe()
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in self.parameters]
+        grad_norm = torch.linalg.vector_norm(torch.stack(norms))
+        torch.nn.utils.clip_grads_with_norm_(
+            self.parameters, self.task.run.optim.clip_grad, grad_norm
+        )
+        self.optimizer.step()
+        self.ddp.zero_grad(set_to_none=False)  # they stay views of the buckets
+        return Outcome(torch.stack(losses).sum(), grad_norm)
+
+    def held(self) -> Iterable[Tensor]:
+        yield from self.parameters
+        yield from (p.grad for p in self.parameters if p.grad is not None)
+        yield from self.local.held()
+
+    def finish(self) -> None:
+        return

@@ -1,0 +1,130 @@
+"""What all contenders train, how they are driven, and where their weights begin."""
+
+# Every contender trains this project's own model through its own loss, with AdamW of the same
+# settings, norms undecayed, clipped to the same norm, from the same weights on the same tokens. In
+# bf16 the first weights are representable in bf16, because some peers make their fp32 master
+# weights from bf16 ones: so all masters begin equal too.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from data.loader import Batch
+from model.config import LlamaConfig
+from model.initialization import initial_values, parameter_initializers
+from model.llama import Llama
+from paro.assembly import TORCH_TYPES
+from paro.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One training job, the same for all contenders."""
+
+    run: RunConfig  # what pretrain_llama.py makes of `flags`
+    flags: tuple[str, ...]  # its command line, without a strategy
+    own_flags: tuple[str, ...] = ()  # what this project's own contenders get beside them
+    group_size: int
+    num_micro_batches: int
+    warmup_steps: int
+    steps: int
+
+    @property
+    def model(self) -> LlamaConfig:
+        return self.run.model
+
+    @property
+    def compute_type(self) -> torch.dtype:
+        return TORCH_TYPES[self.run.precision.compute]
+
+    @property
+    def largest_unit(self) -> int:
+        """Elements of the largest of embedding, block and head."""
+        with torch.device("meta"):
+            units = [unit.module for unit in Llama(self.model).units()]
+        return max(sum(p.numel() for p in unit.parameters()) for unit in units)
+
+    def first_weights(self, name: str, begin: int, end: int) -> Tensor:
+        """Initial fp32 values of the elements [begin, end) of a flattened parameter."""
+        spec = parameter_initializers(self.model)[name]
+        values = initial_values(spec, self.run.train.seed, begin, end)
+        return values.to(self.compute_type).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a contender says of one optimizer step; both may still be under way on a GPU."""
+
+    loss: float | Tensor  # mean over the micro-batches of this rank, or of all
+    grad_norm: float | Tensor  # of all ranks, before clipping
+
+
+class Contender(Protocol):
+    """One way to train in parallel, built and ready on all ranks."""
+
+    def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
+        """One optimizer step; `observe` is called wherever gradients have accumulated."""
+
+    def held(self) -> Iterable[Tensor]:
+        """The model state this rank holds now: see `state_bytes`."""
+
+    def finish(self) -> None:
+        """Waits for what a step leaves to the next one; there is none, and the process ends."""
+
+
+def state_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind the tensors, whole even where a tensor is a part.
+
+    The rule for all contenders: parameters, gradients that outlive a micro-batch, master
+    parameters and optimizer state, wherever one of them lies alone or as a view. Gathered copies,
+    buckets in which gradients only travel, and scalars such as step counts do not count.
+    """
+    storages = {
+        (tensor.device, storage.data_ptr()): storage.nbytes()
+        for tensor in tensors
+        if tensor.dim() > 0
+        for storage in [tensor.untyped_storage()]
+        if storage.nbytes() > 0
+    }
+    return sum(storages.values())
+
+
+def whole_model(task: Task, device: torch.device) -> Llama:
+    """The model in the compute type with its first weights, whole on this rank."""
+    with torch.device("meta"):
+        model = Llama(task.model)
+    model.to(task.compute_type).to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = task.first_weights(name, 0, parameter.numel())
+            parameter.copy_(values.view(parameter.shape))
+    return model
+
+
+def decay_groups(task: Task, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
+    """Parameter groups for AdamW: norms, the only vectors, do not decay."""
+    everything = list(parameters)
+    return [
+        {
+            "params": [p for p in everything if (p.dim() > 1) == decays],
+            "weight_decay": task.run.schedule.start_weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+
+
+def adamw_settings(task: Task) -> dict[str, object]:
+    """What every AdamW is given, whoever makes it."""
+    optim = task.run.optim
+    betas = (optim.adam_beta1, optim.adam_beta2)
+    return {"lr": task.run.schedule.lr, "betas": betas, "eps": optim.adam_eps}
+
+
+def mean_loss_weights(task: Task, batch: Batch) -> Tensor:
+    """Token weights that make the model's loss this micro-batch's share of the rank's mean."""
+    return batch.loss_mask_BS / (batch.loss_mask_BS.sum() * task.num_micro_batches)

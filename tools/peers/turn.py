@@ -1,0 +1,226 @@
+"""One contender's turn: in a process of its own it is built, warmed up and timed."""
+
+# A process for every turn, forked from one that has imported everything and started nothing:
+# contenders share no process group, no thread, no allocator and no global state of a library.
+# Groups of gloo that merely exist take processor time, memory that one contender freed would be
+# another's, and what a peer leaves behind would be everybody's.
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import torch
+import torch._dynamo  # what optimizers import when they are made: once, and not in every turn
+import torch.distributed as dist
+
+from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
+from model.llama import Llama
+from paro.runtime import (
+    Control,
+    UserMistakeError,
+    World,
+    device_for,
+    one_line,
+    timeout_of,
+    user_mistakes,
+)
+from tools.peers.figures import Turn
+from tools.peers.meters import (
+    MemoryMeter,
+    add_up_sent,
+    node_name,
+    sent_bytes,
+    watched_interfaces,
+)
+from tools.peers.registry import build
+from tools.peers.task import Contender, Outcome, Task, state_bytes
+
+Result = TypeVar("Result")
+
+
+def in_own_process(function: Callable[[], Result]) -> Result:
+    """What `function` returns in a fork of this process; its failure ends this one too."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, receiver, function), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        result, mistake = receiver.recv()
+    except EOFError:
+        process.join()
+        raise SystemExit(1) from None  # it has printed why
+    process.join()
+    if mistake is not None:
+        raise UserMistakeError(mistake)
+    return result
+
+
+def _answer(sender: Connection, receiver: Connection, function: Callable[[], object]) -> None:
+    receiver.close()
+    try:
+        sender.send((function(), None))
+    except UserMistakeError as mistake:
+        sender.send((None, one_line(mistake)))
+
+
+def take_turn(task: Task, name: str, world: World, *, number: int) -> Turn:
+    """Trains with one contender on all ranks; every rank returns the same figures."""
+    with user_mistakes():
+        device = device_for(task.run.runtime, world)
+    with _process_group(task, world, device, number):
+        control = Control(world, device)
+        batches = _batches(task, world, device)
+        if device.type == "cpu":
+            _rehearse(task)
+        memory = MemoryMeter(device)
+        contender = build(task, name, control)
+        memory.start()
+        trial = _Trial(task, contender, batches, device)
+        states = trial.warm_up()
+        memory.end_of_warmup()
+        measured = trial.measure()
+        contender.finish()
+        return _agree(control, name, trial.outcomes, measured, (states, memory.peak()))
+
+
+@contextmanager
+def _process_group(task: Task, world: World, device: torch.device, number: int) -> Iterator[None]:
+    """The default group, met through the launcher's store under this turn's own name."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timeout_of(task.run.runtime)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        task.run.runtime.distributed_backend,
+        store=dist.PrefixStore(f"turn-{number}", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    yield
+    # Only after a turn that ended well: else it could hang. Never for gloo: its groups wait, with
+    # the interpreter's lock held, for threads that may need it; they end with the process.
+    if device.type == "cuda":
+        dist.destroy_process_group()
+
+
+def _batches(task: Task, world: World, device: torch.device) -> Iterator[Batch]:
+    """This rank's micro-batches of the whole turn, on the device before the clock starts."""
+    num_micro_batches = (task.warmup_steps + task.steps) * task.num_micro_batches
+    micro_batch_size = task.run.batches.micro_batch_size
+    num_samples = num_micro_batches * micro_batch_size * world.size
+    datasets = build_datasets(task.run.data, SplitCounts(train=num_samples), task.run.vocab_size)
+    source = MicroBatches(
+        datasets.train, rank=world.rank, world_size=world.size, micro_batch_size=micro_batch_size
+    )
+    return iter([batch.to(device) for batch in itertools.islice(source, num_micro_batches)])
+
+
+def _rehearse(task: Task) -> None:
+    """Trains one block alone once: what any training leaves behind is no contender's memory.
+
+    Kernels that are compiled, scratch memory of threads and the like; on a GPU they do not count.
+    """
+    model = Llama(replace(task.model, num_layers=1)).to(task.compute_type)
+    size = (task.run.batches.micro_batch_size, task.run.data.seq_length)
+    ids_BS = torch.zeros(size, dtype=torch.int64)
+    model(ids_BS, ids_BS, torch.zeros(size)).backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What one rank measured over the timed steps, per step."""
+
+    seconds: float
+    cpu_seconds: float
+    node: str
+    sent: dict[str, int]  # by interface
+
+
+class _Trial:
+    """The steps of one turn.
+
+    The clock runs from the end of the last warm-up step to the end of the last step, without a
+    barrier: each step ends with all ranks' gradients in one sum, and work that a contender leaves
+    to the next step (publishing parameters under its forward) is taken over at one end and handed
+    over at the other.
+    """
+
+    def __init__(
+        self, task: Task, contender: Contender, batches: Iterator[Batch], device: torch.device
+    ) -> None:
+        self.task = task
+        self.contender = contender
+        self.batches = batches
+        self.device = device
+        self.outcomes: list[Outcome] = []
+        self._interfaces = watched_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))
+
+    def warm_up(self) -> int:
+        """Takes the warm-up steps; the most bytes of model state after any micro-batch."""
+        most = 0
+
+        def count() -> None:
+            nonlocal most
+            most = max(most, state_bytes(self.contender.held()))
+
+        for _ in range(self.task.warmup_steps):
+            self._step(count)
+        return most
+
+    def measure(self) -> _Measured:
+        begin = self._now()
+        for _ in range(self.task.steps):
+            self._step(lambda: None)
+        end = self._now()
+        steps = self.task.steps
+        return _Measured(
+            seconds=(end[0] - begin[0]) / steps,
+            cpu_seconds=(end[1] - begin[1]) / steps,
+            node=node_name(),
+            sent={name: round((end[2][name] - sent) / steps) for name, sent in begin[2].items()},
+        )
+
+    def _step(self, observe: Callable[[], None]) -> None:
+        self.outcomes.append(self.contender.step(self.batches, observe))
+
+    def _now(self) -> tuple[float, float, dict[str, int]]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter(), time.process_time(), sent_bytes(self._interfaces)
+
+
+def _agree(
+    control: Control,
+    name: str,
+    outcomes: list[Outcome],
+    measured: _Measured,
+    held: tuple[int, int | None],
+) -> Turn:
+    """The figures of all ranks as one; its exchange is also the barrier before they leave."""
+    ranks: list[_Measured] = control.gather(measured)
+    bytes_held: list[tuple[int, int | None]] = control.gather(held)
+    losses = control.sum([float(outcome.loss) for outcome in outcomes])
+    peaks = [peak for _, peak in bytes_held if peak is not None]
+    return Turn(
+        contender=name,
+        seconds=max(rank.seconds for rank in ranks),
+        cpu_seconds=sum(rank.cpu_seconds for rank in ranks),
+        state_bytes=max(states for states, _ in bytes_held),
+        peak_bytes=max(peaks) if peaks else None,
+        nic_bytes=add_up_sent([(rank.node, rank.sent) for rank in ranks]),
+        losses=[loss / control.world.size for loss in losses],
+        grad_norms=[float(outcome.grad_norm) for outcome in outcomes],
+    )
