@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paro.collectives import ring
-from paro.collectives.schedule import Chunk, Hop
+from paro.collectives.schedule import Chunk, Chunks, Hop
 
 
 def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
@@ -33,19 +33,21 @@ def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
     inner_size, outer_size = sizes
     outer, inner = divmod(place, inner_size)
 
-    def chunk(inner_digit: int, outer_digit: int, piece: int) -> Chunk:
-        owner = inner_digit % inner_size + inner_size * (outer_digit % outer_size)
-        return Chunk(owner, piece)
+    def chunks(inner_digit: int, outer_digits: Sequence[int], piece: int) -> Chunks:
+        first = inner_digit % inner_size
+        return tuple(Chunk(first + inner_size * (o % outer_size), piece) for o in outer_digits)
 
+    # The shards of one inner digit are neighbours: whole ones go round the inner ring together.
+    rows = [tuple(range(outer_size))] if pieces == 1 else [(row,) for row in range(outer_size)]
     between = [
-        Hop(1, chunk(inner, outer - step, piece), chunk(inner, outer - step - 1, piece), phase=0)
+        Hop(1, chunks(inner, [outer - step], piece), chunks(inner, [outer - step - 1], piece))
         for step in range(outer_size - 1)
         for piece in range(pieces)
     ]
     inside = [
-        Hop(0, chunk(inner - step, row, piece), chunk(inner - step - 1, row, piece), phase=1)
+        Hop(0, chunks(inner - step, row, piece), chunks(inner - step - 1, row, piece), phase=1)
         for step in range(inner_size - 1)
-        for row in range(outer_size)
+        for row in rows
         for piece in range(pieces)
     ]
     return between + inside

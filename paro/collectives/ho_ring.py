@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paro.collectives import ring
-from paro.collectives.schedule import Chunk, Hop
+from paro.collectives.schedule import Chunk, Chunks, Hop
 
 
 def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
@@ -37,20 +37,20 @@ def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
     inner_size, outer_size = sizes
     outer, inner = divmod(place, inner_size)
 
-    def chunk(inner_digit: int, outer_digit: int, piece: int) -> Chunk:
+    def chunks(inner_digit: int, outer_digit: int, piece: int) -> Chunks:
         owner = inner_digit % inner_size + inner_size * (outer_digit % outer_size)
-        return Chunk(owner, piece)
+        return (Chunk(owner, piece),)
 
     found: list[Hop] = []
     for turn in range(outer_size):
         row = outer - turn
         if turn < outer_size - 1:
             found += [
-                Hop(1, chunk(inner, row, piece), chunk(inner, row - 1, piece))
+                Hop(1, chunks(inner, row, piece), chunks(inner, row - 1, piece))
                 for piece in range(pieces)
             ]
         found += [
-            Hop(0, chunk(inner - step, row, piece), chunk(inner - step - 1, row, piece))
+            Hop(0, chunks(inner - step, row, piece), chunks(inner - step - 1, row, piece))
             for piece in range(pieces)
             for step in range(inner_size - 1)
         ]

@@ -31,8 +31,8 @@ def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
     return [
         Hop(
             level=0,
-            sent=Chunk((place - step) % size, piece),
-            received=Chunk((place - step - 1) % size, piece),
+            sent=(Chunk((place - step) % size, piece),),
+            received=(Chunk((place - step - 1) % size, piece),),
         )
         for step in range(size - 1)
         for piece in range(pieces)

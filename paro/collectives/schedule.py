@@ -5,8 +5,8 @@
 # The buffer is cut into a shard per place and every shard into pieces; a chunk is one piece.
 #
 # An algorithm (ring.py, h_ring.py, ho_ring.py) lists the hops of its all-gather for one rank: at
-# every hop the rank passes one chunk on to the next place of a level's ring and gets another from
-# the place before. All else follows from that list:
+# every hop the rank passes chunks on to the next place of a level's ring and gets others from the
+# place before. All else follows from that list:
 #
 #     reduce-scatter   the hops backwards in time: what was passed on comes back and is added
 #     all-reduce       the reduce-scatter, then the all-gather
@@ -25,9 +25,9 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-# How many chunks of a level may be under way: one is on the link while the next gets ready. So
+# How many messages of a level may be under way: one is on the link while the next gets ready. So
 # many receives are posted ahead, and so much room a reduction needs beside its buffer.
-CHUNKS_UNDER_WAY = 2
+MESSAGES_UNDER_WAY = 2
 
 
 class Op(Enum):
@@ -45,27 +45,30 @@ class Chunk(NamedTuple):
     piece: int
 
 
+Chunks = tuple[Chunk, ...]  # neighbours in the buffer, which travel as one message
+
+
 class Hop(NamedTuple):
     """One step of an all-gather: `sent` goes to the next place of a level, `received` comes in."""
 
     level: int
-    sent: Chunk
-    received: Chunk
+    sent: Chunks
+    received: Chunks
     phase: int = 0  # nothing is sent before all of the phase before has arrived
 
 
 class Send(NamedTuple):
-    """A chunk leaves once the chunks of the steps `after` have arrived."""
+    """A message leaves once those of the steps `after` have arrived."""
 
-    chunk: Chunk
+    chunks: Chunks
     peer: int
     after: tuple[int, ...]
 
 
 class Receive(NamedTuple):
-    """A chunk comes in and replaces what was there, or is added to it, behind the steps `after`."""
+    """What comes in replaces what was there, or is added to it, behind the steps `after`."""
 
-    chunk: Chunk
+    chunks: Chunks
     peer: int
     adds: bool
     after: tuple[int, ...]
@@ -133,20 +136,20 @@ def _linked(
             barrier = index - 1 if _in_phases(draft) else None
         sent, received = (hop.received, hop.sent) if backwards else (hop.sent, hop.received)
         mine = of_level.setdefault(hop.level, [])
-        lead = mine[-CHUNKS_UNDER_WAY] if len(mine) >= CHUNKS_UNDER_WAY else None
+        lead = mine[-MESSAGES_UNDER_WAY] if len(mine) >= MESSAGES_UNDER_WAY else None
         send = Send(
-            chunk=sent,
+            chunks=sent,
             peer=neighbour(sizes, place, hop.level, -1 if backwards else 1),
-            after=_distinct(arrived.get(sent), lead, barrier),
+            after=_distinct(*map(arrived.get, sent), lead, barrier),
         )
         receive = Receive(
-            chunk=received,
+            chunks=received,
             peer=neighbour(sizes, place, hop.level, 1 if backwards else -1),
             adds=backwards,
-            after=_distinct(arrived.get(received)) if backwards else (),
+            after=_distinct(*map(arrived.get, received)) if backwards else (),
         )
         steps.append(Step(level=hop.level, send=send, receive=receive))
-        arrived[received] = index
+        arrived |= dict.fromkeys(received, index)
         mine.append(index)
     return tuple(steps)
 
@@ -168,4 +171,5 @@ def cut(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:
 
 def sent_fraction(schedule: Schedule, num_places: int, pieces: int, level: int) -> float:
     """Which part of the whole buffer a place sends over `level`."""
-    return len(schedule.of_level[level]) / (num_places * pieces)
+    sent = sum(len(schedule.steps[index].send.chunks) for index in schedule.of_level[level])
+    return sent / (num_places * pieces)

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paro.collectives.schedule import CHUNKS_UNDER_WAY, Chunk, Schedule
+from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Schedule
 from paro.collectives.wire import Pending, Wire
 from paro.groups import Run, Use
 from paro.lanes import Job
@@ -56,21 +57,23 @@ class Buffer:
     travel: torch.dtype
     ranges: list[list[tuple[int, int]]]  # by owner and piece
 
-    def view(self, chunk: Chunk) -> Tensor:
-        start, stop = self.ranges[chunk.owner][chunk.piece]
-        return self.whole[start:stop]
+    def view(self, chunks: Chunks) -> Tensor:
+        """The chunks of one message, in place."""
+        ranges = sorted(self.ranges[chunk.owner][chunk.piece] for chunk in chunks)
+        assert all(a[1] == b[0] for a, b in pairwise(ranges)), f"{chunks} are no neighbours"
+        return self.whole[ranges[0][0] : ranges[-1][1]]
 
-    def outgoing(self, chunk: Chunk) -> Tensor:
-        """The chunk as it is sent: itself, or a copy in the wire's type."""
-        return self.view(chunk).to(self.travel)
+    def outgoing(self, chunks: Chunks) -> Tensor:
+        """The chunks as they are sent: themselves, or a copy in the wire's type."""
+        return self.view(chunks).to(self.travel)
 
     def lands_in_place(self, *, adds: bool) -> bool:
         """Whether what is received goes straight to its place; else it lands beside it first."""
         return not adds and self.travel == self.whole.dtype
 
-    def take(self, chunk: Chunk, landed: Tensor, *, adds: bool) -> None:
+    def take(self, chunks: Chunks, landed: Tensor, *, adds: bool) -> None:
         """Puts what has landed where it belongs."""
-        view = self.view(chunk)
+        view = self.view(chunks)
         if adds:
             view.add_(landed)
         elif landed.data_ptr() != view.data_ptr():
@@ -113,17 +116,17 @@ class Transfer:
             step = self._steps[index]
             send, receive = step.send, step.receive
             level = self._levels[step.level]
-            landed = self._buffer.view(receive.chunk)
+            landed = self._buffer.view(receive.chunks)
             if not self._buffer.lands_in_place(adds=receive.adds):
                 landed = torch.empty_like(landed, dtype=self._buffer.travel)
             self._wire.exchange(
                 level.use,
                 level.run,
-                (self._buffer.outgoing(send.chunk), self._members[send.peer]),
+                (self._buffer.outgoing(send.chunks), self._members[send.peer]),
                 (landed, self._members[receive.peer]),
                 tag=self._tags[index],
             )
-            self._buffer.take(receive.chunk, landed, adds=receive.adds)
+            self._buffer.take(receive.chunks, landed, adds=receive.adds)
 
         return job
 
@@ -148,10 +151,10 @@ class Transfer:
 
         def post() -> None:
             for number, index in ahead:
-                posted.append(self._post(index, number % CHUNKS_UNDER_WAY))
+                posted.append(self._post(index, number % MESSAGES_UNDER_WAY))
                 return
 
-        for _ in range(CHUNKS_UNDER_WAY):
+        for _ in range(MESSAGES_UNDER_WAY):
             post()
         self._send([i for i in todo if not self._steps[i].send.after])
         while todo:
@@ -160,11 +163,11 @@ class Transfer:
             pending.wait()
             receive = self._steps[index].receive
             self._await(partial(self._all_arrived, receive.after))
-            self._buffer.take(receive.chunk, landed, adds=receive.adds)
+            self._buffer.take(receive.chunks, landed, adds=receive.adds)
             self._arrive(index)
             post()
             # A converted copy lives until it has left.
-            while len(self._sends[level]) > CHUNKS_UNDER_WAY:
+            while len(self._sends[level]) > MESSAGES_UNDER_WAY:
                 self._sends[level].popleft().wait()
         # Some are sent by the threads of other levels.
         self._await(lambda: self._unsent[level] == 0)
@@ -174,7 +177,7 @@ class Transfer:
     def _post(self, index: int, slot: int) -> tuple[Tensor, Pending]:
         step = self._steps[index]
         level, receive = self._levels[step.level], step.receive
-        landing = self._buffer.view(receive.chunk)
+        landing = self._buffer.view(receive.chunks)
         if not self._buffer.lands_in_place(adds=receive.adds):
             landing = level.scratch.slot(slot, landing, self._buffer.travel)
         peer = self._members[receive.peer]
@@ -193,7 +196,7 @@ class Transfer:
         for index in indices:
             step = self._steps[index]
             level, send = self._levels[step.level], step.send
-            outgoing, peer = self._buffer.outgoing(send.chunk), self._members[send.peer]
+            outgoing, peer = self._buffer.outgoing(send.chunks), self._members[send.peer]
             pending = self._wire.send(level.use, level.run, outgoing, peer, self._tags[index])
             with self._changed:
                 self._sends[step.level].append(pending)

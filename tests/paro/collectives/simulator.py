@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from paro.collectives.schedule import CHUNKS_UNDER_WAY, Chunk, Op, Step
+from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunk, Chunks, Op, Step
 
 # What a place holds of a chunk: whose contributions, each once.
 Content = frozenset[int]
@@ -39,14 +39,18 @@ class Place:
     def may_send(self, index: int) -> bool:
         return self.arrived.issuperset(self.steps[index].send.after)
 
-    def take(self, index: int, content: Content) -> None:
-        """A receive: never the same contribution twice, never an incomplete chunk over another."""
+    def message(self, chunks: Chunks) -> list[Content]:
+        return [self.chunks[chunk] for chunk in chunks]
+
+    def take(self, index: int, message: list[Content]) -> None:
+        """A receive: never the same contribution twice."""
         receive = self.steps[index].receive
         assert self.arrived.issuperset(receive.after)
-        if receive.adds:
-            assert not self.chunks[receive.chunk] & content, f"{receive} adds something twice"
-            content = content | self.chunks[receive.chunk]
-        self.chunks[receive.chunk] = content
+        for chunk, content in zip(receive.chunks, message, strict=True):
+            if receive.adds:
+                assert not self.chunks[chunk] & content, f"{receive} adds something twice"
+                content = content | self.chunks[chunk]
+            self.chunks[chunk] = content
         self.arrived.add(index)
 
 
@@ -84,7 +88,7 @@ def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
     lanes = [(place, level) for place in range(len(places)) for level in range(levels)]
     steps_of = {(place, level): places[place].of_level(level) for place, level in lanes}
     tag = {(lane[0], i): n for lane in lanes for n, i in enumerate(steps_of[lane])}
-    wires: dict[tuple[int, int, int, int], Content] = {}  # by sender, receiver, level and tag
+    wires: dict[tuple[int, int, int, int], list[Content]] = {}  # by sender, receiver, level and tag
     ended = dict.fromkeys(lanes, 0)
 
     def send_what_may_go(place: int, candidates: Iterable[int]) -> None:
@@ -92,7 +96,7 @@ def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
         for index in candidates:
             step = state.steps[index]
             if index not in state.sent and state.may_send(index):
-                content = state.chunks[step.send.chunk]
+                content = state.message(step.send.chunks)
                 wires[place, step.send.peer, step.level, tag[place, index]] = content
                 state.sent.add(index)
 
@@ -124,7 +128,7 @@ def run_as_streams(places: Sequence[Place], levels: int, seed: int) -> None:
     steps_of = {(place, level): places[place].of_level(level) for place, level in lanes}
     started = dict.fromkeys(lanes, 0)
     ended = dict.fromkeys(lanes, 0)
-    outgoing: dict[tuple[int, int], Content] = {}  # by place and step
+    outgoing: dict[tuple[int, int], list[Content]] = {}  # by place and step
 
     def go_on(place: int, level: int) -> bool:
         lane, state = (place, level), places[place]
@@ -134,7 +138,7 @@ def run_as_streams(places: Sequence[Place], levels: int, seed: int) -> None:
         if started[lane] == position:
             if not state.arrived.issuperset({*send.after, *receive.after}):
                 return False
-            outgoing[place, index] = state.chunks[send.chunk]
+            outgoing[place, index] = state.message(send.chunks)
             started[lane] += 1
             return True
         if any(started[peer, level] <= position for peer in (send.peer, receive.peer)):
@@ -176,13 +180,13 @@ def run_one_by_one(places: Sequence[Place]) -> None:
         for place, state in enumerate(places):
             step = state.steps[index]
             assert state.may_send(index), f"place {place} waits for a later step at {index}"
-            outgoing.append(state.chunks[step.send.chunk])
+            outgoing.append(state.message(step.send.chunks))
         for state in places:
             state.take(index, outgoing[state.steps[index].receive.peer])
 
 
 def most_posted(places: Sequence[Place], levels: int) -> int:
-    """The most chunks that a level of a place has under way, by its dependencies."""
+    """The most messages that a level of a place has under way, by its dependencies."""
     most = 0
     for state in places:
         for level in range(levels):
@@ -190,5 +194,5 @@ def most_posted(places: Sequence[Place], levels: int) -> int:
             for position, index in enumerate(indices):
                 done = [p for p, i in enumerate(indices) if i in state.steps[index].send.after]
                 most = max(most, position - max(done, default=-1))
-    assert most <= CHUNKS_UNDER_WAY
+    assert most <= MESSAGES_UNDER_WAY
     return most

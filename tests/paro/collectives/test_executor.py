@@ -18,7 +18,7 @@ from paro.collectives.api import make_collectives
 from paro.collectives.auto import Choice
 from paro.collectives.executor import ALGORITHMS, count_pieces, parts_of
 from paro.collectives.interface import Collectives
-from paro.collectives.schedule import CHUNKS_UNDER_WAY, Chunk, Op
+from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op
 from paro.collectives.transfer import Buffer, Scratch
 from paro.groups import Use
 from paro.lanes import make_lanes
@@ -114,8 +114,8 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
 
     outgoing, slot = Buffer.outgoing, Scratch.slot
 
-    def counted_outgoing(self: Buffer, chunk: Chunk) -> Tensor:
-        tensor = outgoing(self, chunk)
+    def counted_outgoing(self: Buffer, chunks: Chunks) -> Tensor:
+        tensor = outgoing(self, chunks)
         count(tensor.nbytes)
         weakref.finalize(tensor, count, -tensor.nbytes)
         return tensor
@@ -141,7 +141,7 @@ def test_no_buffer_of_the_whole_size_is_added() -> None:
     numel = 8 * (1 << 19)  # shards of 1 MiB in bf16, in two pieces
     for peak, sent in run_ranks(measure_room, 8, "ho-ring", numel):
         piece = (1 << 20) // 2
-        landings, copies = CHUNKS_UNDER_WAY, 2 * CHUNKS_UNDER_WAY + 1  # of each of two levels
+        landings, copies = MESSAGES_UNDER_WAY, 2 * MESSAGES_UNDER_WAY + 1  # of each of two levels
         assert 0 < peak <= 2 * (landings + copies) * piece
         assert peak < 4 * numel / 2  # of the buffer's bytes
         assert sent == Sent(intra=2 * 2 * numel * 3 // 4, inter=2 * 2 * numel // 4 // 2)
@@ -182,7 +182,7 @@ def test_axes_with_one_kind_of_links_share_a_ring() -> None:
 
 def test_pieces() -> None:
     assert count_pieces(1000) == 1
-    assert count_pieces(1 << 20) == 2
+    assert count_pieces(1 << 19) == count_pieces(1 << 20) == 2
     assert count_pieces(4 << 20) == 4
 
 
