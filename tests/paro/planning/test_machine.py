@@ -1,0 +1,296 @@
+"""Machines as data: what links allow, what lies between measurements, and which algorithm wins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paro.collectives import ho_ring
+from paro.collectives.schedule import Op, make_schedule, sent_fraction
+from paro.planning.machine import (
+    Axes,
+    BandwidthSource,
+    LinkSpeed,
+    Machine,
+    Measured,
+    Nic,
+    axes_of,
+    bits_per_second,
+    fastest_algorithm,
+    fit_link,
+    least_seconds,
+    rate_text,
+    seconds,
+)
+from paro.topology import Link, make_topology
+
+GATHER, SCATTER, REDUCE = Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE
+BITS = 10**8
+
+
+def typed(bits: int) -> LinkSpeed:
+    return LinkSpeed(
+        bits_per_second=bits, latency_seconds=0.0, bandwidth_source=BandwidthSource.TYPED
+    )
+
+
+def machine(
+    world_size: int = 8,
+    group_size: int = 4,
+    *,
+    nic: Nic = Nic.PER_RANK,
+    intra: int | None = None,
+    inter: int | None = None,
+    measured: tuple[Measured, ...] = (),
+) -> Machine:
+    return Machine(
+        name="two-nodes",
+        source="a test",
+        world_size=world_size,
+        group_size=group_size,
+        nic=nic,
+        intra=intra and typed(intra),
+        inter=inter and typed(inter),
+        measured=measured,
+    )
+
+
+def measured(name: str, curve: dict[int, float], op: Op = GATHER) -> tuple[Measured, ...]:
+    return tuple(
+        Measured(axes=Axes.BOTH, op=op, algorithm=name, num_bytes=size, seconds=time)
+        for size, time in curve.items()
+    )
+
+
+def line(latency: float, bandwidth: float, *sizes: int) -> dict[int, float]:
+    """Seconds by bytes."""
+    return {size: latency + size / bandwidth for size in sizes}
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("100mbit", 10**8), ("8gbit", 8 * 10**9), ("2.5Gbit", 2_500_000_000), ("64kbit", 64_000),
+     ("9bit", 9), (" 0.1mbit", 10**5)],
+)  # fmt: skip
+def test_rates_as_tc_spells_them(text: str, bits: int) -> None:
+    assert bits_per_second(text) == bits
+
+
+@pytest.mark.parametrize("text", ["", "fast", "100", "12.5GB/s", "-1mbit", "0mbit", "1e3kbit"])
+def test_what_is_no_rate_is_refused_by_its_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no rate: write it as 100mbit") as error:
+        bits_per_second(text)
+    assert repr(text) in str(error.value)
+
+
+@given(st.integers(min_value=1, max_value=10**14))
+def test_a_rate_is_read_as_it_was_written(bits: int) -> None:
+    assert bits_per_second(rate_text(bits)) == bits
+
+
+def test_a_rate_is_written_in_its_largest_unit() -> None:
+    assert [rate_text(bits) for bits in (10**8, 94_310_123, 999, 10**12)] == [
+        "100mbit",
+        "94.310123mbit",
+        "999bit",
+        "1000gbit",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "group", "nic", "rate", "expected"),
+    [
+        (8, 4, Nic.PER_RANK, BITS, 0.320),
+        (8, 2, Nic.PER_RANK, BITS, 0.960),
+        (8, 4, Nic.SHARED, 4 * BITS, 0.320),
+        (8, 4, Nic.SHARED, BITS, 1.280),
+    ],
+)
+def test_the_time_that_slow_links_take_for_32_megabytes(
+    ranks: int, group: int, nic: Nic, rate: int, expected: float
+) -> None:
+    of_links = machine(ranks, group, nic=nic, inter=rate)
+    for op, times in ((GATHER, 1), (SCATTER, 1), (REDUCE, 2)):
+        bound = least_seconds(of_links, op, Axes.BOTH, 32_000_000)
+        assert bound == pytest.approx(times * expected, rel=1e-12)
+
+
+def test_the_slower_kind_of_links_decides() -> None:
+    # 3/4 of the buffer inside, 1/8 of it between groups: 6 times as much.
+    alike = machine(intra=BITS, inter=BITS)
+    assert least_seconds(alike, GATHER, Axes.BOTH, 10**6) == pytest.approx(0.75 * 8e6 / BITS)
+    slow = machine(intra=7 * BITS, inter=BITS)
+    assert least_seconds(slow, GATHER, Axes.BOTH, 10**6) == pytest.approx(0.125 * 8e6 / BITS)
+    assert least_seconds(machine(intra=BITS), GATHER, Axes.BOTH, 10**6) == pytest.approx(0.06)
+
+
+def test_one_kind_of_axes_alone() -> None:
+    both = machine(intra=BITS, inter=BITS)
+    assert least_seconds(both, GATHER, Axes.INTRA, 10**6) == pytest.approx(0.75 * 0.08)
+    # A rank's whole buffer, not a fourth of it, goes over its NIC; or those of four ranks over one.
+    assert least_seconds(both, GATHER, Axes.INTER, 10**6) == pytest.approx(0.5 * 0.08)
+    shared = machine(nic=Nic.SHARED, inter=BITS)
+    assert least_seconds(shared, GATHER, Axes.INTER, 10**6) == pytest.approx(4 * 0.5 * 0.08)
+
+
+def test_nothing_is_known_without_links() -> None:
+    assert least_seconds(machine(), GATHER, Axes.BOTH, 10**6) is None
+    assert least_seconds(machine(inter=BITS), GATHER, Axes.INTRA, 10**6) is None
+    # One group has no links between groups, whatever was said of them.
+    assert least_seconds(machine(4, 4, inter=BITS), GATHER, Axes.INTRA, 10**6) is None
+
+
+@pytest.mark.parametrize(("m", "ng", "op"), list(product((2, 3, 4), (2, 4), Op)))
+def test_ho_ring_sends_just_what_the_bound_counts(m: int, ng: int, op: Op) -> None:
+    schedule = make_schedule(op, ho_ring.hops, (m, ng), 0, 2)
+    for level, link in enumerate(Link):
+        alone = replace(machine(m * ng, m), **{link.value: typed(8)})  # a byte a second
+        sent = sent_fraction(schedule, m * ng, 2, level) * 720
+        assert least_seconds(alone, op, Axes.BOTH, 720) == pytest.approx(sent)
+
+
+def test_the_kinds_of_a_run() -> None:
+    intra, middle, inter = make_topology(world_size=8, group_size=4, degrees=(2,)).axes
+    assert axes_of((intra, middle)) is Axes.INTRA
+    assert axes_of((inter,)) is Axes.INTER
+    assert axes_of((middle, inter)) is Axes.BOTH
+
+
+def test_measured_sizes_take_what_was_measured() -> None:
+    curve = {4_000: 0.001, 64_000: 0.0012, 1_000_000: 0.02}
+    of_curve = machine(measured=measured("ring", dict(reversed(curve.items()))))
+    for size, time in curve.items():
+        assert seconds(of_curve, GATHER, Axes.BOTH, "ring", size) == pytest.approx(time, rel=1e-12)
+
+
+def test_between_two_sizes_a_power_law_is_kept() -> None:
+    of_law = machine(measured=measured("ring", {n: 1e-6 * n**0.7 for n in (1_000, 1_000_000)}))
+    for size in (3_000, 50_000, 900_000):
+        expected = pytest.approx(1e-6 * size**0.7, rel=1e-9)
+        assert seconds(of_law, GATHER, Axes.BOTH, "ring", size) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 500, 5_000_000, 10**9])
+def test_outside_the_measured_sizes_it_is_latency_and_bandwidth(size: int) -> None:
+    curve = line(2e-3, 1e8, 4_000, 64_000, 1_000_000)
+    of_line = machine(measured=measured("ring", curve))
+    expected = pytest.approx(2e-3 + size / 1e8, rel=1e-9)
+    assert seconds(of_line, GATHER, Axes.BOTH, "ring", size) == expected
+
+
+@pytest.mark.parametrize(
+    ("curve", "size", "expected"),
+    [
+        ({1_000: 2e-3, 4_000: 1e-3}, 10, 2e-3),  # noise: nothing says that less takes longer
+        ({1_000: 1e-3, 4_000: 9e-3}, 500, 0.5e-3),  # nor that nothing takes less than no time
+        ({1_000: 1e-3, 4_000: 0.5e-3}, 8_000, 1e-3),  # bandwidth has an end
+        ({1_000: 1e-3, 4_000: 9e-3}, 8_000, 18e-3),  # and so has what a byte costs
+        ({1_000: 1e-3}, 10, 1e-3),  # one size alone tells neither
+        ({1_000: 1e-3}, 4_000, 4e-3),
+    ],
+)
+def test_noise_at_the_ends_is_not_carried_on(
+    curve: dict[int, float], size: int, expected: float
+) -> None:
+    of_curve = machine(measured=measured("ring", curve))
+    assert seconds(of_curve, GATHER, Axes.BOTH, "ring", size) == pytest.approx(expected)
+
+
+# As fast as each other at 40 kB, where 3 ms more are worth 3/4 of what the bytes take.
+FEW_STEPS = measured("native", line(1e-3, 1e7, 4_000, 64_000, 1_000_000))
+MUCH_BANDWIDTH = measured("ho-ring", line(4e-3, 4e7, 4_000, 64_000, 1_000_000))
+
+
+@pytest.mark.parametrize("size", [1, 1_000, 4_000, 30_000])
+def test_small_messages_want_few_steps(size: int) -> None:
+    both = machine(measured=MUCH_BANDWIDTH + FEW_STEPS)
+    assert fastest_algorithm(both, GATHER, Axes.BOTH, size) == "native"
+
+
+@pytest.mark.parametrize("size", [55_000, 64_000, 300_000, 10**8])
+def test_large_messages_want_bandwidth(size: int) -> None:
+    both = machine(measured=FEW_STEPS + MUCH_BANDWIDTH)
+    assert fastest_algorithm(both, GATHER, Axes.BOTH, size) == "ho-ring"
+
+
+def test_only_what_was_measured_for_the_move_counts() -> None:
+    other_op = measured("flat", {4_000: 1e-9}, REDUCE)
+    other_axes = tuple(replace(row, axes=Axes.INTRA, algorithm="ring") for row in FEW_STEPS)
+    mixed = machine(measured=other_op + other_axes + FEW_STEPS)
+    assert fastest_algorithm(mixed, GATHER, Axes.BOTH, 4_000) == "native"
+    assert fastest_algorithm(mixed, REDUCE, Axes.BOTH, 4_000) == "flat"
+    assert fastest_algorithm(mixed, GATHER, Axes.INTRA, 4_000) == "ring"
+
+
+def test_what_was_not_measured_is_named() -> None:
+    with pytest.raises(ValueError, match="two-nodes: no reduce_scatter over inter axes was"):
+        fastest_algorithm(machine(measured=FEW_STEPS), SCATTER, Axes.INTER, 4_000)
+    with pytest.raises(ValueError, match="two-nodes: no all_gather over both axes by ring was"):
+        seconds(machine(measured=FEW_STEPS), GATHER, Axes.BOTH, "ring", 4_000)
+
+
+@pytest.mark.parametrize(
+    ("axes", "nic", "steps", "share"),
+    [
+        (Axes.INTRA, Nic.PER_RANK, 3, 3 / 4),
+        (Axes.INTER, Nic.PER_RANK, 1, 1 / 2),
+        (Axes.INTER, Nic.SHARED, 1, 4 / 2),
+    ],
+)
+def test_links_are_fitted_to_the_fastest(axes: Axes, nic: Nic, steps: int, share: float) -> None:
+    latency, bits = 3e-4, 94_000_000
+    rows = [
+        Measured(
+            axes=axes,
+            op=op,
+            algorithm=name,
+            num_bytes=size,
+            seconds=slower * passes * (steps * latency + 8 * share * size / bits),
+        )
+        for op, passes in ((GATHER, 1), (SCATTER, 1), (REDUCE, 2))
+        for name, slower in (("ring", 1.0), ("flat", 1.7))
+        for size in (4_000, 64_000, 1_000_000)
+    ]
+    fitted = fit_link(machine(nic=nic, measured=(*rows, *FEW_STEPS)), Link(axes.value))
+    assert fitted is not None
+    assert fitted.latency_seconds == pytest.approx(latency, rel=1e-6)
+    assert fitted.bits_per_second == pytest.approx(bits, rel=1e-6)
+    assert not fitted.is_typed
+    # What was typed stays; a faster link leaves more of the time to latency.
+    other = fit_link(machine(nic=nic, measured=tuple(rows)), Link(axes.value), 2 * bits)
+    assert other is not None
+    assert other.bits_per_second == 2 * bits
+    assert other.latency_seconds > latency
+    assert other.is_typed
+
+
+def test_links_that_nobody_measured() -> None:
+    assert fit_link(machine(measured=FEW_STEPS), Link.INTER) is None
+    assert fit_link(machine(), Link.INTER, BITS) == typed(BITS)
+
+
+def test_one_size_alone_is_all_bandwidth() -> None:
+    rows = tuple(replace(row, axes=Axes.INTER) for row in measured("ring", {10**6: 0.08}))
+    fitted = fit_link(machine(measured=rows), Link.INTER)
+    assert fitted is not None
+    assert (fitted.bits_per_second, fitted.latency_seconds) == (5 * 10**7, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("world_size", 0), ("group_size", 3), ("group_size", 0), ("measured", FEW_STEPS * 2)],
+)
+def test_a_machine_that_cannot_be_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        replace(machine(), **{field: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_a_time_that_cannot_be_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="seconds"):
+        replace(FEW_STEPS[0], seconds=value)

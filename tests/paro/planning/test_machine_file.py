@@ -1,0 +1,104 @@
+"""Machine files: what is written is read, and mistakes name file and field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paro.collectives.schedule import Op
+from paro.planning.machine import Axes, BandwidthSource, LinkSpeed, Machine, Measured, Nic
+from paro.planning.machine_file import machine_from_json, machine_to_json, read_machine
+
+MACHINE = Machine(
+    name="two-nodes",
+    source="typed in a test",
+    world_size=8,
+    group_size=4,
+    nic=Nic.SHARED,
+    inter=LinkSpeed(
+        bits_per_second=94_310_123,
+        latency_seconds=3.1e-4,
+        bandwidth_source=BandwidthSource.FITTED,
+    ),
+    measured=(
+        Measured(
+            axes=Axes.BOTH, op=Op.ALL_GATHER, algorithm="ring", num_bytes=4_000, seconds=0.1 / 3
+        ),
+        Measured(
+            axes=Axes.INTER, op=Op.ALL_REDUCE, algorithm="flat", num_bytes=32_000_000, seconds=2
+        ),
+    ),
+)
+HEAD = Machine(name="empty", source="", world_size=4, group_size=4)
+
+
+@pytest.mark.parametrize("machine", [MACHINE, HEAD])
+def test_what_is_written_is_read(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(machine_to_json(machine), encoding="utf-8")
+    assert read_machine(path) == machine
+
+
+def test_a_measurement_takes_a_line() -> None:
+    lines = machine_to_json(MACHINE).splitlines()
+    assert sum('"algorithm"' in line for line in lines) == len(MACHINE.measured)
+
+
+def changed(keys: tuple[str | int, ...], value: object) -> str:
+    """The machine's text with one field replaced, or left out where the value is `...`."""
+    fields: Any = json.loads(machine_to_json(MACHINE))
+    place = fields
+    for key in keys[:-1]:
+        place = place[key]
+    if value is ...:
+        del place[keys[-1]]
+    else:
+        place[keys[-1]] = value
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "told"),
+    [
+        (("format",), "paro-machine-9", "format: 'paro-machine-9' is not 'paro-machine-1'"),
+        (("name",), ..., "name: is missing"),
+        (("colour",), "red", "colour: is unknown; the fields are format, name"),
+        (("world_size",), "8", "world_size: '8' is of the wrong type"),
+        (("world_size",), True, "world_size: True is of the wrong type"),
+        (("group_size",), 3, "group_size of 8 ranks: 3 cannot be"),
+        (("nic",), "mine", "nic: 'mine' is none of per-rank, shared"),
+        (("links", "intra"), 3, "links.intra: 3 is of the wrong type"),
+        (("links", "inter", "bandwidth"), "fast", "links.inter.bandwidth: 'fast' is no rate"),
+        (("links", "inter", "latency_seconds"), -1, "links.inter.latency_seconds: -1 cannot be"),
+        (("measured",), {}, "measured: {} is of the wrong type"),
+        (("measured", 0), [], "measured[0].[] is no object with the fields axes, op"),
+        (("measured", 1, "op"), "gossip", "measured[1].op: 'gossip' is none of all_gather, red"),
+        (("measured", 1, "axes"), ..., "measured[1].axes: is missing"),
+        (("measured", 1, "bytes"), 0, "measured[1].bytes: 0 cannot be"),
+        (("measured", 0, "seconds"), float("nan"), "measured[0].seconds: nan cannot be"),
+    ],
+)
+def test_a_mistake_names_file_and_field(
+    keys: tuple[str | int, ...], value: object, told: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^machine file m\.json: ") as error:
+        machine_from_json(changed(keys, value), "machine file m.json")
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"machine file .*absent.json: No such file"):
+        read_machine(tmp_path / "absent.json")
+    (tmp_path / "text").write_text("fast", encoding="utf-8")
+    with pytest.raises(ValueError, match="text is not JSON: Expecting value"):
+        read_machine(tmp_path / "text")
+    (tmp_path / "list").write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"list: \[\] is no object"):
+        read_machine(tmp_path / "list")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="binary is no text"):
+        read_machine(tmp_path / "binary")
