@@ -1,0 +1,355 @@
+"""The benchmark of collectives: its figures, its checks, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paro.collectives import COLLECTIVES
+from paro.collectives.api import make_collectives
+from paro.collectives.schedule import Op
+from paro.groups import Run
+from paro.lanes import Event
+from paro.planning.machine import Axes, Nic, fastest_algorithm
+from paro.planning.machine_file import read_machine
+from paro.runtime import UserMistakeError, World
+from paro.topology import make_topology
+from tests.helpers.ranks import run_ranks, run_script
+from tools.bench_collectives import (
+    Settings,
+    main,
+    make_parser,
+    measured_machine,
+    row_of,
+    settings_of,
+    table,
+)
+from tools.collective_timing import plot, race
+from tools.collective_timing.race import MOST_BYTES, MOST_REPEATS, Outcome, Turn, count_repeats
+from tools.collective_timing.trial import Move, Trial, draw, make_trial
+
+CPU = torch.device("cpu")
+TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
+RANKS = range(4)
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def settings(*words: str, size: int = 8, group_size: int = 4) -> Settings:
+    args = make_parser().parse_args(["--group-size", str(group_size), *words])
+    return settings_of(args, World(size=size, ranks_per_node=group_size))
+
+
+def outcome(seconds: Sequence[float], *, op: Op = Op.ALL_GATHER, correct: bool = True) -> Outcome:
+    run = settings().topology.axes
+    move = Move(op=op, run=run, numel=8_000_000, dtype=torch.float32)
+    return Outcome(
+        move=move, algorithm="ho-ring", repeats=1, seconds_by_round=tuple(seconds), correct=correct
+    )
+
+
+# What is moved, and how it is checked
+
+
+def trials(op: Op, dtype: torch.dtype, run: Run = TOPOLOGY.axes) -> list[Trial]:
+    """One per rank of 2 groups of 2."""
+    move = Move(op=op, run=run, numel=4 * 64, dtype=dtype)
+    return [make_trial(move, TOPOLOGY.members(run, rank), rank, CPU) for rank in RANKS]
+
+
+def carried_out(made: Sequence[Trial], travel: torch.dtype | None = None) -> list[Tensor]:
+    """Every rank's buffer after the collective over all, done here; sums travel as `travel`."""
+    buffers = [torch.zeros_like(made[0].given.new_empty(4 * 64)) for _ in made]
+    for trial, buffer in zip(made, buffers, strict=True):
+        trial.fill(buffer)
+    if made[0].move.op is Op.ALL_GATHER:
+        for buffer in buffers:
+            for trial, source in zip(made, [b.clone() for b in buffers], strict=True):
+                buffer[trial.shard] = source[trial.shard]
+        return buffers
+    total = sum(buffer.to(travel or buffer.dtype) for buffer in buffers)
+    assert isinstance(total, Tensor)
+    return [total.to(buffer.dtype, copy=True) for buffer in buffers]
+
+
+@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_right_result_is_right_and_one_wrong_element_is_not(op: Op, dtype: torch.dtype) -> None:
+    made = trials(op, dtype)
+    for trial, buffer in zip(made, carried_out(made), strict=True):
+        assert trial.is_right(buffer)
+        buffer[trial.shard][-1] += 1
+        assert not trial.is_right(buffer)
+
+
+@pytest.mark.parametrize("op", Op)
+def test_nothing_done_is_wrong(op: Op) -> None:
+    for trial in trials(op, torch.float32):
+        buffer = torch.zeros(4 * 64)
+        trial.fill(buffer)
+        assert not trial.is_right(buffer)
+
+
+@pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_REDUCE])
+def test_a_sum_that_travelled_in_a_smaller_type_is_wrong(op: Op) -> None:
+    made = trials(op, torch.float32)
+    for trial, buffer in zip(made, carried_out(made, torch.bfloat16), strict=True):
+        assert not trial.is_right(buffer)
+
+
+def test_a_shard_at_a_wrong_place_is_wrong() -> None:
+    made = trials(Op.ALL_GATHER, torch.float32)
+    for trial, buffer in zip(made, carried_out(made), strict=True):
+        others = [other.shard for other in made if other.shard != trial.shard]
+        one, another = buffer[others[0]].clone(), buffer[others[1]].clone()
+        buffer[others[0]], buffer[others[1]] = another, one
+        assert not trial.is_right(buffer)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_sums_of_as_many_ranks_as_there_are_stay_exact(dtype: torch.dtype) -> None:
+    move = Move(op=Op.ALL_REDUCE, run=TOPOLOGY.axes, numel=4096, dtype=dtype)
+    drawn = torch.stack([draw(move, RANKS, rank, 0) for rank in RANKS]).abs()
+    assert drawn.sum(0, dtype=torch.float64).max() <= 2 / torch.finfo(dtype).eps
+    assert drawn.unique().numel() > 40
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+# How it is timed
+
+
+@pytest.mark.parametrize(
+    ("numel", "seconds", "repeats"),
+    [(1000, 1e-6, MOST_REPEATS), (1000, 5e-3, 4), (1000, 0.5, 1), (MOST_BYTES // 4, 1e-6, 1)],
+)
+def test_short_turns_are_repeated(numel: int, seconds: float, repeats: int) -> None:
+    move = Move(op=Op.ALL_GATHER, run=TOPOLOGY.axes, numel=numel, dtype=torch.float32)
+    assert count_repeats(move, Turn(seconds, True)) == repeats
+
+
+def test_the_figures_of_a_row() -> None:
+    row = row_of(outcome([0.5, 0.4, 0.9]), settings("--inter-bandwidth", "100mbit"))
+    assert row["seconds"] == 0.5
+    assert row["bytes"] == 32_000_000
+    assert row["algorithm_bandwidth"] == 64e6
+    assert row["bus_bandwidth"] == 64e6 * 7 / 8
+    assert row["bound_seconds"] == pytest.approx(0.32)
+    assert row["fraction_of_bound"] == pytest.approx(0.64)
+    assert row["correct"] is True
+    twice = row_of(outcome([0.5], op=Op.ALL_REDUCE), settings("--inter-bandwidth", "100mbit"))
+    assert twice["bus_bandwidth"] == 64e6 * 14 / 8
+    assert twice["bound_seconds"] == pytest.approx(0.64)
+    assert row_of(outcome([0.5]), settings())["fraction_of_bound"] is None
+
+
+def test_the_table_says_what_is_wrong() -> None:
+    rows = [row_of(outcome([0.5], correct=correct), settings()) for correct in (True, False)]
+    assert ["WRONG" in line for line in table(rows).strip().splitlines()] == [False, False, True]
+
+
+def test_a_wrong_algorithm_is_never_written_down_as_fast() -> None:
+    machine = measured_machine(
+        settings(),
+        [replace(outcome([0.1], correct=False), algorithm="ring"), outcome([0.5])],
+        source="a test",
+    )
+    assert fastest_algorithm(machine, Op.ALL_GATHER, Axes.BOTH, 1_000) == "ho-ring"
+
+
+# What the flags say
+
+
+def test_sizes_are_bytes_that_divide_among_the_ranks() -> None:
+    asked = settings("--sizes", "4,4K,64k,1.5M,32M", size=6, group_size=3)
+    moves = asked.moves(Op.ALL_GATHER, asked.topology.axes)
+    assert [move.num_bytes for move in moves] == [24, 4_008, 64_008, 1_500_000, 32_000_016]
+    asked = settings("--sizes", "1,2,64", "--dtype", "bfloat16")
+    assert [m.num_bytes for m in asked.moves(Op.ALL_GATHER, asked.topology.axes)] == [16, 64]
+
+
+def test_all_that_there_is_by_default() -> None:
+    asked = settings()
+    assert asked.algorithms == COLLECTIVES
+    assert asked.ops == tuple(Op)
+    assert (min(asked.sizes), max(asked.sizes)) == (4_000, 32_000_000)
+
+
+def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    link = {"bandwidth": "9gbit", "bandwidth_source": "typed", "latency_seconds": 0}
+    fields = {
+        "format": "paro-machine-1",
+        "name": "cloud",
+        "source": "typed",
+        "world_size": 16,
+        "group_size": 8,
+        "nic": "shared",
+        "links": {"intra": link, "inter": link},
+        "measured": [],
+    }
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    machine = settings("--paro-machine", str(path), "--inter-bandwidth", "25mbit").machine
+    assert machine.intra is not None
+    assert machine.inter is not None
+    assert (machine.world_size, machine.group_size, machine.nic) == (8, 4, Nic.SHARED)
+    assert (machine.intra.bits_per_second, machine.inter.bits_per_second) == (9 * 10**9, 25 * 10**6)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--ops", "all_gather,gossip"], "--ops 'gossip' is none of all_gather, reduce_scatter"),
+        (["--algorithms", "tree"], "--algorithms 'tree' is none of native, flat"),
+        (["--sizes", "4K,big"], "--sizes 'big' is no size: write it as 4096, 64K or 1.5M"),
+        (["--sizes", "0"], "--sizes '0' is no size"),
+        (["--group-size", "3"], "--group-size 3 does not divide the 8 ranks"),
+        (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--inter-bandwidth", "12GB/s"], "--inter-bandwidth: '12GB/s' is no rate"),
+        (["--nic", "mine"], "argument --nic: invalid choice: 'mine'"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json cannot be written"),
+        (["--plot", "picture.jpeg2"], "--plot picture.jpeg2: the name must end in .png, .svg"),
+        (["--paro-machine", "absent.json"], "machine file absent.json: No such file"),
+        (["--json-file", "x"], "unrecognized arguments: --json-file x"),
+    ],
+)
+def test_mistakes_say_what_and_where(words: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        settings(*words)
+    assert "\n" not in str(error.value)
+
+
+def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="--plot needs matplotlib: pip install"):
+        settings("--plot", "picture.png")
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.png"
+    known, unknown = settings("--inter-bandwidth", "100mbit"), settings()
+    rows = [row_of(outcome([0.5], op=op), known) for op in (Op.ALL_GATHER, Op.ALL_REDUCE)]
+    plot.plot(path, "a title", rows)
+    with_bound = path.read_bytes()
+    assert with_bound.startswith(b"\x89PNG")
+    plot.plot(path, "a title", [row_of(outcome([0.5]), unknown)])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.read_bytes() != with_bound
+
+
+def test_one_process_alone_is_told_to_start_several() -> None:
+    done = run_script(["tools/bench_collectives.py"], timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("bench_collectives.py: error: one process alone")
+    assert "torchrun" in line
+
+
+# On ranks
+
+FLAGS = ("--group-size", "2", "--sizes", "64,4K", "--rounds", "1")
+
+
+@pytest.mark.ranks
+def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
+    rows_file, machine_file = tmp_path / "rows.json", tmp_path / "four.json"
+    flags = ("--inter-bandwidth", "8gbit", "--json", rows_file, "--machine-file", machine_file)
+    done = run_script(["tools/bench_collectives.py", *FLAGS, *flags], 4)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(rows_file.read_text(encoding="utf-8"))
+
+    conditions = {key: value for key, value in found.items() if not key.endswith("rows")}
+    assert conditions == {
+        "world_size": 4,
+        "group_size": 2,
+        "nodes": 1,
+        "nic": "per-rank",
+        "intra_bandwidth": None,
+        "inter_bandwidth": "8gbit",
+        "dtype": "float32",
+        "backend": "gloo",
+        "device": "cpu",
+        "torch": torch.__version__,
+        "rounds": 1,
+    }
+    expected = {(op.value, name, size) for op in Op for name in COLLECTIVES for size in (64, 4_000)}
+    rows = found["rows"]
+    assert len(rows) == len(expected)
+    assert {(row["op"], row["algorithm"], row["bytes"]) for row in rows} == expected
+    for row in (*rows, *found["axis_rows"]):
+        assert row["correct"] is True, row
+        assert 0 < row["seconds"] < 60
+        assert row["algorithm_bandwidth"] == pytest.approx(row["bytes"] / row["seconds"])
+        assert (row["axes"], row["ranks"]) in (("both", 4), ("intra", 2), ("inter", 2))
+        assert (row["bound_seconds"] is None) is (row["axes"] == "intra")
+
+    machine = read_machine(machine_file)
+    assert (machine.name, machine.world_size, machine.group_size) == ("four", 4, 2)
+    measured = {(row.axes, row.op.value, row.algorithm, row.num_bytes) for row in machine.measured}
+    assert measured == {(axes, *key) for axes in Axes for key in expected}
+    assert machine.inter is not None
+    assert machine.inter.is_typed
+    assert machine.intra is not None
+    assert not machine.intra.is_typed
+    assert fastest_algorithm(machine, Op.ALL_REDUCE, Axes.BOTH, 1_000) in COLLECTIVES
+
+
+class OneElementOff:
+    """Collectives whose last rank ends with one wrong element after every all-reduce."""
+
+    def __init__(self, right: Any) -> None:
+        self._right = right
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._right, name)
+
+    def all_reduce(self, whole: Tensor, run: Run, travel: torch.dtype) -> Event:
+        event: Event = self._right.all_reduce(whole, run, travel)
+        event.wait()
+        if os.environ["RANK"] == "3":
+            whole[7] += 1
+        return event
+
+
+def bench_with_a_wrong_collective(folder: str) -> int | str | None:
+    """The exit status of a run whose ring goes wrong on one rank."""
+
+    def make(name: str, **made: Any) -> Any:
+        right = make_collectives(name, **made)
+        return OneElementOff(right) if name == "ring" else right
+
+    own, race.make_collectives = race.make_collectives, make  # type: ignore[assignment]
+    files = ("--json", f"{folder}/rows.json", "--machine-file", f"{folder}/machine.json")
+    try:
+        main([*FLAGS, "--ops", "all_gather,all_reduce", "--algorithms", "ring,native", *files])
+    except SystemExit as leaving:
+        return leaving.code
+    finally:
+        race.make_collectives = own
+    return 0
+
+
+@pytest.mark.ranks
+def test_a_wrong_result_on_one_rank_is_seen_by_all(tmp_path: Path) -> None:
+    assert run_ranks(bench_with_a_wrong_collective, 4, str(tmp_path), init=False) == [1, 1, 1, 1]
+    found = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    for row in found["rows"]:
+        wrong = (row["op"], row["algorithm"]) == ("all_reduce", "ring")
+        assert row["correct"] is not wrong, row
+    machine = read_machine(tmp_path / "machine.json")
+    assert fastest_algorithm(machine, Op.ALL_REDUCE, Axes.BOTH, 64) == "native"
+
+
+def test_main_raises_the_one_line() -> None:
+    with pytest.raises(UserMistakeError, match="--rounds"):
+        main(["--rounds"])

@@ -1,0 +1,380 @@
+"""Times collectives by every algorithm, checks every result, and writes down what a machine can."""
+
+# Bandwidths are in bytes per second, as nccl-tests defines them (its doc/PERFORMANCE.md): the
+# algorithm bandwidth is the whole buffer (a gather's output, a reduce-scatter's input) by the time;
+# the bus bandwidth, that times (n - 1) / n on n ranks, and 2 (n - 1) / n for an all-reduce, is what
+# each rank of one flat ring would send. The bound is machine.py's `least_seconds`; where a token
+# bucket shapes a link, small messages may beat it, because the bucket lends them its burst.
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.atomic_file import replacing
+from paro.collectives import COLLECTIVES
+from paro.collectives.schedule import Op
+from paro.groups import Run
+from paro.planning.machine import (
+    Machine,
+    Measured,
+    Nic,
+    axes_of,
+    bits_per_second,
+    fit_link,
+    least_seconds,
+    rate_text,
+)
+from paro.planning.machine_file import machine_to_json, read_machine
+from paro.runtime import (
+    Control,
+    RuntimeConfig,
+    World,
+    distributed,
+    read_world,
+    run_script,
+    timeout_of,
+    user_mistakes,
+)
+from paro.topology import Link, Topology, make_topology
+from tools.collective_timing.plot import check_can_plot, plot
+from tools.collective_timing.race import Outcome, Race
+from tools.collective_timing.trial import Move
+
+DESCRIPTION = """\
+Times all-gather, reduce-scatter and all-reduce of the whole world by several algorithms, and checks
+every result. The exit status is 1 if one was wrong.
+
+  torchrun --nproc-per-node 4 tools/bench_collectives.py --group-size 2 --json rows.json
+"""
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the flags ask for, checked."""
+
+    ops: tuple[Op, ...]
+    algorithms: tuple[str, ...]
+    sizes: tuple[int, ...]  # in bytes
+    dtype: str
+    rounds: int
+    machine: Machine  # this world; of its links what is known before anything was measured
+    topology: Topology
+    runtime: RuntimeConfig
+    json: Path | None
+    machine_file: Path | None
+    plot: Path | None
+
+    def moves(self, op: Op, run: Run) -> list[Move]:
+        """A move per size, each rounded up until every rank has as many elements."""
+        dtype, ranks = TYPES[self.dtype], self.topology.world_size
+        numels = dict.fromkeys(-(-size // (dtype.itemsize * ranks)) * ranks for size in self.sizes)
+        return [Move(op=op, run=run, numel=numel, dtype=dtype) for numel in numels]
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `ValueError` instead of leaving, so that one rank alone speaks."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    ops = ",".join(op.value for op in Op)
+    names = ",".join(COLLECTIVES)
+    sizes = "4K,16K,64K,256K,1M,4M,16M,32M"
+    add("--ops", default=ops, help=f"default {ops}")
+    add("--algorithms", default=names, help=f"default {names}")
+    add("--sizes", default=sizes, help=f"bytes of the whole buffer, M is 10^6; default {sizes}")
+    add("--group-size", type=int, help="ranks joined by fast links; default: ranks per node")
+    add("--dtype", choices=TYPES, default="float32", help="default float32")
+    add("--rounds", type=int, default=5, help="turns of each algorithm that count; default 5")
+    add("--distributed-backend", choices=("nccl", "gloo"), help="default: nccl if there are GPUs")
+    add("--inter-bandwidth", metavar="RATE", help="of each NIC, for the bound: 100mbit, 25gbit")
+    add("--intra-bandwidth", metavar="RATE", help="of each rank's link inside its group")
+    add("--nic", choices=[nic.value for nic in Nic], help="a group's NICs; default per-rank")
+    add("--paro-machine", type=Path, metavar="FILE", help="take links that no flag gives from it")
+    add("--machine-file", type=Path, metavar="OUT", help="time all axes alone too, write a machine")
+    add("--plot", type=Path, metavar="FILE.png", help="draw bandwidth over size")
+    add("--json", type=Path, metavar="FILE", help="write the rows; bandwidths in bytes per second")
+    return parser
+
+
+def settings_of(args: argparse.Namespace, world: World) -> Settings:
+    """The settings; `ValueError` for what can be mended."""
+    if world.size == 1:
+        raise ValueError(
+            "one process alone has nobody to talk to: start several, such as torchrun "
+            "--nproc-per-node 4 tools/bench_collectives.py --group-size 2"
+        )
+    group_size = world.ranks_per_node if args.group_size is None else args.group_size
+    if group_size < 1 or world.size % group_size != 0:
+        raise ValueError(f"--group-size {group_size} does not divide the {world.size} ranks")
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds} must be at least 1")
+    for flag, path in (("--json", args.json), ("--machine-file", args.machine_file)):
+        check_can_write(flag, path)
+    if args.plot is not None:
+        check_can_write("--plot", args.plot)
+        check_can_plot(args.plot)
+    backend = args.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    return Settings(
+        ops=tuple(map(Op, chosen("--ops", args.ops, [op.value for op in Op]))),
+        algorithms=chosen("--algorithms", args.algorithms, COLLECTIVES),
+        sizes=tuple(map(size_of, args.sizes.split(","))),
+        dtype=args.dtype,
+        rounds=args.rounds,
+        machine=known_machine(args, world.size, group_size),
+        topology=make_topology(world_size=world.size, group_size=group_size, degrees=()),
+        runtime=RuntimeConfig(distributed_backend=backend),
+        json=args.json,
+        machine_file=args.machine_file,
+        plot=args.plot,
+    )
+
+
+def chosen(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{flag} {name!r} is none of {', '.join(known)}")
+    return names
+
+
+def size_of(text: str) -> int:
+    """Bytes of `4096`, `64K` or `1.5M`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    size = round(Decimal(match[1]) * PREFIXES[match[2]]) if match else 0
+    if size < 1:
+        raise ValueError(f"--sizes {text!r} is no size: write it as 4096, 64K or 1.5M")
+    return size
+
+
+def check_can_write(flag: str, path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{flag} {path} cannot be written: it is a folder, or its folder is not")
+
+
+def known_machine(args: argparse.Namespace, world_size: int, group_size: int) -> Machine:
+    """This world with the links that flags and --paro-machine tell; flags win."""
+    machine = Machine(
+        name=args.machine_file.stem if args.machine_file else "this",
+        source="",
+        world_size=world_size,
+        group_size=group_size,
+    )
+    if args.paro_machine is not None:
+        other = read_machine(args.paro_machine)
+        machine = replace(machine, nic=other.nic, intra=other.intra, inter=other.inter)
+    if args.nic is not None:
+        machine = replace(machine, nic=Nic(args.nic))
+    typed = {link: typed_rate(args, link) for link in Link}
+    intra, inter = (
+        machine.link(link) if bits is None else fit_link(machine, link, bits)
+        for link, bits in typed.items()
+    )
+    return replace(machine, intra=intra, inter=inter)
+
+
+def typed_rate(args: argparse.Namespace, link: Link) -> int | None:
+    text = getattr(args, f"{link.value}_bandwidth")
+    try:
+        return None if text is None else bits_per_second(text)
+    except ValueError as error:
+        raise ValueError(f"--{link.value}-bandwidth: {error}") from error
+
+
+def race_all(settings: Settings, control: Control) -> list[Outcome]:
+    """Times the whole world's run; for a machine file every kind of axes alone too, first."""
+    race = Race(
+        control=control,
+        topology=settings.topology,
+        backend=settings.runtime.distributed_backend,
+        timeout=timeout_of(settings.runtime),
+        algorithms=settings.algorithms,
+        rounds=settings.rounds,
+    )
+    axes = settings.topology.axes
+    alone = [(axis,) for axis in axes] if settings.machine_file and len(axes) > 1 else []
+    outcomes: list[Outcome] = []
+    for run in (*alone, axes):
+        for op in settings.ops:
+            finished = race.run(settings.moves(op, run))
+            if control.world.rank == 0:
+                print(table([row_of(outcome, settings) for outcome in finished]), flush=True)
+            outcomes += finished
+    return outcomes
+
+
+def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
+    """One op, algorithm and size, as --json has it."""
+    move = outcome.move
+    axes = axes_of(move.run)
+    ranks = move.run[-1].outer // move.run[0].inner
+    algorithm_bandwidth = move.num_bytes / outcome.seconds
+    passes = 2 if move.op is Op.ALL_REDUCE else 1
+    bound = least_seconds(settings.machine, move.op, axes, move.num_bytes)
+    return {
+        "op": move.op.value,
+        "algorithm": outcome.algorithm,
+        "axes": axes.value,
+        "ranks": ranks,
+        "bytes": move.num_bytes,
+        "seconds": outcome.seconds,
+        "algorithm_bandwidth": algorithm_bandwidth,
+        "bus_bandwidth": algorithm_bandwidth * passes * (ranks - 1) / ranks,
+        "correct": outcome.correct,
+        "bound_seconds": bound,
+        "fraction_of_bound": None if bound is None else bound / outcome.seconds,
+        "repeats": outcome.repeats,
+        "seconds_by_round": outcome.seconds_by_round,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of one op along one run, for people."""
+    over = {
+        "intra": "inside groups",
+        "inter": "between groups",
+        "both": "inside and between groups",
+    }
+    title = f"{rows[0]['op']}, {rows[0]['ranks']} ranks, {over[rows[0]['axes']]}"
+    lines = [f"{title:52s}ms      MB/s  bus MB/s  of bound"]
+    for row in rows:
+        fraction = row["fraction_of_bound"]
+        lines.append(
+            f"{row['bytes']:>14,} bytes  {row['algorithm']:22s} {row['seconds'] * 1e3:9.2f} "
+            f"{row['algorithm_bandwidth'] / 1e6:9.1f} {row['bus_bandwidth'] / 1e6:9.1f} "
+            f"{'' if fraction is None else format(fraction, '9.3f')}"
+            f"{'' if row['correct'] else '  WRONG'}".rstrip()
+        )
+    return "\n".join(lines) + "\n"
+
+
+def conditions(settings: Settings, control: Control) -> dict[str, Any]:
+    """Under what the rows were measured."""
+    machine, device = settings.machine, control.device
+    on_gpu = device.type == "cuda"
+    links = {link.value: machine.link(link) for link in Link}
+    return {
+        "world_size": machine.world_size,
+        "group_size": machine.group_size,
+        "nodes": -(-machine.world_size // control.world.ranks_per_node),
+        "nic": machine.nic.value,
+        **{
+            f"{name}_bandwidth": None if speed is None else rate_text(speed.bits_per_second)
+            for name, speed in links.items()
+        },
+        "dtype": settings.dtype,
+        "backend": settings.runtime.distributed_backend,
+        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "torch": torch.__version__,
+        "rounds": settings.rounds,
+    }
+
+
+def told(facts: dict[str, Any]) -> str:
+    """The conditions in a line."""
+    num_nodes = facts["nodes"]
+    rates = "".join(
+        f"{link.value} links of {rate}, "
+        for link in Link
+        if (rate := facts[f"{link.value}_bandwidth"]) is not None
+    )
+    return (
+        f"{facts['world_size']} ranks in groups of {facts['group_size']}, {num_nodes} "
+        f"node{'s' if num_nodes > 1 else ''}, {rates}{facts['dtype']}, {facts['backend']} on "
+        f"{facts['device']}, torch {facts['torch']}, medians of {facts['rounds']} rounds"
+    )
+
+
+def measured_machine(settings: Settings, outcomes: Sequence[Outcome], source: str) -> Machine:
+    """What was found out about the machine; wrong results are left out, however fast."""
+    machine = replace(
+        settings.machine,
+        source=source,
+        measured=tuple(
+            Measured(
+                axes=axes_of(outcome.move.run),
+                op=outcome.move.op,
+                algorithm=outcome.algorithm,
+                num_bytes=outcome.move.num_bytes,
+                seconds=outcome.seconds,
+            )
+            for outcome in outcomes
+            if outcome.correct
+        ),
+    )
+    known = {link: machine.link(link) for link in Link}
+    intra, inter = (
+        fit_link(machine, link, speed.bits_per_second if speed and speed.is_typed else None)
+        for link, speed in known.items()
+    )
+    return replace(machine, intra=intra, inter=inter)
+
+
+def write(settings: Settings, outcomes: Sequence[Outcome], facts: dict[str, Any]) -> None:
+    """The files that were asked for."""
+    world = axes_of(settings.topology.axes).value
+    rows = [row_of(outcome, settings) for outcome in outcomes]
+    of_world = [row for row in rows if row["axes"] == world]
+    if settings.json is not None:
+        alone = [row for row in rows if row["axes"] != world]
+        text = json.dumps({**facts, "rows": of_world, "axis_rows": alone}, indent=1)
+        write_text(settings.json, text + "\n")
+    if settings.machine_file is not None:
+        source = f"measured by tools/bench_collectives.py: {told(facts)}"
+        write_text(
+            settings.machine_file, machine_to_json(measured_machine(settings, outcomes, source))
+        )
+    if settings.plot is not None:
+        plot(settings.plot, told(facts), of_world)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with user_mistakes():
+        args = make_parser().parse_args(argv)
+        world = read_world()
+        settings = settings_of(args, world)
+    with distributed(settings.runtime, world) as control:
+        facts = conditions(settings, control)
+        if world.rank == 0:
+            print(told(facts), flush=True)
+        outcomes = race_all(settings, control)
+        with control.agreed():
+            if world.rank == 0:
+                write(settings, outcomes, facts)
+    wrong = [outcome for outcome in outcomes if not outcome.correct]
+    if wrong:
+        if world.rank == 0:
+            print(f"{len(wrong)} of {len(outcomes)} rows are wrong", file=sys.stderr, flush=True)
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_script("bench_collectives.py", main)

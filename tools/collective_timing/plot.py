@@ -1,0 +1,60 @@
+"""Draws bandwidth over message size: a panel per op, a line per algorithm, the bound dashed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.atomic_file import replacing
+
+FORMATS = (".png", ".svg", ".pdf")
+Row = Mapping[str, Any]
+
+
+def check_can_plot(path: Path) -> None:
+    """`ValueError` for what would come to light only after everything was measured."""
+    if path.suffix not in FORMATS:
+        raise ValueError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+
+
+def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
+    """Writes the picture of rows of one run of axes."""
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("agg")  # no screen is needed
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    size = (5 * len(ops), 4.5)
+    figure, panels = pyplot.subplots(1, len(ops), figsize=size, squeeze=False, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    for panel, op in zip(panels[0], ops, strict=True):
+        _draw(panel, op, [row for row in rows if row["op"] == op])
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
+    pyplot.close(figure)
+
+
+def _draw(panel: Any, op: str, rows: Sequence[Row]) -> None:
+    for name in dict.fromkeys(row["algorithm"] for row in rows):
+        points = [
+            (row["bytes"], row["algorithm_bandwidth"] / 1e6)
+            for row in rows
+            if row["algorithm"] == name
+        ]
+        panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
+    bound = sorted(
+        {(row["bytes"], row["bytes"] / row["bound_seconds"] / 1e6)
+         for row in rows if row["bound_seconds"] is not None}
+    )  # fmt: skip
+    if bound:
+        panel.plot(
+            *zip(*bound, strict=True), linestyle="--", color="black", label="what the links allow"
+        )
+    panel.set(title=op, xlabel="bytes of the whole buffer", ylabel="algorithm bandwidth, MB/s")
+    panel.set(xscale="log", yscale="log")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize="small")

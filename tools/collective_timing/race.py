@@ -1,0 +1,168 @@
+"""Times collectives against each other, in turns, and checks every result that was timed."""
+
+# A shared machine's speed drifts, so in every round each algorithm has its turn, in an order that
+# moves on, and a figure is the median over rounds of the slowest rank.
+#
+# Process groups that wait cost time as well: their threads wake up all the time. On one machine 8
+# idle ranks took 0.015 of a core, with the groups of one algorithm 0.06, with those of all five
+# 0.19: a tenth of its two cores. To make and close them takes a tenth of a second or two. So only
+# the groups in use exist, and an algorithm stays for all sizes of an op before it makes way.
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paro.collectives.api import Collectives, make_collectives
+from paro.collectives.schedule import Op
+from paro.groups import Use
+from paro.lanes import Event, make_lanes
+from paro.runtime import Control
+from paro.topology import Topology
+from paro.traffic import Traffic
+from tools.collective_timing.trial import Move, Trial, make_trial
+
+# A turn of small messages is repeated until it takes about so long, as far as that goes; every
+# repetition has a buffer of its own, so that each result can be checked.
+TURN_SECONDS = 0.02
+MOST_REPEATS = 20
+MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One move by one algorithm: seconds of the slowest rank in each round."""
+
+    move: Move
+    algorithm: str
+    repeats: int
+    seconds_by_round: tuple[float, ...]
+    correct: bool
+
+    @property
+    def seconds(self) -> float:
+        return median(self.seconds_by_round)
+
+
+class Turn(NamedTuple):
+    """A repetition's seconds, and whether all results were right; of one rank, or of all."""
+
+    seconds: float
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """Who races, where, and how often."""
+
+    control: Control
+    topology: Topology
+    backend: str
+    timeout: timedelta
+    algorithms: tuple[str, ...]
+    rounds: int
+
+    def run(self, moves: Sequence[Move]) -> list[Outcome]:
+        """Times every algorithm on moves of one run; the same on all ranks.
+
+        A first round is not counted: it tells how often to repeat what takes little time.
+        """
+        rank = self.control.world.rank
+        trials = [
+            make_trial(move, self.topology.members(move.run, rank), rank, self.control.device)
+            for move in moves
+        ]
+        names = self.algorithms
+        repeats = dict.fromkeys(names, [1] * len(trials))
+        correct = {name: [True] * len(trials) for name in names}
+        seconds: dict[str, list[list[float]]] = {name: [[] for _ in trials] for name in names}
+        for number in range(1 + self.rounds):
+            first = number % len(names)
+            for name in (*names[first:], *names[:first]):
+                turns = self._visit(name, trials, repeats[name])
+                for index, turn in enumerate(turns):
+                    correct[name][index] &= turn.correct
+                    if number > 0:
+                        seconds[name][index].append(turn.seconds)
+                if number == 0:
+                    pairs = zip(moves, turns, strict=True)
+                    repeats[name] = [count_repeats(*pair) for pair in pairs]
+        return [
+            Outcome(
+                move=move,
+                algorithm=name,
+                repeats=repeats[name][index],
+                seconds_by_round=tuple(seconds[name][index]),
+                correct=correct[name][index],
+            )
+            for index, move in enumerate(moves)
+            for name in names
+        ]
+
+    def _visit(self, name: str, trials: Sequence[Trial], repeats: Sequence[int]) -> list[Turn]:
+        """A turn of one algorithm at every trial, with groups that live no longer."""
+        runs = frozenset(trial.move.run for trial in trials)
+        device = self.control.device
+        collectives = make_collectives(
+            name,
+            topology=self.topology,
+            rank=self.control.world.rank,
+            runs=dict.fromkeys(Use, runs),
+            lanes=make_lanes(device, overlap=True, backend=self.backend),
+            traffic=Traffic(),
+            timeout=self.timeout,
+        )
+        self._turn(collectives, trials[0], 1)  # starts threads and connects what connects late
+        pairs = zip(trials, repeats, strict=True)
+        own = [self._turn(collectives, trial, times) for trial, times in pairs]
+        by_rank = self.control.gather(own)
+        collectives.close()
+        return [
+            Turn(max(turn.seconds for turn in turns), all(turn.correct for turn in turns))
+            for turns in zip(*by_rank, strict=True)
+        ]
+
+    def _turn(self, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
+        device = self.control.device
+        move = trial.move
+        buffers = [torch.empty(move.numel, dtype=move.dtype, device=device) for _ in range(repeats)]
+        for buffer in buffers:
+            trial.fill(buffer)
+        _finish(device)
+        self.control.barrier()
+        begin = time.perf_counter()
+        for buffer in buffers:
+            start(collectives, move, buffer).wait()
+        _finish(device)
+        seconds = (time.perf_counter() - begin) / repeats
+        return Turn(seconds, all(map(trial.is_right, buffers)))
+
+
+def start(collectives: Collectives, move: Move, buffer: Tensor) -> Event:
+    """Queues the move; sums travel in the buffer's own type."""
+    match move.op:
+        case Op.ALL_GATHER:
+            return collectives.all_gather(buffer, move.run)
+        case Op.REDUCE_SCATTER:
+            return collectives.reduce_scatter(buffer, move.run, move.dtype)
+        case Op.ALL_REDUCE:
+            return collectives.all_reduce(buffer, move.run, move.dtype)
+
+
+def count_repeats(move: Move, turn: Turn) -> int:
+    """How often to repeat a move that took as long as `turn`."""
+    room = max(1, MOST_BYTES // move.num_bytes)
+    return min(math.ceil(TURN_SECONDS / turn.seconds), MOST_REPEATS, room)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

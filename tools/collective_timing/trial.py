@@ -1,0 +1,101 @@
+"""What a collective is given and what must come of it, made by every rank for itself."""
+
+# The data are random integers, drawn alike wherever they are needed, and so large that sums over
+# all ranks are just exact in their type. So a result is right to the last bit or wrong, in
+# whatever order it was summed, and one that travelled in a smaller type is wrong. (bf16 holds
+# integers up to 256: of more ranks than that each draws from -1, 0, 1, whose sum stays far below.)
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paro.collectives.schedule import Op
+from paro.groups import Run
+from paro.topology import nested_range
+
+SEED = 1234
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One collective on a whole buffer of `numel` elements along a run of axes."""
+
+    op: Op
+    run: Run
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def shard_of(self, rank: int) -> slice:
+        return slice(*nested_range(self.run, rank, self.numel))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A move with this rank's input, and with the result that was worked out without it."""
+
+    move: Move
+    shard: slice
+    given: Tensor  # a gather's: this rank's shard
+    expected: Tensor  # a reduce-scatter's: this rank's shard
+
+    def fill(self, buffer: Tensor) -> None:
+        """Makes `buffer` ready for the collective; what a gather must write is not a number yet."""
+        if self.move.op is Op.ALL_GATHER:
+            buffer.fill_(torch.nan)
+            buffer[self.shard].copy_(self.given)
+        else:
+            buffer.copy_(self.given)
+
+    def is_right(self, buffer: Tensor) -> bool:
+        """Whether the collective has left in `buffer` what it must."""
+        result = buffer[self.shard] if self.move.op is Op.REDUCE_SCATTER else buffer
+        return torch.equal(result, self.expected)
+
+
+def make_trial(move: Move, members: Sequence[int], rank: int, device: torch.device) -> Trial:
+    """The trial of one rank among the `members` of its run."""
+    whole = torch.empty(move.numel, dtype=move.dtype)
+    if move.op is Op.ALL_GATHER:
+        given = draw(move, members, rank, rank)
+        for member in members:
+            whole[move.shard_of(member)] = draw(move, members, member, member)
+        expected = whole
+    else:
+        given = torch.empty_like(whole)
+        for place in members:
+            given[move.shard_of(place)] = draw(move, members, rank, place)
+            if move.op is Op.ALL_REDUCE or place == rank:
+                whole[move.shard_of(place)] = _sum_at(move, members, place)
+        expected = whole if move.op is Op.ALL_REDUCE else whole[move.shard_of(rank)].clone()
+    return Trial(
+        move=move,
+        shard=move.shard_of(rank),
+        given=given.to(device),
+        expected=expected.to(device),
+    )
+
+
+def draw(move: Move, members: Sequence[int], rank: int, place: int) -> Tensor:
+    """What `rank` has where the shard of rank `place` lies."""
+    key = f"{SEED}/{move.op.value}/{move.numel}/{move.dtype}/{rank}/{place}"
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    most = max(1, int(2 / torch.finfo(move.dtype).eps) // len(members))
+    size = (move.numel // len(members),)
+    return torch.randint(-most, most + 1, size, generator=generator, dtype=move.dtype)
+
+
+def _sum_at(move: Move, members: Sequence[int], place: int) -> Tensor:
+    total = torch.zeros(move.numel // len(members), dtype=torch.float64)
+    for member in members:
+        total += draw(move, members, member, place)
+    return total
