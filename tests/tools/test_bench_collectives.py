@@ -257,7 +257,7 @@ def test_one_process_alone_is_told_to_start_several() -> None:
 
 # On ranks
 
-FLAGS = "--distributed-backend gloo --group-size 2 --sizes 64,4K --rounds 1".split()
+FLAGS = ["--distributed-backend", "gloo", "--group-size", "2", "--sizes", "64,4K", "--rounds", "1"]
 
 
 @pytest.mark.ranks
