@@ -38,3 +38,20 @@ def handling(handler: Handler) -> Iterator[None]:
 def exit_by_signal(number: int, frame: FrameType | None) -> None:
     """Ends the program as a shell would report it, but through every `finally`."""
     sys.exit(128 + number)
+
+
+@contextmanager
+def noting() -> Iterator[Callable[[], None]]:
+    """Only notes ending signals for a block, which asks for them by calling what it gets.
+
+    An exception out of a handler can come while a process is being started, and then nobody knows
+    of the process.
+    """
+    noted: list[int] = []
+
+    def end_if_noted() -> None:
+        if noted:
+            sys.exit(128 + noted[0])
+
+    with handling(lambda number, _: noted.append(number)):
+        yield end_if_noted

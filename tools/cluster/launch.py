@@ -50,7 +50,8 @@ def run(cluster: Cluster, argv: Sequence[str], *, env: Mapping[str, str] | None 
     network.check_system()
     name = cluster.spec.name
     if not argv or not Path(argv[0]).is_file():
-        raise FileNotFoundError(f"no script {argv[0] if argv else ''!r}: give a file of Python")
+        given = f"no file {argv[0]!r}" if argv else "nothing to run"
+        raise FileNotFoundError(f"{given}: give a Python script and its arguments")
     with state.locked(name) as held:
         if not held:
             raise ValueError(f"cluster {name!r} is busy: it runs one script at a time")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tools.cluster import network, state
 from tools.cluster.counters import counters
-from tools.cluster.interrupts import exit_by_signal, handling
+from tools.cluster.interrupts import exit_by_signal, handling, noting
 from tools.cluster.processes import end_processes
 from tools.cluster.spec import ClusterSpec, check_name
 from tools.cluster.state import Cluster
@@ -23,20 +23,21 @@ def up(spec: ClusterSpec) -> Cluster:
     """Makes a cluster; whatever stops that, also a signal, removes what was made so far."""
     network.check_system()
     made: list[str] = []
-    with handling(exit_by_signal):
+    with noting() as end_if_noted:
         state.claim(spec.name)
         try:
             with state.locked(spec.name):
                 cluster = Cluster(spec=spec, status="building")
                 state.save(cluster)
-                network.build(spec, made)
+                for _ in network.build(spec, made):
+                    end_if_noted()
                 cluster = replace(cluster, status="up", baseline=counters(spec))
                 state.save(cluster)
+                end_if_noted()
         except BaseException:
-            with handling(signal.SIG_IGN):
-                for namespace in reversed(made):
-                    network.remove(namespace)
-                state.forget(spec.name)
+            for namespace in reversed(made):
+                network.remove(namespace)
+            state.forget(spec.name)
             raise
     return cluster
 

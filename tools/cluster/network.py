@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,35 @@ NETNS = Path("/run/netns")  # where iproute2 keeps names of namespaces
 
 def check_system() -> None:
     """Says what this machine or user lacks for a cluster."""
+    if os.geteuid() != 0:
+        raise OSError("needs root, to make network namespaces and shape links")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise OSError(f"needs {' and '.join(missing)}: install the package iproute2")
-    if os.geteuid() != 0:
-        raise OSError("needs root, to make network namespaces and shape links")
 
 
 def run_tool(command: Sequence[str], text: str = "") -> str:
-    """What a command prints; a failure is one line with the command and its complaint."""
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    """What a command prints; a failure is one line with the command and its complaint.
+
+    A terminal's Ctrl-C does not reach the command: it is done whole or not at all.
+    """
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, start_new_session=True
+    )
     if done.returncode != 0:
         complaint = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
         raise OSError(f"`{' '.join(command)}` failed: {complaint}")
     return done.stdout
 
 
-def build(spec: ClusterSpec, made: list[str]) -> None:
-    """Makes a cluster's namespaces, noting each in `made`, and all that is in them."""
+def build(spec: ClusterSpec, made: list[str]) -> Iterator[None]:
+    """Makes a cluster step by step: its namespaces, noted in `made`, and all that is in them."""
     for namespace in spec.namespaces:
         _make_namespace(namespace, mark_of(spec.name), made)
+        yield
     for batch in batches(spec):
         _run_batch(batch)
+        yield
 
 
 def _make_namespace(namespace: str, mark: str, made: list[str]) -> None:
@@ -47,12 +54,8 @@ def _make_namespace(namespace: str, mark: str, made: list[str]) -> None:
         raise FileExistsError(
             f"the network namespace {namespace} exists already; choose another --name"
         )
-    made.append(namespace)  # before, in case that an interrupt comes between
-    try:
-        run_tool(["ip", "netns", "add", namespace])
-    except OSError:
-        made.remove(namespace)  # not made, or somebody else's
-        raise
+    run_tool(["ip", "netns", "add", namespace])
+    made.append(namespace)
     run_tool(["ip", "-n", namespace, "link", "set", "dev", "lo", "alias", mark])
     root = Path("/proc/sys")
     settings = [f"echo {value} > {root / name}" for name, value in SETTINGS.items()

@@ -1,0 +1,87 @@
+"""Rates, names and addresses of a cluster, and the commands that make it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.cluster.plan import batches, shaped
+from tools.cluster.rates import bits_per_second
+from tools.cluster.spec import ClusterSpec, is_namespace_of
+
+
+def spec(name: str = "a", **fields: object) -> ClusterSpec:
+    sizes = {"nodes": 2, "ranks_per_node": 2, "inter": "100mbit"}
+    return ClusterSpec(name=name, **{**sizes, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"),
+    [
+        ("100mbit", 10**8),
+        ("8Gbit", 8 * 10**9),
+        ("1.5gbit", 1_500_000_000),
+        ("1kibit", 1024),
+        ("12mbps", 96_000_000),
+        ("1000", 1000),
+    ],
+)
+def test_rates_are_tcs(rate: str, bits: int) -> None:
+    assert bits_per_second(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "mbit", "-1mbit", "1e3", "100 megabits", "0mbit"])
+def test_what_is_no_rate_is_refused(rate: str) -> None:
+    with pytest.raises(ValueError, match="is no rate"):
+        bits_per_second(rate)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"nodes": 0}, "--nodes 0"),
+        ({"ranks_per_node": 300}, "--ranks-per-node 300"),
+        ({"nodes": 200, "ranks_per_node": 8}, "1600 ports"),
+        ({"inter": "quick"}, "--inter: 'quick'"),
+        ({"intra": "quick"}, "--intra: 'quick'"),
+        ({"nic": "two"}, "--nic two"),
+        ({"name": "../x"}, "--name '../x'"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(fields: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        spec(**fields)
+    assert told in str(refused.value)
+
+
+def test_namespaces_of_other_clusters_are_told_apart() -> None:
+    ours = spec("a", nodes=12).namespaces
+    assert all(is_namespace_of("a", namespace) for namespace in ours)
+    for name in ("b", "a-node1", "a-switch"):
+        assert not any(is_namespace_of("a", namespace) for namespace in spec(name).namespaces)
+
+
+def test_routes_and_rates_of_a_small_cluster() -> None:
+    commands = {(b.tool, b.namespace): b.lines for b in batches(spec(intra="1gbit"))}
+    routes = [line for line in commands["ip", "paro-a-node1"] if line.startswith("route")]
+    assert routes == [
+        "route add 10.77.0.1/32 dev nic0 scope link src 10.77.1.1",
+        "route add 10.77.0.2/32 dev nic1 scope link src 10.77.1.2",
+    ]
+    nic = "root tbf rate 100000000bit burst 65536b latency 500ms"
+    # Both ends of every cable, and a loopback for both ranks.
+    assert commands["tc", "paro-a-node1"] == (
+        f"qdisc add dev nic0 {nic}",
+        f"qdisc add dev nic1 {nic}",
+        "qdisc add dev lo root tbf rate 2000000000bit burst 250000b latency 500ms",
+    )
+    ports = ("n0nic0", "n0nic1", "n1nic0", "n1nic1")
+    assert commands["tc", "paro-a-switch"] == tuple(f"qdisc add dev {p} {nic}" for p in ports)
+
+
+def test_the_loopbacks_bucket_holds_its_largest_packet() -> None:
+    assert "burst 131072b" in shaped("lo", 100_000_000)
+
+
+def test_one_nic_for_a_node_has_one_cable() -> None:
+    lines = next(batches(spec(nic="shared"))).lines
+    assert len([line for line in lines if "veth" in line]) == 2

@@ -1,0 +1,397 @@
+"""A cluster on one machine: real rates on real links, the right NICs, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.cluster import network, state
+from tools.cluster.counters import nic_bytes, reset_traffic, traffic
+from tools.cluster.launch import run
+from tools.cluster.lifecycle import cluster, down, up
+from tools.cluster.processes import processes_in
+from tools.cluster.spec import ClusterSpec
+from tools.cluster.state import Cluster
+from tools.emulated_cluster import main, make_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = [sys.executable, str(ROOT / "tools/emulated_cluster.py")]
+UP = ("up", "--nodes", "2", "--ranks-per-node", "2", "--inter", "1mbit")
+NAME = f"test-{os.getpid()}"
+INTER = 100_000_000
+
+
+def spec_of(name: str = NAME, **fields: object) -> ClusterSpec:
+    sizes = {"nodes": 2, "ranks_per_node": 2, "inter": "100mbit"}
+    return ClusterSpec(name=name, **{**sizes, **fields})  # type: ignore[arg-type]
+
+
+def call(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [*TOOL, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def leftovers(name: str) -> list[str]:
+    """All that exists of a cluster."""
+    namespaces = network.NETNS.glob(f"paro-{name}-*")
+    files = state.RUNTIME.glob(f"*{name}*")
+    return [str(path) for path in (*namespaces, *files)]
+
+
+def assert_one_line(status: int, printed: str, told: str) -> None:
+    assert status == 2
+    assert printed.startswith("emulated_cluster.py: error: ")
+    assert printed.count("\n") == 1
+    assert told in printed
+
+
+# The command line
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_flags_after_the_script_are_the_scripts(separator: list[str]) -> None:
+    script = ["train.py", "--name", "x", "--", "--help"]
+    args = make_parser().parse_args(["run", "--name", "mine", *separator, *script])
+    assert args.name == "mine"
+    assert args.argv == separator + script
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["up", "--nodes", "2"], "--ranks-per-node"),
+        (["up", "--nodes", "2", "--ranks-per-node", "2", "--inter", "fast"], "--inter: 'fast'"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["down"], "needs root"),
+        (["bytes"], "needs ip and tc: install the package iproute2"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    argv: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if argv[0] != "down" else 1000)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if argv[0] == "bytes" else tool)
+    try:
+        status = main(argv)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    assert_one_line(status, capsys.readouterr().err, told)
+
+
+def test_another_system_is_told_so() -> None:
+    program = (
+        "import runpy, sys; sys.platform = 'darwin'; sys.argv = ['x', 'down']; "
+        f"runpy.run_path({TOOL[1]!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "emulated_cluster.py: error: needs Linux, not darwin\n"
+
+
+# Real links
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Cluster]:
+    with cluster(spec_of()) as made:
+        yield made
+    assert not leftovers(NAME)
+
+
+SERVER = """
+import socket, sys, threading, time
+size, num_flows = int(sys.argv[2]), int(sys.argv[3])
+server = socket.create_server((sys.argv[1], 7000))
+print("ready", flush=True)
+flows = [server.accept()[0] for _ in range(num_flows)]
+start = time.monotonic()
+for flow in flows: flow.sendall(b"!")
+def receive(flow):
+    while flow.recv(1 << 20):
+        pass
+threads = [threading.Thread(target=receive, args=(flow,)) for flow in flows]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(num_flows * size * 8 / (time.monotonic() - start))
+"""
+CLIENT = """
+import socket, sys, threading
+servers = [socket.create_connection((address, 7000)) for address in sys.argv[2:]]
+for server in servers: server.recv(1)  # all at once, after all clocks have started
+data = bytes(int(sys.argv[1]))
+for server in servers: threading.Thread(target=server.sendall, args=(data,)).start()
+"""
+
+
+def in_node(made: Cluster, node: int, program: str, *args: object) -> subprocess.Popen[str]:
+    command = [*("ip", "netns", "exec", made.spec.node(node), sys.executable, "-c", program)]
+    return subprocess.Popen([*command, *map(str, args)], stdout=subprocess.PIPE, text=True)
+
+
+def measured_rates(made: Cluster, flows: list[tuple[int, int]], size: int) -> list[float]:
+    """Sends from node to node, all at once; the bits per second at each receiver."""
+    servers = {}
+    for node in sorted({receiver for _, receiver in flows}):
+        num_flows = sum(receiver == node for _, receiver in flows)
+        servers[node] = in_node(made, node, SERVER, f"10.77.{node}.1", size, num_flows)
+        assert servers[node].stdout.readline() == "ready\n"  # type: ignore[union-attr]
+    clients = []
+    for node in {sender for sender, _ in flows}:
+        addresses = [f"10.77.{receiver}.1" for sender, receiver in flows if sender == node]
+        clients.append(in_node(made, node, CLIENT, size, *addresses))
+    rates = [float(server.communicate()[0]) for server in servers.values()]
+    assert not any(client.wait() for client in clients)
+    return rates
+
+
+@pytest.mark.root
+def test_links_have_their_rate_each_way_also_among_several() -> None:
+    with cluster(spec_of(f"{NAME}-rate", nodes=3, ranks_per_node=1, intra="200mbit")) as made:
+        rates = measured_rates(made, [(0, 1), (1, 0)], 3_000_000)
+        rates += measured_rates(made, [(0, 2), (1, 2)], 1_500_000)
+        rates.append(2 * min(measured_rates(made, [(2, 0), (2, 1)], 1_500_000)))
+        (inside,) = measured_rates(made, [(0, 0)], 5_000_000)
+    # TCP gets 0.96 of a link and a bucket of 64 KiB is free: more means that there is no limit. A
+    # machine that is busy is slower.
+    assert all(0.25 * INTER < rate < 1.03 * INTER for rate in rates), rates
+    assert 0.5 * INTER < inside < 2.06 * INTER
+    assert not leftovers(f"{NAME}-rate")
+
+
+PROBE = """
+import os, socket, threading, time
+rank, local, node = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"))
+seen = [str(rank), os.environ["GLOO_SOCKET_IFNAME"], os.environ["OMP_NUM_THREADS"]]
+os.write(1, f"{' '.join(seen)}\\n".encode())  # in one piece
+own = f"10.77.{node}.{local + 1}"
+server = socket.create_server((own, 7000))
+def receive():
+    for _ in range(2):
+        flow = server.accept()[0]
+        while flow.recv(1 << 20):
+            pass
+receiver = threading.Thread(target=receive)
+receiver.start()
+same_place, neighbour = f"10.77.{1 - node}.{local + 1}", f"10.77.{node}.{2 - local}"
+for size, address in ((1_000_000, same_place), (3_000_000, neighbour)):
+    while True:
+        try:
+            flow = socket.create_connection((address, 7000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    flow.sendall(bytes(size))
+    flow.close()
+receiver.join()
+"""
+
+
+@pytest.mark.root
+def test_every_rank_uses_its_own_nic_and_the_loopback_inside_its_node(
+    two_nodes: Cluster,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+    reset_traffic(two_nodes)
+    assert run(two_nodes, [str(script)]) == 0
+    shown = capfd.readouterr().out.splitlines()
+    assert sorted(shown) == ["0 nic0 1", "1 nic1 1", "node 1: 2 nic0 1", "node 1: 3 nic1 1"]
+    measured = traffic(two_nodes)
+    assert len(measured.nics) == 4
+    for nic in measured.nics:  # and a little to torchrun's store
+        assert 1_030_000 < nic.sent < 1_200_000, nic
+        assert 1_030_000 < nic.received < 1_200_000, nic
+    assert all(size > 6_000_000 for size in measured.inside)
+
+
+GATHER = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+shards = [torch.empty(250_000) for _ in range(4)]
+dist.all_gather(shards, torch.full((250_000,), float(dist.get_rank())))
+assert [shard.unique().tolist() for shard in shards] == [[0.0], [1.0], [2.0], [3.0]]
+"""
+
+
+@pytest.mark.root
+def test_gloo_gathers_over_the_nics(two_nodes: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "gather.py"
+    script.write_text(GATHER)
+    reset_traffic(two_nodes)
+    assert run(two_nodes, [str(script)]) == 0
+    # A ring: three shards of 1 MB leave each node.
+    for node in (0, 1):
+        sent = sum(size for (sender, _), size in nic_bytes(two_nodes).items() if sender == node)
+        assert 3_000_000 * 1.03 < sent < 3_000_000 * 1.15
+
+
+@pytest.mark.root
+def test_bytes_are_shown_and_reset(two_nodes: Cluster, tmp_path: Path) -> None:
+    before = json.loads(call("bytes", "--name", NAME, "--json", "--reset").stdout)
+    assert [(nic["node"], nic["nic"]) for nic in before["nics"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    measured_rates(two_nodes, [(1, 0)], 100_000)
+    after = json.loads(call("bytes", "--name", NAME, "--json").stdout)
+    sent = {(nic["node"], nic["nic"]): nic["sent_bytes"] for nic in after["nics"]}
+    assert 100_000 < sent[1, 0] < 130_000
+    assert after["sent_bytes"] == sum(sent.values())
+    assert f"{sent[1, 0]:,}" in call("bytes", "--name", NAME).stdout
+
+
+# How a run ends
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("sys.exit(2)", 2),
+        ("1 / 0 if rank == 3 else time.sleep(600)", 1),
+    ],
+)
+def test_the_status_is_that_of_the_rank_that_failed(
+    two_nodes: Cluster, tmp_path: Path, program: str, status: int
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{program}\n")
+    done = call("run", "--name", NAME, "--", script)
+    assert done.returncode == status
+    assert f"ended with status {status}" in done.stderr
+    assert list(processes_in(two_nodes.spec.namespaces)) == []
+
+
+# A child that leaves its rank's session, which must not survive the run either.
+SLEEP = """
+import subprocess, time
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("asleep", flush=True)
+time.sleep(600)
+"""
+
+
+def start_sleepers(name: str, folder: Path) -> subprocess.Popen[str]:
+    """A `run` that has come to its ranks' sleep."""
+    script = folder / "sleep.py"
+    script.write_text(SLEEP)
+    command = [*TOOL, "run", "--name", name, str(script)]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert running.stdout is not None
+    for _ in range(4):
+        assert "asleep" in running.stdout.readline()
+    return running
+
+
+@pytest.mark.root
+def test_a_signal_ends_a_run_and_one_runs_at_a_time(two_nodes: Cluster, tmp_path: Path) -> None:
+    running = start_sleepers(NAME, tmp_path)
+    second = call("run", "--name", NAME, tmp_path / "sleep.py")
+    assert_one_line(second.returncode, second.stderr, "one script at a time")
+    again = call(*UP, "--name", NAME)
+    assert_one_line(again.returncode, again.stderr, "is up already (2 nodes x 2 ranks")
+    running.send_signal(signal.SIGINT)
+    assert running.wait(timeout=60) == 128 + signal.SIGINT
+    assert list(processes_in(two_nodes.spec.namespaces)) == []
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.root
+def test_down_removes_what_a_killed_run_left(tmp_path: Path) -> None:
+    name = f"{NAME}-killed"
+    made = up(spec_of(name))
+    running = start_sleepers(name, tmp_path)
+    running.kill()
+    running.wait()
+    left = list(processes_in(made.spec.namespaces))
+    assert len(left) >= 4  # the children that left their ranks
+    done = call("down", "--name", name)
+    assert done.returncode == 0, done.stderr
+    assert not leftovers(name)
+    assert not any(map(is_running, left))
+
+
+# How a cluster comes and goes
+
+
+@pytest.mark.root
+def test_what_was_made_is_removed_when_up_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"{NAME}-up"
+    run_batch = network._run_batch
+    seen = []
+
+    def interrupted(batch: object) -> None:
+        run_batch(batch)  # type: ignore[arg-type]
+        seen.append(leftovers(name))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(network, "_run_batch", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        up(spec_of(name))
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [len(found) for found in seen] == [
+        4
+    ]  # three namespaces and the folder: it stopped there
+    assert not leftovers(name)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_down_removes_what_a_killed_up_left(steps: int) -> None:
+    name = f"{NAME}-part"
+    spec = spec_of(name)
+    state.claim(name)
+    state.save(Cluster(spec=spec, status="building"))
+    building = network.build(spec, [])
+    for _ in range(steps):
+        next(building)
+    # Cut off between a namespace and its mark.
+    if steps == 1:
+        network.run_tool(["ip", "netns", "add", spec.node(0)])
+    with pytest.raises(ValueError, match="cut off"):
+        up(spec)
+    assert down(name) == []
+    assert not leftovers(name)
+
+
+@pytest.mark.root
+def test_what_others_made_stays() -> None:
+    name = f"{NAME}-other"
+    theirs = spec_of(name).node(1)
+    network.run_tool(["ip", "netns", "add", theirs])
+    try:
+        done = call(*UP, "--name", name)
+        assert_one_line(done.returncode, done.stderr, f"{theirs} exists already")
+        assert leftovers(name) == [str(network.NETNS / theirs)]
+        assert call("down", "--name", name).returncode == 2
+        assert (network.NETNS / theirs).exists()
+    finally:
+        network.remove(theirs)
+
+
+@pytest.mark.root
+def test_a_cluster_that_is_not_up_is_one_line() -> None:
+    for command in ("bytes", "down", "run"):
+        done = call(command, "--name", f"{NAME}-none")
+        assert_one_line(done.returncode, done.stderr, f"no cluster '{NAME}-none' is up")
