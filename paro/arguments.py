@@ -110,10 +110,14 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "mics hsdp; default IIG, or NNG with --use-distributed-optimizer")
     add("--paro-group-size", type=int, metavar="RANKS",
         help="ranks joined by fast links; must divide the number of ranks; default: ranks per node")
-    add("--paro-collective", choices=COLLECTIVES, default="native",
+    add("--paro-collective", choices=(*COLLECTIVES, "auto"), default="native",
         help="how collectives run: native, the backend's own along fast links and slow links in "
         "turn; ring, one ring of our own over all; h-ring, a ring between groups, then one inside; "
-        "ho-ring, both at the same time; flat, the backend's own over all ranks at once")
+        "ho-ring, both at the same time; flat, the backend's own over all ranks at once; auto, for "
+        "every call the fastest for its size on --paro-machine")
+    add("--paro-machine", metavar="FILE",
+        help="how fast this machine's collectives are, for --paro-collective auto: a file that "
+        "tools/bench_collectives.py --machine-file wrote on the same ranks and groups")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
 
@@ -309,6 +313,8 @@ def _add_validation_args(parser: ArgumentParser) -> None:
         help="evaluate on held-out data every N iterations; 0: only at the end")
     add("--eval-iters", type=int, default=100, metavar="N",
         help="global batches per evaluation; 0: never evaluate")
+    add("--skip-train", action="store_true",
+        help="evaluate what --load holds on validation and test data and leave; nothing is written")
 
 
 def _add_checkpointing_args(parser: ArgumentParser) -> None:

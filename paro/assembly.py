@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 
 import torch
 
@@ -11,12 +12,14 @@ from model.config import flops_per_token
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from paro.collectives.api import make_collectives
+from paro.collectives.auto import Choice, choice_by
 from paro.config import RunConfig
 from paro.lanes import make_lanes
 from paro.loop import Sources
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import Schedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
+from paro.planning.machine_file import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
 from paro.runtime import Control, device_for, timeout_of
@@ -86,7 +89,7 @@ def _sharding_context(
         backend=config.runtime.distributed_backend,
     )
     collectives = make_collectives(
-        config.sharding.collective,
+        _algorithm(config, control),
         topology=topology,
         rank=world.rank,
         runs=moves.runs(),
@@ -106,6 +109,18 @@ def _sharding_context(
         accumulate_type=TORCH_TYPES[precision.accumulate],
         ledger=Ledger(),
     )
+
+
+def _algorithm(config: RunConfig, control: Control) -> str | Choice:
+    """The name of a collective, or a choice that every rank makes alike."""
+    machine = config.sharding.machine
+    if config.sharding.collective != "auto" or machine is None:
+        return config.sharding.collective
+    digests = control.gather(sha256(machine_to_json(machine).encode()).digest())
+    with control.agreed():
+        if len(set(digests)) > 1:
+            raise ValueError("--paro-machine: ranks read different files: give all the same one")
+        return choice_by(machine)
 
 
 def _initializer(config: RunConfig) -> Initializer:

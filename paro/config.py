@@ -19,6 +19,8 @@ from paro.compatibility import check_compatibility
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
+from paro.planning.machine import Machine
+from paro.planning.machine_file import read_machine
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.runtime import RuntimeConfig, World
@@ -113,8 +115,22 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
         group_size=group_size,
         collective=args.paro_collective,
         prefetch_units=args.paro_prefetch_units,
+        machine=_read_machine(args.paro_machine, world, group_size),
     )
     return sharding, strategy
+
+
+def _read_machine(file: str | None, world: World, group_size: int) -> Machine | None:
+    if file is None:
+        return None
+    machine = read_machine(Path(file))
+    if (machine.world_size, machine.group_size) != (world.size, group_size):
+        raise ValueError(
+            f"--paro-machine {file} was measured on {machine.world_size} ranks in groups of "
+            f"{machine.group_size}, this run has {world.size} in groups of {group_size}: measure "
+            "it here with tools/bench_collectives.py --machine-file"
+        )
+    return machine
 
 
 def _take_batches(args: Namespace, world: World) -> BatchSchedule:

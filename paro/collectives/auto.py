@@ -4,27 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from paro.collectives import COLLECTIVES
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Op
 from paro.groups import Groups, Run, Use
 from paro.lanes import Event, Job, Lanes
-from paro.topology import Link
+from paro.planning.machine import Axes, Machine, axes_of, fastest_algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The algorithms to choose from, and which is best; every rank must choose alike.
 
-    `best` gets the collective, the kinds of links that it crosses, and the bytes of the whole
+    `best` gets the collective, the kinds of axes that it crosses, and the bytes of the whole
     buffer as they travel.
     """
 
     names: tuple[str, ...]
-    best: Callable[[Op, frozenset[Link], int], str]
+    best: Callable[[Op, Axes, int], str]
+
+
+def choice_by(machine: Machine) -> Choice:
+    """The fastest of what was measured on a machine.
+
+    Raises `ValueError` where it names unknown algorithms, or lacks a collective over some axes.
+    """
+    names = tuple(dict.fromkeys(row.algorithm for row in machine.measured))
+    unknown = sorted(set(names) - set(COLLECTIVES))
+    if unknown:
+        raise ValueError(
+            f"machine {machine.name} was measured with {', '.join(unknown)}; the algorithms are "
+            f"{', '.join(COLLECTIVES)}: measure it again"
+        )
+    kinds = [Axes.INTRA] * (machine.group_size > 1) + [Axes.INTER] * (machine.num_groups > 1)
+    for axes in [*kinds, Axes.BOTH] if len(kinds) == 2 else kinds:
+        for op in Op:
+            fastest_algorithm(machine, op, axes, 1)
+    return Choice(names=names, best=cache(partial(fastest_algorithm, machine)))
 
 
 class AutoCollectives:
@@ -65,7 +86,7 @@ class AutoCollectives:
         self._groups.close()
 
     def _best(self, op: Op, whole: Tensor, run: Run, travel: torch.dtype) -> Collectives:
-        links = frozenset(axis.link for axis in run)
+        if not run:
+            return self._algorithms[self._choice.names[0]]
         num_bytes = whole.numel() * travel.itemsize
-        name = self._choice.best(op, links, num_bytes) if run else self._choice.names[0]
-        return self._algorithms[name]
+        return self._algorithms[self._choice.best(op, axes_of(run), num_bytes)]

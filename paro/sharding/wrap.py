@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from paro.planning.machine import Machine
 from paro.sharding.layout import Box, UnitLayout, make_layout, whole_box
 from paro.sharding.unit import ShardedUnit, ShardingContext
 
@@ -21,8 +22,14 @@ class ShardingConfig:
     group_size: int
     collective: str = "native"
     prefetch_units: int = 1
+    machine: Machine | None = None  # how fast collectives are, where that decides
 
     def __post_init__(self) -> None:
+        if self.collective == "auto" and self.machine is None:
+            raise ValueError(
+                "--paro-collective auto chooses by what was measured: give --paro-machine FILE, "
+                "which tools/bench_collectives.py --machine-file FILE writes"
+            )
         if self.prefetch_units < 0:
             raise ValueError(f"--paro-prefetch-units {self.prefetch_units} is negative; 0 is off")
 

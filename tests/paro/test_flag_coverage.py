@@ -11,6 +11,8 @@ from data.tokenizer import NullTokenizer
 from paro.arguments import build_parser, parse_args
 from paro.compatibility import RULES
 from paro.config import RunConfig
+from paro.planning.machine import Machine
+from paro.planning.machine_file import machine_to_json
 from paro.runtime import World
 
 SMALL = (
@@ -31,6 +33,7 @@ RENAMED = {
     "make_vocab_size_divisible_by": "model.vocab_size",
     "paro_collective": "sharding.collective",
     "paro_group_size": "sharding.group_size",
+    "paro_machine": "sharding.machine",
     "paro_prefetch_units": "sharding.prefetch_units",
     "paro_strategy": "sharding.strategy",
     "recompute_activations": "model.recompute",
@@ -78,7 +81,9 @@ CASES = {
     "mock_data": (("mock-data",), "--data-path corpus", "--mock-data"),
     "num_attention_heads": ((), "", "--num-attention-heads 8"),
     "num_query_groups": ((), "", "--num-query-groups 2 --group-query-attention"),
+    "paro_collective": ((), "", "--paro-collective ho-ring"),
     "paro_group_size": ((), "", "--paro-group-size 4"),
+    "paro_machine": ((), "", "--paro-machine machine.json"),
     "rampup_batch_size": ((), "", "--rampup-batch-size 8 8 96"),
     "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
     "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
@@ -101,8 +106,8 @@ def without(flags: tuple[str, ...]) -> str:
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Every leaf of nested dataclasses by its path."""
-    if not is_dataclass(value):
+    """Every leaf of nested dataclasses by its path; a machine is one."""
+    if not is_dataclass(value) or isinstance(value, Machine):
         return {path: value}
     return {
         name: leaf
@@ -172,6 +177,8 @@ def test_a_flag_changes_its_field(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     (tmp_path / "iter_0000005").mkdir()
+    machine = Machine(name="two by two", source="", world_size=4, group_size=2)
+    (tmp_path / "machine.json").write_text(machine_to_json(machine))
     plain = ((), "", f"{action.option_strings[0]} {other_value(action)}")
     taken_out, before, after = CASES.get(action.dest, plain)
     base = without(taken_out)

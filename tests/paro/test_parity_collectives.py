@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 
 from paro.collectives import executor
 from paro.collectives.executor import ALGORITHMS
+from paro.collectives.schedule import Op
+from paro.planning.machine import Axes, Machine, Measured
+from paro.planning.machine_file import machine_to_json
 from paro.strategy import legal_letters
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
@@ -51,6 +55,26 @@ def check(pairs: Sequence[tuple[str, str]], *, iterations: int, timeout: float) 
 @pytest.mark.ranks
 def test_one_of_each() -> None:
     check(CROSSING_BOTH, iterations=3, timeout=240)
+
+
+@pytest.mark.ranks
+def test_chosen_by_size(tmp_path: Path) -> None:
+    """Small messages by one algorithm and large ones by another, in one run."""
+    times = {"h-ring": (1e-3, 1e-1), "ho-ring": (2e-3, 5e-2), "native": (3e-3, 1e-3)}
+    rows = tuple(
+        Measured(axes=axes, op=op, algorithm=name, num_bytes=size, seconds=seconds)
+        for name, both in times.items()
+        for size, seconds in zip((2_000, 200_000), both, strict=True)
+        for op in Op
+        for axes in Axes
+    )
+    machine = Machine(name="m", source="typed", world_size=4, group_size=2, measured=rows)
+    (tmp_path / "machine.json").write_text(machine_to_json(machine))
+    flags = f"--train-iters 3 --paro-collective auto --paro-machine {tmp_path / 'machine.json'}"
+    trained = run_ranks(train, 4, flags_for("GGG", world_size=4, more=flags), group_size=2)
+    reference = train(flags_for("GGG", world_size=1, more="--train-iters 3"))
+    for by_rank in trained:
+        assert_same(by_rank, reference, "auto")
 
 
 @pytest.mark.verify

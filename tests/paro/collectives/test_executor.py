@@ -22,6 +22,7 @@ from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op
 from paro.collectives.transfer import Buffer, Scratch
 from paro.groups import Use
 from paro.lanes import make_lanes
+from paro.planning.machine import Axes
 from paro.topology import Link, Topology, make_topology, nested_range
 from paro.traffic import Sent, Traffic
 from tests.helpers.ranks import run_ranks
@@ -191,8 +192,8 @@ def choose_by_size(sizes: list[int]) -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=2, degrees=())
 
-    def best(op: Op, links: frozenset[Link], num_bytes: int) -> str:
-        assert links == {Link.INTRA, Link.INTER}, f"{op} over {links}"
+    def best(op: Op, axes: Axes, num_bytes: int) -> str:
+        assert axes is Axes.BOTH, f"{op} over {axes}"
         return COLLECTIVES[num_bytes.bit_length() % len(COLLECTIVES)]
 
     collectives = make_collectives(

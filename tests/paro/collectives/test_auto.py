@@ -1,0 +1,49 @@
+"""The choice by message size follows what was measured, or says what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paro.collectives.auto import choice_by
+from paro.collectives.schedule import Op
+from paro.planning.machine import Axes, Machine, Measured
+
+
+def machine(**small_and_large: tuple[float, float]) -> Machine:
+    """Every algorithm's seconds for a kilobyte and for a megabyte, alike for all collectives."""
+    rows = tuple(
+        Measured(axes=axes, op=op, algorithm=name.replace("_", "-"), num_bytes=size, seconds=time)
+        for name, times in small_and_large.items()
+        for size, time in zip((1_000, 1_000_000), times, strict=True)
+        for op in Op
+        for axes in Axes
+    )
+    return Machine(name="m", source="typed", world_size=4, group_size=2, measured=rows)
+
+
+def test_small_messages_take_the_one_that_wants_few_steps() -> None:
+    choice = choice_by(machine(h_ring=(1e-3, 1e-1), ho_ring=(2e-3, 5e-2)))
+    assert choice.names == ("h-ring", "ho-ring")
+    assert [choice.best(Op.ALL_GATHER, Axes.BOTH, size) for size in (10, 10**3, 10**6, 10**8)] == [
+        "h-ring",
+        "h-ring",
+        "ho-ring",
+        "ho-ring",
+    ]
+
+
+def test_what_was_not_measured_is_named() -> None:
+    whole = machine(native=(1.0, 2.0))
+    rows = tuple(r for r in whole.measured if (r.op, r.axes) != (Op.ALL_REDUCE, Axes.INTER))
+    with pytest.raises(ValueError, match=r"no all_reduce over inter axes was measured"):
+        choice_by(replace(whole, measured=rows))
+    # One group has no links between groups.
+    one_group = replace(whole, group_size=4, measured=rows)
+    assert choice_by(one_group).names == ("native",)
+
+
+def test_unknown_algorithms_are_named() -> None:
+    with pytest.raises(ValueError, match="measured with warp-drive; the algorithms are native"):
+        choice_by(machine(native=(1.0, 1.0), warp_drive=(0.1, 0.1)))
