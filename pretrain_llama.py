@@ -36,13 +36,19 @@ def main() -> None:
 
 
 def run(args: Namespace, config: RunConfig, control: Control) -> None:
-    """Builds the parts, says what was built, and trains to the end."""
+    """Builds the parts, says what was built, and trains to the end or evaluates alone."""
+    only_evaluate = config.train.skip_train
     log = Log(rank=control.world.rank, world_size=control.world.size)
     log.log0(arguments_block(vars(args)))
     seed_everything(config.train.seed)
 
     with control.agreed():
         datasets = build_data(config)
+        if only_evaluate and datasets.valid is None and datasets.test is None:
+            raise ValueError(
+                f"--skip-train has nothing to evaluate: --split {config.data.split} leaves no "
+                "sample for validation or test"
+            )
     log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     bytes_before = resident_bytes(control.device)
     training = build_training(config, control)
@@ -55,11 +61,13 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         with control.agreed():
             loaded = load_run(config, training, log)
     state = loaded or start_state(config)
+    if only_evaluate:
+        state.consumed_valid_samples = 0  # the same samples whenever the checkpoint was saved
     sources = build_sources(config, datasets, training, state)
 
     with control.agreed():
         report = open_report(
-            config.report,
+            config.report.without_records() if only_evaluate else config.report,
             run_facts(config, training),
             log,
             device=training.device,
@@ -71,7 +79,6 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     forecast = MemoryForecast(
         predicted_bytes=moment.total, states_bytes=moment.states, bytes_before=bytes_before
     )
-    log.log0(f"training ... datetime: {datetime.now()}")
     loop = Loop(
         training,
         state,

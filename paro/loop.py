@@ -57,7 +57,10 @@ class ExitSignal:
 
 
 class Loop:
-    """Trains from `state` to the end of the run, or to the first reason to leave before."""
+    """Trains from `state` to the end of the run, or to the first reason to leave before.
+
+    With --skip-train it evaluates as at the end of a run, and does nothing else.
+    """
 
     def __init__(
         self,
@@ -81,11 +84,16 @@ class Loop:
     def run(self) -> None:
         """Trains, saves the end state, and evaluates it unless the run was cut short."""
         config = self.training.config
+        if config.skip_train:
+            self._report.log.log0("skipping training (--skip-train is on) ...")
+            self._evaluate_at_end()
+            return
         if config.exit_signal_handler:
             self._signal.listen(config.exit_signal)
         if config.manual_gc:
             gc.disable()
             gc.collect()
+        self._report.log.log0(f"training ... datetime: {datetime.now()}")
         reason = None
         while self.state.iteration < config.train_iters and reason is None:
             result = self._iteration()

@@ -27,6 +27,7 @@ class TrainConfig:
     train_iters: int  # derived from train_samples where those are given
     eval_iters: int = 100
     eval_interval: int | None = 1000
+    skip_train: bool = False  # evaluate what was loaded, and leave
     calculate_per_token_loss: bool = False
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None
@@ -41,6 +42,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not hasattr(signal, self.exit_signal):
             raise ValueError(f"--exit-signal {self.exit_signal} is no signal of this system")
+        if self.skip_train and self.eval_iters == 0:
+            raise ValueError(
+                "--skip-train and --eval-iters 0 leave nothing to do: give 1 or more iterations to "
+                "evaluate"
+            )
 
 
 @dataclass(slots=True, kw_only=True)

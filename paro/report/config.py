@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +32,7 @@ class ReportConfig:
                 raise ValueError(f"{flag} {value} must be at least 1")
         if self.peak_tflops is not None and not 0.0 < self.peak_tflops < math.inf:
             raise ValueError(f"--peak-tflops {self.peak_tflops} must be a positive number")
+
+    def without_records(self) -> ReportConfig:
+        """The same, but all is printed and nothing is kept in files and dashboards."""
+        return replace(self, metrics_file=None, tensorboard_dir=None, wandb_project=None)

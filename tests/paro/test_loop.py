@@ -82,6 +82,16 @@ def test_evaluation_does_not_change_training() -> None:
     assert losses[0] == losses[1]
 
 
+def test_evaluates_alone_when_training_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_loop("--train-iters 7 --eval-interval 3 --eval-iters 2 --skip-train", save_interval=1)
+    assert run.evaluated == [(0, "validation"), (0, "test")]
+    assert run.records == run.saved == []
+    assert run.state.iteration == 0
+    printed = capsys.readouterr().out
+    assert "skipping training (--skip-train is on) ..." in printed
+    assert "training ... datetime" not in printed
+
+
 def test_leaves_at_the_exit_interval() -> None:
     run = run_loop("--train-iters 100 --exit-interval 4 --eval-iters 0")
     assert run.state.iteration == 4

@@ -12,7 +12,7 @@ from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, start_state
 from paro.config import RunConfig
 from paro.runtime import Control, World
-from paro.training import train_step
+from paro.training import TrainConfig, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
 
@@ -77,6 +77,11 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(f"paro.optim.optimizer.ParoOptimizer.{name}", fail)
     for step in train(FLAGS.replace(ASKED, "")).steps:
         assert step.num_zeros is step.params_norm is None
+
+
+def test_a_run_with_nothing_to_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="--skip-train and --eval-iters 0"):
+        TrainConfig(train_iters=1, skip_train=True, eval_iters=0)
 
 
 def test_a_skipped_step_counts_no_zeros_and_keeps_the_norm() -> None:

@@ -99,6 +99,16 @@ def test_the_start_states_how_numbers_are_counted(capsys: pytest.CaptureFixture[
     assert lines[2] == "> peak of one device: 1.000 TFLOP/s, typed in"
 
 
+def test_a_run_without_records_prints_and_writes_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    config = ReportConfig(log_interval=1, metrics_file=str(path), tensorboard_dir=str(tmp_path))
+    run(make(config.without_records()), range(1, 2))
+    assert " iteration        1/      20 |" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_costs_the_metrics_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
