@@ -1,5 +1,9 @@
 """The real command line: learns, reports, resumes bit for bit, leaves when asked, fails as one."""
 
+# What only a launcher shows (its environment, exit statuses, signals) is seen through torchrun or a
+# process of its own. Everything else runs the script's `main` on ranks that are there already: a
+# start costs more than the training.
+
 from __future__ import annotations
 
 import json
@@ -8,14 +12,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+import pretrain_llama
 from data.indexed_dataset import IndexedDatasetWriter
-from tests.helpers.ranks import ROOT, run_script
+from paro.runtime import UserMistakeError
+from tests.helpers.ranks import ROOT, run_ranks, run_script
 
 SCRIPT = "pretrain_llama.py"
 MODEL = [
@@ -23,9 +34,35 @@ MODEL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
     *("--ffn-hidden-size", "88", "--seq-length", "32", "--micro-batch-size", "1"),
     *("--global-batch-size", "8", "--lr", "3e-3", "--log-interval", "1", "--num-workers", "0"),
-    *("--eval-iters", "0", "--lr-warmup-samples", "8"),
+    *("--eval-iters", "0", "--lr-warmup-samples", "8", "--peak-tflops", "1"),
 ]
 RUN = [SCRIPT, *MODEL, "--mock-data"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a rank printed, and the mistake that ended it, if one did."""
+
+    printed: str
+    mistake: str | None
+
+
+def run_main(words: Sequence[str]) -> Ended:
+    """The script in this process, which is a rank where the environment says so."""
+    printed, mistake = StringIO(), None
+    with mock.patch.object(sys, "argv", [*words]), redirect_stdout(printed):
+        try:
+            pretrain_llama.main()
+        except UserMistakeError as error:
+            mistake = str(error)
+    return Ended(printed.getvalue(), mistake)
+
+
+def on_ranks(command: Sequence[object], world_size: int) -> str:
+    """What all ranks printed, in their order."""
+    ended = run_ranks(run_main, world_size, [str(word) for word in command], init=False)
+    assert [rank.mistake for rank in ended] == [None] * world_size
+    return "".join(rank.printed for rank in ended)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -45,12 +82,9 @@ def test_learns_logs_and_resumes_bit_for_bit(tmp_path: Path) -> None:
 
     halves = tmp_path / "halves.jsonl"
     save = ["--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--metrics-file", halves]
-    first = run_script([*flags, *save, "--exit-interval", "5"], nproc=4)
-    assert first.returncode == 0, first.stderr
-    assert "holds no checkpoint" in first.stdout
+    assert "holds no checkpoint" in on_ranks([*flags, *save, "--exit-interval", "5"], 4)
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
-    second = run_script([*flags, *save], nproc=4)
-    assert second.returncode == 0, second.stderr
+    assert "successfully loaded checkpoint" in on_ranks([*flags, *save], 4)
     resumed = read_metrics(halves)
     assert [line["iteration"] for line in resumed] == list(range(1, 13))
     for one, other in zip(straight, resumed, strict=True):
@@ -64,17 +98,46 @@ def test_learns_logs_and_resumes_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_another_world_and_strategy_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     flags = [*RUN, "--train-iters", "6", "--metrics-file", tmp_path / "metrics.jsonl"]
-    straight = run_script([*flags, "--paro-strategy", "GGG"])
-    assert straight.returncode == 0, straight.stderr
+    on_ranks([*flags, "--paro-strategy", "GGG"], 1)
     wanted = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
 
     save = ["--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt"]
     part = [*flags, *save, "--paro-strategy", "NIG", "--paro-group-size", "2"]
-    assert run_script([*part, "--exit-interval", "3"], nproc=4).returncode == 0
-    rest = run_script([*flags, *save, "--paro-strategy", "NNN"], nproc=2)
-    assert rest.returncode == 0, rest.stderr
+    on_ranks([*part, "--exit-interval", "3"], 4)
+    on_ranks([*flags, *save, "--paro-strategy", "NNN"], 2)
     losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
     assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def evaluations(printed: str) -> dict[str, float]:
+    """The loss of every data set that was evaluated after training."""
+    found = re.findall(r"on (\w+) set \| lm loss value: (\S+) \|", printed)
+    return {name: float(loss) for name, loss in found}
+
+
+@pytest.mark.ranks
+def test_skip_train_evaluates_what_was_saved_and_writes_nothing(tmp_path: Path) -> None:
+    flags = [*RUN, "--train-iters", "3", "--eval-iters", "2", "--load", tmp_path / "ckpt"]
+    # One evaluation on the way, of the same samples as the one of --skip-train.
+    trained = on_ranks([*flags, "--save", tmp_path / "ckpt", "--eval-interval", "3"], 1)
+    (on_the_way,) = re.findall(r"validation loss at iteration 3 \| lm loss value: (\S+)", trained)
+    wanted = evaluations(trained) | {"validation": float(on_the_way)}
+    assert wanted.keys() == {"validation", "test"}
+    before = sorted(tmp_path.rglob("*"))
+    records = ["--metrics-file", tmp_path / "metrics", "--tensorboard-dir", tmp_path / "board"]
+    spread = ["--paro-strategy", "GGG", "--paro-group-size", "2"]
+    skipped = on_ranks([*flags, *records, *spread, "--skip-train", "--save", tmp_path / "new"], 4)
+    assert evaluations(skipped) == pytest.approx(wanted, rel=1e-5)
+    assert "skipping training (--skip-train is on) ..." in skipped
+    assert "iteration        " not in skipped
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_skip_train_without_held_out_data_is_a_mistake(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", list(range(100)) * 10)
+    data = ["--data-path", tmp_path / "corpus", "--split", "1,0,0"]
+    only = ["--train-iters", "2", "--skip-train", "--eval-iters", "1"]
+    assert "--split 1,0,0" in mistake([*data, *only])
 
 
 @pytest.mark.ranks
@@ -98,11 +161,10 @@ def test_saves_and_leaves_on_a_signal(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_all_ranks_stop_when_one_is_killed(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node=3", *RUN, "--train-iters", "100000"]
-    command[command.index("--global-batch-size") + 1] = "6"
+    command = [*launcher, "--nproc-per-node=2", *RUN, "--train-iters", "100000"]
     log = (tmp_path / "log").open("w+")
     with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True) as process:
-        ranks = wait_for_training(process.pid, tmp_path / "log", num_ranks=3)
+        ranks = wait_for_training(process.pid, tmp_path / "log", num_ranks=2)
         subprocess.run(["kill", "-9", str(ranks[1])], check=True)
         assert process.wait(timeout=60) != 0
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
@@ -141,12 +203,11 @@ def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
 
 
 def mistake(flags: list[str | Path]) -> str:
-    """The one line that a mistake costs."""
-    done = run_script([SCRIPT, *MODEL, *flags])
-    assert done.returncode == 2, done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    return lines[0]
+    """What a user is told; that it is one line on stderr and status 2 is `run_script`'s affair."""
+    ended = run_main([str(word) for word in (SCRIPT, *MODEL, *flags)])
+    assert ended.mistake is not None, ended.printed
+    assert "\n" not in ended.mistake
+    return ended.mistake
 
 
 def test_mistakes_with_files(tmp_path: Path) -> None:
@@ -160,17 +221,18 @@ def test_mistakes_with_files(tmp_path: Path) -> None:
     assert "cut.bin" in mistake([*train, tmp_path / "cut"])
 
     (tmp_path / "file").write_text("not a folder")
-    line = mistake(["--mock-data", "--train-iters", "2", "--save", tmp_path / "file" / "below"])
+    # Without a launcher too it is one line and status 2.
+    done = run_script([*RUN, "--train-iters", "2", "--save", tmp_path / "file" / "below"])
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
     assert "--save" in line
     assert (tmp_path / "file").read_text() == "not a folder"
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
-    run = [*RUN, "--train-iters", "3", "--save", tmp_path, "--load", tmp_path]
-    assert run_script(run).returncode == 0
+    run = ["--mock-data", "--train-iters", "3", "--save", tmp_path, "--load", tmp_path]
+    assert run_main([str(word) for word in (SCRIPT, *MODEL, *run)]).mistake is None
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    done = run_script([*run, "--ffn-hidden-size", "96"])
-    assert done.returncode == 2
-    assert "ffn_hidden_size is 88 there and 96 here" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    told = mistake([*run, "--ffn-hidden-size", "96"])
+    assert "ffn_hidden_size is 88 there and 96 here" in told
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
