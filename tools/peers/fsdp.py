@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -23,14 +24,17 @@ class Mode:
     """What a name stands for."""
 
     hybrid: bool  # shard inside a group and replicate across groups
-    kept: bool  # parameters and gradients stay whole from the first micro-batch to the last
+    kept: bool = False  # parameters and gradients stay whole from first micro-batch to last
+    ahead: bool = False  # the next unit's gather is started by hand, not by CUDA streams
 
 
 MODES = {
-    "fsdp2": Mode(hybrid=False, kept=False),
-    "fsdp2-hybrid": Mode(hybrid=True, kept=False),
+    "fsdp2": Mode(hybrid=False),
     "fsdp2-kept": Mode(hybrid=False, kept=True),
+    "fsdp2-ahead": Mode(hybrid=False, ahead=True),
+    "fsdp2-hybrid": Mode(hybrid=True),
     "fsdp2-hybrid-kept": Mode(hybrid=True, kept=True),
+    "fsdp2-hybrid-ahead": Mode(hybrid=True, ahead=True),
 }
 
 
@@ -39,7 +43,9 @@ class FullySharded:
 
     Parameters are gathered in the compute type before forward and before backward, gradients are
     reduce-scattered after every micro-batch; hybrid, they cross groups after the last one only.
-    `kept` trades memory for communication: one gather and one reduction a step.
+    `kept` trades memory for communication: one gather and one reduction a step. Overlap is the
+    business of CUDA streams; without them, on gloo, every collective blocks, unless gathers are
+    made asynchronous and started `ahead`.
     """
 
     def __init__(self, task: Task, control: Control, *, mode: Mode) -> None:
@@ -56,10 +62,10 @@ class FullySharded:
         with torch.device("meta"):
             self.model = Llama(task.model)
         units = [unit.module for unit in self.model.units()]
-        for unit in units:
+        for module in units:
             # The backward of the last follows its forward at once.
             fully_shard(
-                unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not units[-1]
+                module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not units[-1]
             )
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self.root = cast(FSDPModule, self.model)
@@ -67,6 +73,11 @@ class FullySharded:
         _fill(task, self.model)
         if mode.kept:
             self.root.set_reshard_after_forward(False)
+        if mode.ahead:
+            self.root._set_unshard_async_op(True)
+            sharded = [cast(FSDPModule, unit) for unit in units]
+            for unit, following in itertools.pairwise(sharded):
+                unit.set_modules_to_forward_prefetch([following])
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             decay_groups(task, self.parameters),

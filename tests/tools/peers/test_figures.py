@@ -1,0 +1,102 @@
+"""Medians, paired ratios, agreement and tables, by hand-made turns."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tools.peers.figures import (
+    DisagreementError,
+    Turn,
+    align,
+    check_agreement,
+    compare,
+    order_of_round,
+    ratio_table,
+    summarize,
+    summary_table,
+)
+
+
+def turn(name: str, seconds: float = 1.0, **changed: Any) -> Turn:
+    figures: dict[str, Any] = {
+        "cpu_seconds": 4.0 * seconds,
+        "state_bytes": 1_000_000,
+        "peak_bytes": 3_000_000,
+        "nic_bytes": 500_000,
+        "losses": [5.0, 4.0],
+        "grad_norms": [1.0, 2.0],
+    }
+    return Turn(contender=name, seconds=seconds, **{**figures, **changed})
+
+
+def test_a_ratio_is_the_median_of_pairs_and_not_the_ratio_of_medians() -> None:
+    rounds = {
+        "slow": [turn("slow", 4.0), turn("slow", 10.0), turn("slow", 6.0)],
+        "fast": [turn("fast", 2.0), turn("fast", 9.0), turn("fast", 2.0)],
+    }
+    slow, fast = compare(rounds, "slow")
+    assert (slow.speed, slow.slowest, slow.fastest) == (1.0, 1.0, 1.0)
+    assert fast.speed == 2.0  # of 2, 10/9 and 3; the medians' is 6 / 2
+    assert (fast.slowest, fast.fastest) == (10.0 / 9.0, 3.0)
+
+
+def test_bytes_are_ratios_too_and_unknown_where_one_side_is() -> None:
+    rounds = {
+        "a": [turn("a", state_bytes=800, peak_bytes=None)],
+        "b": [turn("b", state_bytes=200, nic_bytes=250_000)],
+    }
+    _, b = compare(rounds, "a")
+    assert (b.state_bytes, b.peak_bytes, b.nic_bytes) == (0.25, None, 0.5)
+
+
+def test_a_summary_has_medians_and_the_most_that_was_held() -> None:
+    turns = [
+        turn("a", 2.0, state_bytes=10),
+        turn("a", 8.0, state_bytes=30, peak_bytes=None),
+        turn("a", 4.0, state_bytes=20, peak_bytes=5_000_000),
+    ]
+    (row,) = summarize({"a": turns}, tokens_per_step=100)
+    assert (row.seconds, row.tokens_per_second, row.cpu_seconds) == (4.0, 25.0, 16.0)
+    assert (row.state_bytes, row.peak_bytes, row.nic_bytes) == (30, 4_000_000, 500_000)
+
+
+def test_everybody_begins_a_round_in_turn() -> None:
+    names = ["a", "b", "c"]
+    assert [order_of_round(names, index)[0] for index in range(4)] == ["a", "b", "c", "a"]
+    assert all(sorted(order_of_round(names, index)) == names for index in range(4))
+
+
+def test_who_differs_is_named() -> None:
+    first = turn("ddp")
+    check_agreement(first, turn("near", losses=[5.0, 4.0004]), tolerance=1e-4)
+    with pytest.raises(DisagreementError, match=r"far differs from ddp: losses 4\.1 .* in step 2"):
+        check_agreement(first, turn("far", losses=[5.0, 4.1]), tolerance=1e-2)
+    with pytest.raises(DisagreementError, match="losses nan"):
+        check_agreement(first, turn("lost", losses=[5.0, math.nan]), tolerance=1e-2)
+
+
+def test_gradients_of_a_wrong_scale_differ_though_adam_does_not_feel_them() -> None:
+    scaled = turn("scaled", grad_norms=[4.0, 8.0])
+    with pytest.raises(DisagreementError, match=r"scaled differs from ddp: grad_norms 4 and 1"):
+        check_agreement(turn("ddp"), scaled, tolerance=1e-2)
+
+
+def test_tables() -> None:
+    rounds = {"ddp": [turn("ddp", 2.0)], "paro:IIG": [turn("paro:IIG", peak_bytes=None)]}
+    assert summary_table(summarize(rounds, tokens_per_step=128)) == (
+        "contender  s/step  tokens/s  states MB  peak MB  NIC MB/step  CPU s/step\n"
+        "ddp         2.000      64.0       1.00     3.00         0.50        8.00\n"
+        "paro:IIG    1.000     128.0       1.00        -         0.50        4.00"
+    )
+    assert ratio_table(compare(rounds, "ddp")) == (
+        "beside ddp  tokens/s     (rounds)  states   peak    NIC\n"
+        "ddp             1.00  (1.00-1.00)   1.000  1.000  1.000\n"
+        "paro:IIG        2.00  (2.00-2.00)   1.000      -  1.000"
+    )
+
+
+def test_columns_are_as_wide_as_their_widest() -> None:
+    assert align([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc   d"

@@ -1,0 +1,68 @@
+"""Counters of interfaces and memory, from texts as the kernel writes them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from tools.peers.meters import (
+    MemoryMeter,
+    add_up_sent,
+    anonymous_bytes,
+    sent_bytes,
+    watched_interfaces,
+)
+
+TABLE = """\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop
+    lo: 9999999    1000    0    0    0     0          0         0  9999999    1000    0    0
+  nic0: 1000       10      0    0    0     0          0         0     2500      25    0    0
+nic1:4294967296    10      0    0    0     0          0         0 8589934592   25    0    0
+"""
+
+
+def test_the_bytes_that_left_are_read_and_not_those_that_came() -> None:
+    assert sent_bytes(("nic0", "nic1"), TABLE) == {"nic0": 2500, "nic1": 2**33}
+
+
+def test_an_interface_that_is_not_there_is_the_user_s_mistake() -> None:
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME names nic7, but this node has lo, "):
+        sent_bytes(("nic7",), TABLE)
+
+
+@pytest.mark.parametrize(
+    ("names", "watched"),
+    [(None, ()), ("", ()), ("lo", ()), ("nic1", ("nic1",)), ("eth0,eth1", ("eth0", "eth1"))],
+)
+def test_the_loopback_is_no_nic(names: str | None, watched: tuple[str, ...]) -> None:
+    assert watched_interfaces(names) == watched
+
+
+def test_a_nic_that_ranks_share_counts_once() -> None:
+    assert add_up_sent([("0", {"nic0": 5}), ("0", {"nic1": 7}), ("1", {"nic0": 11})]) == 23
+    # They read it at slightly different times.
+    assert add_up_sent([("0", {"nic0": 5}), ("0", {"nic0": 6}), ("1", {"nic0": 11})]) == 17
+    assert add_up_sent([("0", {}), ("0", {})]) is None
+
+
+def test_pages_of_files_and_of_shared_memory_do_not_count() -> None:
+    assert anonymous_bytes("5000 700 200 1 0 400 0\n") == 500 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_of_the_warm_up_is_seen_and_that_before_the_start_is_not() -> None:
+    before = torch.ones(20_000_000)
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.start()
+    during = torch.ones(10_000_000)
+    time.sleep(0.3)
+    meter.end_of_warmup()
+    del during
+    after = torch.ones(30_000_000)
+    peak = meter.peak()
+    assert peak is not None
+    assert 40_000_000 <= peak < 60_000_000
+    assert before.numel() + after.numel() == 50_000_000

@@ -1,0 +1,191 @@
+"""All contenders train alike through the command line, and hold what their names promise."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paro.runtime import World
+from tests.helpers.ranks import run_script
+from tools.compare_peers import make_parser, plan_of, task_of
+from tools.peers import registry
+from tools.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config
+
+SCRIPT = "tools/compare_peers.py"
+WORLD = World(rank=0, size=4, local_rank=0, ranks_per_node=4)
+# Rows of the vocabulary that four ranks cannot share equally.
+TINY = (
+    "--group-size 2 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 "
+    "--vocab-size 130 --seq-length 16 --micro-batches 2 --rounds 1 --steps 1"
+)
+NUM_PARAMETERS = 2 * 130 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+
+# Bytes per parameter in bf16, of 4 ranks in groups of 2: compute copy, gradient, master and two
+# moments, each over how many ranks.
+BYTES = {
+    "ddp": 2 + 2 + 12,
+    "fsdp2": (4 + 4 + 8) / 4,
+    "fsdp2-kept": 2 + 2 + 12 / 4,
+    "fsdp2-ahead": (4 + 4 + 8) / 4,
+    "fsdp2-hybrid": (4 + 4 + 8) / 2,
+    "fsdp2-hybrid-kept": 2 + 2 + 12 / 2,
+    "paro:IIG": 2 / 2 + 2 / 2 + 12 / 4,
+    "paro:NNG@flat": 2 + 2 + 12 / 4,
+}
+DEEPSPEED_BYTES = {
+    "deepspeed-1": 2 + 2 + 12 / 4,
+    "deepspeed-2": 2 + 2 / 4 + 12 / 4,
+    "deepspeed-3": (2 + 2 + 12) / 4,
+    "deepspeed-hpz": (2 + 2 + 12) / 4 + 2 / 2,
+}
+
+
+def run(path: Path, contenders: str, *flags: str) -> tuple[dict[str, Any], str]:
+    """What a comparison wrote and printed."""
+    file = path / "figures.json"
+    command = [SCRIPT, *TINY.split(), "--contenders", contenders, "--json", file, *flags]
+    done = run_script(command, nproc=4, env={"GLOO_SOCKET_IFNAME": "lo"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text()), done.stdout
+
+
+def check_bytes(figures: dict[str, Any], expected: dict[str, float]) -> None:
+    held = {row["contender"]: row["state_bytes"] / NUM_PARAMETERS for row in figures["rows"]}
+    for name, count in expected.items():
+        # What is above are rows that a rank pads.
+        assert count <= held[name] < 1.05 * count, f"{name}: {held[name]}, not {count}"
+
+
+@pytest.mark.ranks
+def test_pytorch_and_this_project_train_alike_and_hold_what_they_promise(tmp_path: Path) -> None:
+    names = ["zero-redundancy", *BYTES]
+    figures, printed = run(tmp_path, ",".join(names), "--baselines", "ddp,fsdp2-hybrid")
+    assert [row["contender"] for row in figures["rows"]] == names
+    check_bytes(figures, BYTES)
+    held = {row["contender"]: row["state_bytes"] for row in figures["rows"]}
+    # Whole parameters go to ranks, so that one has more than its quarter.
+    assert held["paro:NNG@flat"] < held["zero-redundancy"] < held["ddp"]
+    first, *others = (turn["losses"] for turn in figures["turns"])
+    assert len(first) == 3
+    assert first[2] < first[0] - 0.01, "nothing was learned"
+    assert all(losses == pytest.approx(first, rel=2e-3) for losses in others)
+    assert "beside ddp" in printed
+    assert "beside fsdp2-hybrid" in printed
+    assert all(row["seconds"] > 0.0 and row["nic_bytes"] is None for row in figures["rows"])
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(lacks_deepspeed() is not None, reason=str(lacks_deepspeed()))
+def test_deepspeed_trains_alike_and_holds_what_it_promises(tmp_path: Path) -> None:
+    figures, _ = run(tmp_path, ",".join(["paro:GGG", *MODES]))
+    assert figures["left_out"] == {}
+    assert len(figures["rows"]) == 1 + len(MODES)
+    check_bytes(figures, DEEPSPEED_BYTES)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None,
+    reason="matplotlib is not installed (pip install -r requirements-peers.txt)",
+)
+def test_fp32_agrees_closely_and_is_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "peers.svg"
+    run(tmp_path, "paro:GGG,ddp,fsdp2", "--dtype", "fp32", "--recompute", "--plot", str(picture))
+    drawn = picture.read_text()
+    assert drawn.startswith("<?xml")
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+
+
+@pytest.mark.ranks
+def test_those_that_differ_end_the_run(tmp_path: Path) -> None:
+    flags = ["--contenders", "ddp,fsdp2", "--tolerance", "1e-12", "--group-size", "1"]
+    done = run_script([SCRIPT, *TINY.split(), *flags], nproc=2, env={"GLOO_SOCKET_IFNAME": "lo"})
+    assert done.returncode != 0
+    assert "DisagreementError: fsdp2 differs from ddp: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("", "start it on 2 ranks or more"),
+        ("--steps two", "argument --steps: invalid int value: 'two'"),
+        ("--warmup-steps 1", "--warmup-steps 1 must be at least 2"),
+    ],
+)
+def test_a_mistake_is_one_line(flags: str, told: str) -> None:
+    done = run_script([SCRIPT, *flags.split()])
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"compare_peers.py: error: {told}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--contenders ddp,horovod", "not 'horovod'"),
+        ("--contenders paro:GNI", "GNI is not legal"),
+        ("--contenders paro:IIG@sideways", "invalid choice: 'sideways'"),
+        ("--contenders ,", "nobody is left: no name is given"),
+        ("--contenders ddp --baselines fsdp2", "--baselines fsdp2: not among ddp"),
+        ("--group-size 3", "--group-size 3 does not divide the 4 ranks"),
+        ("--paro-flags=--nonsense", "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:
+    args = make_parser().parse_args(flags.split())
+    with pytest.raises(ValueError, match=told):
+        plan_of(args, task_of(args, WORLD), WORLD)
+
+
+@pytest.mark.usefixtures("launched")
+def test_without_deepspeed_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks() -> str:
+        return "DeepSpeed is not installed"
+
+    monkeypatch.setattr(registry.deepspeed_zero, "lacks_deepspeed", lacks)
+    args = make_parser().parse_args(["--contenders", "deepspeed-1,ddp,deepspeed-hpz,paro:4/4/4"])
+    plan = plan_of(args, task_of(args, WORLD), WORLD)
+    assert plan.names == ["ddp", "paro:4/4/4"]
+    assert plan.baselines == ["ddp"]
+    assert plan.left_out == dict.fromkeys(["deepspeed-1", "deepspeed-hpz"], lacks())
+    args = make_parser().parse_args(["--contenders", "deepspeed-3"])
+    with pytest.raises(ValueError, match="nobody is left: DeepSpeed is not installed"):
+        plan_of(args, task_of(args, WORLD), WORLD)
+
+
+@pytest.mark.usefixtures("launched")
+def test_the_default_is_the_small_llama_in_bf16() -> None:
+    task = task_of(make_parser().parse_args([]), WORLD)
+    sizes = task.model.num_layers, task.model.hidden_size, task.model.ffn_hidden_size
+    assert (*sizes, task.model.vocab_size) == (6, 256, 688, 4096)
+    assert (task.run.precision.compute, task.own_flags) == ("bf16", ("--grad-reduce-in-bf16",))
+    assert task.largest_unit == (4096 + 1) * 256  # the head and its norm
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_preset_has_its_own_sizes() -> None:
+    args = make_parser().parse_args(["--llama-preset", "llama3.2-1B", "--num-layers", "2"])
+    model = task_of(args, WORLD).model
+    assert (model.num_layers, model.hidden_size, model.vocab_size) == (2, 2048, 128256)
+
+
+@pytest.mark.usefixtures("launched")
+def test_deepspeed_is_told_sizes_that_fit_the_model() -> None:
+    task = task_of(make_parser().parse_args(["--group-size", "2"]), WORLD)
+    zero = zero_config(task, MODES["deepspeed-hpz"])["zero_optimization"]
+    assert zero["reduce_bucket_size"] == task.largest_unit
+    assert zero["zero_hpz_partition_size"] == 2
+    # All matrices are partitioned, the norms are not.
+    assert task.model.hidden_size < zero["stage3_param_persistence_threshold"] < 256 * 256
+    kept = zero_config(task, MODES["deepspeed-3-kept"])["zero_optimization"]
+    assert not any(name.startswith("stage3") for name in kept)
