@@ -4,6 +4,7 @@
 #
 #     from tools.cluster.launch import run
 #     from tools.cluster.lifecycle import cluster
+#     from tools.cluster.spec import ClusterSpec
 #
 #     with cluster(ClusterSpec(nodes=2, ranks_per_node=4, inter="100mbit")) as two_nodes:
 #         status = run(two_nodes, ["script.py", "--flag"])
@@ -57,9 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(command: str, summary: str, details: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            command, help=summary, description=f"{details}", allow_abbrev=False
-        )
+        added = commands.add_parser(command, help=summary, description=details, allow_abbrev=False)
         added.add_argument(
             "--name", default="default", help="of the cluster, where there are several"
         )

@@ -102,8 +102,8 @@ def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], li
             continue
         found = links(path.name)
         marked = any(link.get("ifalias") == mark_of(name) for link in found)
-        ours_by_mark = marked or (unfinished and len(found) <= 1)
-        (ours if ours_by_mark else others).append(path.name)
+        is_ours = marked or (unfinished and len(found) <= 1)
+        (ours if is_ours else others).append(path.name)
     return ours, others
 
 
