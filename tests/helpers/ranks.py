@@ -25,6 +25,9 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# The entry script and pytest with all that they import: seconds of every rank otherwise.
+_PRELOADED = ["pytest", "pretrain_llama", "tests.helpers.training"]
+
 # How long torchrun gets to end its ranks; it kills them itself after 30 s.
 _GRACE_SECONDS = 45.0
 
@@ -130,7 +133,8 @@ class _Worker:
 class _Pool:
     """The processes that play the ranks; grown on demand, killed as a whole after a failure.
 
-    They are forked from a server that has imported torch once, so that new ones come at once.
+    They are forked from a server that has imported what most calls need, so that new ones come
+    at once.
     """
 
     def __init__(self) -> None:
@@ -169,7 +173,7 @@ class _Pool:
 
     def _grow(self, num_workers: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed"])
+        context.set_forkserver_preload(_PRELOADED)
         while len(self._workers) < num_workers:
             ours, theirs = context.Pipe()
             # Not a daemon: a rank may start data loader processes of its own.
