@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 import torch
@@ -25,11 +26,23 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
 
 TOLERANCE = 1e-5
-FLAGS = f"{TINY} --train-iters 10"
 SHAPES = [(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (2, 1), (2, 2), (1, 1)]  # world, group
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
+TIED = "--tie-embeddings-and-output-weights"
 
-Case = tuple[str, tuple[str, ...]]  # flags, names of frozen parameters
+# The same global batch on any world, and as many micro-batches.
+SAMPLES, MICRO_BATCHES = 96, 4
+# `make verify` trains longer, under everything that is legal.
+FEW_STEPS, MANY_STEPS = 5, 10
+
+# Between them every state moves in every way that it can; then the default, and two by lot.
+COVERING = ("NNN", "NII", "INI", "NIG", "IGG", "GNG")
+DRAWN = tuple(Random(14).sample(sorted({*legal_letters()} - {*COVERING, "IIG"}), 2))
+CHOSEN = (*COVERING, "IIG", *DRAWN)
+
+Frozen = tuple[str, ...]  # names of parameters
+Case = tuple[str, Frozen]  # flags, what is frozen
+Key = tuple[str, Frozen, int]
 
 
 def train_cases(cases: Sequence[Case], group_size: int | None) -> list[Trained]:
@@ -76,43 +89,63 @@ def assert_few_buffers(ledger: Ledger, *, prefetch: int, tied: bool, frozen: boo
     assert ledger.whole_params.count == ledger.whole_grads.count == 0
 
 
-def flags_for(strategy: str, *, world_size: int, micro_batches: int = 4, more: str = "") -> str:
-    """The same global batch on any world: 24 samples, or 8 where 24 cannot be cut."""
-    del micro_batches
-    samples = 24
-    micro = max(
-        size for size in (1, 2, 3, 6) if samples % (size * world_size * 4) == 0 or size == 1
-    )
+def flags_for(strategy: str, *, world_size: int, more: str = "", steps: int = FEW_STEPS) -> str:
     return (
-        f"{FLAGS} --global-batch-size {samples} --micro-batch-size {micro} "
+        f"{TINY} --train-iters {steps} --global-batch-size {SAMPLES} "
+        f"--micro-batch-size {SAMPLES // (world_size * MICRO_BATCHES)} "
         f"--paro-strategy {strategy} {more}"
     )
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[tuple[str, tuple[str, ...]], Trained]:
+def references() -> dict[Key, Trained]:
     return {}
 
 
 def reference_for(
-    references: dict[tuple[str, tuple[str, ...]], Trained], more: str, frozen: tuple[str, ...]
+    references: dict[Key, Trained],
+    more: str = "",
+    frozen: Frozen = (),
+    steps: int = FEW_STEPS,
 ) -> Trained:
-    key = (more, frozen)
+    """One process, trained under the flags that change what is computed; made once."""
+    if more.startswith(("--paro", "--recompute")):
+        more = ""
+    key = (more, frozen, steps)
     if key not in references:
-        references[key] = train(flags_for("GGG", world_size=1, more=more), frozen=frozen)
+        flags = flags_for("GGG", world_size=1, more=more, steps=steps)
+        references[key] = train(flags, frozen=frozen)
     return references[key]
 
 
+def moves(letters: str) -> set[tuple[str, str]]:
+    """What happens to the states of a strategy, as pairs of what and from where to where."""
+    params, grads, optim = letters
+    return {
+        ("gather", params),
+        ("reduce", grads),
+        ("finish", grads + optim),
+        ("publish", params + optim),
+        ("sum replicas", optim),
+    }
+
+
+def test_the_chosen_strategies_move_states_in_every_way() -> None:
+    everything = set().union(*map(moves, legal_letters()))
+    assert set().union(*map(moves, COVERING)) == everything
+    assert len(set(CHOSEN)) == 9
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "group_size"), [(4, 2), (6, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "group_size", "letters"), [(4, 2, CHOSEN), (6, 3, ("IIG", "GGG"))]
+)
 def test_strategies_train_as_one_process_does(
-    references: dict[tuple[str, tuple[str, ...]], Trained], world_size: int, group_size: int
+    references: dict[Key, Trained], world_size: int, group_size: int, letters: tuple[str, ...]
 ) -> None:
-    letters = legal_letters() if world_size == 4 else ("NIG", "IIG", "GGG", "ING")
     cases = [(flags_for(name, world_size=world_size), ()) for name in letters]
     results = run_ranks(train_cases, world_size, cases, group_size, timeout=240)
-    reference = reference_for(references, "", ())
-    assert reference.steps[-1].loss < reference.steps[0].loss
+    reference = reference_for(references)
     for number, (flags, _) in enumerate(cases):
         for by_rank in results:
             assert_same(by_rank[number], reference, f"{letters[number]} on {world_size}")
@@ -121,35 +154,50 @@ def test_strategies_train_as_one_process_does(
 
 
 @pytest.mark.ranks
-def test_degrees_frozen_tied_and_recomputed_on_eight_ranks(
-    references: dict[tuple[str, tuple[str, ...]], Trained],
+@pytest.mark.parametrize(
+    ("world_size", "group_size", "variants"),
+    [
+        (
+            4,
+            2,
+            [
+                ("IIG", "", FROZEN),
+                ("GGG", TIED, ()),
+                ("IGG", "--recompute-granularity full --recompute-num-layers 2", ()),
+                ("III", "--recompute-granularity full", ()),
+                ("NIG", "--calculate-per-token-loss", ()),
+                ("GIG", "--paro-collective flat", ()),
+            ],
+        ),
+        (
+            8,
+            4,
+            [
+                ("2,4,8", "", ()),
+                ("1,2,8", "--paro-prefetch-units 2", ()),
+                ("4,4,8", "--paro-prefetch-units 0", ()),
+            ],
+        ),
+    ],
+)
+def test_variants_train_as_one_process_does(
+    references: dict[Key, Trained],
+    world_size: int,
+    group_size: int,
+    variants: list[tuple[str, str, Frozen]],
 ) -> None:
-    variants: list[tuple[str, str, tuple[str, ...]]] = [
-        ("2,4,8", "", ()),
-        ("1,2,8", "--paro-prefetch-units 2", ()),
-        ("4,4,8", "--paro-prefetch-units 0", ()),
-        ("IIG", "", FROZEN),
-        ("GGG", "--tie-embeddings-and-output-weights", ()),
-        ("IGG", "--recompute-granularity full --recompute-num-layers 2", ()),
-        ("IIG", "--recompute-granularity full", ()),
-        ("NIG", "--calculate-per-token-loss", ()),
-        ("GIG", "--paro-collective flat", ()),
+    cases = [
+        (flags_for(s, world_size=world_size, more=more), frozen) for s, more, frozen in variants
     ]
-    cases = [(flags_for(s, world_size=8, more=more), frozen) for s, more, frozen in variants]
-    results = run_ranks(train_cases, 8, cases, 4, timeout=280)
+    results = run_ranks(train_cases, world_size, cases, group_size, timeout=280)
     for number, (strategy, more, frozen) in enumerate(variants):
-        changes_nothing = ("--paro", "--recompute")
-        same = "" if more.startswith(changes_nothing) else more
-        reference = reference_for(references, same, frozen)
+        reference = reference_for(references, more, frozen)
         for by_rank in results:
             assert_same(by_rank[number], reference, f"{strategy} {more} {frozen}")
 
 
-def test_reference_is_a_real_descent(
-    references: dict[tuple[str, tuple[str, ...]], Trained],
-) -> None:
-    reference = reference_for(references, "", ())
-    losses = [step.loss for step in reference.steps]
+def test_reference_is_a_real_descent(references: dict[Key, Trained]) -> None:
+    losses = [step.loss for step in reference_for(references, steps=MANY_STEPS).steps]
     assert losses[0] == pytest.approx(math.log(60), rel=0.1)
     assert losses[-1] < losses[0] - 0.05
 
@@ -158,23 +206,27 @@ def test_reference_is_a_real_descent(
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world_size", "group_size"), SHAPES)
 def test_all_strategies_on_all_worlds(
-    references: dict[tuple[str, tuple[str, ...]], Trained], world_size: int, group_size: int
+    references: dict[Key, Trained], world_size: int, group_size: int
 ) -> None:
     degrees = {8: ("2,4,8", "1,2,8", "2,2,4"), 6: ("1,3,6",), 4: ("2,4,4",)}.get(world_size, ())
     if group_size == 2 and world_size == 6:
         degrees = ("2,2,6",)
-    frozen_too = (("", ()), ("", FROZEN), ("--tie-embeddings-and-output-weights", ()))
+    strategies = (*legal_letters(), *degrees)
+    frozen_too: list[tuple[str, Frozen]] = [("", ()), ("", FROZEN), (TIED, ())]
     for more, frozen in frozen_too:
-        strategies = (*legal_letters(), *degrees)
-        cases = [(flags_for(s, world_size=world_size, more=more), frozen) for s in strategies]
+        flags = [
+            flags_for(name, world_size=world_size, more=more, steps=MANY_STEPS)
+            for name in strategies
+        ]
+        cases = [(line, frozen) for line in flags]
         results = run_ranks(train_cases, world_size, cases, group_size, timeout=900)
-        reference = reference_for(references, more, frozen)
+        reference = reference_for(references, more, frozen, MANY_STEPS)
         for number, strategy in enumerate(strategies):
             trained = results[-1][number]
             assert_same(trained, reference, f"{strategy} {more} {frozen} on {world_size}")
             assert_few_buffers(trained.ledger, prefetch=1, tied=bool(more), frozen=bool(frozen))
             if not frozen:
-                assert_formulas(trained, cases[number][0], world_size, group_size)
+                assert_formulas(trained, flags[number], world_size, group_size)
 
 
 def delay_reductions(training: Training) -> None:

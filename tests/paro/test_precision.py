@@ -28,19 +28,22 @@ def losses(trained: Trained) -> list[float]:
     return [step.loss for step in trained.steps]
 
 
+# Gradients that are accumulated whole, reduced inside groups, and reduced over all ranks.
 BF16 = [
     f"--bf16 --paro-strategy {strategy} {more}"
-    for strategy in ("NNN", "NIG", "IIG", "III", "GGG")
+    for strategy in ("NNN", "NIG", "GGG")
     for more in ("", "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32")
-]
+] + ["--bf16 --paro-strategy IIG", "--bf16 --paro-strategy III"]
+BF16_STEPS = 3  # bytes are steady from the second on
 
 
 @pytest.mark.ranks
 def test_bf16_follows_fp32_and_sends_its_types(fp32: Trained) -> None:
-    by_rank = run_ranks(train_all, 4, BF16, 2)
+    few = [f"{flags} --train-iters {BF16_STEPS}" for flags in BF16]
+    by_rank = run_ranks(train_all, 4, few, 2)
     for number, flags in enumerate(BF16):
         trained = by_rank[0][number]
-        assert losses(trained) == pytest.approx(losses(fp32), rel=0.02), flags
+        assert losses(trained) == pytest.approx(losses(fp32)[:BF16_STEPS], rel=0.02), flags
         assert [losses(ranks[number]) for ranks in by_rank] == [losses(trained)] * 4
     sent = {flags: by_rank[0][number].steps[1].sent for number, flags in enumerate(BF16)}
     for strategy in ("NNN", "NIG"):  # gradients alone, or with a publishing in bf16
