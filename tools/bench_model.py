@@ -65,9 +65,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Seconds of every turn of each contender, in the order of rounds."""
+    """Seconds of every turn of each contender, in the order of rounds, and its first loss."""
 
     seconds: dict[str, list[float]]
+    first_losses: dict[str, float]
     tokens_per_turn: int
 
     def tokens_per_second(self, name: str) -> float:
@@ -245,8 +246,8 @@ CONTENDERS: dict[str, Callable[[Task], Step]] = {
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
     """Raises `RuntimeError` unless all agree: a faster model must be the same one."""
-    lowest, highest = min(losses.values()), max(losses.values())
-    if not highest - lowest <= tolerance * highest:
+    first, *others = losses.values()
+    if not all(abs(loss - first) <= tolerance * first for loss in (first, *others)):
         raise RuntimeError(f"the first losses differ: {losses}")
 
 
@@ -275,7 +276,9 @@ def race(
             seconds[name].append(turn(contenders[name]))
         last = ", ".join(f"{name} {turns[-1]:.3f}" for name, turns in seconds.items())
         print(f"round {index + 1:3d}, seconds: {last}", flush=True)
-    return Result(seconds=seconds, tokens_per_turn=steps * task.num_tokens)
+    return Result(
+        seconds=seconds, first_losses=first_losses, tokens_per_turn=steps * task.num_tokens
+    )
 
 
 def _wait(device: torch.device) -> None:
@@ -296,6 +299,7 @@ def report(task: Task, result: Result) -> list[dict[str, object]]:
         rows.append(
             {
                 "contender": name,
+                "first_loss": result.first_losses[name],
                 "tokens_per_second": speed,
                 "tflops": speed * flops / 1e12,
                 "ratios": ratios,
@@ -315,6 +319,8 @@ def run(args: argparse.Namespace) -> None:
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
         raise ValueError(f"--contenders knows {', '.join(CONTENDERS)}, not {', '.join(unknown)}")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no folder {args.json.absolute().parent}")
     torch.set_num_threads(args.threads)
     task = task_of(args)
     batch_size, seq_length = task.batch.tokens_BS.shape
