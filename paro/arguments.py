@@ -194,6 +194,9 @@ def _add_training_args(parser: ArgumentParser) -> None:
         help="keep Python's garbage collector from running by itself, at another time on each rank")
     add("--manual-gc-interval", type=int, default=0, metavar="N",
         help="with --manual-gc: collect every N iterations on all ranks; 0: never")
+    add("--empty-unused-memory-level", type=int, choices=(0, 1, 2), default=0, metavar="LEVEL",
+        help="give cached CUDA memory back every iteration, against fragmentation: 1, before the "
+        "update; 2, after it too; 0: never")
 
 
 def _add_recompute_args(parser: ArgumentParser) -> None:

@@ -35,6 +35,7 @@ class TrainConfig:
     exit_signal: str = "SIGTERM"
     manual_gc: bool = False
     manual_gc_interval: int = 0
+    empty_unused_memory_level: int = 0
     log_num_zeros_in_grad: bool = False
     log_params_norm: bool = False
     seed: int = 1234
@@ -111,6 +112,7 @@ def train_step(
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
     loss_sum = _forward_backward(training, micro_batches, weigh, num_micro_batches)
+    _empty_cache(training, from_level=1)
     zeros = optimizer.local_num_zeros() if training.config.log_num_zeros_in_grad else 0.0
     square_sum, scaled_loss, num_tokens, num_zeros, *reasons = training.control.sum(
         [optimizer.local_square_sum(), float(loss_sum), weigh.num_tokens(), zeros, signalled, late]
@@ -127,6 +129,7 @@ def train_step(
             unscale=unscale,
         )
         state.scheduled_samples += batch_size
+    _empty_cache(training, from_level=2)
     state.iteration += 1
     state.consumed_train_samples += batch_size
     state.loss_scale = update_loss_scale(
@@ -162,6 +165,11 @@ def _forward_backward(
         )
     model.finish_gradients()
     return loss_sum
+
+
+def _empty_cache(training: Training, *, from_level: int) -> None:
+    if training.config.empty_unused_memory_level >= from_level:
+        torch.cuda.empty_cache()  # does nothing where CUDA is not in use
 
 
 def _params_norm(training: Training) -> float:

@@ -79,6 +79,14 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) 
         assert step.num_zeros is step.params_norm is None
 
 
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_cached_memory_is_given_back_so_often(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: calls.append("emptied"))
+    train(f"{FLAGS} --empty-unused-memory-level {level}")
+    assert len(calls) == level * NUM_STEPS
+
+
 def test_a_run_with_nothing_to_do_is_refused() -> None:
     with pytest.raises(ValueError, match="--skip-train and --eval-iters 0"):
         TrainConfig(train_iters=1, skip_train=True, eval_iters=0)
