@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
@@ -208,9 +209,17 @@ class MicroBatches:
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             collate_fn=_unchanged,
+            worker_init_fn=_leave_signals_to_the_trainer,
+            worker_init_fn=_leave_process_group,
             generator=torch.Generator(),  # else it draws from the global one, which is the model's
         )
         return iter(loader)
+
+
+def _leave_process_group(worker: int) -> None:
+    # A launcher signals the whole process group of a rank. Those that read go on until the trainer
+    # leaves, so that it can finish its step and save.
+    os.setpgid(0, 0)
 
 
 class _Fetch(Dataset[Batch | Exception]):

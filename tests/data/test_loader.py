@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from itertools import islice
 from pathlib import Path
 
@@ -88,6 +90,15 @@ def test_labels_follow_tokens() -> None:
     assert (batch.tokens_BS.dtype, batch.loss_mask_BS.dtype) == (torch.int64, torch.float32)
     assert batch.tokens_BS.is_contiguous()
     assert batch.labels_BS.is_contiguous()
+
+
+def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:
+    """torchrun sends SIGTERM to the process group of a rank, which may still have to save."""
+    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    before = set(multiprocessing.active_children())
+    assert samples_in(next(batches)) == [0]
+    (worker,) = set(multiprocessing.active_children()) - before
+    assert os.getpgid(worker.pid or 0) == worker.pid
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
