@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from tools.cluster.rates import bits_per_second
+from paro.planning.machine import bits_per_second
 
 NAME = r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
 MAX_NODES = 256  # a byte of an address
@@ -51,7 +51,7 @@ class ClusterSpec:
             )
         for flag, rate in (("--inter", self.inter), ("--intra", self.intra)):
             try:
-                bits_per_second(rate or "1bps")
+                bits_per_second(rate or "8bit")
             except ValueError as error:
                 raise ValueError(f"{flag}: {error}") from None
 

@@ -1,38 +1,16 @@
-"""Rates, names and addresses of a cluster, and the commands that make it."""
+"""Names and addresses of a cluster, and the commands that make it."""
 
 from __future__ import annotations
 
 import pytest
 
 from tools.cluster.plan import batches, shaped
-from tools.cluster.rates import bits_per_second
 from tools.cluster.spec import ClusterSpec, is_namespace_of
 
 
 def spec(name: str = "a", **fields: object) -> ClusterSpec:
     sizes = {"nodes": 2, "ranks_per_node": 2, "inter": "100mbit"}
     return ClusterSpec(name=name, **{**sizes, **fields})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("rate", "bits"),
-    [
-        ("100mbit", 10**8),
-        ("8Gbit", 8 * 10**9),
-        ("1.5gbit", 1_500_000_000),
-        ("1kibit", 1024),
-        ("12mbps", 96_000_000),
-        ("1000", 1000),
-    ],
-)
-def test_rates_are_tcs(rate: str, bits: int) -> None:
-    assert bits_per_second(rate) == bits
-
-
-@pytest.mark.parametrize("rate", ["", "fast", "mbit", "-1mbit", "1e3", "100 megabits", "0mbit"])
-def test_what_is_no_rate_is_refused(rate: str) -> None:
-    with pytest.raises(ValueError, match="is no rate"):
-        bits_per_second(rate)
 
 
 @pytest.mark.parametrize(
