@@ -209,7 +209,6 @@ class MicroBatches:
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             collate_fn=_unchanged,
-            worker_init_fn=_leave_signals_to_the_trainer,
             worker_init_fn=_leave_process_group,
             generator=torch.Generator(),  # else it draws from the global one, which is the model's
         )
