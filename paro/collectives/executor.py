@@ -153,8 +153,9 @@ class ScheduledCollectives:
         parts = parts_of(self._name, run)
         members = self._groups.topology.members(run, self._rank)
         sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
-        shard_bytes = whole.numel() // len(members) * travel.itemsize
-        pieces = min(count_pieces(shard_bytes), max(1, whole.numel() // len(members)))
+        shard_numel = whole.numel() // len(members)
+        # However small, no piece is empty.
+        pieces = min(count_pieces(shard_numel * travel.itemsize), max(1, shard_numel // 8))
         hops, place = ALGORITHMS[self._name], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, place, pieces)
         ranges = [cut(*nested_range(run, member, whole.numel()), pieces) for member in members]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -163,10 +163,14 @@ def _distinct(*steps: int | None) -> tuple[int, ...]:
 
 
 def cut(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:
-    """(start, stop) of every piece of a range, as equal as whole elements allow."""
-    size = stop - start
-    cuts = [start + size * piece // pieces for piece in range(pieces + 1)]
-    return list(pairwise(cuts))
+    """(start, stop) of every piece of a range; the last two are a half and a quarter of the others.
+
+    Nothing is left to hide the hops of the last piece of a gather behind, nor those of the first of
+    a reduce-scatter, which goes backwards: they should be short.
+    """
+    weights = [4] * (pieces - 2) + [2, 1] if pieces > 1 else [1]
+    ends = [(stop - start) * part // sum(weights) for part in accumulate(weights, initial=0)]
+    return [(start + low, start + high) for low, high in pairwise(ends)]
 
 
 def sent_fraction(schedule: Schedule, num_places: int, pieces: int, level: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import pytest
@@ -163,6 +163,13 @@ def test_the_simulator_sees_a_deadlock_and_a_wrong_sum() -> None:
         run_as_threads(start(Op.REDUCE_SCATTER, [s + s for s in schedules], 1), 1, seed=0)
 
 
-def test_cut() -> None:
-    assert cut(10, 20, 3) == [(10, 13), (13, 16), (16, 20)]
-    assert cut(5, 7, 2) == [(5, 6), (6, 7)]
+def test_the_last_pieces_are_short() -> None:
+    assert cut(10, 66, 4) == [(10, 30), (30, 50), (50, 60), (60, 66)]
+    assert cut(5, 8, 2) == [(5, 7), (7, 8)]
+    assert cut(5, 8, 1) == [(5, 8)]
+    for pieces in range(1, 20):
+        ranges = cut(3, 3 + 8 * pieces, pieces)
+        assert len(ranges) == pieces
+        assert (ranges[0][0], ranges[-1][1]) == (3, 3 + 8 * pieces)
+        assert all(start < stop for start, stop in ranges)
+        assert all(one[1] == other[0] for one, other in pairwise(ranges))
