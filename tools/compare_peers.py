@@ -3,11 +3,14 @@
     torchrun --nproc-per-node 8 tools/compare_peers.py --group-size 4 --plot peers.png
 
 Contenders: ddp, zero-redundancy, fsdp2, fsdp2-hybrid, deepspeed-1, -2, -3 and -hpz, and this
-project's strategies as paro:IIG or, with a collective of their own, paro:GGG@ho-ring. A name that
-ends in -kept does not give parameters up between micro-batches. All train the same model from the
-same weights on the same tokens, and must agree in losses and gradient norms. They take turns, in an
-order that moves on from round to round, each in processes of its own; a ratio is the median over
-rounds, because a shared machine's speed drifts.
+project's strategies as paro:IIG, paro:4/4/8 or, with a collective of their own, paro:GGG@ho-ring.
+fsdp2-kept, fsdp2-hybrid-kept and deepspeed-3-kept give memory for speed: they keep parameters whole
+where they can. fsdp2-ahead and fsdp2-hybrid-ahead start gathers early where no CUDA streams do.
+
+All train the same model from the same weights on the same tokens, and must agree in losses and
+gradient norms. They take turns, in an order that moves on from round to round, each in processes of
+its own; a ratio is the median over rounds, because a shared machine's speed drifts. What counts as
+model state is said in tools/peers/task.py, as memory and as sent in tools/peers/meters.py.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ from tools.peers.task import Task
 from tools.peers.turn import in_own_process, take_turn
 
 CONTENDERS = (
-    "ddp,zero-redundancy,fsdp2,fsdp2-hybrid,deepspeed-1,deepspeed-2,deepspeed-3,deepspeed-hpz,"
-    "paro:NNG,paro:NIG,paro:IIG,paro:GGG"
+    "ddp,zero-redundancy,fsdp2,fsdp2-ahead,fsdp2-hybrid,deepspeed-1,deepspeed-2,deepspeed-3,"
+    "deepspeed-hpz,paro:NNG,paro:NIG,paro:IIG,paro:GGG"
 )
 SHAPE = {"num-layers": 6, "hidden-size": 256, "num-attention-heads": 4, "ffn-hidden-size": 688}
 VOCAB_SIZE = 4096
@@ -198,6 +201,16 @@ def plan_of(args: argparse.Namespace, task: Task, world: World) -> Plan:
     return Plan(names=names, baselines=[b for b in baselines if b in names], left_out=left_out)
 
 
+def check_files(args: argparse.Namespace) -> None:
+    """Raises `ValueError` for files that could not be written at the end."""
+    for flag in ("json", "plot"):
+        path: Path | None = getattr(args, flag)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{flag} {path}: there is no folder {path.absolute().parent}")
+    if args.plot is not None:
+        check_can_plot(args.plot)
+
+
 def race(args: argparse.Namespace, task: Task, plan: Plan, world: World) -> Rounds:
     """All turns of all rounds; every rank returns the same."""
     rounds: Rounds = {name: [] for name in plan.names}
@@ -257,8 +270,7 @@ def main() -> None:
         world = read_world()
         task = task_of(args, world)
         plan = plan_of(args, task, world)
-        if args.plot is not None:
-            check_can_plot()
+        check_files(args)
     if world.rank == 0:
         for name, reason in plan.left_out.items():
             print(f"without {name}: {reason}", flush=True)

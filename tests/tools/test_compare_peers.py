@@ -11,7 +11,7 @@ import pytest
 
 from paro.runtime import World
 from tests.helpers.ranks import run_script
-from tools.compare_peers import make_parser, plan_of, task_of
+from tools.compare_peers import check_files, make_parser, plan_of, task_of
 from tools.peers import registry
 from tools.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config
 
@@ -145,6 +145,18 @@ def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:
     args = make_parser().parse_args(flags.split())
     with pytest.raises(ValueError, match=told):
         plan_of(args, task_of(args, WORLD), WORLD)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--json nowhere/a.json", "--json nowhere/a.json: there is no folder .*nowhere"),
+        ("--plot peers.txt", "--plot peers.txt: its name must end in png, svg, pdf"),
+    ],
+)
+def test_a_file_that_could_not_be_written_is_refused_at_the_start(flags: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_files(make_parser().parse_args(flags.split()))
 
 
 @pytest.mark.usefixtures("launched")

@@ -21,8 +21,13 @@ PANELS = (
 )
 
 
-def check_can_plot() -> None:
-    """Raises `ValueError` where matplotlib is missing, before anything is measured."""
+FORMATS = ("png", "svg", "pdf")
+
+
+def check_can_plot(path: Path) -> None:
+    """Raises `ValueError` for a file that could not be drawn, before anything is measured."""
+    if path.suffix.removeprefix(".") not in FORMATS:
+        raise ValueError(f"--plot {path}: its name must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install -r requirements-peers.txt")
 
@@ -44,7 +49,7 @@ def plot(path: Path, title: str, summaries: Sequence[Summary], rounds: Rounds) -
     curves.set(title="loss", xlabel="step")
     curves.legend(fontsize="x-small")
     with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png")
+        figure.savefig(temporary, format=path.suffix.removeprefix("."))
     pyplot.close(figure)
 
 

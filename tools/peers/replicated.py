@@ -69,7 +69,8 @@ class Replicated:
     """Whole parameters and gradients on every rank; optimizer state whole too, or by parameter.
 
     Gradients are views of the buckets and travel with the last micro-batch only. A bucket is no
-    larger than a unit, so that a small model has several and they travel under backward.
+    larger than a unit, so that a small model has several and they travel under backward: as fast as
+    larger and smaller ones or faster.
     """
 
     def __init__(self, task: Task, control: Control, *, zero_redundancy: bool) -> None:
