@@ -41,17 +41,26 @@ def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
         owner = inner_digit % inner_size + inner_size * (outer_digit % outer_size)
         return (Chunk(owner, piece),)
 
-    found: list[Hop] = []
-    for turn in range(outer_size):
+    def outer_hops(turn: int) -> list[Hop]:
         row = outer - turn
-        if turn < outer_size - 1:
-            found += [
-                Hop(1, chunks(inner, row, piece), chunks(inner, row - 1, piece))
-                for piece in range(pieces)
-            ]
-        found += [
+        pair = range(pieces if turn < outer_size - 1 else 0)
+        return [Hop(1, chunks(inner, row, piece), chunks(inner, row - 1, piece)) for piece in pair]
+
+    def inner_hops(turn: int, piece: int) -> list[Hop]:
+        row = outer - turn
+        return [
             Hop(0, chunks(inner - step, row, piece), chunks(inner - step - 1, row, piece))
-            for piece in range(pieces)
             for step in range(inner_size - 1)
         ]
+
+    # The own row, which is at hand, fills the time in which the pieces of the next one come in. In
+    # a reduce-scatter its sums are wanted one by one, as the other group's come in to be added.
+    found = [*outer_hops(0), *outer_hops(1), *inner_hops(0, 0)]
+    for piece in range(pieces):
+        found += inner_hops(0, piece + 1) if piece + 1 < pieces else []
+        found += inner_hops(1, piece) if outer_size > 1 else []
+    for turn in range(2, outer_size):
+        found += outer_hops(turn)
+        for piece in range(pieces):
+            found += inner_hops(turn, piece)
     return found

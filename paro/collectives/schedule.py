@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 # How many messages of a level may be under way: one is on the link while the next gets ready. So
 # many receives are posted ahead, and so much room a reduction needs beside its buffer.
-MESSAGES_UNDER_WAY = 2
+MESSAGES_UNDER_WAY = 3
 
 
 class Op(Enum):
