@@ -51,7 +51,8 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
             )
     log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     bytes_before = resident_bytes(control.device)
-    training = build_training(config, control)
+    # What is only evaluated has no gradients and no optimizer state.
+    training = build_training(config, control, is_trained=lambda _name: not only_evaluate)
     for line in (*config.notices, *datasets.describe(), *placement_lines(config, training)):
         log.log0(line)
     check_placement(config, training)
@@ -89,7 +90,8 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     )
     loop.run()
     report.close()
-    training.close()
+    if control.device.type == "cuda":
+        training.close()  # gloo's groups go with the process
 
 
 def saving_of(

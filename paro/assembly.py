@@ -175,7 +175,7 @@ def build_data(config: RunConfig) -> Datasets:
 
 
 def run_facts(config: RunConfig, training: Training) -> RunFacts:
-    """What turns seconds into throughput."""
+    """What turns seconds into throughput; collective."""
     seq_length = config.data.seq_length
     return RunFacts(
         world_size=training.control.world.size,
@@ -187,6 +187,7 @@ def run_facts(config: RunConfig, training: Training) -> RunFacts:
             training.device,
             compute=config.precision.compute,
             peak_tflops=config.report.peak_tflops,
+            control=training.control,
         ),
         model_state_bytes=training.optimizer.model_state_bytes(),
     )

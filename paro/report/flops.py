@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from paro.report.record import Peak
+from paro.runtime import Control
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,8 +48,22 @@ _DEVICES = (
 )
 
 
-def find_peak(device: torch.device, *, compute: str, peak_tflops: float | None) -> Peak:
-    """The peak for matmuls in type `compute`, with the source as text for the start of the run."""
+def find_peak(
+    device: torch.device, *, compute: str, peak_tflops: float | None, control: Control
+) -> Peak:
+    """The peak for matmuls in type `compute`, with the source as text for the start of the run.
+
+    Collective: the first rank finds it for all while they wait, so that what is timed does not
+    share its cores, and every rank counts with the same number.
+    """
+    found = None
+    if control.world.rank == 0:
+        found = _find_peak(device, compute=compute, peak_tflops=peak_tflops)
+    peak: Peak = control.gather(found)[0]
+    return peak
+
+
+def _find_peak(device: torch.device, *, compute: str, peak_tflops: float | None) -> Peak:
     if peak_tflops is not None:
         return Peak(flops_per_second=peak_tflops * 1e12, source="given by --peak-tflops")
     if device.type == "cuda":

@@ -138,4 +138,4 @@ def _first_trained(units_of_node: list[tuple[ShardedUnit, ...]]) -> int:
     for index, units in enumerate(units_of_node):
         if any(unit.trainable for unit in units):
             return index
-    raise ValueError("every parameter is frozen: there is nothing to train")
+    return len(units_of_node)  # nothing is trained: the model is evaluated alone

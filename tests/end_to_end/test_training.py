@@ -129,6 +129,7 @@ def test_skip_train_evaluates_what_was_saved_and_writes_nothing(tmp_path: Path) 
     skipped = on_ranks([*flags, *records, *spread, "--skip-train", "--save", tmp_path / "new"], 4)
     assert evaluations(skipped) == pytest.approx(wanted, rel=1e-5)
     assert "skipping training (--skip-train is on) ..." in skipped
+    assert re.search(r"^optimizer +G .* 0\.00$", skipped, re.MULTILINE)  # parameters alone
     assert "iteration        " not in skipped
     assert sorted(tmp_path.rglob("*")) == before
 

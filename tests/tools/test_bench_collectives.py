@@ -235,7 +235,6 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "picture.png"
     known, unknown = settings("--inter-bandwidth", "100mbit"), settings()
     rows = [row_of(outcome([0.5], op=op), known) for op in (Op.ALL_GATHER, Op.ALL_REDUCE)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -79,6 +78,7 @@ def test_pytorch_and_this_project_train_alike_and_hold_what_they_promise(tmp_pat
 
 
 @pytest.mark.ranks
+@pytest.mark.verify
 @pytest.mark.skipif(lacks_deepspeed() is not None, reason=str(lacks_deepspeed()))
 def test_deepspeed_trains_alike_and_holds_what_it_promises(tmp_path: Path) -> None:
     figures, _ = run(tmp_path, ",".join(["paro:GGG", *MODES]))
@@ -88,10 +88,6 @@ def test_deepspeed_trains_alike_and_holds_what_it_promises(tmp_path: Path) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None,
-    reason="matplotlib is not installed (pip install -r requirements-peers.txt)",
-)
 def test_fp32_agrees_closely_and_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "peers.svg"
     run(tmp_path, "paro:GGG,fsdp2", "--dtype", "fp32", "--recompute", "--plot", str(picture))

@@ -19,7 +19,7 @@ def check_can_plot(path: Path) -> None:
     if path.suffix not in FORMATS:
         raise ValueError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        raise ValueError("--plot needs matplotlib: pip install -r requirements.txt")
 
 
 def plot(path: Path, title: str, rows: Sequence[Row]) -> None:

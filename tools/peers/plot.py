@@ -29,7 +29,7 @@ def check_can_plot(path: Path) -> None:
     if path.suffix.removeprefix(".") not in FORMATS:
         raise ValueError(f"--plot {path}: its name must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install -r requirements-peers.txt")
+        raise ValueError("--plot needs matplotlib: pip install -r requirements.txt")
 
 
 def plot(path: Path, title: str, summaries: Sequence[Summary], rounds: Rounds) -> None:

@@ -1,9 +1,15 @@
 """Where the peak of a device comes from."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from paro.report.flops import find_peak, listed_peak
+from paro.report.flops import _timed_peak, find_peak, listed_peak
+from paro.report.record import Peak
+from paro.runtime import Control, World
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -45,14 +51,34 @@ def test_nothing_is_guessed(name: str, compute: str) -> None:
     assert listed_peak(name, compute) is None
 
 
+CPU = torch.device("cpu")
+ALONE = Control(World(), CPU)
+
+
 def test_the_users_word_counts() -> None:
-    peak = find_peak(torch.device("cpu"), compute="fp32", peak_tflops=2.5)
+    peak = find_peak(CPU, compute="fp32", peak_tflops=2.5, control=ALONE)
     assert peak.flops_per_second == 2.5e12
     assert peak.source == "given by --peak-tflops"
 
 
 def test_a_cpu_is_timed() -> None:
-    peak = find_peak(torch.device("cpu"), compute="fp32", peak_tflops=None)
+    peak = find_peak(CPU, compute="fp32", peak_tflops=None, control=ALONE)
     # Any machine lies in between, and a wrong unit or count does not.
     assert 1e8 < peak.flops_per_second < 1e14
     assert "timed at start: fp32 matmul" in peak.source
+
+
+def find_on_a_rank() -> tuple[Peak, bool]:
+    """What a rank counts with, and whether it timed anything itself."""
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    with mock.patch("paro.report.flops._timed_peak", wraps=_timed_peak) as timed:
+        control = Control(world, CPU)
+        peak = find_peak(CPU, compute="fp32", peak_tflops=None, control=control)
+    return peak, timed.called
+
+
+@pytest.mark.ranks
+def test_the_first_rank_times_for_all() -> None:
+    peaks, timed = zip(*run_ranks(find_on_a_rank, 3), strict=True)
+    assert timed == (True, False, False)
+    assert len(set(peaks)) == 1
