@@ -167,9 +167,9 @@ def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
         )
     control = Control(world, device)
     yield control
-    # Only after a run that ended well: with a dead peer this would hang. A gloo group is left to the
-    # end of the process: its destructor, which holds Python's lock, now and then waits for ever for
-    # a thread of its own that wants the lock to drop its last tensor (torch 2.13).
+    # Only after a run that ended well: with a dead peer this would hang. A gloo group is left to
+    # the end of the process: its destructor, which holds Python's lock, now and then waits for ever
+    # for a thread of its own that wants the lock to drop its last tensor (torch 2.13).
     if world.size > 1:
         control.barrier()
         if device.type == "cuda":
