@@ -31,6 +31,9 @@ _PRELOADED = ["pytest", "pretrain_llama", "tests.helpers.training"]
 # How long torchrun gets to end its ranks; it kills them itself after 30 s.
 _GRACE_SECONDS = 45.0
 
+# For how long others may still tell that they failed too, and maybe earlier.
+_LAST_WORDS_SECONDS = 1.0
+
 Result = TypeVar("Result")
 
 
@@ -203,9 +206,12 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[bytes]:
     """The results of all, or a RankError as soon as one failed."""
     results = [b""] * len(workers)
     waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    failures: list[tuple[float, str]] = []
     deadline = time.monotonic() + timeout
     while waiting:
         ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and failures:
+            break
         if not ready:
             _print_stacks(workers[rank] for rank in waiting.values())
             silent = ", ".join(map(str, waiting.values()))
@@ -213,7 +219,6 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[bytes]:
                 f"of {len(workers)} ranks, no answer within {timeout} s from {silent} "
                 "(stacks on stderr)"
             )
-        failures: list[tuple[float, str]] = []
         for pipe in ready:
             rank = waiting.pop(pipe)  # type: ignore[call-overload]
             reply = _receive(workers[rank])
@@ -221,8 +226,10 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[bytes]:
             if reply.failure is not None:
                 text = f"rank {rank} of {len(workers)} failed\n{reply.failure}"
                 failures.append((reply.ended, text))
-        if failures:
-            raise RankError(min(failures)[1])
+                # A rank that died makes others fail, whose word may be here before its end is.
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)
+    if failures:
+        raise RankError(min(failures)[1])
     return results
 
 
