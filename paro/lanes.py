@@ -81,13 +81,18 @@ class InlineLanes:
         return
 
 
+_GLANCE_SECONDS = 0.5  # how often one that waits looks whether another lane has failed
+
+
 class _ThreadEvent:
     def __init__(self, failures: list[BaseException]) -> None:
         self.finished = threading.Event()
         self._failures = failures
 
     def wait(self) -> None:
-        self.finished.wait()
+        # A job may wait for one in another lane that was skipped after a failure: it never ends.
+        while not self.finished.wait(_GLANCE_SECONDS) and not self._failures:
+            pass
         if self._failures:
             raise RuntimeError("a collective failed on this rank") from self._failures[0]
 

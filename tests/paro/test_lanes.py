@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -72,3 +73,22 @@ def test_without_overlap_a_failure_comes_at_once() -> None:
 
     with pytest.raises(RuntimeError, match="peer is gone"):
         InlineLanes().submit("a", fail)
+
+
+def test_whoever_waits_for_a_job_that_can_never_end_learns_of_the_failure() -> None:
+    """One level of a collective waits for the other's, which was skipped after a failure."""
+    lanes = ThreadLanes(CPU)
+    never = threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("peer is gone")
+
+    stuck = lanes.submit("a", lambda: bool(never.wait(30)))
+    behind = lanes.submit("b", lambda: None, after=stuck)
+    lanes.submit("c", fail)
+    begin = time.monotonic()
+    for event in (stuck, behind):
+        with pytest.raises(RuntimeError, match="a collective failed on this rank"):
+            event.wait()
+    assert time.monotonic() - begin < 10
+    never.set()
