@@ -1,0 +1,91 @@
+"""Run in an emulated cluster: trains under strategies and says what the NICs sent meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+import torch.distributed as dist
+
+from paro.arguments import parse_args
+from paro.assembly import build_data, build_sources, build_training, start_state
+from paro.config import RunConfig
+from paro.runtime import Control, World
+from paro.training import train_step
+from tools.peers.meters import sent_bytes
+
+FLAGS = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 "
+    "--make-vocab-size-divisible-by 1 --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
+    "--ffn-hidden-size 688 --seq-length 32 --micro-batch-size 1 --num-workers 0 --lr 0.001 "
+    "--bf16 --train-iters 10"
+)
+STEPS = 2
+CALIBRATION_BYTES = 32 << 20
+
+
+def all_nics(control: Control) -> int:
+    """Bytes that all NICs of the cluster have sent, once nothing is under way."""
+    control.barrier()
+    sent = sum(sent_bytes((os.environ["GLOO_SOCKET_IFNAME"],)).values())
+    control.barrier()
+    return int(control.sum([float(sent)])[0])
+
+
+def calibrate(control: Control) -> float:
+    """Bytes on the wire per byte sent, of one transfer between two nodes."""
+    before = all_nics(control)
+    payload = torch.zeros(CALIBRATION_BYTES, dtype=torch.uint8)
+    if control.world.rank == 0:
+        dist.send(payload, control.world.size - 1)
+    elif control.world.rank == control.world.size - 1:
+        dist.recv(payload, 0)
+    return (all_nics(control) - before) / CALIBRATION_BYTES
+
+
+def measure(strategy: str, collective: str, control: Control) -> dict[str, float]:
+    """What the NICs sent in some steps, and what the code counted."""
+    world = control.world
+    words = f"{FLAGS} --paro-strategy {strategy} --paro-collective {collective} "
+    words += f"--global-batch-size {2 * world.size}"
+    config = RunConfig.from_args(parse_args(words.split()), world)
+    training = build_training(config, control)
+    state = start_state(config)
+    source = build_sources(config, build_data(config), training, state).train
+    train_step(training, state, source)
+    training.model.wait_published()
+    before = all_nics(control)
+    counted = 0
+    for _ in range(STEPS):
+        counted += train_step(training, state, source).sent.inter
+    training.model.wait_published()
+    nics = all_nics(control) - before
+    training.close()
+    return {"nics": nics, "counted": control.sum([float(counted)])[0]}
+
+
+def main() -> None:
+    file, strategies, collectives = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank=rank, size=size, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
+    control = Control(world, torch.device("cpu"))
+    found: dict[str, object] = {"calibration": calibrate(control)}
+    for strategy in strategies.split(","):
+        for collective in collectives.split(","):
+            found[f"{strategy} {collective}"] = measure(strategy, collective, control)
+            if rank == 0:
+                Path(file).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    control.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

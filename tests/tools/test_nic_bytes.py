@@ -1,0 +1,67 @@
+"""What the NICs of a cluster sent while a model trained is what the formula says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paro.arguments import parse_args
+from paro.config import RunConfig
+from paro.planning.cost_model import traffic_per_step
+from paro.planning.llama import units_of
+from paro.runtime import World
+from paro.strategy import legal_letters
+from paro.topology import make_topology
+from tests.helpers.ranks import ROOT
+from tests.tools.cluster.nic_bytes import FLAGS, STEPS
+from tools.cluster.launch import run
+from tools.cluster.lifecycle import cluster
+from tools.cluster.spec import ClusterSpec
+
+WORLD, GROUP = 8, 4
+
+
+def formula(strategy: str) -> int:
+    """Bytes that all ranks send between groups in a step."""
+    words = f"{FLAGS} --paro-strategy {strategy} --global-batch-size {2 * WORLD}"
+    config = RunConfig.from_args(parse_args(words.split()), World(size=WORLD, ranks_per_node=GROUP))
+    topology = make_topology(world_size=WORLD, group_size=GROUP, degrees=config.strategy.degrees)
+    units = units_of(config.model, world_size=WORLD)
+    num_micro_batches = config.batches.num_micro_batches_at(0)
+    sent = traffic_per_step(config.strategy, topology, units, config.precision, num_micro_batches)
+    return WORLD * sent.inter
+
+
+def check(strategies: tuple[str, ...], collectives: tuple[str, ...], folder: Path) -> None:
+    figures = folder / "bytes.json"
+    script = ROOT / "tests/tools/cluster/nic_bytes.py"
+    spec = ClusterSpec(nodes=2, ranks_per_node=GROUP, inter="1gbit", name="nic-bytes")
+    with cluster(spec) as two_nodes:
+        words = [str(script), str(figures), ",".join(strategies), ",".join(collectives)]
+        assert run(two_nodes, words) == 0
+    found = json.loads(figures.read_text(encoding="utf-8"))
+    assert 1.0 < found["calibration"] < 1.10
+    for strategy in strategies:
+        for collective in collectives:
+            row = found[f"{strategy} {collective}"]
+            if collective in ("h-ring", "ho-ring"):
+                assert row["counted"] == STEPS * formula(strategy)
+            ratio = row["nics"] / row["counted"]
+            print(f"{strategy} {collective}: NICs {ratio:.4f} of what was counted")
+            assert ratio == pytest.approx(found["calibration"], rel=0.02), (strategy, collective)
+            assert ratio < 1.10
+
+
+@pytest.mark.root
+@pytest.mark.ranks
+def test_nics_count_what_the_formula_says(tmp_path: Path) -> None:
+    check(("NIG", "GGG"), ("ho-ring",), tmp_path)
+
+
+@pytest.mark.verify
+@pytest.mark.root
+@pytest.mark.ranks
+def test_nics_count_what_the_formula_says_for_all(tmp_path: Path) -> None:
+    check(legal_letters(), ("ring", "ho-ring"), tmp_path)
