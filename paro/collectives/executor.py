@@ -33,7 +33,7 @@ ALGORITHMS: dict[str, Hops] = {
 
 # A message should be long enough to outweigh its cost, and short enough that little is left to do
 # when the last one has come across.
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 768 << 10
 _LEAST_PIECE_BYTES = 256 << 10
 
 
