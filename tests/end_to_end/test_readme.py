@@ -27,6 +27,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # Folders whose files are listed one by one; of tests/ the folder alone.
 LISTED = ("paro", "model", "data", "tools", "examples")
+FOLDERS = {  # without a package's docstring
+    "examples": "One launch script per story.",
+    "measured": "Figures and pictures behind those of this page, as the tools wrote them.",
+}
 COLUMN = 31
 
 FENCED = r"^```\w*\n(.*?)^```$"
@@ -195,13 +199,13 @@ def listing(folder: Path, depth: int) -> list[str]:
     """A folder and all below it, a line each."""
     package = folder / "__init__.py"
     indent = "  " * depth
-    own = first_line(package) if package.exists() else "One launch script per story."
+    own = first_line(package) if package.exists() else FOLDERS[folder.name]
     lines = [f"{indent}{folder.name}/".ljust(COLUMN) + own]
     inside = [path for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__")]
     for path in sorted(inside, key=lambda path: (path.is_dir(), path.name)):
         if path.is_dir():
             lines += listing(path, depth + 1)
-        else:
+        elif path.suffix not in (".json", ".png"):
             lines.append(f"{indent}  {path.name}".ljust(COLUMN) + first_line(path))
     return lines
 

@@ -58,3 +58,35 @@ def _draw(panel: Any, op: str, rows: Sequence[Row]) -> None:
     panel.set(xscale="log", yscale="log")
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")
+
+
+def plot_gains(path: Path, title: str, curves: Sequence[Row]) -> None:
+    """Draws by which part HO-Ring takes less time than others, over how unlike the links are.
+
+    `curves` has rows of nic, other, ratio, measured and model: a panel per nic, a line per other.
+    """
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    nics = list(dict.fromkeys(row["nic"] for row in curves))
+    figure, panels = pyplot.subplots(
+        1, len(nics), figsize=(5 * len(nics), 4.5), squeeze=False, sharey=True, layout="constrained"
+    )
+    figure.suptitle(title, fontsize="medium")
+    for panel, nic in zip(panels[0], nics, strict=True):
+        rows = sorted((row for row in curves if row["nic"] == nic), key=lambda row: row["ratio"])
+        for number, other in enumerate(dict.fromkeys(row["other"] for row in rows)):
+            mine = [row for row in rows if row["other"] == other]
+            ratios = [row["ratio"] for row in mine]
+            measured, model = ([100 * row[key] for row in mine] for key in ("measured", "model"))
+            color = f"C{number}"
+            panel.plot(ratios, measured, marker="o", color=color, label=f"than {other}, measured")
+            panel.plot(ratios, model, linestyle="--", color=color, label=f"than {other}, model")
+        panel.axhspan(25, 40, color="gray", alpha=0.2, label="published, than ring")
+        panel.set(title=f"NIC {nic}", xlabel="speed inside a node by speed between nodes, per rank")
+        panel.set(xscale="log", ylabel="HO-Ring takes less time, %")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="small")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
+    pyplot.close(figure)
