@@ -132,5 +132,5 @@ def test_srun_starts_the_ranks_without_torchrun() -> None:
 
 
 def test_every_example_is_tested() -> None:
-    scripts = {path.name for path in EXAMPLES.iterdir()}
+    scripts = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
     assert scripts == {script for script, _ in LAUNCHES} | {"quickstart.sh"}

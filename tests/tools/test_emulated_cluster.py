@@ -276,9 +276,9 @@ def test_the_status_is_that_of_the_rank_that_failed(
 
 # A child that leaves its rank's session, which must not survive the run either.
 SLEEP = """
-import subprocess, time
+import os, subprocess, time
 subprocess.Popen(["sleep", "600"], start_new_session=True)
-print("asleep", flush=True)
+os.write(1, b"asleep\\n")  # at once, or lines of several ranks mix
 time.sleep(600)
 """
 
