@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def must_run(config: pytest.Config) -> set[str]:
-    """The markers whose tests may not skip in this session."""
+    """The markers whose tests may not skip in this run."""
     return set(filter(None, config.getoption("--must-run").split(",")))
 
 

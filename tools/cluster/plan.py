@@ -18,7 +18,7 @@ from tools.cluster.spec import ClusterSpec, address, nic, port
 # takes the token bucket's first bytes for the path's delay and then leaves a link of 25 Mbit/s idle
 # for a fifth of the time; Reno, which every kernel has, fills it to 0.95. And what waits on the
 # loopback should fit a core's cache: with receive buffers that grow without bound an all-gather of
-# 32 MB by 8 ranks costs 600 ms of CPU time, with these 180.
+# 32 MB by 8 ranks costs 470 to 690 ms of CPU time, with these 180.
 SETTINGS = {
     "net/ipv4/conf/all/arp_ignore": 1,
     "net/ipv4/conf/all/arp_announce": 2,
