@@ -46,8 +46,8 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         datasets = build_data(config)
         if only_evaluate and datasets.valid is None and datasets.test is None:
             raise ValueError(
-                f"--skip-train has nothing to evaluate: --split {config.data.split} leaves no "
-                "sample for validation or test"
+                "--skip-train has nothing to evaluate: --split, --valid-data-path and "
+                "--test-data-path leave no sample for validation or test"
             )
     log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     bytes_before = resident_bytes(control.device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,10 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.gpt_dataset import Sampling, build_gpt_dataset, check_vocabulary
+from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
+from data.blended_dataset import SplitRequest, build_samples
+from data.gpt_dataset import Sampling, TooFewTokensError, check_vocabulary
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
-from data.sample_order import SPLIT_NAMES, parse_split
+from data.sample_order import SPLIT_NAMES, parse_split, share_of
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
@@ -38,31 +41,73 @@ class DataConfig:
 
     seq_length: int
     data_path: tuple[str, ...] = ()
+    data_args_path: str | None = None
+    train_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = ()
+    per_split_data_args_path: str | None = None
     mock_data: bool = False
-    split: str = DEFAULT_SPLIT
+    split: str | None = None  # of data for all splits; None: DEFAULT_SPLIT
     data_cache_path: str | None = None
     num_workers: int = 2
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.mock_data and self.data_path:
-            raise ValueError("--mock-data and --data-path contradict each other: give one of them")
-        if not self.mock_data and not self.data_path:
+        given = [flag for flag, is_given in self._sources().items() if is_given]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} contradict each other: give one of them")
+        if not given:
             raise ValueError(
                 "no data: give --data-path PREFIX, or --mock-data for synthetic tokens"
             )
-        if len(self.data_path) > 1:
-            raise ValueError(
-                f"--data-path takes the prefix of one corpus, {len(self.data_path)} words were "
-                f"given: {' '.join(self.data_path)}"
-            )
+        blends = self.blends()
+        if not self.mock_data and "train" not in blends:
+            raise ValueError(f"{given[0]} is given and no training data: give --train-data-path")
+        if self.is_per_split and self.split is not None:
+            raise ValueError(f"--split and {given[0]} contradict each other: give one of them")
         if self.seq_length < 1:
             raise ValueError(f"--seq-length {self.seq_length} must be at least 1")
         if self.num_workers < 0:
             raise ValueError(f"--num-workers {self.num_workers} must be 0 or more")
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"--seed {self.seed} must lie between 0 and {MAX_SEED}")
-        parse_split(self.split)
+        parse_split(self.split or DEFAULT_SPLIT)
+
+    def _sources(self) -> dict[str, bool]:
+        """Where data may come from, of which one is given."""
+        per_split = {f"--{name}-data-path": words for name, words in self._words().items()}
+        first_given = next((flag for flag, words in per_split.items() if words), "")
+        return {
+            "--mock-data": self.mock_data,
+            "--data-path": bool(self.data_path),
+            "--data-args-path": self.data_args_path is not None,
+            first_given or "--train-data-path": bool(first_given),
+            "--per-split-data-args-path": self.per_split_data_args_path is not None,
+        }
+
+    def _words(self) -> dict[str, tuple[str, ...]]:
+        return {name: getattr(self, f"{name}_data_path") for name in SPLIT_NAMES}
+
+    @property
+    def is_per_split(self) -> bool:
+        """Whether every split has data of its own, instead of a part of all data."""
+        return self.per_split_data_args_path is not None or any(self._words().values())
+
+    def blends(self) -> dict[str, Blend]:
+        """What each split is made of; none for synthetic tokens."""
+        if self.per_split_data_args_path is not None:
+            return read_blend_per_split(self.per_split_data_args_path, "--per-split-data-args-path")
+        if self.is_per_split:
+            return {
+                name: parse_blend(words, f"--{name}-data-path")
+                for name, words in self._words().items()
+                if words
+            }
+        if self.data_args_path is not None:
+            return dict.fromkeys(SPLIT_NAMES, read_blend(self.data_args_path, "--data-args-path"))
+        if self.data_path:
+            return dict.fromkeys(SPLIT_NAMES, parse_blend(self.data_path, "--data-path"))
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +126,20 @@ class Datasets:
     train: Samples
     valid: Samples | None
     test: Samples | None
+    causes: Mapping[str, str] = field(default_factory=dict)  # why a split has no sample
 
     def describe(self) -> list[str]:
         """One line per split, for the start of a run."""
-        named = ((name, getattr(self, name)) for name in SPLIT_NAMES)
-        return [f"{name}: {data.describe() if data else 'no samples'}" for name, data in named]
+        lines = []
+        for name in SPLIT_NAMES:
+            samples: Samples | None = getattr(self, name)
+            if samples is not None:
+                lines.append(f"{name}: {samples.describe()}")
+            elif name in self.causes:
+                lines.append(f"{name}: no samples, its evaluation is left out: {self.causes[name]}")
+            else:
+                lines.append(f"{name}: no samples")
+        return lines
 
 
 def build_datasets(config: DataConfig, num_samples: SplitCounts, vocab_size: int) -> Datasets:
@@ -93,32 +147,59 @@ def build_datasets(config: DataConfig, num_samples: SplitCounts, vocab_size: int
     counts = {name: getattr(num_samples, name) for name in SPLIT_NAMES}
     # Training data is opened even if no sample of it is asked for: a run may only evaluate.
     wanted = [name for name in SPLIT_NAMES if name == "train" or counts[name] > 0]
-    found: dict[str, Samples | None] = {}
     if config.mock_data:
-        for name in wanted:
-            found[name] = MockDataset(
+        mock = {
+            name: MockDataset(
                 num_samples=counts[name],
                 seq_length=config.seq_length,
                 vocab_size=vocab_size,
                 seed=config.seed,
                 stream=SPLIT_NAMES.index(name),
             )
-    else:
-        indexed = IndexedDataset(config.data_path[0])
-        check_vocabulary(indexed, vocab_size)
-        sampling = Sampling(
-            split=config.split,
-            seq_length=config.seq_length,
-            seed=config.seed,
-            cache_path=config.data_cache_path,
+            for name in wanted
+        }
+        return Datasets(train=mock["train"], valid=mock.get("valid"), test=mock.get("test"))
+    return _build_from_corpora(config, {name: counts[name] for name in wanted}, vocab_size)
+
+
+def _build_from_corpora(config: DataConfig, counts: Mapping[str, int], vocab_size: int) -> Datasets:
+    """The splits named in `counts`; a held-out one without a sample is left out."""
+
+    @cache  # several splits and blends may share a corpus
+    def open_corpus(prefix: str) -> IndexedDataset:
+        corpus = IndexedDataset(prefix)
+        check_vocabulary(corpus, vocab_size)
+        return corpus
+
+    sampling = Sampling(
+        split=None if config.is_per_split else config.split or DEFAULT_SPLIT,
+        seq_length=config.seq_length,
+        seed=config.seed,
+        cache_path=config.data_cache_path,
+    )
+    blends = config.blends()
+    found: dict[str, Samples] = {}
+    causes: dict[str, str] = {}
+    for name, count in counts.items():
+        is_held_out = name != "train"
+        if is_held_out and (name not in blends or share_of(sampling.split, name) is None):
+            continue
+        request = SplitRequest(
+            split_name=name,
+            sampling=sampling,
+            num_samples=count,
+            vocab_size=vocab_size,
+            open_corpus=open_corpus,
         )
-        for name in wanted:
-            found[name] = build_gpt_dataset(
-                indexed, name, sampling, num_samples=counts[name], vocab_size=vocab_size
-            )
-    train = found["train"]
-    assert train is not None, "a training split without a sample is refused where it is built"
-    return Datasets(train=train, valid=found.get("valid"), test=found.get("test"))
+        try:
+            found[name] = build_samples(blends[name], request)
+        except TooFewTokensError as error:
+            if not is_held_out:
+                raise
+            causes[name] = str(error)
+    return Datasets(
+        train=found["train"], valid=found.get("valid"), test=found.get("test"), causes=causes
+    )
 
 
 @dataclass(frozen=True, slots=True)

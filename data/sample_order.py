@@ -43,7 +43,7 @@ class OrderPlan:
 
     bounds: Bounds
     tokens_per_epoch: int
-    num_samples: int  # asked for; the order holds at least as many
+    num_samples: int | None  # asked for; the order holds at least as many; None: one epoch
     seq_length: int
     seed: int
 
@@ -54,6 +54,8 @@ class OrderPlan:
     @property
     def num_epochs(self) -> int:
         """The fewest epochs that hold the samples and the one label after the last of them."""
+        if self.num_samples is None:
+            return 1
         needed = self.num_samples * self.seq_length + 1
         return max(1, -(-needed // self.tokens_per_epoch))
 
@@ -69,7 +71,7 @@ class OrderPlan:
     @property
     def samples_before_separate_epoch(self) -> int | None:
         """Samples of all epochs but the last where the last is shuffled apart, else None."""
-        if self.num_epochs == 1:
+        if self.num_samples is None or self.num_epochs == 1:
             return None
         before = ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.seq_length
         from_last = self.num_samples - before
@@ -111,6 +113,13 @@ def split_matrix(text: str) -> tuple[Share | None, Share | None, Share | None]:
         Share(begin, end) if end > begin else None for begin, end in pairwise(ends)
     )
     return train, valid, test
+
+
+def share_of(split: str | None, split_name: str) -> Share | None:
+    """The part that a split has of a corpus; all of it where there is no --split."""
+    if split is None:
+        return Share(0.0, 1.0)
+    return split_matrix(split)[SPLIT_NAMES.index(split_name)]
 
 
 def split_bounds(share: Share, num_sequences: int) -> Bounds:

@@ -63,7 +63,7 @@ class RunConfig:
         sharding, strategy = _take_sharding(args, world)
         batches = _take_batches(args, world)
         train = _take_train(args, batches)
-        data = _take(DataConfig, args, data_path=tuple(args.data_path))
+        data = _take_data(args)
         tokenizer = _take_tokenizer(args)
         vocab_size = build_tokenizer(tokenizer).vocab_size
         config = cls(
@@ -222,6 +222,12 @@ def _take_precision(args: Namespace) -> PrecisionConfig:
 
 def _take_loss_scale(args: Namespace) -> LossScaleConfig:
     return _take(LossScaleConfig, args, dynamic=args.fp16 and args.loss_scale is None)
+
+
+def _take_data(args: Namespace) -> DataConfig:
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    words = {name: tuple(getattr(args, name)) for name in names}
+    return _take(DataConfig, args, **words)
 
 
 def _take_tokenizer(args: Namespace) -> TokenizerConfig:

@@ -189,6 +189,48 @@ def test_corpus_splits(prefix: str) -> None:
     assert batch.labels_BS[0].tolist() == datasets.train[0][1:].tolist()
 
 
+def test_a_held_out_split_without_a_sample_is_named_in_one_line(prefix: str) -> None:
+    config = DataConfig(seq_length=8, data_path=("1", prefix), split="99,1,0")
+    datasets = build_datasets(config, SplitCounts(train=10, valid=5, test=5), vocab_size=200)
+    assert datasets.valid is not None
+    config = DataConfig(seq_length=30, data_path=("1", prefix), split="99,1,0")
+    datasets = build_datasets(config, SplitCounts(train=10, valid=5, test=5), vocab_size=200)
+    assert datasets.valid is None
+    assert datasets.describe()[1].startswith(
+        "valid: no samples, its evaluation is left out: --seq-length 30 is longer than the data: "
+        "--split '99,1,0' leaves 20 tokens"
+    )
+    assert datasets.describe()[2] == "test: no samples"
+
+
+def test_training_data_without_weights_are_not_read_twice(prefix: str) -> None:
+    config = DataConfig(seq_length=8, data_path=(prefix, prefix), split="90,10,0")
+    counts = SplitCounts(train=10, valid=500)
+    datasets = build_datasets(config, counts, vocab_size=200)
+    assert datasets.valid is not None
+    assert len(datasets.valid) == 500
+    once = 2 * ((200 - 1) // 8)  # samples of the held-out part of both
+    first, again = datasets.valid[3].tolist(), datasets.valid[3 + once].tolist()
+    assert first == again
+    assert f"500 samples in {500 / once:.2f} rounds" in datasets.describe()[1]
+    with pytest.raises(ValueError, match=r"without weights holds .* and training draws 1000"):
+        build_datasets(config, SplitCounts(train=1000), vocab_size=200)
+
+
+def test_a_corpus_without_a_sample_is_left_out_of_a_held_out_blend(
+    prefix: str, tmp_path: Path
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "small", np.dtype("<u2")) as writer:
+        writer.add_document([[1, 2, 3]])
+    words = ("1", prefix, "2", str(tmp_path / "small"))
+    config = DataConfig(seq_length=8, train_data_path=(prefix,), valid_data_path=words)
+    datasets = build_datasets(config, SplitCounts(train=10, valid=5), vocab_size=200)
+    assert f"nothing of {tmp_path / 'small'}: too few tokens" in datasets.describe()[1]
+    config = DataConfig(seq_length=8, train_data_path=words)
+    with pytest.raises(ValueError, match=r"3 tokens of --train-data-path .*small for training"):
+        build_datasets(config, SplitCounts(train=10), vocab_size=200)
+
+
 def test_evaluation_alone_needs_no_training_samples(prefix: str) -> None:
     config = DataConfig(seq_length=8, data_path=(prefix,), split="90,10,0")
     datasets = build_datasets(config, SplitCounts(train=0, valid=5), vocab_size=200)
@@ -213,7 +255,13 @@ def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
     [
         ({"mock_data": True, "data_path": ("x",)}, "--mock-data and --data-path contradict"),
         ({}, "give --data-path PREFIX, or --mock-data"),
-        ({"data_path": ("0.5", "x", "0.5", "y")}, "--data-path takes the prefix of one corpus"),
+        ({"data_path": ("0.5", "x", "y")}, "--data-path .* do not match"),
+        ({"data_path": ("0.5", "x", "-0.5", "y")}, "--data-path the weight -0.5 is no share"),
+        ({"data_path": ("x",), "data_args_path": "y"}, "--data-path and --data-args-path contra"),
+        ({"data_args_path": "none"}, "--data-args-path none cannot be read"),
+        ({"data_path": ("x",), "test_data_path": ("y",)}, "--data-path and --test-data-path contr"),
+        ({"valid_data_path": ("x",)}, "give --train-data-path"),
+        ({"train_data_path": ("x",), "split": "1,1,1"}, "--split and --train-data-path contradict"),
         ({"mock_data": True, "seq_length": 0}, "--seq-length 0"),
         ({"mock_data": True, "num_workers": -1}, "--num-workers -1"),
         ({"mock_data": True, "seed": -1}, "--seed -1"),
