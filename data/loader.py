@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
 from data.blended_dataset import SplitRequest, build_samples
+from data.document_bounds import DocumentRules, bounds_of
 from data.gpt_dataset import Sampling, TooFewTokensError, check_vocabulary
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
@@ -49,6 +50,9 @@ class DataConfig:
     mock_data: bool = False
     split: str | None = None  # of data for all splits; None: DEFAULT_SPLIT
     data_cache_path: str | None = None
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
     num_workers: int = 2
     seed: int = 1234
 
@@ -72,6 +76,16 @@ class DataConfig:
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"--seed {self.seed} must lie between 0 and {MAX_SEED}")
         parse_split(self.split or DEFAULT_SPLIT)
+
+    def document_rules(self, eod: int) -> DocumentRules | None:
+        """What the end of a document changes; None where it changes nothing."""
+        rules = DocumentRules(
+            eod=eod,
+            eod_mask_loss=self.eod_mask_loss,
+            reset_position_ids=self.reset_position_ids,
+            reset_attention_mask=self.reset_attention_mask,
+        )
+        return None if rules == DocumentRules(eod=eod) else rules
 
     def _sources(self) -> dict[str, bool]:
         """Where data may come from, of which one is given."""
@@ -209,23 +223,42 @@ class Batch:
     tokens_BS: Tensor  # noqa: N815  int64
     labels_BS: Tensor  # noqa: N815  int64
     loss_mask_BS: Tensor  # noqa: N815  float32
+    positions_BS: Tensor | None = None  # noqa: N815  int64; None: a sample's own
+    document_lengths: tuple[int, ...] | None = None  # of all samples; None: a sample is one
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
-        return Batch(*(part.to(device, non_blocking=non_blocking) for part in self._parts()))
+        return self._with(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        return Batch(*(part.pin_memory() for part in self._parts()))
+        return self._with(lambda part: part.pin_memory())
 
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.tokens_BS, self.labels_BS, self.loss_mask_BS
+    def documents(self) -> dict[str, Any]:
+        """What the model is told of documents that share a sample, as its keywords."""
+        return {"positions_BS": self.positions_BS, "document_lengths": self.document_lengths}
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        positions_BS = self.positions_BS
+        return Batch(
+            change(self.tokens_BS),
+            change(self.labels_BS),
+            change(self.loss_mask_BS),
+            None if positions_BS is None else change(positions_BS),
+            self.document_lengths,
+        )
 
 
-def collate(samples: Sequence[NDArray[np.int64]]) -> Batch:
+def collate(samples: Sequence[NDArray[np.int64]], rules: DocumentRules | None = None) -> Batch:
     """Tokens and labels of samples that are one token longer than the sequence."""
-    text = torch.from_numpy(np.stack(samples))
-    tokens_BS = text[:, :-1].contiguous()
-    labels_BS = text[:, 1:].contiguous()
-    return Batch(tokens_BS, labels_BS, torch.ones(tokens_BS.shape, dtype=torch.float32))
+    text = np.stack(samples)
+    bounds = bounds_of(text[:, :-1], rules)
+    positions = bounds.positions_BS
+    return Batch(
+        torch.from_numpy(text[:, :-1].copy()),
+        torch.from_numpy(text[:, 1:].copy()),
+        torch.from_numpy(bounds.loss_mask_BS),
+        None if positions is None else torch.from_numpy(positions),
+        bounds.document_lengths,
+    )
 
 
 @dataclass(eq=False)
@@ -248,6 +281,7 @@ class MicroBatches:
     consumed_samples: int = 0
     num_workers: int = 0
     pin_memory: bool = False
+    rules: DocumentRules | None = None
     _source: Iterator[Batch | Exception] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -275,7 +309,7 @@ class MicroBatches:
             begin += stride
 
     def _read(self) -> Iterator[Batch | Exception]:
-        fetch = _Fetch(self.dataset)
+        fetch = _Fetch(self.dataset, self.rules)
         for numbers in self.sample_numbers():
             batch = fetch[numbers]
             if self.pin_memory and isinstance(batch, Batch):
@@ -284,7 +318,7 @@ class MicroBatches:
 
     def _read_ahead(self) -> Iterator[Batch | Exception]:
         loader: DataLoader[Batch | Exception] = DataLoader(
-            _Fetch(self.dataset),
+            _Fetch(self.dataset, self.rules),
             batch_size=None,
             sampler=self.sample_numbers(),
             num_workers=self.num_workers,
@@ -309,8 +343,9 @@ class _Fetch(Dataset[Batch | Exception]):
     page of traceback.
     """
 
-    def __init__(self, dataset: Samples) -> None:
+    def __init__(self, dataset: Samples, rules: DocumentRules | None) -> None:
         self.dataset = dataset
+        self.rules = rules
 
     def __getitem__(self, numbers: range) -> Batch | Exception:
         if numbers[-1] >= len(self.dataset):
@@ -320,7 +355,7 @@ class _Fetch(Dataset[Batch | Exception]):
                 "announced when it was built"
             )
         try:
-            return collate([self.dataset[number] for number in numbers])
+            return collate([self.dataset[number] for number in numbers], self.rules)
         except ValueError as error:
             return error
 

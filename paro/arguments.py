@@ -305,6 +305,12 @@ def _add_data_args(parser: ArgumentParser) -> None:
         "969, 30, 1")
     add("--data-cache-path", metavar="DIR",
         help="where sample indices are kept between runs; default: beside the corpus")
+    add("--eod-mask-loss", action="store_true",
+        help="leave the tokens that end documents out of the loss")
+    add("--reset-position-ids", action="store_true",
+        help="count positions from the beginning of each document, not of each sample")
+    add("--reset-attention-mask", action="store_true",
+        help="keep documents that share a sample from seeing each other")
     add("--num-workers", type=int, default=2, metavar="N",
         help="background workers of the data loader, per rank; 0: none")
 

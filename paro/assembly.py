@@ -159,6 +159,7 @@ def build_sources(
             consumed_samples=consumed,
             num_workers=config.data.num_workers,
             pin_memory=training.device.type == "cuda",
+            rules=config.data.document_rules(config.eod),
         )
 
     valid, test = datasets.valid, datasets.test

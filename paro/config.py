@@ -50,6 +50,7 @@ class RunConfig:
     data: DataConfig
     tokenizer: TokenizerConfig
     vocab_size: int  # the tokenizer's; the model's is padded
+    eod: int  # the token that ends a document
     checkpoint: CheckpointConfig
     report: ReportConfig
     runtime: RuntimeConfig
@@ -65,7 +66,8 @@ class RunConfig:
         train = _take_train(args, batches)
         data = _take_data(args)
         tokenizer = _take_tokenizer(args)
-        vocab_size = build_tokenizer(tokenizer).vocab_size
+        built = build_tokenizer(tokenizer)
+        vocab_size = built.vocab_size
         config = cls(
             model=_take_model(args, vocab_size),
             batches=batches,
@@ -79,6 +81,7 @@ class RunConfig:
             data=data,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
+            eod=built.eod,
             checkpoint=_take(CheckpointConfig, args),
             report=_take(ReportConfig, args),
             runtime=_take(RuntimeConfig, args),

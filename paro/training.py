@@ -162,6 +162,7 @@ def _forward_backward(
             batch.labels_BS,
             weigh(batch.loss_mask_BS),
             last=index + 1 == num_micro_batches,
+            **batch.documents(),
         )
     model.finish_gradients()
     return loss_sum
@@ -232,6 +233,8 @@ def evaluate(
         for _ in range(num_micro_batches):
             batch = _next_batch(micro_batches, training.device)
             weights_BS = weigh(batch.loss_mask_BS)
-            loss_sum += model.evaluate(batch.tokens_BS, batch.labels_BS, weights_BS)
+            loss_sum += model.evaluate(
+                batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents()
+            )
     loss, num_tokens = training.control.sum([float(loss_sum), weigh.num_tokens()])
     return loss * weigh.unscale(num_tokens)

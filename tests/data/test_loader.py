@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from data.document_bounds import DocumentRules
 from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import (
     Batch,
@@ -90,6 +91,35 @@ def test_labels_follow_tokens() -> None:
     assert (batch.tokens_BS.dtype, batch.loss_mask_BS.dtype) == (torch.int64, torch.float32)
     assert batch.tokens_BS.is_contiguous()
     assert batch.labels_BS.is_contiguous()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
+    rules = DocumentRules(
+        eod=2, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
+    )
+    batches = MicroBatches(
+        Numbered(),
+        rank=0,
+        world_size=1,
+        micro_batch_size=2,
+        num_workers=num_workers,
+        rules=rules,
+    )
+    batch = next(batches)  # 0 1 2 3, and 1 2 3 4
+    assert batch.positions_BS is not None
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
+    assert batch.document_lengths == (3, 1, 2, 2)
+    assert batch.loss_mask_BS.tolist() == [[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 1.0]]
+    moved = batch.to(torch.device("meta"))
+    assert moved.positions_BS is not None
+    assert moved.positions_BS.device.type == "meta"
+    assert moved.documents()["document_lengths"] == (3, 1, 2, 2)
+
+
+def test_batches_say_nothing_of_documents_unless_asked() -> None:
+    batch = next(MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=2))
+    assert batch.documents() == {"positions_BS": None, "document_lengths": None}
 
 
 def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:

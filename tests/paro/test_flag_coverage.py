@@ -49,6 +49,7 @@ ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
 # Fields that no flag owns.
 UNOWNED = {
     "batches.data_parallel_size",
+    "eod",
     "loss_scale.dynamic",
     "notices",
     "schedule.weight_decay_incr_samples",
