@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -295,7 +298,15 @@ class MicroBatches:
     def __next__(self) -> Batch:
         if self._source is None:
             self._source = self._read_ahead() if self.num_workers > 0 else self._read()
-        batch = next(self._source)
+        try:
+            batch = next(self._source)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            raise ChildProcessError(
+                f"a process that reads training data ahead is gone ({error}): often memory was "
+                "short; run again with a smaller --num-workers, or with 0 to see what it meets"
+            ) from error
         if isinstance(batch, Exception):
             raise batch
         return batch
@@ -327,7 +338,24 @@ class MicroBatches:
             worker_init_fn=_leave_process_group,
             generator=torch.Generator(),  # else it draws from the global one, which is the model's
         )
-        return iter(loader)
+        with _child_signals_left_alone():
+            return iter(loader)
+
+
+@contextmanager
+def _child_signals_left_alone() -> Iterator[None]:
+    """Undoes the handler by which torch would raise at any place of the training thread.
+
+    Without it the end of a worker is noticed where its batch is waited for.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where torch sets none either
+        yield
+        return
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _leave_process_group(worker: int) -> None:

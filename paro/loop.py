@@ -137,6 +137,7 @@ class Loop:
                 inter_bytes=result.sent.inter,
                 num_zeros=result.num_zeros,
                 params_norm=result.params_norm,
+                data_wait_ms=result.data_wait_seconds * 1000.0,
             )
         )
         if self._forecast is not None:  # after the first iteration, when all buffers have been

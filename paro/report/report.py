@@ -120,6 +120,7 @@ class Report:
             "world-size": self._facts.world_size,
             "grad-norm": record.grad_norm,
             "iteration-time": record.iteration_time_ms / 1000.0,
+            "data-wait-time": record.data_wait_ms / 1000.0,
             "throughput": metrics.tflops_per_device,
             "tokens-per-second": metrics.tokens_per_second,
             "mfu": metrics.mfu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from itertools import islice
 from pathlib import Path
 
@@ -129,6 +130,18 @@ def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:
     assert samples_in(next(batches)) == [0]
     (worker,) = set(multiprocessing.active_children()) - before
     assert os.getpgid(worker.pid or 0) == worker.pid
+
+
+def test_a_killed_worker_is_one_line() -> None:
+    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    before = set(multiprocessing.active_children())
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    with pytest.raises(ChildProcessError, match=r"reads training data.*--num-workers") as caught:
+        list(islice(batches, 10))
+    assert "\n" not in str(caught.value)
+    assert str(worker.pid) in str(caught.value)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -115,6 +115,11 @@ def test_norms_and_zeros_reach_the_record_where_they_are_asked_for() -> None:
     assert silent.params_norm is silent.num_zeros is None
 
 
+def test_waiting_for_data_reaches_the_record() -> None:
+    (record,) = run_loop("--train-iters 1 --eval-iters 0").records
+    assert 0.0 < record.data_wait_ms < record.iteration_time_ms
+
+
 def test_ramp_up_takes_growing_batches() -> None:
     run = run_loop(
         "--train-samples 40 --global-batch-size 8 --rampup-batch-size 2 3 20 --eval-iters 0"
