@@ -44,7 +44,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
 
     with control.agreed():
         datasets = build_data(config)
-        if only_evaluate and datasets.valid is None and datasets.test is None:
+        if only_evaluate and not (datasets.valid or datasets.named_valid or datasets.test):
             raise ValueError(
                 "--skip-train has nothing to evaluate: --split, --valid-data-path and "
                 "--test-data-path leave no sample for validation or test"

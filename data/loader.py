@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+from data.batch import Batch, Fetch, Samples
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
 from data.blended_dataset import SplitRequest, build_samples
-from data.document_bounds import DocumentRules, bounds_of
+from data.document_bounds import DocumentRules
 from data.gpt_dataset import Sampling, TooFewTokensError, check_vocabulary
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
@@ -27,16 +26,6 @@ from data.sample_order import SPLIT_NAMES, parse_split, share_of
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
-
-
-class Samples(Protocol):
-    """A finite set of samples, each seq_length + 1 token ids."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
-
-    def describe(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +45,8 @@ class DataConfig:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    multiple_validation_sets: bool = False
+    full_validation: bool = False
     num_workers: int = 2
     seed: int = 1234
 
@@ -70,6 +61,7 @@ class DataConfig:
         blends = self.blends()
         if not self.mock_data and "train" not in blends:
             raise ValueError(f"{given[0]} is given and no training data: give --train-data-path")
+        self._check_validation(blends.get("valid"))
         if self.is_per_split and self.split is not None:
             raise ValueError(f"--split and {given[0]} contradict each other: give one of them")
         if self.seq_length < 1:
@@ -79,6 +71,21 @@ class DataConfig:
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"--seed {self.seed} must lie between 0 and {MAX_SEED}")
         parse_split(self.split or DEFAULT_SPLIT)
+
+    def _check_validation(self, valid: Blend | None) -> None:
+        if self.full_validation and self.mock_data:
+            raise ValueError("--full-validation needs a corpus: --mock-data have no end")
+        if not self.multiple_validation_sets:
+            return
+        if not self.is_per_split or valid is None:
+            raise ValueError(
+                "--multiple-validation-sets needs --valid-data-path with a path for each of them"
+            )
+        if valid.weights is not None:
+            raise ValueError(
+                f"{valid.flag} has weights and --multiple-validation-sets keeps its corpora apart: "
+                "leave the weights out"
+            )
 
     def document_rules(self, eod: int) -> DocumentRules | None:
         """What the end of a document changes; None where it changes nothing."""
@@ -129,10 +136,10 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCounts:
-    """How many samples a run draws from each split."""
+    """How many samples a run draws from each split; None: every sample of it once."""
 
     train: int
-    valid: int = 0
+    valid: int | None = 0
     test: int = 0
 
 
@@ -143,27 +150,28 @@ class Datasets:
     train: Samples
     valid: Samples | None
     test: Samples | None
-    causes: Mapping[str, str] = field(default_factory=dict)  # why a split has no sample
+    named_valid: Mapping[str, Samples] = field(default_factory=dict)  # instead of `valid`
+    causes: Mapping[str, str] = field(default_factory=dict)  # why a set has no sample
 
     def describe(self) -> list[str]:
-        """One line per split, for the start of a run."""
-        lines = []
-        for name in SPLIT_NAMES:
-            samples: Samples | None = getattr(self, name)
-            if samples is not None:
-                lines.append(f"{name}: {samples.describe()}")
-            elif name in self.causes:
-                lines.append(f"{name}: no samples, its evaluation is left out: {self.causes[name]}")
-            else:
-                lines.append(f"{name}: no samples")
-        return lines
+        """One line per split or set, for the start of a run."""
+        sets: dict[str, Samples | None] = {name: getattr(self, name) for name in SPLIT_NAMES}
+        sets |= {f"valid, {name}": samples for name, samples in self.named_valid.items()}
+        lines = {
+            name: f"{name}: {samples.describe() if samples else 'no samples'}"
+            for name, samples in sets.items()
+            if name != "valid" or not self.named_valid
+        }
+        for name, cause in self.causes.items():
+            lines[name] = f"{name}: no samples, its evaluation is left out: {cause}"
+        return list(lines.values())
 
 
 def build_datasets(config: DataConfig, num_samples: SplitCounts, vocab_size: int) -> Datasets:
     """The splits with at least the samples asked for; `vocab_size` is the tokenizer's own."""
     counts = {name: getattr(num_samples, name) for name in SPLIT_NAMES}
     # Training data is opened even if no sample of it is asked for: a run may only evaluate.
-    wanted = [name for name in SPLIT_NAMES if name == "train" or counts[name] > 0]
+    wanted = [name for name in SPLIT_NAMES if name == "train" or counts[name] != 0]
     if config.mock_data:
         mock = {
             name: MockDataset(
@@ -179,7 +187,9 @@ def build_datasets(config: DataConfig, num_samples: SplitCounts, vocab_size: int
     return _build_from_corpora(config, {name: counts[name] for name in wanted}, vocab_size)
 
 
-def _build_from_corpora(config: DataConfig, counts: Mapping[str, int], vocab_size: int) -> Datasets:
+def _build_from_corpora(
+    config: DataConfig, counts: Mapping[str, int | None], vocab_size: int
+) -> Datasets:
     """The splits named in `counts`; a held-out one without a sample is left out."""
 
     @cache  # several splits and blends may share a corpus
@@ -194,74 +204,44 @@ def _build_from_corpora(config: DataConfig, counts: Mapping[str, int], vocab_siz
         seed=config.seed,
         cache_path=config.data_cache_path,
     )
-    blends = config.blends()
-    found: dict[str, Samples] = {}
+    found: dict[tuple[str, str], Samples] = {}
     causes: dict[str, str] = {}
-    for name, count in counts.items():
-        is_held_out = name != "train"
-        if is_held_out and (name not in blends or share_of(sampling.split, name) is None):
+    for (split_name, set_name), blend in _sets(config).items():
+        is_held_out = split_name != "train"
+        if split_name not in counts or (is_held_out and not share_of(sampling.split, split_name)):
             continue
         request = SplitRequest(
-            split_name=name,
+            split_name=split_name,
             sampling=sampling,
-            num_samples=count,
+            num_samples=counts[split_name],
             vocab_size=vocab_size,
             open_corpus=open_corpus,
         )
         try:
-            found[name] = build_samples(blends[name], request)
+            found[split_name, set_name] = build_samples(blend, request)
         except TooFewTokensError as error:
             if not is_held_out:
                 raise
-            causes[name] = str(error)
+            causes[f"{split_name}, {set_name}" if set_name else split_name] = str(error)
     return Datasets(
-        train=found["train"], valid=found.get("valid"), test=found.get("test"), causes=causes
+        train=found["train", ""],
+        valid=found.get(("valid", "")),
+        test=found.get(("test", "")),
+        named_valid={name: samples for (_, name), samples in found.items() if name},
+        causes=causes,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One micro-batch of one rank; labels are the tokens that follow, masked where mask is 0."""
-
-    tokens_BS: Tensor  # noqa: N815  int64
-    labels_BS: Tensor  # noqa: N815  int64
-    loss_mask_BS: Tensor  # noqa: N815  float32
-    positions_BS: Tensor | None = None  # noqa: N815  int64; None: a sample's own
-    document_lengths: tuple[int, ...] | None = None  # of all samples; None: a sample is one
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
-        return self._with(lambda part: part.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        return self._with(lambda part: part.pin_memory())
-
-    def documents(self) -> dict[str, Any]:
-        """What the model is told of documents that share a sample, as its keywords."""
-        return {"positions_BS": self.positions_BS, "document_lengths": self.document_lengths}
-
-    def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        positions_BS = self.positions_BS
-        return Batch(
-            change(self.tokens_BS),
-            change(self.labels_BS),
-            change(self.loss_mask_BS),
-            None if positions_BS is None else change(positions_BS),
-            self.document_lengths,
-        )
-
-
-def collate(samples: Sequence[NDArray[np.int64]], rules: DocumentRules | None = None) -> Batch:
-    """Tokens and labels of samples that are one token longer than the sequence."""
-    text = np.stack(samples)
-    bounds = bounds_of(text[:, :-1], rules)
-    positions = bounds.positions_BS
-    return Batch(
-        torch.from_numpy(text[:, :-1].copy()),
-        torch.from_numpy(text[:, 1:].copy()),
-        torch.from_numpy(bounds.loss_mask_BS),
-        None if positions is None else torch.from_numpy(positions),
-        bounds.document_lengths,
-    )
+def _sets(config: DataConfig) -> dict[tuple[str, str], Blend]:
+    """The blend of each split, or of each validation set by its name."""
+    sets = {(split_name, ""): blend for split_name, blend in config.blends().items()}
+    if config.multiple_validation_sets:
+        valid = sets.pop(("valid", ""))
+        names = [Path(prefix).name for prefix in valid.prefixes]
+        for name, prefix in zip(names, valid.prefixes, strict=True):
+            unique = name if names.count(name) == 1 else prefix
+            sets["valid", unique] = Blend(flag=valid.flag, prefixes=(prefix,))
+    return sets
 
 
 @dataclass(eq=False)
@@ -285,6 +265,7 @@ class MicroBatches:
     num_workers: int = 0
     pin_memory: bool = False
     rules: DocumentRules | None = None
+    ends: bool = False  # behind the last sample come others that are masked out
     _source: Iterator[Batch | Exception] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -320,7 +301,7 @@ class MicroBatches:
             begin += stride
 
     def _read(self) -> Iterator[Batch | Exception]:
-        fetch = _Fetch(self.dataset, self.rules)
+        fetch = Fetch(self.dataset, self.rules, masks_beyond_end=self.ends)
         for numbers in self.sample_numbers():
             batch = fetch[numbers]
             if self.pin_memory and isinstance(batch, Batch):
@@ -329,7 +310,7 @@ class MicroBatches:
 
     def _read_ahead(self) -> Iterator[Batch | Exception]:
         loader: DataLoader[Batch | Exception] = DataLoader(
-            _Fetch(self.dataset, self.rules),
+            Fetch(self.dataset, self.rules, masks_beyond_end=self.ends),
             batch_size=None,
             sampler=self.sample_numbers(),
             num_workers=self.num_workers,
@@ -362,30 +343,6 @@ def _leave_process_group(worker: int) -> None:
     # A launcher signals the whole process group of a rank. Those that read go on until the trainer
     # leaves, so that it can finish its step and save.
     os.setpgid(0, 0)
-
-
-class _Fetch(Dataset[Batch | Exception]):
-    """Micro-batches by the numbers of their samples.
-
-    A user's mistake is a value here, because an exception would come out of a worker process as a
-    page of traceback.
-    """
-
-    def __init__(self, dataset: Samples, rules: DocumentRules | None) -> None:
-        self.dataset = dataset
-        self.rules = rules
-
-    def __getitem__(self, numbers: range) -> Batch | Exception:
-        if numbers[-1] >= len(self.dataset):
-            return ValueError(
-                f"the data set ends after {len(self.dataset)} samples and sample {numbers[-1]} is "
-                "asked for: more is drawn than --train-iters, --train-samples or --eval-iters "
-                "announced when it was built"
-            )
-        try:
-            return collate([self.dataset[number] for number in numbers], self.rules)
-        except ValueError as error:
-            return error
 
 
 def _unchanged(batch: Any) -> Any:  # DataLoader's type for it says list, with or without batches

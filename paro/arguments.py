@@ -331,6 +331,10 @@ def _add_validation_args(parser: ArgumentParser) -> None:
         help="evaluate on held-out data every N iterations; 0: only at the end")
     add("--eval-iters", type=int, default=100, metavar="N",
         help="global batches per evaluation; 0: never evaluate")
+    add("--full-validation", action="store_true",
+        help="let every evaluation read all validation data once, instead of --eval-iters batches")
+    add("--multiple-validation-sets", action="store_true",
+        help="evaluate each corpus of --valid-data-path by itself, under its name")
     add("--skip-train", action="store_true",
         help="evaluate what --load holds on validation and test data and leave; nothing is written")
 

@@ -217,8 +217,17 @@ class _Weights:
     known only when the step is over: until then a full batch is assumed.
     """
 
-    def __init__(self, training: Training, num_micro_batches: int, *, scale: float) -> None:
-        self._per_token = training.config.calculate_per_token_loss
+    def __init__(
+        self,
+        training: Training,
+        num_micro_batches: int,
+        *,
+        scale: float,
+        per_token: bool | None = None,
+    ) -> None:
+        if per_token is None:
+            per_token = training.config.calculate_per_token_loss
+        self._per_token = per_token
         self._num_parts = num_micro_batches * training.control.world.size
         self._factor = scale / self._num_parts
         self._scale = scale
@@ -243,15 +252,19 @@ class _Weights:
 
 
 def evaluate(
-    training: Training, state: TrainState, micro_batches: Iterator[Batch], num_iters: int
+    training: Training,
+    micro_batches: Iterator[Batch],
+    num_micro_batches: int,
+    *,
+    per_token: bool | None = None,
 ) -> float:
-    """The mean loss over `num_iters` global batches of held-out data; no traffic is counted."""
+    """The mean loss over micro-batches of held-out data; no traffic is counted.
+
+    A mean over micro-batches or tokens, as training has it unless `per_token` says.
+    """
     model = training.model
     model.wait_published()
-    num_micro_batches = num_iters * training.batches.num_micro_batches_at(
-        state.consumed_train_samples
-    )
-    weigh = _Weights(training, num_micro_batches, scale=1.0)
+    weigh = _Weights(training, num_micro_batches, scale=1.0, per_token=per_token)
     loss_sum = torch.zeros((), dtype=torch.float64, device=training.device)
     batches = _TimedBatches(micro_batches, training.device)
     with training.traffic.paused():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from data.batch import collate
 from data.document_bounds import DocumentRules
 from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import (
@@ -21,7 +22,6 @@ from data.loader import (
     MicroBatches,
     SplitCounts,
     build_datasets,
-    collate,
 )
 
 SEQ = 4

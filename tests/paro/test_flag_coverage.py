@@ -59,7 +59,9 @@ UNOWNED = {
     "strategy.params",
 }
 FULL = "--recompute-granularity full"
+CORPUS = "--data-path corpus"
 TRAIN = "--train-data-path corpus"
+VALID = f"{TRAIN} --valid-data-path corpus"
 COSINE = "--weight-decay-incr-style cosine"
 RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay"
 # How to see a flag's effect, where it takes more than the flag with some other value:
@@ -70,6 +72,7 @@ CASES = {
     "end_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.6"),
     "exit_on_missing_checkpoint": ((), "--load .", "--load . --exit-on-missing-checkpoint"),
     "fp16": ((), "", "--fp16"),
+    "full_validation": (("mock-data",), CORPUS, f"{CORPUS} --full-validation"),
     "global_batch_size": (("global-batch-size",), "", "--global-batch-size 64"),
     "grad_reduce_in_bf16": ((), "--bf16", "--bf16 --grad-reduce-in-bf16"),
     "hidden_size": ((), "", "--hidden-size 128"),
@@ -82,6 +85,7 @@ CASES = {
     "max_position_embeddings": ((), "", "--max-position-embeddings 64"),
     "micro_batch_size": (("micro-batch-size",), "--micro-batch-size 2", "--micro-batch-size 4"),
     "mock_data": (("mock-data",), "--data-path corpus", "--mock-data"),
+    "multiple_validation_sets": (("mock-data",), VALID, f"{VALID} --multiple-validation-sets"),
     "num_attention_heads": ((), "", "--num-attention-heads 8"),
     "num_query_groups": ((), "", "--num-query-groups 2 --group-query-attention"),
     "paro_collective": ((), "", "--paro-collective ho-ring"),
