@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 SPLIT_NAMES = ("train", "valid", "test")
 DOCUMENT_DTYPE = np.dtype(np.int32)
+BLOCK = 2**16  # entries of the document index
 # A final epoch of which less than this part is needed is shuffled apart, so that the samples of
 # the whole epochs come first.
 SEPARATE_BELOW = 0.80
@@ -149,13 +150,24 @@ def _document_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[n
 def _sample_index(
     lengths: NDArray[np.int32], document_index: NDArray[np.int32], plan: OrderPlan
 ) -> NDArray[Any]:
-    entry_lengths = lengths[document_index]
-    ends = np.cumsum(entry_lengths, dtype=np.int64)
-    starts_of_samples = np.arange(plan.total_samples + 1, dtype=np.int64) * plan.seq_length
-    entries = np.searchsorted(ends, starts_of_samples, side="right")
-    entries[0] = 0  # also where the first sequences are empty
-    offsets = starts_of_samples - (ends[entries] - entry_lengths[entries])
-    return np.stack((entries, offsets), axis=1).astype(sample_index_dtype(plan, lengths))
+    """Block by block, so that what is between stays in the processor's cache."""
+    num_rows = plan.total_samples + 1
+    rows = np.empty((num_rows, 2), dtype=sample_index_dtype(plan, lengths))
+    begin, row = 0, 0  # the first token of the block, and the first row not yet known
+    for first in range(0, len(document_index), BLOCK):
+        block = lengths.take(document_index[first : first + BLOCK], mode="clip")
+        ends = np.cumsum(block, dtype=np.int64) + begin
+        begin = int(ends[-1])
+        row_behind = min((begin - 1) // plan.seq_length + 1, num_rows)
+        if row_behind > row:
+            starts = np.arange(row, row_behind, dtype=np.int64) * plan.seq_length
+            entries = np.searchsorted(ends, starts, side="right")
+            rows[row:row_behind, 0] = entries + first
+            rows[row:row_behind, 1] = starts - (ends[entries] - block[entries])
+            row = row_behind
+    assert row == num_rows, f"{row} of {num_rows} rows"
+    rows[0] = 0  # also where the first sequences are empty
+    return rows
 
 
 def sample_index_dtype(plan: OrderPlan, lengths: NDArray[np.int32]) -> np.dtype[Any]:

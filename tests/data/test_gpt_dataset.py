@@ -6,6 +6,8 @@ import hashlib
 import json
 import multiprocessing
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from data.gpt_dataset import (
     build_gpt_dataset,
     check_vocabulary,
 )
+from data.index_cache import cached_arrays
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 VOCAB = 1000
@@ -181,8 +184,34 @@ def test_concurrent_builders_agree(corpus: IndexedDataset) -> None:
     for builder in builders:
         builder.join()
     assert all(samples == answers[0][0] for samples, _ in answers)
-    assert all("memory" not in source for _, source in answers)
+    sources = [source.split()[1] for _, source in answers]
+    assert sorted(sources) == ["read", "read", "read", "written"]  # one builds, three wait for it
     assert len(cache_files(build(corpus, num_samples=2000))) == 4
+
+
+def hold_the_lock(prefix: str, holding: object) -> None:
+    def build_for_ever() -> dict[str, np.ndarray]:
+        holding.set()  # type: ignore[attr-defined]
+        time.sleep(600)
+        raise AssertionError
+
+    indexed = IndexedDataset(prefix)
+    entry = data.gpt_dataset._cache_entry(indexed, "train", SAMPLING, 50)
+    cached_arrays(entry, {"no": ((1,), np.dtype(np.int8))}, build_for_ever)
+
+
+def test_a_builder_that_dies_holds_nobody_back(corpus: IndexedDataset) -> None:
+    context = multiprocessing.get_context("fork")
+    holding = context.Event()
+    builder = context.Process(target=hold_the_lock, args=(corpus.prefix, holding))
+    builder.start()
+    assert holding.wait(60)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(build, corpus)
+        time.sleep(0.3)
+        assert not waiting.done()
+        builder.kill()
+        assert "written" in waiting.result(timeout=60).source
 
 
 def test_a_sequence_longer_than_the_training_data_is_refused(corpus: IndexedDataset) -> None:
