@@ -265,7 +265,7 @@ class MicroBatches:
     num_workers: int = 0
     pin_memory: bool = False
     rules: DocumentRules | None = None
-    ends: bool = False  # behind the last sample come others that are masked out
+    whole: bool = False  # round after round, each filled up with samples that are masked out
     _source: Iterator[Batch | Exception] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -295,13 +295,16 @@ class MicroBatches:
     def sample_numbers(self) -> Iterator[range]:
         """The samples of micro-batch 0, 1, ...; without end."""
         stride = self.micro_batch_size * self.world_size
-        begin = self.consumed_samples + self.rank * self.micro_batch_size
+        first = self.consumed_samples
         while True:
+            begin = first + self.rank * self.micro_batch_size
             yield range(begin, begin + self.micro_batch_size)
-            begin += stride
+            first += stride
+            if self.whole and first >= len(self.dataset):
+                first = 0
 
     def _read(self) -> Iterator[Batch | Exception]:
-        fetch = Fetch(self.dataset, self.rules, masks_beyond_end=self.ends)
+        fetch = Fetch(self.dataset, self.rules, masks_beyond_end=self.whole)
         for numbers in self.sample_numbers():
             batch = fetch[numbers]
             if self.pin_memory and isinstance(batch, Batch):
@@ -310,7 +313,7 @@ class MicroBatches:
 
     def _read_ahead(self) -> Iterator[Batch | Exception]:
         loader: DataLoader[Batch | Exception] = DataLoader(
-            Fetch(self.dataset, self.rules, masks_beyond_end=self.ends),
+            Fetch(self.dataset, self.rules, masks_beyond_end=self.whole),
             batch_size=None,
             sampler=self.sample_numbers(),
             num_workers=self.num_workers,

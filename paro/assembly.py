@@ -152,7 +152,7 @@ def build_sources(
 ) -> Sources:
     """This rank's micro-batches of every split, from where `state` has come to."""
 
-    def read(samples: Samples, consumed: int, *, ends: bool = False) -> Iterator[Batch]:
+    def read(samples: Samples, consumed: int, *, whole: bool = False) -> Iterator[Batch]:
         return MicroBatches(
             samples,
             rank=training.control.world.rank,
@@ -162,14 +162,14 @@ def build_sources(
             num_workers=config.data.num_workers,
             pin_memory=training.device.type == "cuda",
             rules=config.data.document_rules(config.eod),
-            ends=ends,
+            whole=whole,
         )
 
     def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOut:
         at_once = config.batches.micro_batch_size * training.control.world.size
         return HeldOut(
             name=name or None,
-            open=lambda: read(samples, 0 if whole else consumed, ends=whole),
+            batches=read(samples, 0 if whole else consumed, whole=whole),
             num_micro_batches=-(-len(samples) // at_once) if whole else None,
         )
 

@@ -22,8 +22,8 @@ class HeldOut:
     """One set of held-out data and how much of it an evaluation reads."""
 
     name: str | None = None  # where there are several sets
-    open: Callable[[], Iterator[Batch]]
-    num_micro_batches: int | None = None  # of all of it; None: --eval-iters batches, reading on
+    batches: Iterator[Batch]  # every evaluation reads on
+    num_micro_batches: int | None = None  # of all of it; None: --eval-iters global batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,6 @@ class Loop:
         self._report = report
         self._saving = saving
         self._forecast: MemoryForecast | None = forecast
-        self._reading: dict[int, Iterator[Batch]] = {}  # where an evaluation left a set
         self._started = time.monotonic()
         self._signal = ExitSignal()
 
@@ -168,7 +167,7 @@ class Loop:
         self._evaluate(self._sources.test, data_set="test")
 
     def _evaluate(self, sets: tuple[HeldOut, ...], *, data_set: str | None) -> bool:
-        """Whether anything was evaluated in which the next evaluation reads on."""
+        """Whether anything was evaluated of which the next evaluation reads another part."""
         if self.training.config.eval_iters == 0:
             return False
         for held_out in sets:
@@ -181,15 +180,11 @@ class Loop:
         return any(held_out.num_micro_batches is None for held_out in sets)
 
     def _loss_on(self, held_out: HeldOut) -> float:
-        training = self.training
-        if held_out.num_micro_batches is not None:
-            whole = held_out.num_micro_batches
-            return evaluate(training, held_out.open(), whole, per_token=True)
-        if id(held_out) not in self._reading:
-            self._reading[id(held_out)] = held_out.open()
+        training, whole = self.training, held_out.num_micro_batches
+        if whole is not None:
+            return evaluate(training, held_out.batches, whole, per_token=True)
         per_iter = training.batches.num_micro_batches_at(self.state.consumed_train_samples)
-        num_micro_batches = training.config.eval_iters * per_iter
-        return evaluate(training, self._reading[id(held_out)], num_micro_batches)
+        return evaluate(training, held_out.batches, training.config.eval_iters * per_iter)
 
     def _save(self) -> None:
         if self._saving is not None:

@@ -132,6 +132,28 @@ def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:
     assert os.getpgid(worker.pid or 0) == worker.pid
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_whole_rounds_are_filled_up_with_masked_samples(num_workers: int) -> None:
+    drawn, masked = [], []
+    for rank in range(2):
+        batches = MicroBatches(
+            Numbered(10),
+            rank=rank,
+            world_size=2,
+            micro_batch_size=3,
+            num_workers=num_workers,
+            whole=True,
+        )
+        drawn.append([])
+        for batch in islice(batches, 4):
+            kept = batch.loss_mask_BS[:, 0] > 0
+            drawn[rank].append(batch.tokens_BS[kept, 0].tolist())
+            masked.append(int((~kept).sum()))
+            assert torch.equal(batch.loss_mask_BS.amin(1), batch.loss_mask_BS.amax(1))
+    assert drawn == [[[0, 1, 2], [6, 7, 8]] * 2, [[3, 4, 5], [9]] * 2]
+    assert sum(masked) == 4
+
+
 def test_a_killed_worker_is_one_line() -> None:
     batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
     before = set(multiprocessing.active_children())
