@@ -117,16 +117,9 @@ def train_step(
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches)
     _empty_cache(training, from_level=1)
     zeros = optimizer.local_num_zeros() if training.config.log_num_zeros_in_grad else 0.0
+    sums = [optimizer.local_square_sum(), float(loss_sum), weigh.num_tokens(), zeros, timed.seconds]
     square_sum, scaled_loss, num_tokens, num_zeros, waited, *reasons = training.control.sum(
-        [
-            optimizer.local_square_sum(),
-            float(loss_sum),
-            weigh.num_tokens(),
-            zeros,
-            timed.seconds,
-            signalled,
-            late,
-        ]
+        [*sums, signalled, late]
     )
     unscale = weigh.unscale(num_tokens)
     grad_norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
