@@ -117,6 +117,11 @@ class DataConfig:
         """Whether every split has data of its own, instead of a part of all data."""
         return self.per_split_data_args_path is not None or any(self._words().values())
 
+    @property
+    def split_in_use(self) -> str | None:
+        """How data for all splits are cut; None where every split has data of its own."""
+        return None if self.is_per_split else self.split or DEFAULT_SPLIT
+
     def blends(self) -> dict[str, Blend]:
         """What each split is made of; none for synthetic tokens."""
         if self.per_split_data_args_path is not None:
@@ -199,7 +204,7 @@ def _build_from_corpora(
         return corpus
 
     sampling = Sampling(
-        split=None if config.is_per_split else config.split or DEFAULT_SPLIT,
+        split=config.split_in_use,
         seq_length=config.seq_length,
         seed=config.seed,
         cache_path=config.data_cache_path,
