@@ -57,7 +57,7 @@ ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
         "numpy",
         "torch",
         *("sentencepiece", "tiktoken", "tokenizers", "transformers"),
-        *("datasets", "pyarrow", "zstandard"),
+        *("datasets", "pyarrow"),
     ),
 }
 
