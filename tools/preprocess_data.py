@@ -191,6 +191,10 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep-newlines", action="store_true", help="accepted: texts are always kept as they are"
     )
+    # Of Megatron's: what sentences are cut by, and what older versions had a choice of.
+    group.add_argument("--lang", default="english", help=argparse.SUPPRESS)
+    group.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
+    group.add_argument("--chunk-size", type=int, help=argparse.SUPPRESS)
     group = parser.add_argument_group("tokenization process")
     group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
     group.add_argument(

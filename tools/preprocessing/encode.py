@@ -118,15 +118,16 @@ def _ids(
     sequences: Iterable[list[int]], vocab_size: int, batch: RawBatch
 ) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
     """All ids behind each other in the type of the data set, each below `vocab_size`."""
-    wide = np.fromiter(chain.from_iterable(sequences), dtype=np.int32)
+    dtype = dtype_for_vocab(vocab_size)
+    wide = np.fromiter(chain.from_iterable(sequences), dtype=np.int64)
     for extreme in (int(wide.min(initial=0)), int(wide.max(initial=0))):
-        if not 0 <= extreme < vocab_size:
+        if not 0 <= extreme < min(vocab_size, np.iinfo(dtype).max + 1):
             raise ValueError(
                 f"{place_of(batch.piece, batch.first + 1)} or a line behind it becomes token id "
                 f"{extreme}, and the tokenizer has only {vocab_size}: its ids and its size "
                 "contradict each other"
             )
-    return wide.astype(dtype_for_vocab(vocab_size))
+    return wide.astype(dtype)
 
 
 def _name_the_bad_one(
