@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +23,14 @@ from data.corpus import read_batches
 from data.indexed_dataset import IndexedDatasetWriter, bin_path, dtype_for_vocab
 from data.sources import Piece, share_out
 from data.tokenizer import TOKENIZER_TYPES, TokenizerConfig
-from tools.preprocessing.encode import EncodedBatch, EncodingPlan, Tally, encode, tokenizer_of
+from tools.preprocessing.encode import (
+    EncodedBatch,
+    EncodingPlan,
+    Tally,
+    encode_all,
+    tasks_of,
+    tokenizer_of,
+)
 from tools.preprocessing.inputs import add_source_args, pieces_of
 from tools.preprocessing.partitions import Partitions
 from tools.preprocessing.progress import Progress
@@ -55,7 +63,8 @@ class Job:
 def encoded_batches(
     pieces: Sequence[Piece], plan: EncodingPlan, workers: Workers
 ) -> Iterator[EncodedBatch]:
-    return workers.map(partial(encode, plan), read_batches(pieces, plan.keys))
+    tasks = tasks_of(read_batches(pieces, plan.keys))
+    return chain.from_iterable(workers.map(partial(encode_all, plan), tasks))
 
 
 @contextmanager

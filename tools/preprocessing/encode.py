@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.corpus import RawBatch, Texts, place_of, texts_of
+from data.corpus import BATCH_BYTES, RawBatch, Texts, place_of, texts_of
 from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
 from data.sources import Kind
 from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -59,6 +59,25 @@ class EncodedBatch(NamedTuple):
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     """One per process and configuration."""
     return build_tokenizer(config)
+
+
+def tasks_of(batches: Iterable[RawBatch]) -> Iterator[list[RawBatch]]:
+    """Batches as workers get them: small texts together, since a task costs time of its own."""
+    together: list[RawBatch] = []
+    size = 0
+    for batch in batches:
+        together.append(batch)
+        size += len(batch.content) if isinstance(batch.content, bytes) else BATCH_BYTES
+        if size >= BATCH_BYTES:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
+
+
+def encode_all(plan: EncodingPlan, batches: Sequence[RawBatch]) -> list[EncodedBatch]:
+    """What a worker does with a task."""
+    return [encode(plan, batch) for batch in batches]
 
 
 def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:

@@ -11,7 +11,7 @@ from data.corpus import read_batches
 from data.sources import find_pieces
 from data.tokenizer import NullTokenizer, TokenizerConfig
 from tools.preprocessing import encode as module
-from tools.preprocessing.encode import EncodingPlan, Tally, encode
+from tools.preprocessing.encode import EncodingPlan, Tally, encode, tasks_of
 
 CONFIG = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10)
 PLAN = EncodingPlan(tokenizer=CONFIG, keys=("text",), append_eod=True)
@@ -50,6 +50,15 @@ def test_the_last_id_of_the_vocabulary_is_one(
     monkeypatch.setattr(module, "tokenizer_of", lambda config: Wrong(10))
     (batch,) = read_batches(find_pieces([path]), PLAN.keys)
     assert encode(PLAN, batch).by_key[0].ids.tolist() == [1, 10, 10]
+
+
+def test_small_texts_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text("12345")
+    monkeypatch.setattr(module, "BATCH_BYTES", 15)
+    tasks = list(tasks_of(read_batches(find_pieces([tmp_path]), PLAN.keys)))
+    assert [len(task) for task in tasks] == [3, 3, 3, 1]
+    assert [Path(batch.piece.path).stem for task in tasks for batch in task] == list("0123456789")
 
 
 def test_tallies_add_up_and_name_a_few() -> None:
