@@ -101,6 +101,8 @@ def preprocess(job: Job, workers: Workers, progress: Progress) -> list[str]:
         tally = write_partitions(partitions, shares, job.plan, workers, progress)
         with writing(job.prefixes, job.plan) as writers:
             partitions.join(writers)
+            if any(writer.num_tokens == 0 for writer in writers):
+                partitions.remove()  # a repeated run would find no more
             check_not_empty(job, writers, tally)
         partitions.remove()
     progress.finish()

@@ -145,6 +145,7 @@ def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
         (["--tokenizer-type", "Llama2Tokenizer"], "Llama2Tokenizer needs --tokenizer-model"),
         (["--json-keys", "empty"], "holds no text under the key 'empty'"),
         (["--json-keys", "text", "empty"], "holds no text under the key 'empty'"),
+        (["--json-keys", "empty", "--partitions", "3"], "holds no text under the key 'empty'"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
