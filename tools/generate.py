@@ -163,6 +163,7 @@ def generate(args: argparse.Namespace) -> None:
     prompt = tokenizer.encode(args.prompt)
     if not prompt:
         raise ValueError("--prompt is empty: give some text to continue")
+    prompt = [*tokenizer.text_prefix, *prompt]  # as the texts of its training began
     model = load_model(args.load, common["model"], tokenizer)
     tokens = until_end(
         continuation(model, prompt, sampling, num_ids=tokenizer.vocab_size),
