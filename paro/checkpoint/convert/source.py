@@ -1,0 +1,111 @@
+"""A model that is to be converted: its sizes, and its tensors, unread until they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import LlamaConfig, parameter_shapes
+from paro.checkpoint.directory import CheckpointError
+from paro.sharding.layout import Shape
+
+# How much of a tensor is read at once; a conversion holds a few times as much.
+PIECE_BYTES = 2**27
+
+ROTATED = ("wq", "wk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyTensor:
+    """A tensor in a file; `rows` reads the rows [start, stop) of its first dimension."""
+
+    shape: Shape
+    dtype: torch.dtype
+    rows: Callable[[int, int], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def row_ranges(self) -> Iterator[tuple[int, int]]:
+        """Runs of rows of about `PIECE_BYTES`, one behind the other."""
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        step = max(1, PIECE_BYTES // max(1, row_bytes))
+        for start in range(0, self.shape[0], step):
+            yield start, min(start + step, self.shape[0])
+
+    def first_rows(self, count: int) -> LazyTensor:
+        """Without the rows behind, such as a padded vocabulary's."""
+        return LazyTensor(shape=(count, *self.shape[1:]), dtype=self.dtype, rows=self.rows)
+
+    def cast(self, dtype: torch.dtype | None) -> LazyTensor:
+        if dtype in (None, self.dtype):
+            return self
+        assert dtype is not None
+        return LazyTensor(
+            shape=self.shape,
+            dtype=dtype,
+            rows=lambda start, stop: self.rows(start, stop).to(dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model to convert: tensors under this project's names, nothing padded.
+
+    `companions` are files beside the tensors by their name in a Hugging Face folder: tokenizer,
+    generation_config.json and, where there was one, config.json.
+    """
+
+    config: LlamaConfig
+    tensors: Mapping[str, LazyTensor]
+    companions: Mapping[str, Path] = field(default_factory=dict)
+    tokenizer: Mapping[str, Any] | None = None  # as TokenizerConfig has it, where that is known
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def checked_tensors(
+    config: LlamaConfig, found: Mapping[str, LazyTensor], where: Path, names: Mapping[str, str]
+) -> dict[str, LazyTensor]:
+    """The model's tensors in its order; `names` are what the file calls them.
+
+    Raises `CheckpointError` that names what is missing or has another shape.
+    """
+    tensors = {}
+    for name, shape in parameter_shapes(config).items():
+        theirs = names.get(name, name)
+        if name not in found:
+            raise CheckpointError(f"{where} has no {theirs}: a file is missing or damaged")
+        if found[name].shape != shape:
+            raise CheckpointError(
+                f"{where}: {theirs} is {_times(found[name].shape)}, and its configuration makes "
+                f"it {_times(shape)}"
+            )
+        tensors[name] = found[name]
+    return tensors
+
+
+def unpadded(
+    config: LlamaConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
+) -> dict[str, LazyTensor]:
+    """The tensors with `vocab_size` rows in embedding and output layer."""
+    assert vocab_size <= config.vocab_size, f"{vocab_size} of {config.vocab_size} rows"
+    by_vocab = ("embedding.weight", "head.weight")
+    return {
+        name: tensor.first_rows(vocab_size) if name in by_vocab else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _times(shape: Shape) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
