@@ -22,6 +22,7 @@ from model.layers import gated_linear, normed_linears, rms_norm
 from model.rotary import rotate, rotations
 
 Rotations = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # from rotated q_BSNH and k_BSKH, and v_BSKH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,28 +66,32 @@ class Block(nn.Module):
         self.w_up = nn.Parameter(torch.empty(ffn, hidden))
         self.w_down = nn.Parameter(torch.empty(hidden, ffn))
 
-    def forward(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
+    def forward(self, x_BSD: Tensor, rotation: Rotations, attend: Attend | None = None) -> Tensor:
+        """`attend` takes the place of attention within x alone, as over keys that were kept."""
         # Inside forward, so that hooks on this module do not run again with the computation.
         if self.recompute == "full" and torch.is_grad_enabled():
-            return _checkpointed(self._body, x_BSD, rotation)
-        return self._body(x_BSD, rotation)
+            return _checkpointed(self._body, x_BSD, rotation, attend)
+        return self._body(x_BSD, rotation, attend)
 
-    def _body(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
-        x_BSD = x_BSD + self._attention(x_BSD, rotation)
+    def _body(self, x_BSD: Tensor, rotation: Rotations, attend: Attend | None) -> Tensor:
+        x_BSD = x_BSD + self._attention(x_BSD, rotation, attend)
         return x_BSD + self._mlp(x_BSD)
 
-    def _attention(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
+    def _attention(self, x_BSD: Tensor, rotation: Rotations, attend: Attend | None) -> Tensor:
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         projections = normed_linears(x_BSD, self.attention_norm, epsilon, self.wq, self.wk, self.wv)
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
         q_BSNH, k_BSKH = rotate(q_BSNH, *rotation), rotate(k_BSKH, *rotation)
-        if self.recompute == "selective" and torch.is_grad_enabled():
-            out_BSNH = _checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH)
+        if attend is not None:
+            out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH)
+        elif self.recompute == "selective" and torch.is_grad_enabled():
+            out_BSNH = _checkpointed(self.attend, q_BSNH, k_BSKH, v_BSKH)
         else:
-            out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH)
+            out_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH)
         return F.linear(out_BSNH.flatten(-2), self.wo)
 
-    def _core(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """Every position over those up to its own."""
         q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
         grouped = self.config.num_query_groups != self.config.num_attention_heads
         out_BNSH = F.scaled_dot_product_attention(

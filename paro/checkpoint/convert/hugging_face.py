@@ -59,6 +59,7 @@ def open_hugging_face(directory: Path) -> Source:
         tensors=tensors,
         companions=companions,
         tokenizer=tokenizer_of(companions),
+        begins_with_bos=begins_with_bos(companions),
         notes=tuple(_missing_companions(directory, companions)),
     )
 
@@ -78,6 +79,20 @@ def tokenizer_of(companions: Mapping[str, Path]) -> dict[str, Any] | None:
         if name in companions:
             return {"tokenizer_type": kind, "tokenizer_model": str(companions[name])}
     return None
+
+
+def begins_with_bos(companions: Mapping[str, Path]) -> bool:
+    """Whether the tokenizer puts its first token in front of every text."""
+    if "tokenizer_config.json" in companions:
+        says = read_json(companions["tokenizer_config.json"]).get("add_bos_token")
+        if says is not None:
+            return bool(says)
+    if "tokenizer.json" in companions:
+        step = read_json(companions["tokenizer.json"]).get("post_processor") or {}
+        steps = step.get("processors", [step])
+        firsts = [part["single"][0] for part in steps if part.get("single")]
+        return any("SpecialToken" in first for first in firsts)
+    return "tokenizer.model" in companions  # as LLaMA's do
 
 
 def copy_companions(companions: Mapping[str, Path], directory: Path) -> None:

@@ -68,6 +68,7 @@ def open_native(root: Path, iteration: int | None = None) -> Source:
         tensors=unpadded(config, tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer,
+        begins_with_bos=bool(common.get("begins_with_bos", False)),
         notes=notes,
     )
 
@@ -100,6 +101,7 @@ def write_native(
         "init_method_std": source.config.init_method_std,
         "vocab_size": source.config.vocab_size,
         "tokenizer": _tokenizer_there(source, final / COMPANIONS),
+        "begins_with_bos": source.begins_with_bos,
         "parameters_only": True,
     }
     finish_checkpoint(partial_directory, 0, common)

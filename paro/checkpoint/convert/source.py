@@ -40,6 +40,13 @@ class LazyTensor:
         for start in range(0, self.shape[0], step):
             yield start, min(start + step, self.shape[0])
 
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """All of it in memory, in this type."""
+        values = torch.empty(self.shape, dtype=dtype)
+        for start, stop in self.row_ranges():
+            values[start:stop] = self.rows(start, stop)
+        return values
+
     def first_rows(self, count: int) -> LazyTensor:
         """Without the rows behind, such as a padded vocabulary's."""
         return LazyTensor(shape=(count, *self.shape[1:]), dtype=self.dtype, rows=self.rows)
@@ -67,6 +74,7 @@ class Source:
     tensors: Mapping[str, LazyTensor]
     companions: Mapping[str, Path] = field(default_factory=dict)
     tokenizer: Mapping[str, Any] | None = None  # as TokenizerConfig has it, where that is known
+    begins_with_bos: bool = False  # whether every text it learned from did
     notes: tuple[str, ...] = ()
 
     @property

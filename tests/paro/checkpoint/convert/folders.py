@@ -54,7 +54,6 @@ def hugging_face_model(fields: dict[str, Any], dtype: torch.dtype = torch.float3
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(5)
-    fields = {**fields, "hidden_size": fields["hidden_size"]}
     model = LlamaForCausalLM(HuggingFaceConfig(**fields))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -63,9 +62,17 @@ def hugging_face_model(fields: dict[str, Any], dtype: torch.dtype = torch.float3
     return model.to(dtype).eval()
 
 
-def save_folder(folder: Path, seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def save_folder(
+    folder: Path,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    vocab_size: int | None = None,
+    **options: Any,
+) -> Any:
     """Saves a random model there and returns it."""
-    model = hugging_face_model(random_fields(seed), dtype)
+    fields = random_fields(seed)
+    model = hugging_face_model({**fields, "vocab_size": vocab_size or fields["vocab_size"]}, dtype)
     model.save_pretrained(folder, **options)
     return model
 
