@@ -11,15 +11,19 @@ import torch
 
 from data.atomic_file import temporary_beside
 from paro.checkpoint.convert.hugging_face import open_hugging_face, write_hugging_face
+from paro.checkpoint.convert.megatron import open_megatron, write_megatron
+from paro.checkpoint.convert.meta import open_meta
 from paro.checkpoint.convert.native import open_native, write_native
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import CheckpointError
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,
+    "meta": open_meta,
+    "megatron": open_megatron,
     "paro": open_native,
 }
-TARGETS = ("paro", "hf")
+TARGETS = ("paro", "hf", "megatron")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,6 +65,8 @@ class Conversion:
         try:
             if self.target_format == "hf":
                 notes = write_hugging_face(source, temporary, advance)
+            elif self.target_format == "megatron":
+                write_megatron(source, temporary, advance, divisible_by=self.divisible_by)
             else:
                 write_native(source, temporary, target, advance, divisible_by=self.divisible_by)
             temporary.rename(target)
