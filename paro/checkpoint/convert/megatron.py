@@ -84,6 +84,11 @@ def megatron_name(name: str) -> str:
     return f"decoder.layers.{layer}.{_INSIDE_A_BLOCK[part]}"
 
 
+def is_megatron(root: Path) -> bool:
+    """Its tracker has the name of this project's own."""
+    return (root / TRACKER).is_file() and any(root.glob("*/mp_rank_*"))
+
+
 def open_megatron(root: Path) -> Source:
     """A `--ckpt-format torch` checkpoint of one rank; `CheckpointError` says why it is none."""
     path = _iteration(root) / FILE

@@ -45,9 +45,13 @@ def meta_name(name: str) -> str:
     return f"layers.{layer}.{_INSIDE_A_BLOCK[part]}.weight"
 
 
+def is_meta(directory: Path) -> bool:
+    return (directory / PARAMS).is_file()
+
+
 def open_meta(directory: Path) -> Source:
     """A folder as Meta published it; `CheckpointError` names the file at fault."""
-    if not (directory / PARAMS).is_file():
+    if not is_meta(directory):
         raise CheckpointError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
     params = read_json(directory / PARAMS)
     shards = [load_torch_file(path) for path in _files(directory)]
