@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 import paro.checkpoint.convert.source
+import paro.checkpoint.storage
 from model.llama import Llama
 from paro.arguments import parse_args
 from paro.assembly import build_training, start_state
 from paro.checkpoint.convert import hugging_face
 from paro.checkpoint.convert.hugging_face import open_hugging_face
-from paro.checkpoint.convert.native import open_native
+from paro.checkpoint.convert.native import LazySavePlanner, open_native
+from paro.checkpoint.convert.source import LazyTensor
 from paro.checkpoint.load import load_parameters
 from paro.config import RunConfig
 from paro.report.log import Log
@@ -290,6 +294,68 @@ def test_a_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(hugging_face, "copy_companions", fail)
     assert "No space left" in mistake("hf", "hf", tmp_path / "hf", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path / "hf", 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1))
+    told = mistake("hf", "megatron", tmp_path / "hf", tmp_path / "out")
+    assert "0.0 GB are free there" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_failing_disk_is_one_line_for_checkpoints_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path / "hf", 0)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LazySavePlanner, "resolve_data", fail)
+    told = mistake("hf", "paro", tmp_path / "hf", tmp_path / "out")
+    assert f"--output {tmp_path / 'out'}" in told
+    assert "No space left" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(("source", "target"), [("hf", "paro"), ("paro", "hf"), ("hf", "megatron")])
+def test_little_is_in_memory_at_a_time(
+    source: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One piece, and for a checkpoint what DCP keeps of the file that it writes."""
+    save_folder(tmp_path / "hf", 3)
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    piece, file = 600, 4000
+    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", piece)
+    monkeypatch.setattr(paro.checkpoint.storage, "MAX_FILE_BYTES", file)
+    live, most = 0, 0
+    cast = LazyTensor.cast
+
+    def watched(self: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
+        """Counts the bytes of what was read and is still there."""
+
+        def gone(num_bytes: int) -> None:
+            nonlocal live
+            live -= num_bytes
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            nonlocal live, most
+            values = self.rows(start, stop)
+            live += values.nbytes
+            most = max(most, live)
+            weakref.finalize(values, gone, values.nbytes)
+            return values
+
+        return replace(cast(self, dtype), rows=rows)
+
+    monkeypatch.setattr(LazyTensor, "cast", watched)
+    convert(source, target, tmp_path / source, tmp_path / "out")
+    size = sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert size > 4 * file
+    assert 0 < most <= (file if target == "paro" else 0) + 2 * piece
 
 
 def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ class Conversion:
         notes: list[str] = []
         target = self.target.absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < source.num_bytes:
+            raise CheckpointError(
+                f"--output {self.target} needs {source.num_bytes / 1e9:.1f} GB, and "
+                f"{free / 1e9:.1f} GB are free there"
+            )
         temporary = temporary_beside(target)
         temporary.mkdir()
         try:

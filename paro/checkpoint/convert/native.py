@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 
 from model.config import LlamaConfig
+from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.boxes import PARAM, BoxedState, BoxLoadPlanner, BoxSavePlanner
 from paro.checkpoint.convert.hugging_face import (
     CONFIG,
@@ -83,8 +85,7 @@ def write_native(
     rows = -(-source.config.vocab_size // divisible_by) * divisible_by
     partial_directory = begin_checkpoint(root, 0)
     states, reads = _lazy_states(source, rows)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with _alone(f"--output {final}"):
         dcp.save(
             states,
             storage_writer=BoundedWriter(partial_directory, from_gpu=False),
@@ -160,8 +161,7 @@ def _read_rows(
 ) -> Tensor:
     rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
     corner = (start, *(0 for _ in shape[1:]))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with _alone(f"{directory}"):
         dcp.load(
             {name: BoxedState(shape=shape, rectangles={corner: rows})},
             storage_reader=CheckedReader(directory),
@@ -169,6 +169,14 @@ def _read_rows(
             no_dist=True,
         )
     return rows
+
+
+@contextmanager
+def _alone(blame: str) -> Iterator[None]:
+    """Around DCP in one process: its failures as one line, its advice left out."""
+    with Ranks(None, alone=True).share_failure(blame), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
