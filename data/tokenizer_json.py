@@ -33,9 +33,13 @@ def write_tokenizer_json(model: Path, folder: Path) -> bool:
         processor = SentencePieceProcessor(model_file=str(model))
     except (OSError, RuntimeError):
         return False  # LLaMA-3's tokenizer.model is another library's
+    pieces = _ordinary(processor)
+    if any(not processor.get_score(i).is_integer() for i in pieces.values()):
+        return False  # a BPE's are the numbers of its merges
     whole = _tokenizer(processor)
     own = SentencePieceTokenizer(str(model))
-    for text in _PROBES:
+    texts = [piece.replace(BLANK, " ") for piece in pieces]
+    for text in (*_PROBES, *("".join(texts[i : i + 64]) for i in range(0, len(texts), 64))):
         if list(whole.encode(text, add_special_tokens=False).ids) != own.encode(text):
             return False
     whole.save(str(folder / "tokenizer.json"))
@@ -64,7 +68,7 @@ def _tokenizer(processor: Any) -> Any:
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=_merges(processor, vocab),
+            merges=_merges(processor),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=any(processor.is_byte(i) for i in ids),
@@ -88,18 +92,23 @@ def _tokenizer(processor: Any) -> Any:
     return tokenizer
 
 
-def _merges(processor: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Every pair of pieces that make a piece, the most preferred piece first."""
-    ordinary = {
-        piece
-        for piece, i in vocab.items()
+def _ordinary(processor: Any) -> dict[str, int]:
+    """The pieces that text is made of, by their spelling."""
+    return {
+        processor.id_to_piece(i): i
+        for i in range(processor.get_piece_size())
         if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
     }
+
+
+def _merges(processor: Any) -> list[tuple[str, str]]:
+    """Every pair of pieces that make a piece, the most preferred piece first."""
+    pieces = _ordinary(processor)
     found: list[tuple[float, int, int, str, str]] = []
-    for piece in ordinary:
-        score = processor.get_score(vocab[piece])
+    for piece, number in pieces.items():
+        score = processor.get_score(number)
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
-            if left in ordinary and right in ordinary:
-                found.append((-score, vocab[left], vocab[right], left, right))
+            if left in pieces and right in pieces:
+                found.append((-score, pieces[left], pieces[right], left, right))
     return [(left, right) for *_, left, right in sorted(found)]
