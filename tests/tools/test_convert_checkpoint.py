@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tests.paro.checkpoint.convert.folders import (
     some_tokens,
 )
 from tools.convert_checkpoint import main
+from tools.generate import Sampling, continuation
 from tools.train_tokenizer import main as train_tokenizer
 
 SEEDS = range(12)
@@ -195,6 +197,11 @@ def test_what_was_trained_here_opens_in_transformers(
         parameters[name] = parameters[name][:300]
     own.load_state_dict(parameters)
     tokens = torch.tensor([ids])
+    out = model.generate(tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    sampling = Sampling(temperature=0.0, seed=1)
+    ours = [*islice(continuation(own, ids, sampling, num_ids=300), 12)]
+    assert 2 not in ours, "the text ends early: choose another prompt"
+    assert out[0, len(ids) :].tolist() == ours
     assert_near(logits_of(own, tokens), logits_of(model, tokens))
 
 

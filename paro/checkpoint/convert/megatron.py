@@ -1,16 +1,17 @@
-"""Megatron-LM's `torch` format of a LLaMA, without model parallelism, in and out."""
+"""Megatron-LM's `torch` format of a LLaMA, in from any tensor parallelism and out for one rank."""
 
 # Its GPT model (megatron-core) fuses what this project keeps apart. Per query group, the heads of
 # queries, then the one of keys, then the one of values:
 #
 #     linear_qkv.weight     q q q q k v | q q q q k v | ...      linear_fc1.weight     gate, up
 #
+# Tensor parallelism cuts groups and columns of the MLP, so that every rank's tensors are fused so.
 # Norms have two names: Transformer Engine fuses them into the linear layer behind them.
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,19 @@ from torch.serialization import skip_data
 
 from model.config import LlamaConfig, parameter_shapes
 from paro.checkpoint.convert.hugging_face import companions_in, copy_companions, tokenizer_of
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, unpadded
+from paro.checkpoint.convert.source import (
+    LazyTensor,
+    Source,
+    below_each_other,
+    beside_each_other,
+    checked_tensors,
+    unpadded,
+)
 from paro.checkpoint.convert.torch_file import fill_torch_file, lazy, load_torch_file
 from paro.checkpoint.directory import TRACKER, CheckpointError
 
 FILE = "mp_rank_00/model_optim_rng.pt"
+_CUT_BY_COLUMNS = ("wo", "w_down")
 COMPANIONS = "hugging_face"  # what a model converted by this project brought along
 
 _OUTSIDE_BLOCKS = {
@@ -70,7 +79,6 @@ _FIXED = {
     "qk_layernorm": False,
     "num_experts": None,
     "multi_latent_attention": False,
-    "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
@@ -90,22 +98,19 @@ def is_megatron(root: Path) -> bool:
 
 
 def open_megatron(root: Path) -> Source:
-    """A `--ckpt-format torch` checkpoint of one rank; `CheckpointError` says why it is none."""
+    """A `--ckpt-format torch` checkpoint; `CheckpointError` says why it is none."""
     path = _iteration(root) / FILE
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing: only --ckpt-format torch without tensor or pipeline parallelism "
-            "can be read"
+            f"{path} is missing: only --ckpt-format torch without pipeline parallelism can be read"
         )
-    saved = load_torch_file(path)
-    if not isinstance(saved, dict) or not isinstance(saved.get("args"), Namespace):
-        raise CheckpointError(f"{path} is no checkpoint of Megatron's: it has no args")
-    stored = saved.get("model")
-    if not isinstance(stored, dict):
-        raise CheckpointError(f"{path} is no checkpoint of Megatron's: it has no model")
-    config, vocab_size = _config(path, saved["args"], stored)
+    args, first = _contents(path)
+    num_ranks = getattr(args, "tensor_model_parallel_size", 1)
+    others = [path.parents[1] / f"mp_rank_{rank:02d}" / path.name for rank in range(1, num_ranks)]
+    ranks = [first, *(_contents(other)[1] for other in others)]
+    config, vocab_size = _config(path, args, ranks)
     names = {name: megatron_name(name) for name in parameter_shapes(config)}
-    found = _found(path, config, names, stored)
+    found = _found(path, config, names, ranks)
     companions = companions_in(root / COMPANIONS)
     notes = () if companions else (f"{root} has no tokenizer: prompts are token ids",)
     return Source(
@@ -175,7 +180,20 @@ def _iteration(root: Path) -> Path:
     return root / f"iter_{int(text):07d}"
 
 
-def _config(path: Path, args: Namespace, stored: Mapping[str, Any]) -> tuple[LlamaConfig, int]:
+def _contents(path: Path) -> tuple[Namespace, Mapping[str, Any]]:
+    """The arguments and tensors in a rank's file."""
+    saved = load_torch_file(path)
+    if not isinstance(saved, dict) or not isinstance(saved.get("args"), Namespace):
+        raise CheckpointError(f"{path} is no checkpoint of Megatron's: it has no args")
+    stored = saved.get("model")
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{path} is no checkpoint of Megatron's: it has no model")
+    return saved["args"], stored
+
+
+def _config(
+    path: Path, args: Namespace, ranks: Sequence[Mapping[str, Any]]
+) -> tuple[LlamaConfig, int]:
     """The model with its padding, and the vocabulary without."""
     given = vars(args)
     for name, ours in _FIXED.items():
@@ -185,15 +203,16 @@ def _config(path: Path, args: Namespace, stored: Mapping[str, Any]) -> tuple[Lla
                 f"{path} is not of this architecture: {name} is {theirs!r} there, and must be "
                 f"{ours!r}"
             )
-    embedding = stored.get("embedding.word_embeddings.weight")
-    if not isinstance(embedding, Tensor):
+    stored = [rank.get("embedding.word_embeddings.weight") for rank in ranks]
+    embeddings = [embedding for embedding in stored if isinstance(embedding, Tensor)]
+    if len(embeddings) != len(ranks):
         raise CheckpointError(f"{path} has no embedding.word_embeddings.weight")
     try:
         grouped = given.get("group_query_attention", False)
         config = LlamaConfig(
             **{ours: given[theirs] for ours, theirs in _SIZES.items()},
             num_query_groups=given["num_query_groups" if grouped else "num_attention_heads"],
-            vocab_size=embedding.shape[0],
+            vocab_size=sum(embedding.shape[0] for embedding in embeddings),
             rotary_base=float(given.get("rotary_base", 10000)),
             use_rope_scaling=given.get("use_rope_scaling", False),
             rope_scaling_factor=float(given.get("rope_scaling_factor", 8.0)),
@@ -202,32 +221,54 @@ def _config(path: Path, args: Namespace, stored: Mapping[str, Any]) -> tuple[Lla
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: its arguments make no LLaMA: {error}") from None
+    if config.num_query_groups % len(ranks) or config.ffn_hidden_size % len(ranks):
+        raise CheckpointError(
+            f"{path}: {len(ranks)} tensor-parallel ranks do not divide its "
+            f"{config.num_query_groups} query groups"
+        )
     vocab_size = given.get("vocab_size") or config.vocab_size
     return config, min(int(vocab_size), config.vocab_size)
 
 
 def _found(
-    path: Path, config: LlamaConfig, names: Mapping[str, str], stored: Mapping[str, Any]
+    path: Path, config: LlamaConfig, names: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]
 ) -> dict[str, LazyTensor]:
     """The parameters cut out of Megatron's tensors, of which nothing is read."""
-    fused = _fused_shapes(config)
+    of_a_rank = replace(
+        config,
+        num_attention_heads=config.num_attention_heads // len(ranks),
+        num_query_groups=config.num_query_groups // len(ranks),
+        ffn_hidden_size=config.ffn_hidden_size // len(ranks),
+    )
+    fused = _fused_shapes(of_a_rank)
     found = {}
     for name, theirs in names.items():
         part = name.rpartition(".")[2]
-        tensor = stored.get(theirs)
-        if tensor is None and part in _WITHOUT_TRANSFORMER_ENGINE:
-            layer = name.split(".")[1]
-            other = f"decoder.layers.{layer}.{_WITHOUT_TRANSFORMER_ENGINE[part]}"
-            tensor = stored.get(other)
-        if not isinstance(tensor, Tensor):
+        tensors = [_stored(rank, name, theirs) for rank in ranks]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
             continue
-        if part in fused and tuple(tensor.shape) != fused[part]:
-            raise CheckpointError(
-                f"{path}: {theirs} is {tuple(tensor.shape)}, and its arguments make it "
-                f"{fused[part]}"
-            )
-        found[name] = _cut_out(_place(config, name)(tensor))
+        for tensor in tensors:
+            if part in fused and tuple(tensor.shape) != fused[part]:
+                raise CheckpointError(
+                    f"{path}: {theirs} is {tuple(tensor.shape)}, and its arguments make it "
+                    f"{fused[part]}"
+                )
+        pieces = [_cut_out(_place(of_a_rank, name)(tensor)) for tensor in tensors]
+        if len(pieces[0].shape) == 1:
+            found[name] = pieces[0]
+        else:
+            join = beside_each_other if part in _CUT_BY_COLUMNS else below_each_other
+            found[name] = join(pieces)
     return found
+
+
+def _stored(rank: Mapping[str, Any], name: str, theirs: str) -> Any:
+    """A rank's tensor, norms by either name."""
+    part = name.rpartition(".")[2]
+    if theirs not in rank and part in _WITHOUT_TRANSFORMER_ENGINE:
+        layer = name.split(".")[1]
+        return rank.get(f"decoder.layers.{layer}.{_WITHOUT_TRANSFORMER_ENGINE[part]}")
+    return rank.get(theirs)
 
 
 def _fused_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
@@ -285,6 +326,7 @@ def _state(
         "rope_scaling_factor": config.rope_scaling_factor,
         "init_method_std": config.init_method_std,
         "untie_embeddings_and_output_weights": not config.tie_embeddings_and_output_weights,
+        "tensor_model_parallel_size": 1,
         "seq_length": config.max_position_embeddings,
         "vocab_size": source.config.vocab_size,
         "padded_vocab_size": config.vocab_size,

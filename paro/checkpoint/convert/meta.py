@@ -12,7 +12,13 @@ from torch import Tensor
 
 from model.config import LLAMA_PRESETS, LlamaConfig, parameter_shapes
 from paro.checkpoint.convert.hugging_face import read_json, tokenizer_of
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors
+from paro.checkpoint.convert.source import (
+    LazyTensor,
+    Source,
+    below_each_other,
+    beside_each_other,
+    checked_tensors,
+)
 from paro.checkpoint.convert.torch_file import lazy, load_torch_file
 from paro.checkpoint.directory import CheckpointError
 
@@ -104,22 +110,13 @@ def _files(directory: Path) -> list[Path]:
 def _joined(config: LlamaConfig, name: str, parts: list[Tensor]) -> LazyTensor:
     """One parameter from its shards, in this project's order of channels."""
     part = name.rpartition(".")[2]
-    if parts[0].ndim == 1 or len(parts) == 1:
-        joined = lazy(parts[0])
-    elif part in _CUT_BY_COLUMNS or (
+    pieces = [lazy(shard) for shard in parts]
+    by_columns = part in _CUT_BY_COLUMNS or (
         name == "embedding.weight" and parts[0].shape[1] != config.hidden_size
-    ):
-        joined = LazyTensor(
-            shape=(parts[0].shape[0], sum(shard.shape[1] for shard in parts)),
-            dtype=parts[0].dtype,
-            rows=lambda start, stop: torch.cat([shard[start:stop] for shard in parts], dim=1),
-        )
-    else:
-        joined = LazyTensor(
-            shape=(sum(shard.shape[0] for shard in parts), parts[0].shape[1]),
-            dtype=parts[0].dtype,
-            rows=lambda start, stop: _rows_across(parts, start, stop),
-        )
+    )
+    if parts[0].ndim == 1:
+        return pieces[0]
+    joined = beside_each_other(pieces) if by_columns else below_each_other(pieces)
     return _rotated(joined, config.kv_channels) if part in ("wq", "wk") else joined
 
 
@@ -129,17 +126,6 @@ def _rotated(tensor: LazyTensor, head: int) -> LazyTensor:
         return half_rotation(tensor.rows(low, high), head)[start - low : stop - low]
 
     return LazyTensor(shape=tensor.shape, dtype=tensor.dtype, rows=rows)
-
-
-def _rows_across(parts: list[Tensor], start: int, stop: int) -> Tensor:
-    """The rows [start, stop) of tensors that lie one below the other."""
-    found, base = [], 0
-    for part in parts:
-        low, high = max(start, base), min(stop, base + part.shape[0])
-        if low < high:
-            found.append(part[low - base : high - base])
-        base += part.shape[0]
-    return torch.cat(found)
 
 
 def _config(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,8 +17,6 @@ from paro.sharding.layout import Shape
 
 # How much of a tensor is read at once; a conversion holds a few times as much.
 PIECE_BYTES = 2**27
-
-ROTATED = ("wq", "wk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +78,33 @@ class Source:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def below_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """One tensor of the rows of several."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def rows(start: int, stop: int) -> Tensor:
+        found, base = [], 0
+        for part in parts:
+            low, high = max(start, base), min(stop, base + part.shape[0])
+            if low < high:
+                found.append(part.rows(low - base, high - base))
+            base += part.shape[0]
+        return torch.cat(found)
+
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return LazyTensor(shape=shape, dtype=parts[0].dtype, rows=rows)
+
+
+def beside_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """One matrix of the columns of several."""
+    return LazyTensor(
+        shape=(parts[0].shape[0], sum(part.shape[1] for part in parts)),
+        dtype=parts[0].dtype,
+        rows=lambda start, stop: torch.cat([part.rows(start, stop) for part in parts], dim=1),
+    )
 
 
 def checked_tensors(

@@ -154,7 +154,7 @@ def test_what_megatron_saves_beside_the_weights_is_passed_over(
         ("swiglu", False),
         ("add_qkv_bias", True),
         ("num_experts", 8),
-        ("tensor_model_parallel_size", 2),
+        ("pipeline_model_parallel_size", 2),
     ],
 )
 def test_another_architecture_is_named_by_its_field(
@@ -188,6 +188,45 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     assert f"{path} is missing: only --ckpt-format torch" in told()
     (folder / "latest_checkpointed_iteration.txt").unlink()
     assert "holds no checkpoint of Megatron's" in told()
+
+
+def cut_for_two(folder: Path) -> list[Path]:
+    """What two tensor-parallel ranks would have saved, as megatron-core's layers cut."""
+    first = folder / "release" / FILE
+    whole = contents(first)
+    whole["args"].tensor_model_parallel_size = 2
+    paths = []
+    for rank in range(2):
+        model = {}
+        for name, tensor in whole["model"].items():
+            if "norm" in name:
+                model[name] = tensor
+            elif "linear_proj" in name or "linear_fc2" in name:
+                model[name] = tensor.chunk(2, dim=1)[rank].clone()
+            elif "linear_fc1" in name:  # gate and up of a rank
+                both = [half.chunk(2)[rank] for half in tensor.chunk(2)]
+                model[name] = torch.cat(both)
+            else:
+                model[name] = tensor.chunk(2)[rank].clone()
+        path = first.parents[1] / f"mp_rank_{rank:02d}" / first.name
+        path.parent.mkdir(exist_ok=True)
+        torch.save(whole | {"model": model}, path)
+        paths.append(path)
+    return paths
+
+
+def test_tensor_parallel_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "megatron")
+    _, second = cut_for_two(tmp_path / "megatron")
+    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 7 * 32 * 2)
+    back = open_megatron(tmp_path / "megatron")
+    assert back.config == CONFIG
+    for name, tensor in source_of(CONFIG).tensors.items():
+        pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
+        assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"mp_rank_01.* is missing"):
+        open_megatron(tmp_path / "megatron")
 
 
 def test_an_iteration_is_read_as_a_release_is(tmp_path: Path) -> None:
