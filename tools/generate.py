@@ -97,22 +97,22 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) 
     yield tokenizer.decode(ids)[shown:]
 
 
-def until_end(tokens: Iterator[int], *, end: int, at_most: int) -> Iterator[int]:
-    """The first `at_most` tokens, or those before `end`."""
+def until_end(tokens: Iterator[int], *, ends: frozenset[int], at_most: int) -> Iterator[int]:
+    """The first `at_most` tokens, or those before one of `ends`."""
     for _, token in zip(range(at_most), tokens, strict=False):
-        if token == end:
+        if token in ends:
             return
         yield token
 
 
 def texts_until_end(
-    batch: Iterator[list[int]], num_texts: int, *, end: int, at_most: int
+    batch: Iterator[list[int]], num_texts: int, *, ends: frozenset[int], at_most: int
 ) -> list[list[int]]:
-    """Of every text the first `at_most` tokens, or those before `end`."""
+    """Of every text the first `at_most` tokens, or those before one of `ends`."""
     texts: list[list[int]] = [[] for _ in range(num_texts)]
     growing = set(range(num_texts))
     for _, tokens in zip(range(at_most), batch, strict=False):
-        growing -= {row for row in growing if tokens[row] == end}
+        growing -= {row for row in growing if tokens[row] in ends}
         for row in growing:
             texts[row].append(tokens[row])
         if not growing:
@@ -254,16 +254,16 @@ def generate(args: argparse.Namespace) -> None:
     texts = encode(tokenizer, prompts)
     model = load_model(source, tokenizer)
     begun = beginnings(source, tokenizer, texts)
-    limits = {"end": tokenizer.eod, "at_most": args.max_new_tokens}
+    ends, at_most = source.ends | {tokenizer.eod}, args.max_new_tokens
     batch = continuations(model, begun, sampling, num_ids=tokenizer.vocab_size)
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
-        tokens = until_end((row for (row,) in batch), **limits)
+        tokens = until_end((row for (row,) in batch), ends=ends, at_most=at_most)
         for text in text_of(tokenizer, texts[0], tokens):
             print(text, end="", flush=True)
         print()
         return
-    added = texts_until_end(batch, len(prompts), **limits)
+    added = texts_until_end(batch, len(prompts), ends=ends, at_most=at_most)
     for prompt, ids, more in zip(prompts, texts, added, strict=True):
         print(prompt + "".join(text_of(tokenizer, ids, iter(more))))
 

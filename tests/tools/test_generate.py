@@ -142,9 +142,11 @@ def constant_model(config: LlamaConfig, *, logits: list[float]) -> Llama:
 
 
 def test_the_end_of_the_document_and_the_limit_stop() -> None:
-    assert list(until_end(iter([5, 6, 9, 7]), end=9, at_most=10)) == [5, 6]
+    ends = frozenset({9, 8})
+    assert list(until_end(iter([5, 6, 9, 7]), ends=ends, at_most=10)) == [5, 6]
+    assert list(until_end(iter([5, 8, 9, 7]), ends=ends, at_most=10)) == [5]
     endless = iter(range(100))
-    assert list(until_end(endless, end=-1, at_most=3)) == [0, 1, 2]
+    assert list(until_end(endless, ends=frozenset(), at_most=3)) == [0, 1, 2]
     assert next(endless) == 3, "a token was made that nobody gets"
 
 

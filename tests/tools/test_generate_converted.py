@@ -138,6 +138,21 @@ def test_prompts_become_the_ids_of_transformers(with_bos: bool, tmp_path: Path) 
         assert tokenizer.decode(ids) == prompt
 
 
+@pytest.mark.parametrize(("said", "ends"), [(None, set()), (2, {2}), ([7, 9], {7, 9})])
+def test_the_generation_config_says_what_ends_a_text(
+    said: object, ends: set[int], tmp_path: Path
+) -> None:
+    save_folder(tmp_path / "hf", 0)
+    path = tmp_path / "hf" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": said}))
+    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
+    convert([*words, "--output", str(tmp_path / "paro")])
+    for folder in ("hf", "paro"):
+        assert open_model(tmp_path / folder).ends == ends
+    path.unlink()
+    assert open_model(tmp_path / "hf").ends == frozenset()
+
+
 def test_prompts_come_from_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_folder(tmp_path / "hf", 0)
     file = tmp_path / "prompts.txt"

@@ -14,8 +14,8 @@ from data.tokenizer_json import write_tokenizer_json
 from model.config import LlamaConfig, parameter_shapes
 from model.hugging_face import hugging_face_config, hugging_face_name, llama_config
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors
-from paro.checkpoint.directory import CheckpointError, describe
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, read_json
+from paro.checkpoint.directory import CheckpointError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -132,17 +132,6 @@ def write_hugging_face(
     if write_tokenizer_json(pieces, directory):
         return []
     return [f"{pieces} is copied as it is: it has no equal in a tokenizer.json"]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object of JSON; `CheckpointError` names the file that holds none."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({describe(error)})") from None
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} is damaged (it holds no object)")
-    return fields
 
 
 def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:

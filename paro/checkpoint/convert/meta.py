@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from model.config import LLAMA_PRESETS, LlamaConfig, parameter_shapes
-from paro.checkpoint.convert.hugging_face import read_json, tokenizer_of
+from paro.checkpoint.convert.hugging_face import tokenizer_of
 from paro.checkpoint.convert.source import (
     LazyTensor,
     Source,
     below_each_other,
     beside_each_other,
     checked_tensors,
+    read_json,
 )
 from paro.checkpoint.convert.torch_file import lazy, load_torch_file
 from paro.checkpoint.directory import CheckpointError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.config import LlamaConfig, parameter_shapes
-from paro.checkpoint.directory import CheckpointError
+from paro.checkpoint.directory import CheckpointError, describe
 from paro.sharding.layout import Shape
 
 # How much of a tensor is read at once; a conversion holds a few times as much.
@@ -76,6 +77,15 @@ class Source:
     notes: tuple[str, ...] = ()
 
     @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text beside the tokenizer's, by the generation config."""
+        path = self.companions.get("generation_config.json")
+        if path is None:
+            return frozenset()
+        ids = read_json(path).get("eos_token_id")
+        return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+    @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
@@ -126,6 +136,17 @@ def checked_tensors(
             )
         tensors[name] = found[name]
     return tensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of JSON; `CheckpointError` names the file that holds none."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is missing or damaged ({describe(error)})") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} is damaged (it holds no object)")
+    return fields
 
 
 def unpadded(
