@@ -22,6 +22,8 @@ from model.cross_entropy import linear_cross_entropy
 from model.layers import gated_linear, normed_linears, rms_norm
 from model.rotary import rotate, rotations
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # from rotated q_BSNH and k_BSKH, and v_BSKH
+
 
 class Places(NamedTuple):
     """Where tokens stand: what all blocks of a pass share."""
@@ -72,23 +74,26 @@ class Block(nn.Module):
         self.w_up = nn.Parameter(torch.empty(ffn, hidden))
         self.w_down = nn.Parameter(torch.empty(hidden, ffn))
 
-    def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
+    def forward(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
+        """`attend` takes the place of attention within x alone, as over keys that were kept."""
         # Inside forward, so that hooks on this module do not run again with the computation.
         if self.recompute == "full" and torch.is_grad_enabled():
-            return _checkpointed(self._body, x_BSD, places)
-        return self._body(x_BSD, places)
+            return _checkpointed(self._body, x_BSD, places, attend)
+        return self._body(x_BSD, places, attend)
 
-    def _body(self, x_BSD: Tensor, places: Places) -> Tensor:
-        x_BSD = x_BSD + self._attention(x_BSD, places)
+    def _body(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
+        x_BSD = x_BSD + self._attention(x_BSD, places, attend)
         return x_BSD + self._mlp(x_BSD)
 
-    def _attention(self, x_BSD: Tensor, places: Places) -> Tensor:
+    def _attention(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         projections = normed_linears(x_BSD, self.attention_norm, epsilon, self.wq, self.wk, self.wv)
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
         cos, sin, lengths = places
         q_BSNH, k_BSKH = rotate(q_BSNH, cos, sin), rotate(k_BSKH, cos, sin)
-        if self.recompute == "selective" and torch.is_grad_enabled():
+        if attend is not None:
+            out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH)
+        elif self.recompute == "selective" and torch.is_grad_enabled():
             out_BSNH = _checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH, lengths)
         else:
             out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, lengths)
@@ -98,16 +103,17 @@ class Block(nn.Module):
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: tuple[int, ...] | None
     ) -> Tensor:
         if lengths is None or len(lengths) == len(q_BSNH):
-            return self._causal(q_BSNH, k_BSKH, v_BSKH)
+            return self.attend(q_BSNH, k_BSKH, v_BSKH)
         # Every document by itself: nothing is computed to be masked, and no mask is made.
         parts = [part.flatten(0, 1).split(lengths) for part in (q_BSNH, k_BSKH, v_BSKH)]
         outs = [
-            self._causal(*(part[None] for part in document))[0]
+            self.attend(*(part[None] for part in document))[0]
             for document in zip(*parts, strict=True)
         ]
         return torch.cat(outs).view_as(q_BSNH)
 
-    def _causal(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """Every position over those up to its own."""
         q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
         grouped = self.config.num_query_groups != self.config.num_attention_heads
         out_BNSH = F.scaled_dot_product_attention(
