@@ -286,12 +286,14 @@ class MicroBatches:
             self._source = self._read_ahead() if self.num_workers > 0 else self._read()
         try:
             batch = next(self._source)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker (pid"):
+        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+            # torch's own words for it; the others come up while a batch is handed over.
+            gone = str(error).startswith("DataLoader worker (pid")
+            if self.num_workers == 0 or (isinstance(error, RuntimeError) and not gone):
                 raise
             raise ChildProcessError(
-                f"a process that reads training data ahead is gone ({error}): often memory was "
-                "short; run again with a smaller --num-workers, or with 0 to see what it meets"
+                f"a process that reads data ahead is gone ({error}): often memory was short; run "
+                "again with a smaller --num-workers, or with 0 to see what it meets"
             ) from error
         if isinstance(batch, Exception):
             raise batch

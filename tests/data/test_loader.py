@@ -160,10 +160,9 @@ def test_a_killed_worker_is_one_line() -> None:
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - before
     os.kill(worker.pid or 0, signal.SIGKILL)
-    with pytest.raises(ChildProcessError, match=r"reads training data.*--num-workers") as caught:
+    with pytest.raises(ChildProcessError, match=r"reads data ahead.*--num-workers") as caught:
         list(islice(batches, 10))
     assert "\n" not in str(caught.value)
-    assert str(worker.pid) in str(caught.value)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
