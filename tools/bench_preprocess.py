@@ -3,7 +3,8 @@
 # The bare tokenizer is the library alone: as many processes, each with its share of the texts in
 # memory already, calling `encode_batch` and dropping the result; from the moment when all are
 # ready until the last one is done. The other of the pair is the whole command, by the clock:
-# starting Python and its workers, reading, writing, renaming.
+# starting Python and its workers, reading, writing, renaming. Where other programs share the cores
+# the clock says little; processor time, of all processes together, is compared as well.
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from itertools import islice
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,24 +46,35 @@ def shares_of_texts(
     ]
 
 
+class Turn(NamedTuple):
+    """What one contender took: seconds by the clock, of processors, bytes of a process."""
+
+    seconds: float
+    cpu_seconds: float
+    largest_process: int = 0
+
+
 def encode_share(
-    pieces: Sequence[Piece], plan: EncodingPlan, number: int, of: int, ready: Barrier
+    pieces: Sequence[Piece], plan: EncodingPlan, number: int, used: Any, ready: Barrier
 ) -> None:
     """The life of one process of the bare tokenizer."""
     tokenizer = tokenizer_of(plan.tokenizer)
-    share = shares_of_texts(pieces, plan, number, of)
+    share = shares_of_texts(pieces, plan, number, len(used))
     ready.wait()
+    begin = time.process_time()
     for texts in share:
         tokenizer.encode_batch(texts)
+    used[number] = time.process_time() - begin
 
 
-def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> float:
-    """Seconds that the tokenizer alone takes in `workers` processes."""
+def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> Turn:
+    """What the tokenizer alone takes in `workers` processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in the workers of the command
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(workers + 1)
+    used = context.Array("d", workers)
     processes = [
-        context.Process(target=encode_share, args=(pieces, plan, number, workers, ready))
+        context.Process(target=encode_share, args=(pieces, plan, number, used, ready))
         for number in range(workers)
     ]
     for process in processes:
@@ -73,11 +85,11 @@ def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> floa
         process.join()
     if any(process.exitcode for process in processes):
         raise ValueError("a process of the bare tokenizer failed, see above")
-    return time.perf_counter() - begin
+    return Turn(time.perf_counter() - begin, sum(map(float, used[:])))
 
 
-def time_command(words: Sequence[str]) -> tuple[float, int]:
-    """Seconds of a whole run of preprocess_data.py, and the bytes of its largest process."""
+def time_command(words: Sequence[str]) -> Turn:
+    """What a whole run of preprocess_data.py takes, its workers included."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, str(SCRIPT), *words, "--output-prefix", f"{folder}/out"]
         begin = time.perf_counter()
@@ -88,25 +100,36 @@ def time_command(words: Sequence[str]) -> tuple[float, int]:
         if process.returncode != 0:
             errors.seek(0)
             raise ValueError(f"preprocess_data.py failed: {errors.read().strip()}")
-    return seconds, usage.ru_maxrss * 1024
+    return Turn(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
-def race(words: Sequence[str], job: preprocess_data.Job, workers: int, rounds: int) -> list[Any]:
-    """Seconds of both, round by round; who begins changes."""
+def race(
+    words: Sequence[str], job: preprocess_data.Job, workers: int, rounds: int
+) -> list[dict[str, float]]:
+    """The figures of both, round by round; who begins changes."""
     rows = []
     for number in range(rounds):
-        row: dict[str, float] = {}
+        turns: dict[str, Turn] = {}
         for name in ("bare", "command") if number % 2 == 0 else ("command", "bare"):
             if name == "bare":
-                row[name] = time_bare(job.pieces, job.plan, workers)
+                turns[name] = time_bare(job.pieces, job.plan, workers)
             else:
-                row[name], row["largest_process"] = time_command(words)
-        row["ratio"] = row["bare"] / row["command"]
-        rows.append(row)
+                turns[name] = time_command(words)
+        bare, command = turns["bare"], turns["command"]
+        rows.append(
+            {
+                "bare": bare.seconds,
+                "command": command.seconds,
+                "ratio": bare.seconds / command.seconds,
+                "cpu_ratio": bare.cpu_seconds / command.cpu_seconds,
+                "largest_process": command.largest_process,
+            }
+        )
         print(
-            f"round {number + 1}: bare tokenizer {row['bare']:.2f} s, command "
-            f"{row['command']:.2f} s, {row['ratio']:.3f} of the bare tokenizer's speed, largest "
-            f"process {row['largest_process'] / 1e6:.0f} MB",
+            f"round {number + 1}: bare tokenizer {bare.seconds:.2f} s (processors "
+            f"{bare.cpu_seconds:.2f} s), command {command.seconds:.2f} s "
+            f"({command.cpu_seconds:.2f} s): {bare.seconds / command.seconds:.3f} of the bare "
+            f"tokenizer's speed, largest process {command.largest_process / 1e6:.0f} MB",
             flush=True,
         )
     return rows
@@ -133,13 +156,15 @@ def run(own: argparse.Namespace, words: Sequence[str]) -> None:
     job = preprocess_data.job_of(args)
     rows = race(words, job, args.workers, own.rounds)
     ratio = statistics.median(row["ratio"] for row in rows)
+    cpu_ratio = statistics.median(row["cpu_ratio"] for row in rows)
     speed = job.num_bytes / 1e6 / statistics.median(row["command"] for row in rows)
     print(
         f"{job.num_bytes / 1e6:.1f} MB, {args.workers} workers: {speed:.2f} MB/s, {ratio:.3f} of "
-        f"the bare tokenizer's speed (median of {own.rounds})"
+        f"the bare tokenizer's speed (median of {own.rounds}), {cpu_ratio:.3f} by processor time"
     )
     if own.json is not None:
         figures = {"bytes": job.num_bytes, "workers": args.workers, "ratio": ratio, "rounds": rows}
+        figures["cpu_ratio"] = cpu_ratio
         with replacing(own.json) as temporary:
             temporary.write_text(json.dumps(figures, indent=1))
 

@@ -33,6 +33,7 @@ def test_a_pair_is_timed_and_written_down(
     assert figures["bytes"] == corpus.stat().st_size
     assert row["ratio"] == row["bare"] / row["command"] == figures["ratio"]
     assert row["largest_process"] > 10e6
+    assert 0 < figures["cpu_ratio"] < 1, "whole processes take more than a part of them"
     assert "of the bare tokenizer's speed (median of 1)" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "figures.json"}
 

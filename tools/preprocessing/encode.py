@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -138,7 +138,10 @@ def _ids(
 ) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
     """All ids behind each other in the type of the data set, each below `vocab_size`."""
     dtype = dtype_for_vocab(vocab_size)
-    wide = np.fromiter(chain.from_iterable(sequences), dtype=np.int64)
+    together = array("q")
+    for ids in sequences:
+        together.fromlist(ids)  # the fastest way out of a list
+    wide = np.frombuffer(together, dtype=np.int64)
     for extreme in (int(wide.min(initial=0)), int(wide.max(initial=0))):
         if not 0 <= extreme < min(vocab_size, np.iinfo(dtype).max + 1):
             raise ValueError(
