@@ -44,10 +44,12 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
 
     with control.agreed():
         datasets = build_data(config)
-        if only_evaluate and datasets.valid is None and datasets.test is None:
+        if only_evaluate and not (datasets.valid or datasets.named_valid or datasets.test):
+            split = config.data.split_in_use
+            flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
             raise ValueError(
-                f"--skip-train has nothing to evaluate: --split {config.data.split} leaves no "
-                "sample for validation or test"
+                f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or "
+                "test"
             )
     log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     bytes_before = resident_bytes(control.device)

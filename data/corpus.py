@@ -1,88 +1,273 @@
-"""Raw documents from .txt and .jsonl files, each with the place it came from."""
+"""Raw documents of a corpus in batches, as they lie in its sources, and the texts in them."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
-TEXT_SUFFIXES = (".txt",)
-JSON_LINES_SUFFIXES = (".jsonl", ".json")
+from data.sources import Kind, Piece, open_hugging_face, open_parquet
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BATCH_BYTES = 2**18  # of a batch of lines or rows; one longer line is a batch of its own
+TEXT_BYTES = 2**22  # a longer .txt file is encoded in parts, cut at ends of lines
+ROWS = 4096  # of a batch at most
+# Where a long text is cut: behind the last line end that no blank follows, else behind the last.
+LINE_ENDS = (re.compile(rb".*\n(?=\S)", re.DOTALL), re.compile(rb".*\n", re.DOTALL))
+
+Rows = Mapping[str, list[Any]]
+OnBad = Callable[[str], None]
 
 
-class RawDocument(NamedTuple):
-    """Bytes as they lie in the file; reading them is left to `parse`, in whatever process."""
+@dataclass(frozen=True, slots=True)
+class RawBatch:
+    """Documents as they are stored; reading them is left to `texts_of`, in whatever process."""
 
-    place: str  # file, and line for JSON lines
-    content: bytes
-    is_json: bool
-
-
-def check_inputs(paths: Sequence[Path]) -> None:
-    """Raise unless every file is there and of a kind that is known, before any work is done."""
-    for path in paths:
-        if path.suffix not in TEXT_SUFFIXES + JSON_LINES_SUFFIXES:
-            raise ValueError(
-                f"--input {path}: give .txt files (one document each) or .jsonl files (one JSON "
-                "object per line)"
-            )
-        if not path.is_file():
-            raise FileNotFoundError(f"--input {path} is missing or not a file")
+    piece: Piece
+    first: int  # how many lines or rows of the piece lie before it; of a text, bytes
+    content: bytes | Rows  # lines of JSON, (a part of) one text, or columns of rows
+    advance: int  # how far in piece.num_bytes this batch gets
+    unfinished: bool = False  # the text goes on in the next batch
 
 
-def raw_documents(paths: Iterable[Path]) -> Iterator[RawDocument]:
-    """A .txt file is one document, a .jsonl file one per line; blank lines are passed over."""
-    for path in paths:
-        if path.suffix in TEXT_SUFFIXES:
-            content = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
-            yield RawDocument(str(path), content, is_json=False)
-            continue
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if number == 1:
-                    line = line.removeprefix(BYTE_ORDER_MARK)
-                if line.strip():
-                    yield RawDocument(f"{path}, line {number}", line, is_json=True)
+class Texts(NamedTuple):
+    """One document: what lies under each key, one text or several sentences."""
+
+    number: int  # of the line or row in its piece, from 1 on
+    by_key: tuple[list[str], ...]
+    num_bytes: int
 
 
-def parse(document: RawDocument, keys: Sequence[str]) -> dict[str, list[str]]:
-    """The texts under each key: one, or several where the value is a list of sentences.
+def read_batches(pieces: Iterable[Piece], keys: Sequence[str]) -> Iterator[RawBatch]:
+    """All documents of the pieces in order; of rows only the columns `keys`."""
+    for piece in pieces:
+        if piece.kind is Kind.JSON_LINES:
+            yield from _lines(piece)
+        elif piece.kind is Kind.TEXT:
+            yield from _text(piece)
+        else:
+            yield from _rows(piece, keys)
 
-    `ValueError` names file and line. A .txt document lies under every key.
-    """
+
+@contextmanager
+def open_binary(piece: Piece) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """The bytes of a file, decompressed, and how many of it were read."""
+    with Path(piece.path).open("rb") as raw:
+        try:
+            yield _decompressed(piece, raw), raw.tell
+        except (EOFError, zlib.error, OSError) as error:
+            if piece.compression is None:
+                raise
+            raise ValueError(f"{piece.path} is damaged or truncated: {error}") from error
+
+
+def _decompressed(piece: Piece, raw: IO[bytes]) -> IO[bytes]:
+    if piece.compression is None:
+        raw.seek(piece.begin)
+        return raw
+    if piece.compression == ".gz":
+        return gzip.open(raw)  # type: ignore[return-value]
     try:
-        text = document.content.decode("utf-8")
+        import pyarrow
+    except ImportError as error:
+        raise ValueError(f"--input {piece.path} needs the package pyarrow") from error
+    # It notices a truncated file, which the package zstandard takes for the end of one.
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
+
+
+def _lines(piece: Piece) -> Iterator[RawBatch]:
+    """Blocks of whole lines."""
+    with open_binary(piece) as (stream, tell):
+        number, position, left = 0, piece.begin, piece.end - piece.begin
+        while True:
+            size = BATCH_BYTES if piece.compression else min(BATCH_BYTES, left)
+            block = stream.read(size)
+            if not block:
+                break
+            if not block.endswith(b"\n"):
+                block += stream.readline()
+            left -= len(block)
+            if number == piece.begin == 0:
+                block = block.removeprefix(BYTE_ORDER_MARK)
+            reached = min(tell(), piece.end)
+            yield RawBatch(piece, number, block, reached - position)
+            position = reached
+            number += block.count(b"\n")
+
+
+def _text(piece: Piece) -> Iterator[RawBatch]:
+    """The one document of a .txt file; in parts if it is long."""
+    with open_binary(piece) as (stream, tell):
+        rest, offset, position, unfinished = b"", 0, 0, True
+        while unfinished:
+            block = rest + stream.read(TEXT_BYTES - len(rest))
+            following = stream.read(1) if len(block) == TEXT_BYTES else b""
+            cut = _good_cut(block) if following else len(block)
+            content, rest = block[:cut], block[cut:] + following
+            if offset == 0:
+                content = content.removeprefix(BYTE_ORDER_MARK)
+            unfinished, reached = bool(following), tell()
+            yield RawBatch(piece, offset, content, reached - position, unfinished)
+            offset, position = offset + cut, reached
+
+
+def _good_cut(block: bytes) -> int:
+    for pattern in LINE_ENDS:
+        if (found := pattern.match(block)) is not None:
+            return found.end()
+    for cut in range(len(block), len(block) - 4, -1):
+        if block[cut - 1] & 0xC0 != 0x80:  # a character of UTF-8 begins here
+            return cut - 1 if block[cut - 1] >= 0xC0 else cut
+    return len(block)
+
+
+def _rows(piece: Piece, keys: Sequence[str]) -> Iterator[RawBatch]:
+    source = _parquet_rows(piece, keys) if piece.kind is Kind.PARQUET else _saved_rows(piece, keys)
+    number, total = 0, max(1, piece.end - piece.begin)
+    share, passed = 0, 0
+    for units, rows in source:
+        share += units
+        reached = piece.num_bytes * min(share, total) // total
+        yield RawBatch(piece, number, rows, reached - passed)
+        passed = reached
+        number += len(rows[keys[0]])
+
+
+def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
+    """Row group by row group; how many of them a batch finishes, and its rows."""
+    source = open_parquet(piece.path)
+    _check_columns(piece, keys, source.schema_arrow.names)
+    for group in range(piece.begin, piece.end):
+        batches = source.iter_batches(ROWS, row_groups=[group], columns=list(dict.fromkeys(keys)))
+        try:
+            for batch in batches:
+                step = max(1, len(batch) * BATCH_BYTES // max(1, batch.nbytes))
+                for begin in range(0, len(batch), step):
+                    yield 0, batch.slice(begin, step).to_pydict()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{piece.path}, row group {group + 1} is not UTF-8") from error
+        except OSError as error:
+            raise ValueError(f"{piece.path}, row group {group + 1} is damaged: {error}") from error
+        yield 1, {key: [] for key in keys}
+
+
+def _saved_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
+    source = open_hugging_face(piece.path, piece.config, piece.split or "train")
+    _check_columns(piece, keys, source.column_names)
+    source = source.select_columns(list(dict.fromkeys(keys)))
+    num_rows = piece.end - piece.begin
+    step = min(ROWS, max(1, num_rows * BATCH_BYTES // max(1, piece.num_bytes)))
+    for begin in range(piece.begin, piece.end, step):
+        end = min(begin + step, piece.end)
+        yield end - begin, source[begin:end]
+
+
+def _check_columns(piece: Piece, keys: Sequence[str], names: Sequence[str]) -> None:
+    for key in keys:
+        if key not in names:
+            raise ValueError(
+                f"{piece.path} has no column {key!r}; its columns are: {', '.join(names)}"
+            )
+
+
+def texts_of(batch: RawBatch, keys: Sequence[str], on_bad: OnBad | None = None) -> Iterator[Texts]:
+    """The documents of a batch; `ValueError` names file and line of a bad one.
+
+    With `on_bad`, bad ones are reported to it and left out. A .txt document lies under every key.
+    """
+    for number, raw in enumerate(_raw_documents(batch), start=batch.first + 1):
+        if raw is None:
+            continue
+        try:
+            yield _read(batch, number, raw, keys)
+        except _BadError as error:
+            message = str(error)
+            if on_bad is None:
+                raise ValueError(message) from error
+            on_bad(message)
+
+
+def place_of(piece: Piece, number: int) -> str:
+    """Where a document lies, for people; `number` counts from 1 on in its piece."""
+    if piece.kind is Kind.TEXT:
+        return piece.path
+    if piece.kind is Kind.JSON_LINES:
+        return f"{piece.path}, line {_lines_before(piece.path, piece.begin) + number}"
+    if piece.kind is Kind.PARQUET:
+        groups = open_parquet(piece.path).metadata
+        before = sum(groups.row_group(group).num_rows for group in range(piece.begin))
+        return f"{piece.path}, row {before + number}"
+    return f"{piece.path}, split {piece.split}, row {piece.begin + number}"
+
+
+@cache
+def _lines_before(path: str, end: int) -> int:
+    with Path(path).open("rb") as stream:
+        blocks = (stream.read(min(2**20, end - begin)) for begin in range(0, end, 2**20))
+        return sum(block.count(b"\n") for block in blocks)
+
+
+class _BadError(Exception):
+    """A document that is none, and why."""
+
+
+def _raw_documents(batch: RawBatch) -> Iterable[Any]:
+    """What each line or row holds; None for a blank line."""
+    content = batch.content
+    if not isinstance(content, bytes):
+        columns = list(content.values())
+        return (dict(zip(content, values, strict=True)) for values in zip(*columns, strict=True))
+    if batch.piece.kind is Kind.TEXT:
+        return [content]
+    return (line if line.strip() else None for line in content.split(b"\n"))
+
+
+def _read(batch: RawBatch, number: int, raw: Any, keys: Sequence[str]) -> Texts:
+    piece = batch.piece
+
+    def bad(reason: str) -> _BadError:
+        return _BadError(f"{place_of(piece, number)}{reason}")
+
+    if isinstance(raw, dict):
+        texts = tuple(_texts(raw, key, bad) for key in keys)
+        num_bytes = sum(len(text.encode()) for by_key in texts for text in by_key)
+        return Texts(number, texts, num_bytes)
+    try:
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{document.place} is not UTF-8 (byte {error.start + 1}): convert it first"
-        ) from error
-    if not document.is_json:
-        return {key: [text] for key in keys}
+        offset = error.start + (batch.first if piece.kind is Kind.TEXT else 0)
+        raise bad(f" is not UTF-8 (byte {offset + 1}): convert it first") from error
+    if piece.kind is Kind.TEXT:
+        return Texts(number, tuple([text] for _ in keys), len(raw))
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{document.place} is not valid JSON: {error}") from error
+        raise bad(f" is not valid JSON: {error}") from error
     if not isinstance(entry, dict):
-        raise ValueError(f"{document.place} is not a JSON object such as {{{keys[0]!r}: ...}}")
-    return {key: _texts(entry, key, document.place) for key in keys}
+        raise bad(f" is not a JSON object such as {{{keys[0]!r}: ...}}")
+    return Texts(number, tuple(_texts(entry, key, bad) for key in keys), len(raw))
 
 
-def _texts(entry: dict[str, object], key: str, place: str) -> list[str]:
+def _texts(entry: Mapping[str, Any], key: str, bad: Callable[[str], _BadError]) -> list[str]:
     if key not in entry:
         present = ", ".join(sorted(entry)) or "none"
-        raise ValueError(f"{place} has no key {key!r}; its keys are: {present}")
+        raise bad(f" has no key {key!r}; its keys are: {present}")
     value = entry[key]
-    texts: list[str] = []
-    for text in value if isinstance(value, list) else [value]:
+    texts = value if isinstance(value, list) else [value]
+    for text in texts:
         if not isinstance(text, str):
-            raise ValueError(f"{place}: the value of {key!r} is no text but {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell what no text may hold
-            raise ValueError(
-                f"{place}: the value of {key!r} holds half a surrogate pair"
-            ) from error
-        texts.append(text)
+            raise bad(f": the value of {key!r} is no text but {type(text).__name__}")
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can spell what no text may hold
+                raise bad(f": the value of {key!r} holds half a surrogate pair") from error
     return texts

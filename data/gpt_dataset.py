@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from data.index_cache import CacheEntry, cached_order, describe_order
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
 from data.sample_order import (
-    SPLIT_NAMES,
     Bounds,
     OrderPlan,
     SampleOrder,
+    share_of,
     split_bounds,
     split_matrix,
 )
@@ -24,16 +24,22 @@ from data.sample_order import (
 # compared again when it is fetched.
 SCAN_BYTES = 256 * 2**20
 SCAN_BLOCKS = 64
+PURPOSES = {"train": "training", "valid": "validation", "test": "test"}
+
+
+class TooFewTokensError(ValueError):
+    """A split of a corpus holds fewer tokens than one sample takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """What decides the order of a corpus besides the sizes of its sequences."""
 
-    split: str
+    split: str | None  # None: all of the corpus is for one split
     seq_length: int
     seed: int
     cache_path: str | None = None  # None: beside the data
+    flag: str = "--data-path"  # where the corpus was named, for messages
 
 
 class GPTDataset:
@@ -76,9 +82,10 @@ class GPTDataset:
         """One line: how much data there is, how often it is read, where the order is kept."""
         plan = self.plan
         sequences = plan.bounds.last - plan.bounds.first
-        epochs = (plan.num_samples * plan.seq_length + 1) / plan.tokens_per_epoch
+        wanted = plan.total_samples if plan.num_samples is None else plan.num_samples
+        epochs = (wanted * plan.seq_length + 1) / plan.tokens_per_epoch
         return (
-            f"{plan.num_samples:,} samples, {epochs:.2f} epochs of {plan.tokens_per_epoch:,} "
+            f"{wanted:,} samples, {epochs:.2f} epochs of {plan.tokens_per_epoch:,} "
             f"tokens in {sequences:,} sequences of {self.indexed.prefix}; {self.source}"
         )
 
@@ -110,32 +117,33 @@ def build_gpt_dataset(
     split_name: str,
     sampling: Sampling,
     *,
-    num_samples: int,
+    num_samples: int | None,
     vocab_size: int,
-) -> GPTDataset | None:
-    """One split of a corpus; None for a validation or test split without a single sample."""
-    plan = _plan_split(indexed, split_name, sampling, num_samples)
-    if plan is None:
-        return None
+) -> GPTDataset:
+    """One split of a corpus, with `num_samples` at least or of one epoch.
+
+    `TooFewTokensError` where there is not a single sample.
+    """
+    plan = plan_split(indexed, split_name, sampling, num_samples)
     entry = _cache_entry(indexed, split_name, sampling, num_samples)
     order, source = cached_order(entry, indexed.sequence_lengths, plan)
     return GPTDataset(indexed, plan, order, vocab_size=vocab_size, source=source)
 
 
-def _plan_split(
-    indexed: IndexedDataset, split_name: str, sampling: Sampling, num_samples: int
-) -> OrderPlan | None:
-    share = split_matrix(sampling.split)[SPLIT_NAMES.index(split_name)]
+def plan_split(
+    indexed: IndexedDataset, split_name: str, sampling: Sampling, num_samples: int | None
+) -> OrderPlan:
+    """How many epochs and samples the order of a split will have."""
+    share = share_of(sampling.split, split_name)
     bounds = Bounds(0, 0) if share is None else split_bounds(share, len(indexed))
     lengths = indexed.sequence_lengths[bounds.first : bounds.last]
     tokens = int(lengths.sum(dtype=np.int64))
     if tokens <= sampling.seq_length:
-        if split_name != "train":
-            return None
-        raise ValueError(
-            f"--seq-length {sampling.seq_length} is longer than the data: --split "
-            f"{sampling.split!r} leaves {tokens} tokens of --data-path {indexed.prefix} for "
-            f"training and one sample takes {sampling.seq_length + 1}"
+        cause = "there are" if sampling.split is None else f"--split {sampling.split!r} leaves"
+        raise TooFewTokensError(
+            f"--seq-length {sampling.seq_length} is longer than the data: {cause} {tokens} tokens "
+            f"of {sampling.flag} {indexed.prefix} for {PURPOSES[split_name]} and one sample takes "
+            f"{sampling.seq_length + 1}"
         )
     return OrderPlan(
         bounds=bounds,
@@ -147,7 +155,7 @@ def _plan_split(
 
 
 def _cache_entry(
-    indexed: IndexedDataset, split_name: str, sampling: Sampling, num_samples: int
+    indexed: IndexedDataset, split_name: str, sampling: Sampling, num_samples: int | None
 ) -> CacheEntry:
     """Megatron's folder, file names and facts; it identifies the tokenizer where we do sizes."""
     beside_the_data = Path(indexed.prefix) / "cache" / "GPTDataset_indices"
@@ -159,7 +167,7 @@ def _cache_entry(
         "random_seed": sampling.seed,
         "sequence_length": sampling.seq_length,
         "split": sampling.split,
-        "split_matrix": split_matrix(sampling.split),
+        "split_matrix": None if sampling.split is None else split_matrix(sampling.split),
     }
     return CacheEntry(
         folder=Path(sampling.cache_path) if sampling.cache_path else beside_the_data,

@@ -1,16 +1,21 @@
-"""Keeps built sample orders on disk under Megatron's file names, safe under concurrent builders.
+"""Keeps built indices on disk under Megatron's file names, safe under concurrent builders.
 
-A description of everything the order depends on names the files by its MD5. Each file is renamed
+A description of everything the indices depend on names the files by its MD5. Each file is renamed
 into place and the description, which also holds the checksums, comes last; two processes that build
-the same order write the same bytes. What does not match is built anew. Readers map the files, so
+the same indices write the same bytes. What does not match is built anew. Readers map the files, so
 that the ranks of a node share one copy.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import tempfile
 import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +33,25 @@ from data.sample_order import (
     shuffle_index_dtype,
 )
 
+Arrays = Mapping[str, NDArray[Any]]
+Expected = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape and type by name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """Where one order is kept: a folder, the name of the split and what the order depends on."""
+    """Where some indices are kept: a folder, whose they are and what they depend on."""
 
     folder: Path
     split_name: str
     description: str
+    kind: str = "GPTDataset"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.md5(self.description.encode(), usedforsecurity=False).hexdigest()
 
     def path(self, part: str) -> Path:
-        digest = hashlib.md5(self.description.encode(), usedforsecurity=False).hexdigest()
-        return self.folder / f"{digest}-GPTDataset-{self.split_name}-{part}"
+        return self.folder / f"{self.digest}-{self.kind}-{self.split_name}-{part}"
 
 
 def describe_order(facts: dict[str, Any], lengths: NDArray[np.int32]) -> str:
@@ -53,57 +65,91 @@ def describe_order(facts: dict[str, Any], lengths: NDArray[np.int32]) -> str:
 def cached_order(
     entry: CacheEntry, lengths: NDArray[np.int32], plan: OrderPlan
 ) -> tuple[SampleOrder, str]:
-    """The order of a plan, from the cache where it is there and whole; and where it came from.
+    """The order of a plan, from the cache where it is there and whole; and where it came from."""
+    expected: Expected = {
+        "document_index": ((plan.num_entries,), DOCUMENT_DTYPE),
+        "sample_index": ((plan.total_samples + 1, 2), sample_index_dtype(plan, lengths)),
+        "shuffle_index": ((plan.total_samples,), shuffle_index_dtype(plan)),
+    }
+    arrays, source = cached_arrays(entry, expected, lambda: build_order(lengths, plan)._asdict())
+    return SampleOrder(**arrays), source
 
-    A folder that cannot be written costs the cache, not the run.
+
+def cached_arrays(
+    entry: CacheEntry, expected: Expected, build: Callable[[], Arrays]
+) -> tuple[Arrays, str]:
+    """The arrays of an entry, from the cache where they are there and whole; and their source.
+
+    One process of a machine builds while the others wait for its files. Machines do not wait for
+    each other. A folder that cannot be written costs the cache, not the run.
     """
-    order = _read(entry, lengths, plan)
-    if order is not None:
-        return order, f"indices read from {entry.folder}"
-    order = build_order(lengths, plan)
+    arrays = _read(entry, expected)
+    if arrays is not None:
+        return arrays, f"indices read from {entry.folder}"
+    with _alone_on_this_machine(entry):
+        arrays = _read(entry, expected)
+        if arrays is not None:
+            return arrays, f"indices read from {entry.folder}"
+        arrays = build()
+        try:
+            _write(entry, arrays)
+        except OSError as error:
+            cause = f"{entry.folder} cannot be written: {error.strerror}"
+            return arrays, f"indices kept in memory, {cause}"
+    return _read(entry, expected) or arrays, f"indices written to {entry.folder}"
+
+
+@contextmanager
+def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
+    """Holds back whoever asks for the same entry on this machine; a process's end lets go.
+
+    The lock lies among the machine's own temporary files, since not every shared folder can lock.
+    Removing it is safe: who comes too late to see it finds the entry, or builds the same bytes.
+    """
+    key = hashlib.md5(f"{entry.folder.absolute()} {entry.digest}".encode(), usedforsecurity=False)
+    path = Path(tempfile.gettempdir()) / f"llama-paro-{os.getuid()}-{key.hexdigest()}.lock"
     try:
-        _write(entry, order)
-    except OSError as error:
-        return order, f"indices kept in memory, {entry.folder} cannot be written: {error.strerror}"
-    return _read(entry, lengths, plan) or order, f"indices written to {entry.folder}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:  # nowhere to lock: every process builds
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
 
 
 def _checksum(array: NDArray[Any]) -> int:
     return zlib.crc32(np.ascontiguousarray(array).data)
 
 
-def _seal(entry: CacheEntry, order: SampleOrder) -> str:
+def _seal(entry: CacheEntry, arrays: Arrays) -> str:
     """The content of the description file: Megatron's, and a line of checksums."""
-    sums = {name: _checksum(array) for name, array in order._asdict().items()}
+    sums = {name: _checksum(array) for name, array in arrays.items()}
     return f"{entry.description}\n{json.dumps({'crc32': sums})}\n"
 
 
-def _write(entry: CacheEntry, order: SampleOrder) -> None:
+def _write(entry: CacheEntry, arrays: Arrays) -> None:
     entry.folder.mkdir(parents=True, exist_ok=True)
-    for name, array in order._asdict().items():
+    for name, array in arrays.items():
         with replacing(entry.path(f"{name}.npy")) as temporary, temporary.open("wb") as stream:
             np.save(stream, array, allow_pickle=False)
     with replacing(entry.path("description.txt")) as temporary:
-        temporary.write_text(_seal(entry, order))
+        temporary.write_text(_seal(entry, arrays))
 
 
-def _read(entry: CacheEntry, lengths: NDArray[np.int32], plan: OrderPlan) -> SampleOrder | None:
-    """The stored order, or None when a file is missing, unreadable or not what was written."""
+def _read(entry: CacheEntry, expected: Expected) -> Arrays | None:
+    """The stored arrays, or None when a file is missing, unreadable or not what was written."""
     try:
         seal = entry.path("description.txt").read_text()
-        order = SampleOrder(
-            *(
-                np.load(entry.path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
-                for name in SampleOrder._fields
-            )
-        )
+        arrays = {
+            name: np.load(entry.path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
+            for name in expected
+        }
     except (OSError, ValueError, EOFError):  # absent, cut short, or no array at all
         return None
-    expected = (
-        ((plan.num_entries,), DOCUMENT_DTYPE),
-        ((plan.total_samples + 1, 2), sample_index_dtype(plan, lengths)),
-        ((plan.total_samples,), shuffle_index_dtype(plan)),
-    )
-    if tuple((array.shape, array.dtype) for array in order) != expected:
+    if {name: (array.shape, array.dtype) for name, array in arrays.items()} != dict(expected):
         return None
-    return order if seal == _seal(entry, order) else None
+    return arrays if seal == _seal(entry, arrays) else None

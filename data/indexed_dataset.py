@@ -8,6 +8,7 @@ sequences' token ids one after the other. The 8-byte arrays start at byte 34 + 4
 
 from __future__ import annotations
 
+import errno
 import struct
 from array import array
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document entries
 TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # legal in the format, but no token ids
+COPY_TOKENS = 2**22  # at a time
 MAX_SEQUENCE_LENGTH = np.iinfo(np.int32).max
 REMEDY = "write both files anew with tools/preprocess_data.py"
 
@@ -178,6 +180,28 @@ def _view(index: NDArray[np.uint8], dtype: str, count: int, offset: int) -> NDAr
     return np.frombuffer(index, dtype=dtype, count=count, offset=offset)
 
 
+@contextmanager
+def _room_on_disk(path: Path) -> Iterator[None]:
+    """Says which file did not fit where the system only says that something did not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.filename:
+            raise
+        raise OSError(
+            f"{path} cannot be written: {error.strerror}; make room or write elsewhere"
+        ) from error
+
+
+class EncodedDocuments(NamedTuple):
+    """Documents ready to be written: all ids, the length of each sequence, sequences of each."""
+
+    ids: Tokens  # of the type that the data set is written in, checked against the vocabulary
+    lengths: NDArray[np.int32]
+    sequences: NDArray[np.int64]
+    unfinished: bool = False  # the last sequence of the last document goes on in the next batch
+
+
 class IndexedDatasetWriter:
     """Writes one prefix: both files get their names when the block ends well, neither when not.
 
@@ -190,6 +214,7 @@ class IndexedDatasetWriter:
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
+        self._open_sequence = False
         self._files = self._open_files()
 
     @contextmanager
@@ -198,6 +223,7 @@ class IndexedDatasetWriter:
         with (
             replacing(idx_path(self.prefix)) as idx_file,
             replacing(bin_path(self.prefix)) as bin_file,
+            _room_on_disk(bin_path(self.prefix)),
         ):
             with bin_file.open("wb") as self._stream:
                 yield
@@ -227,13 +253,54 @@ class IndexedDatasetWriter:
                 self._append(ids)
         self._documents.append(len(self._lengths))
 
-    def _append(self, ids: Tokens) -> None:
-        assert ids.dtype.kind in "iu", f"token ids of type {ids.dtype}"
-        if ids.size > MAX_SEQUENCE_LENGTH:
+    def add_documents(self, documents: EncodedDocuments) -> None:
+        """Append many documents at once; their sequences have tokens, without some they count."""
+        ids, lengths = documents.ids, documents.lengths
+        assert ids.dtype == self.dtype, f"{ids.dtype} into a file of {self.dtype}"
+        assert len(ids) == lengths.sum(dtype=np.int64), f"{len(ids)} ids in {lengths}"
+        first = len(self._lengths)
+        if self._open_sequence and len(lengths) > 0:
+            self._check_length(self._lengths[-1] + int(lengths[0]))
+            self._lengths[-1] += int(lengths[0])
+            first, lengths = first - 1, lengths[1:]
+        self._stream.write(ids.data)
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        ends = first + np.cumsum(documents.sequences)
+        self._open_sequence = documents.unfinished and (self._open_sequence or ends[-1] > first)
+        closed = ends[:-1] if documents.unfinished else ends
+        self._documents.frombytes(closed.astype(np.int64).tobytes())
+        self.num_tokens += len(ids)
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Append all documents of another data set, of the same type; reads it piece by piece."""
+        if dataset.dtype != self.dtype:
             raise ValueError(
-                f"a sequence of {ids.size} tokens exceeds the format's {MAX_SEQUENCE_LENGTH}: "
+                f"{bin_path(dataset.prefix)} holds {dataset.dtype.name} and {self.prefix} is to "
+                f"hold {self.dtype.name}: only data sets of one tokenizer can be joined"
+            )
+        lengths = dataset.sequence_lengths
+        expected = sequence_pointers(lengths, self.dtype.itemsize)
+        if np.array_equal(dataset.sequence_pointers, expected):
+            for begin in range(0, len(dataset.tokens), COPY_TOKENS):
+                self._stream.write(dataset.tokens[begin : begin + COPY_TOKENS].tobytes())
+        else:
+            for number in range(len(dataset)):
+                self._stream.write(dataset[number].tobytes())
+        documents = dataset.document_indices[1:] + len(self._lengths)
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._documents.frombytes(documents.astype(np.int64).tobytes())
+        self.num_tokens += dataset.num_tokens
+
+    def _check_length(self, length: int) -> None:
+        if length > MAX_SEQUENCE_LENGTH:
+            raise ValueError(
+                f"a sequence of {length} tokens exceeds the format's {MAX_SEQUENCE_LENGTH}: "
                 "cut the document"
             )
+
+    def _append(self, ids: Tokens) -> None:
+        assert ids.dtype.kind in "iu", f"token ids of type {ids.dtype}"
+        self._check_length(ids.size)
         for extreme in (int(ids.min()), int(ids.max())):
             if not 0 <= extreme <= np.iinfo(self.dtype).max:
                 raise ValueError(

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from data.gpt_dataset import Sampling, build_gpt_dataset, check_vocabulary
+from data.batch import Batch, Fetch, Samples
+from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
+from data.blended_dataset import SplitRequest, build_samples
+from data.document_bounds import DocumentRules
+from data.gpt_dataset import Sampling, TooFewTokensError, check_vocabulary
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
-from data.sample_order import SPLIT_NAMES, parse_split
+from data.sample_order import SPLIT_NAMES, parse_split, share_of
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
-
-
-class Samples(Protocol):
-    """A finite set of samples, each seq_length + 1 token ids."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
-
-    def describe(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,39 +34,117 @@ class DataConfig:
 
     seq_length: int
     data_path: tuple[str, ...] = ()
+    data_args_path: str | None = None
+    train_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = ()
+    per_split_data_args_path: str | None = None
     mock_data: bool = False
-    split: str = DEFAULT_SPLIT
+    split: str | None = None  # of data for all splits; None: DEFAULT_SPLIT
     data_cache_path: str | None = None
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    multiple_validation_sets: bool = False
+    full_validation: bool = False
     num_workers: int = 2
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.mock_data and self.data_path:
-            raise ValueError("--mock-data and --data-path contradict each other: give one of them")
-        if not self.mock_data and not self.data_path:
+        given = [flag for flag, is_given in self._sources().items() if is_given]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} contradict each other: give one of them")
+        if not given:
             raise ValueError(
                 "no data: give --data-path PREFIX, or --mock-data for synthetic tokens"
             )
-        if len(self.data_path) > 1:
-            raise ValueError(
-                f"--data-path takes the prefix of one corpus, {len(self.data_path)} words were "
-                f"given: {' '.join(self.data_path)}"
-            )
+        blends = self.blends()
+        if not self.mock_data and "train" not in blends:
+            raise ValueError(f"{given[0]} is given and no training data: give --train-data-path")
+        self._check_validation(blends.get("valid"))
+        if self.is_per_split and self.split is not None:
+            raise ValueError(f"--split and {given[0]} contradict each other: give one of them")
         if self.seq_length < 1:
             raise ValueError(f"--seq-length {self.seq_length} must be at least 1")
         if self.num_workers < 0:
             raise ValueError(f"--num-workers {self.num_workers} must be 0 or more")
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"--seed {self.seed} must lie between 0 and {MAX_SEED}")
-        parse_split(self.split)
+        parse_split(self.split or DEFAULT_SPLIT)
+
+    def _check_validation(self, valid: Blend | None) -> None:
+        if self.full_validation and self.mock_data:
+            raise ValueError("--full-validation needs a corpus: --mock-data have no end")
+        if not self.multiple_validation_sets:
+            return
+        if not self.is_per_split or valid is None:
+            raise ValueError(
+                "--multiple-validation-sets needs --valid-data-path with a path for each of them"
+            )
+        if valid.weights is not None:
+            raise ValueError(
+                f"{valid.flag} has weights and --multiple-validation-sets keeps its corpora apart: "
+                "leave the weights out"
+            )
+
+    def document_rules(self, eod: int) -> DocumentRules | None:
+        """What the end of a document changes; None where it changes nothing."""
+        rules = DocumentRules(
+            eod=eod,
+            eod_mask_loss=self.eod_mask_loss,
+            reset_position_ids=self.reset_position_ids,
+            reset_attention_mask=self.reset_attention_mask,
+        )
+        return None if rules == DocumentRules(eod=eod) else rules
+
+    def _sources(self) -> dict[str, bool]:
+        """Where data may come from, of which one is given."""
+        per_split = {f"--{name}-data-path": words for name, words in self._words().items()}
+        first_given = next((flag for flag, words in per_split.items() if words), "")
+        return {
+            "--mock-data": self.mock_data,
+            "--data-path": bool(self.data_path),
+            "--data-args-path": self.data_args_path is not None,
+            first_given or "--train-data-path": bool(first_given),
+            "--per-split-data-args-path": self.per_split_data_args_path is not None,
+        }
+
+    def _words(self) -> dict[str, tuple[str, ...]]:
+        return {name: getattr(self, f"{name}_data_path") for name in SPLIT_NAMES}
+
+    @property
+    def is_per_split(self) -> bool:
+        """Whether every split has data of its own, instead of a part of all data."""
+        return self.per_split_data_args_path is not None or any(self._words().values())
+
+    @property
+    def split_in_use(self) -> str | None:
+        """How data for all splits are cut; None where every split has data of its own."""
+        return None if self.is_per_split else self.split or DEFAULT_SPLIT
+
+    def blends(self) -> dict[str, Blend]:
+        """What each split is made of; none for synthetic tokens."""
+        if self.per_split_data_args_path is not None:
+            return read_blend_per_split(self.per_split_data_args_path, "--per-split-data-args-path")
+        if self.is_per_split:
+            return {
+                name: parse_blend(words, f"--{name}-data-path")
+                for name, words in self._words().items()
+                if words
+            }
+        if self.data_args_path is not None:
+            return dict.fromkeys(SPLIT_NAMES, read_blend(self.data_args_path, "--data-args-path"))
+        if self.data_path:
+            return dict.fromkeys(SPLIT_NAMES, parse_blend(self.data_path, "--data-path"))
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCounts:
-    """How many samples a run draws from each split."""
+    """How many samples a run draws from each split; None: every sample of it once."""
 
     train: int
-    valid: int = 0
+    valid: int | None = 0
     test: int = 0
 
 
@@ -81,70 +155,98 @@ class Datasets:
     train: Samples
     valid: Samples | None
     test: Samples | None
+    named_valid: Mapping[str, Samples] = field(default_factory=dict)  # instead of `valid`
+    causes: Mapping[str, str] = field(default_factory=dict)  # why a set has no sample
 
     def describe(self) -> list[str]:
-        """One line per split, for the start of a run."""
-        named = ((name, getattr(self, name)) for name in SPLIT_NAMES)
-        return [f"{name}: {data.describe() if data else 'no samples'}" for name, data in named]
+        """One line per split or set, for the start of a run."""
+        sets: dict[str, Samples | None] = {name: getattr(self, name) for name in SPLIT_NAMES}
+        sets |= {f"valid, {name}": samples for name, samples in self.named_valid.items()}
+        lines = {
+            name: f"{name}: {samples.describe() if samples else 'no samples'}"
+            for name, samples in sets.items()
+            if name != "valid" or not self.named_valid
+        }
+        for name, cause in self.causes.items():
+            lines[name] = f"{name}: no samples, its evaluation is left out: {cause}"
+        return list(lines.values())
 
 
 def build_datasets(config: DataConfig, num_samples: SplitCounts, vocab_size: int) -> Datasets:
     """The splits with at least the samples asked for; `vocab_size` is the tokenizer's own."""
     counts = {name: getattr(num_samples, name) for name in SPLIT_NAMES}
     # Training data is opened even if no sample of it is asked for: a run may only evaluate.
-    wanted = [name for name in SPLIT_NAMES if name == "train" or counts[name] > 0]
-    found: dict[str, Samples | None] = {}
+    wanted = [name for name in SPLIT_NAMES if name == "train" or counts[name] != 0]
     if config.mock_data:
-        for name in wanted:
-            found[name] = MockDataset(
+        mock = {
+            name: MockDataset(
                 num_samples=counts[name],
                 seq_length=config.seq_length,
                 vocab_size=vocab_size,
                 seed=config.seed,
                 stream=SPLIT_NAMES.index(name),
             )
-    else:
-        indexed = IndexedDataset(config.data_path[0])
-        check_vocabulary(indexed, vocab_size)
-        sampling = Sampling(
-            split=config.split,
-            seq_length=config.seq_length,
-            seed=config.seed,
-            cache_path=config.data_cache_path,
+            for name in wanted
+        }
+        return Datasets(train=mock["train"], valid=mock.get("valid"), test=mock.get("test"))
+    return _build_from_corpora(config, {name: counts[name] for name in wanted}, vocab_size)
+
+
+def _build_from_corpora(
+    config: DataConfig, counts: Mapping[str, int | None], vocab_size: int
+) -> Datasets:
+    """The splits named in `counts`; a held-out one without a sample is left out."""
+
+    @cache  # several splits and blends may share a corpus
+    def open_corpus(prefix: str) -> IndexedDataset:
+        corpus = IndexedDataset(prefix)
+        check_vocabulary(corpus, vocab_size)
+        return corpus
+
+    sampling = Sampling(
+        split=config.split_in_use,
+        seq_length=config.seq_length,
+        seed=config.seed,
+        cache_path=config.data_cache_path,
+    )
+    found: dict[tuple[str, str], Samples] = {}
+    causes: dict[str, str] = {}
+    for (split_name, set_name), blend in _sets(config).items():
+        is_held_out = split_name != "train"
+        if split_name not in counts or (is_held_out and not share_of(sampling.split, split_name)):
+            continue
+        request = SplitRequest(
+            split_name=split_name,
+            sampling=sampling,
+            num_samples=counts[split_name],
+            vocab_size=vocab_size,
+            open_corpus=open_corpus,
         )
-        for name in wanted:
-            found[name] = build_gpt_dataset(
-                indexed, name, sampling, num_samples=counts[name], vocab_size=vocab_size
-            )
-    train = found["train"]
-    assert train is not None, "a training split without a sample is refused where it is built"
-    return Datasets(train=train, valid=found.get("valid"), test=found.get("test"))
+        try:
+            found[split_name, set_name] = build_samples(blend, request)
+        except TooFewTokensError as error:
+            if not is_held_out:
+                raise
+            causes[f"{split_name}, {set_name}" if set_name else split_name] = str(error)
+    return Datasets(
+        train=found["train", ""],
+        valid=found.get(("valid", "")),
+        test=found.get(("test", "")),
+        named_valid={name: samples for (_, name), samples in found.items() if name},
+        causes=causes,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One micro-batch of one rank; labels are the tokens that follow, masked where mask is 0."""
-
-    tokens_BS: Tensor  # noqa: N815  int64
-    labels_BS: Tensor  # noqa: N815  int64
-    loss_mask_BS: Tensor  # noqa: N815  float32
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
-        return Batch(*(part.to(device, non_blocking=non_blocking) for part in self._parts()))
-
-    def pin_memory(self) -> Batch:
-        return Batch(*(part.pin_memory() for part in self._parts()))
-
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.tokens_BS, self.labels_BS, self.loss_mask_BS
-
-
-def collate(samples: Sequence[NDArray[np.int64]]) -> Batch:
-    """Tokens and labels of samples that are one token longer than the sequence."""
-    text = torch.from_numpy(np.stack(samples))
-    tokens_BS = text[:, :-1].contiguous()
-    labels_BS = text[:, 1:].contiguous()
-    return Batch(tokens_BS, labels_BS, torch.ones(tokens_BS.shape, dtype=torch.float32))
+def _sets(config: DataConfig) -> dict[tuple[str, str], Blend]:
+    """The blend of each split, or of each validation set by its name."""
+    sets = {(split_name, ""): blend for split_name, blend in config.blends().items()}
+    if config.multiple_validation_sets:
+        valid = sets.pop(("valid", ""))
+        names = [Path(prefix).name for prefix in valid.prefixes]
+        for name, prefix in zip(names, valid.prefixes, strict=True):
+            unique = name if names.count(name) == 1 else prefix
+            sets["valid", unique] = Blend(flag=valid.flag, prefixes=(prefix,))
+    return sets
 
 
 @dataclass(eq=False)
@@ -167,6 +269,8 @@ class MicroBatches:
     consumed_samples: int = 0
     num_workers: int = 0
     pin_memory: bool = False
+    rules: DocumentRules | None = None
+    whole: bool = False  # round after round, each filled up with samples that are masked out
     _source: Iterator[Batch | Exception] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +284,17 @@ class MicroBatches:
     def __next__(self) -> Batch:
         if self._source is None:
             self._source = self._read_ahead() if self.num_workers > 0 else self._read()
-        batch = next(self._source)
+        try:
+            batch = next(self._source)
+        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+            # torch's own words for it; the others come up while a batch is handed over.
+            gone = str(error).startswith("DataLoader worker (pid")
+            if self.num_workers == 0 or (isinstance(error, RuntimeError) and not gone):
+                raise
+            raise ChildProcessError(
+                f"a process that reads data ahead is gone ({error}): often memory was short; run "
+                "again with a smaller --num-workers, or with 0 to see what it meets"
+            ) from error
         if isinstance(batch, Exception):
             raise batch
         return batch
@@ -188,13 +302,16 @@ class MicroBatches:
     def sample_numbers(self) -> Iterator[range]:
         """The samples of micro-batch 0, 1, ...; without end."""
         stride = self.micro_batch_size * self.world_size
-        begin = self.consumed_samples + self.rank * self.micro_batch_size
+        first = self.consumed_samples
         while True:
+            begin = first + self.rank * self.micro_batch_size
             yield range(begin, begin + self.micro_batch_size)
-            begin += stride
+            first += stride
+            if self.whole and first >= len(self.dataset):
+                first = 0
 
     def _read(self) -> Iterator[Batch | Exception]:
-        fetch = _Fetch(self.dataset)
+        fetch = Fetch(self.dataset, self.rules, masks_beyond_end=self.whole)
         for numbers in self.sample_numbers():
             batch = fetch[numbers]
             if self.pin_memory and isinstance(batch, Batch):
@@ -203,7 +320,7 @@ class MicroBatches:
 
     def _read_ahead(self) -> Iterator[Batch | Exception]:
         loader: DataLoader[Batch | Exception] = DataLoader(
-            _Fetch(self.dataset),
+            Fetch(self.dataset, self.rules, masks_beyond_end=self.whole),
             batch_size=None,
             sampler=self.sample_numbers(),
             num_workers=self.num_workers,
@@ -212,36 +329,30 @@ class MicroBatches:
             worker_init_fn=_leave_process_group,
             generator=torch.Generator(),  # else it draws from the global one, which is the model's
         )
-        return iter(loader)
+        with _child_signals_left_alone():
+            return iter(loader)
+
+
+@contextmanager
+def _child_signals_left_alone() -> Iterator[None]:
+    """Undoes the handler by which torch would raise at any place of the training thread.
+
+    Without it the end of a worker is noticed where its batch is waited for.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where torch sets none either
+        yield
+        return
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _leave_process_group(worker: int) -> None:
     # A launcher signals the whole process group of a rank. Those that read go on until the trainer
     # leaves, so that it can finish its step and save.
     os.setpgid(0, 0)
-
-
-class _Fetch(Dataset[Batch | Exception]):
-    """Micro-batches by the numbers of their samples.
-
-    A user's mistake is a value here, because an exception would come out of a worker process as a
-    page of traceback.
-    """
-
-    def __init__(self, dataset: Samples) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, numbers: range) -> Batch | Exception:
-        if numbers[-1] >= len(self.dataset):
-            return ValueError(
-                f"the data set ends after {len(self.dataset)} samples and sample {numbers[-1]} is "
-                "asked for: more is drawn than --train-iters, --train-samples or --eval-iters "
-                "announced when it was built"
-            )
-        try:
-            return collate([self.dataset[number] for number in numbers])
-        except ValueError as error:
-            return error
 
 
 def _unchanged(batch: Any) -> Any:  # DataLoader's type for it says list, with or without batches

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 SPLIT_NAMES = ("train", "valid", "test")
 DOCUMENT_DTYPE = np.dtype(np.int32)
+BLOCK = 2**16  # entries of the document index
 # A final epoch of which less than this part is needed is shuffled apart, so that the samples of
 # the whole epochs come first.
 SEPARATE_BELOW = 0.80
@@ -43,7 +44,7 @@ class OrderPlan:
 
     bounds: Bounds
     tokens_per_epoch: int
-    num_samples: int  # asked for; the order holds at least as many
+    num_samples: int | None  # asked for; the order holds at least as many; None: one epoch
     seq_length: int
     seed: int
 
@@ -54,6 +55,8 @@ class OrderPlan:
     @property
     def num_epochs(self) -> int:
         """The fewest epochs that hold the samples and the one label after the last of them."""
+        if self.num_samples is None:
+            return 1
         needed = self.num_samples * self.seq_length + 1
         return max(1, -(-needed // self.tokens_per_epoch))
 
@@ -69,7 +72,7 @@ class OrderPlan:
     @property
     def samples_before_separate_epoch(self) -> int | None:
         """Samples of all epochs but the last where the last is shuffled apart, else None."""
-        if self.num_epochs == 1:
+        if self.num_samples is None or self.num_epochs == 1:
             return None
         before = ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.seq_length
         from_last = self.num_samples - before
@@ -113,6 +116,13 @@ def split_matrix(text: str) -> tuple[Share | None, Share | None, Share | None]:
     return train, valid, test
 
 
+def share_of(split: str | None, split_name: str) -> Share | None:
+    """The part that a split has of a corpus; all of it where there is no --split."""
+    if split is None:
+        return Share(0.0, 1.0)
+    return split_matrix(split)[SPLIT_NAMES.index(split_name)]
+
+
 def split_bounds(share: Share, num_sequences: int) -> Bounds:
     """The sequences of a split: contiguous, in file order, not shuffled."""
     return Bounds(round(share.begin * num_sequences), round(share.end * num_sequences))
@@ -140,13 +150,24 @@ def _document_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[n
 def _sample_index(
     lengths: NDArray[np.int32], document_index: NDArray[np.int32], plan: OrderPlan
 ) -> NDArray[Any]:
-    entry_lengths = lengths[document_index]
-    ends = np.cumsum(entry_lengths, dtype=np.int64)
-    starts_of_samples = np.arange(plan.total_samples + 1, dtype=np.int64) * plan.seq_length
-    entries = np.searchsorted(ends, starts_of_samples, side="right")
-    entries[0] = 0  # also where the first sequences are empty
-    offsets = starts_of_samples - (ends[entries] - entry_lengths[entries])
-    return np.stack((entries, offsets), axis=1).astype(sample_index_dtype(plan, lengths))
+    """Block by block, so that what is between stays in the processor's cache."""
+    num_rows = plan.total_samples + 1
+    rows = np.empty((num_rows, 2), dtype=sample_index_dtype(plan, lengths))
+    begin, row = 0, 0  # the first token of the block, and the first row not yet known
+    for first in range(0, len(document_index), BLOCK):
+        block = lengths.take(document_index[first : first + BLOCK], mode="clip")
+        ends = np.cumsum(block, dtype=np.int64) + begin
+        begin = int(ends[-1])
+        row_behind = min((begin - 1) // plan.seq_length + 1, num_rows)
+        if row_behind > row:
+            starts = np.arange(row, row_behind, dtype=np.int64) * plan.seq_length
+            entries = np.searchsorted(ends, starts, side="right")
+            rows[row:row_behind, 0] = entries + first
+            rows[row:row_behind, 1] = starts - (ends[entries] - block[entries])
+            row = row_behind
+    assert row == num_rows, f"{row} of {num_rows} rows"
+    rows[0] = 0  # also where the first sequences are empty
+    return rows
 
 
 def sample_index_dtype(plan: OrderPlan, lengths: NDArray[np.int32]) -> np.dtype[Any]:

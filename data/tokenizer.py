@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from data.tik_tokenizer import TikTokenizer
+
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TOKENIZER_TYPES = (*SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", "NullTokenizer")
+TOKENIZER_TYPES = (
+    *SENTENCEPIECE_TYPES,
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,10 @@ class Tokenizer(Protocol):
     """
 
     @property
+    def text_prefix(self) -> tuple[int, ...]:
+        """What Megatron's type of this name puts before every text of a corpus."""
+
+    @property
     def vocab_size(self) -> int:
         """All ids lie below; not padded."""
 
@@ -55,6 +66,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Many texts in one call of the library, on one thread."""
+
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
@@ -66,7 +80,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     assert config.tokenizer_model is not None, "TokenizerConfig checks this"
     tokenizer: Tokenizer
     if config.tokenizer_type in SENTENCEPIECE_TYPES:
-        tokenizer = SentencePieceTokenizer(config.tokenizer_model)
+        begins = config.tokenizer_type == "Llama2Tokenizer"
+        tokenizer = SentencePieceTokenizer(config.tokenizer_model, begins_texts=begins)
+    elif config.tokenizer_type == "TikTokenizer":
+        tokenizer = TikTokenizer(config.tokenizer_model)
     else:
         tokenizer = HuggingFaceTokenizer(config.tokenizer_model)
     if config.vocab_size not in (None, tokenizer.vocab_size):
@@ -87,9 +104,9 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
 
 class SentencePieceTokenizer:
     """A SentencePiece `.model` file, such as LLaMA-1 and LLaMA-2 have or tools/train_tokenizer.py
-    writes; all three of Megatron's names for it do the same."""
+    writes. Of Megatron's three names for it Llama2Tokenizer alone begins texts with `bos`."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, begins_texts: bool = False) -> None:
         self._processor = _load_sentencepiece(Path(model))
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod: int = self._processor.eos_id()
@@ -100,9 +117,21 @@ class SentencePieceTokenizer:
                 f"--tokenizer-model {model} has no end-of-sentence piece to end documents with: "
                 "train it with one, as tools/train_tokenizer.py does"
             )
+        self.text_prefix: tuple[int, ...] = ()
+        if begins_texts:
+            if self.bos is None:
+                raise ValueError(
+                    f"--tokenizer-model {model} has no piece that begins a text, which "
+                    "--tokenizer-type Llama2Tokenizer needs: use SentencePieceTokenizer"
+                )
+            self.text_prefix = (self.bos,)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -139,7 +168,9 @@ class HuggingFaceTokenizer:
                 f"--tokenizer-model {model} does not say which token ends a document: put "
                 '{"eos_token": "..."} into the tokenizer_config.json beside it'
             )
+        self.text_prefix: tuple[int, ...] = ()
         self._encode = loaded.encode
+        self._encode_batch = loaded.encode_batch
         self._decode = loaded.decode
         self.vocab_size = loaded.vocab_size
         self.eod = loaded.eos
@@ -147,6 +178,9 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encode_batch(texts) if texts else []
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._decode([int(token) for token in ids])
@@ -156,6 +190,7 @@ class _Loaded(NamedTuple):
     """What the two libraries have in common."""
 
     encode: Callable[[str], list[int]]
+    encode_batch: Callable[[Sequence[str]], list[list[int]]]
     decode: Callable[[list[int]], str]
     vocab_size: int
     eos: int | None
@@ -174,6 +209,10 @@ def _load_tokenizer_json(path: Path) -> _Loaded:
     named = _special_tokens(path.with_name("tokenizer_config.json"))
     return _Loaded(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+        encode_batch=lambda texts: [
+            encoding.ids
+            for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ],
         decode=lambda ids: str(tokenizer.decode(ids)),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         eos=tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None,
@@ -213,6 +252,10 @@ def _load_with_transformers(model: str) -> _Loaded:
         ) from error
     return _Loaded(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        encode_batch=lambda texts: list(
+            # Quiet: a corpus has texts longer than what the model was made for.
+            tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
+        ),
         decode=lambda ids: str(
             tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         ),
@@ -232,6 +275,7 @@ class NullTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.eod = vocab_size
         self.bos = None
+        self.text_prefix: tuple[int, ...] = ()
         self.vocab_size = vocab_size + 1
 
     def encode(self, text: str) -> list[int]:
@@ -244,6 +288,9 @@ class NullTokenizer:
                     f"from 0 to {self.eod}, separated by blanks"
                 )
         return [int(word) for word in words]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(int(token)) for token in ids)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,7 +22,15 @@ from model.cross_entropy import linear_cross_entropy
 from model.layers import gated_linear, normed_linears, rms_norm
 from model.rotary import rotate, rotations
 
-Rotations = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # from rotated q_BSNH and k_BSKH, and v_BSKH
+
+
+class Places(NamedTuple):
+    """Where tokens stand: what all blocks of a pass share."""
+
+    cos: Tensor  # of the rotation of every position, see `rotations`
+    sin: Tensor
+    document_lengths: tuple[int, ...] | None = None  # in all samples; None: a sample is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,28 +74,46 @@ class Block(nn.Module):
         self.w_up = nn.Parameter(torch.empty(ffn, hidden))
         self.w_down = nn.Parameter(torch.empty(hidden, ffn))
 
-    def forward(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
+    def forward(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
+        """`attend` takes the place of attention within x alone, as over keys that were kept."""
         # Inside forward, so that hooks on this module do not run again with the computation.
         if self.recompute == "full" and torch.is_grad_enabled():
-            return _checkpointed(self._body, x_BSD, rotation)
-        return self._body(x_BSD, rotation)
+            return _checkpointed(self._body, x_BSD, places, attend)
+        return self._body(x_BSD, places, attend)
 
-    def _body(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
-        x_BSD = x_BSD + self._attention(x_BSD, rotation)
+    def _body(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
+        x_BSD = x_BSD + self._attention(x_BSD, places, attend)
         return x_BSD + self._mlp(x_BSD)
 
-    def _attention(self, x_BSD: Tensor, rotation: Rotations) -> Tensor:
+    def _attention(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         projections = normed_linears(x_BSD, self.attention_norm, epsilon, self.wq, self.wk, self.wv)
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
-        q_BSNH, k_BSKH = rotate(q_BSNH, *rotation), rotate(k_BSKH, *rotation)
-        if self.recompute == "selective" and torch.is_grad_enabled():
-            out_BSNH = _checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH)
+        cos, sin, lengths = places
+        q_BSNH, k_BSKH = rotate(q_BSNH, cos, sin), rotate(k_BSKH, cos, sin)
+        if attend is not None:
+            out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH)
+        elif self.recompute == "selective" and torch.is_grad_enabled():
+            out_BSNH = _checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH, lengths)
         else:
-            out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH)
+            out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, lengths)
         return F.linear(out_BSNH.flatten(-2), self.wo)
 
-    def _core(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def _core(
+        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: tuple[int, ...] | None
+    ) -> Tensor:
+        if lengths is None or len(lengths) == len(q_BSNH):
+            return self.attend(q_BSNH, k_BSKH, v_BSKH)
+        # Every document by itself: nothing is computed to be masked, and no mask is made.
+        parts = [part.flatten(0, 1).split(lengths) for part in (q_BSNH, k_BSKH, v_BSKH)]
+        outs = [
+            self.attend(*(part[None] for part in document))[0]
+            for document in zip(*parts, strict=True)
+        ]
+        return torch.cat(outs).view_as(q_BSNH)
+
+    def attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """Every position over those up to its own."""
         q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
         grouped = self.config.num_query_groups != self.config.num_attention_heads
         out_BNSH = F.scaled_dot_product_attention(
@@ -145,22 +172,31 @@ class Llama(nn.Module):
         tokens_BS: Tensor,
         labels_BS: Tensor | None = None,
         token_weights_BS: Tensor | None = None,
+        *,
+        positions_BS: Tensor | None = None,
+        document_lengths: tuple[int, ...] | None = None,
     ) -> Tensor:
         """Logits [B, S, V]; or, with labels, the fp32 sum over tokens of weight times loss.
 
         The weights carry the mask, 1 / number of tokens and the loss scale, so that backward
         starts from this sum as it is.
+
+        A sample is one text unless its documents are told apart: by the position of each token in
+        its own, or by the lengths of all documents of all samples, which then do not see another.
         """
         x_BSD = self.embedding(tokens_BS)
-        rotation = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
+        cos, sin = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
+        if positions_BS is not None:
+            cos, sin = cos[positions_BS], sin[positions_BS]
+        places = Places(cos, sin, document_lengths)
         run = self._blocks_kept_together()
         for first in range(0, len(self.blocks), run):
             blocks = list(self.blocks[first : first + run])
             if run > 1 and torch.is_grad_enabled():
                 # Hooks on these blocks run again when backward computes them again.
-                x_BSD = _checkpointed(_run_blocks, blocks, x_BSD, rotation)
+                x_BSD = _checkpointed(_run_blocks, blocks, x_BSD, places)
             else:
-                x_BSD = _run_blocks(blocks, x_BSD, rotation)
+                x_BSD = _run_blocks(blocks, x_BSD, places)
         tied = self.config.tie_embeddings_and_output_weights
         tied_VD = self.embedding.weight if tied else None
         logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
@@ -194,9 +230,9 @@ def _recompute_of(recompute: RecomputeConfig | None, layer: int) -> str | None:
     return "full" if layer < recompute.num_layers else None
 
 
-def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, rotation: Rotations) -> Tensor:
+def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, places: Places) -> Tensor:
     for block in blocks:
-        x_BSD = block(x_BSD, rotation)
+        x_BSD = block(x_BSD, places)
     return x_BSD
 
 

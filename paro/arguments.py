@@ -289,13 +289,28 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
 def _add_data_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--data-path", nargs="*", default=(), metavar="PREFIX",
-        help="a corpus as tools/preprocess_data.py writes it: PREFIX.bin and PREFIX.idx")
+        help="a corpus as tools/preprocess_data.py writes it, PREFIX.bin and PREFIX.idx; or "
+        "several, each behind its weight (0.3 A 0.7 B), or without weights: by their sizes")
+    add("--data-args-path", metavar="FILE",
+        help="the same from a file: words, or a JSON list in which lists may stand for paths")
+    for split in ("train", "valid", "test"):
+        add(f"--{split}-data-path", nargs="*", default=(), metavar="PREFIX",
+            help=f"corpora for {split} alone, as for --data-path; nothing is cut by --split")
+    add("--per-split-data-args-path", metavar="FILE",
+        help='the same from a file: JSON, {"train": [...], "valid": [...], "test": [...]}')
     add("--mock-data", action="store_true",
         help="deterministic synthetic tokens instead of a corpus")
-    add("--split", default="969, 30, 1", metavar="TRAIN,VALID,TEST",
-        help="the parts of the corpus to train, validate and test on, in any unit")
+    add("--split", metavar="TRAIN,VALID,TEST",
+        help="the parts of every corpus to train, validate and test on, in any unit; default "
+        "969, 30, 1")
     add("--data-cache-path", metavar="DIR",
         help="where sample indices are kept between runs; default: beside the corpus")
+    add("--eod-mask-loss", action="store_true",
+        help="leave the tokens that end documents out of the loss")
+    add("--reset-position-ids", action="store_true",
+        help="count positions from the beginning of each document, not of each sample")
+    add("--reset-attention-mask", action="store_true",
+        help="keep documents that share a sample from seeing each other")
     add("--num-workers", type=int, default=2, metavar="N",
         help="background workers of the data loader, per rank; 0: none")
 
@@ -316,6 +331,10 @@ def _add_validation_args(parser: ArgumentParser) -> None:
         help="evaluate on held-out data every N iterations; 0: only at the end")
     add("--eval-iters", type=int, default=100, metavar="N",
         help="global batches per evaluation; 0: never evaluate")
+    add("--full-validation", action="store_true",
+        help="let every evaluation read all validation data once, instead of --eval-iters batches")
+    add("--multiple-validation-sets", action="store_true",
+        help="evaluate each corpus of --valid-data-path by itself, under its name")
     add("--skip-train", action="store_true",
         help="evaluate what --load holds on validation and test data and leave; nothing is written")
 

@@ -15,7 +15,7 @@ from paro.collectives.api import make_collectives
 from paro.collectives.auto import Choice, choice_by
 from paro.config import RunConfig
 from paro.lanes import make_lanes
-from paro.loop import Sources
+from paro.loop import HeldOut, Sources
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import Schedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
@@ -140,7 +140,9 @@ def count_samples(config: RunConfig) -> SplitCounts:
     num_evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
     return SplitCounts(
         train=config.batches.samples_after(train.train_iters),
-        valid=num_evaluations * per_evaluation,
+        valid=None
+        if config.data.full_validation and eval_iters
+        else num_evaluations * per_evaluation,
         test=per_evaluation,
     )
 
@@ -150,7 +152,7 @@ def build_sources(
 ) -> Sources:
     """This rank's micro-batches of every split, from where `state` has come to."""
 
-    def read(samples: Samples, consumed: int) -> Iterator[Batch]:
+    def read(samples: Samples, consumed: int, *, whole: bool = False) -> Iterator[Batch]:
         return MicroBatches(
             samples,
             rank=training.control.world.rank,
@@ -159,13 +161,28 @@ def build_sources(
             consumed_samples=consumed,
             num_workers=config.data.num_workers,
             pin_memory=training.device.type == "cuda",
+            rules=config.data.document_rules(config.eod),
+            whole=whole,
         )
 
-    valid, test = datasets.valid, datasets.test
+    def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOut:
+        at_once = config.batches.micro_batch_size * training.control.world.size
+        return HeldOut(
+            name=name or None,
+            batches=read(samples, 0 if whole else consumed, whole=whole),
+            num_micro_batches=-(-len(samples) // at_once) if whole else None,
+        )
+
+    valid = dict(datasets.named_valid)
+    if datasets.valid is not None:
+        valid[""] = datasets.valid
+    consumed, whole = state.consumed_valid_samples, config.data.full_validation
     return Sources(
         train=read(datasets.train, state.consumed_train_samples),
-        valid=None if valid is None else read(valid, state.consumed_valid_samples),
-        test=None if test is None else read(test, 0),
+        valid=tuple(
+            hold_out(samples, consumed, whole=whole, name=name) for name, samples in valid.items()
+        ),
+        test=() if datasets.test is None else (hold_out(datasets.test, 0, whole=False),),
     )
 
 

@@ -50,6 +50,7 @@ class RunConfig:
     data: DataConfig
     tokenizer: TokenizerConfig
     vocab_size: int  # the tokenizer's; the model's is padded
+    eod: int  # the token that ends a document
     checkpoint: CheckpointConfig
     report: ReportConfig
     runtime: RuntimeConfig
@@ -63,9 +64,10 @@ class RunConfig:
         sharding, strategy = _take_sharding(args, world)
         batches = _take_batches(args, world)
         train = _take_train(args, batches)
-        data = _take(DataConfig, args, data_path=tuple(args.data_path))
+        data = _take_data(args)
         tokenizer = _take_tokenizer(args)
-        vocab_size = build_tokenizer(tokenizer).vocab_size
+        built = build_tokenizer(tokenizer)
+        vocab_size = built.vocab_size
         config = cls(
             model=_take_model(args, vocab_size),
             batches=batches,
@@ -79,6 +81,7 @@ class RunConfig:
             data=data,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
+            eod=built.eod,
             checkpoint=_take(CheckpointConfig, args),
             report=_take(ReportConfig, args),
             runtime=_take(RuntimeConfig, args),
@@ -222,6 +225,12 @@ def _take_precision(args: Namespace) -> PrecisionConfig:
 
 def _take_loss_scale(args: Namespace) -> LossScaleConfig:
     return _take(LossScaleConfig, args, dynamic=args.fp16 and args.loss_scale is None)
+
+
+def _take_data(args: Namespace) -> DataConfig:
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    words = {name: tuple(getattr(args, name)) for name in names}
+    return _take(DataConfig, args, **words)
 
 
 def _take_tokenizer(args: Namespace) -> TokenizerConfig:

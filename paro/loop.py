@@ -18,12 +18,21 @@ from paro.training import StepResult, Training, TrainState, evaluate, train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """One set of held-out data and how much of it an evaluation reads."""
+
+    name: str | None = None  # where there are several sets
+    batches: Iterator[Batch]  # every evaluation reads on
+    num_micro_batches: int | None = None  # of all of it; None: --eval-iters global batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """This rank's micro-batches of every split; None where there is nothing to draw."""
+    """This rank's micro-batches of every split; none where there is nothing to draw."""
 
     train: Iterator[Batch]
-    valid: Iterator[Batch] | None
-    test: Iterator[Batch] | None
+    valid: tuple[HeldOut, ...]
+    test: tuple[HeldOut, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,6 +146,7 @@ class Loop:
                 inter_bytes=result.sent.inter,
                 num_zeros=result.num_zeros,
                 params_norm=result.params_norm,
+                data_wait_ms=result.data_wait_seconds * 1000.0,
             )
         )
         if self._forecast is not None:  # after the first iteration, when all buffers have been
@@ -156,18 +166,25 @@ class Loop:
         self._evaluate(self._sources.valid, data_set="validation")
         self._evaluate(self._sources.test, data_set="test")
 
-    def _evaluate(self, source: Iterator[Batch] | None, *, data_set: str | None) -> bool:
-        """Whether there was anything to evaluate."""
-        if source is None or self.training.config.eval_iters == 0:
+    def _evaluate(self, sets: tuple[HeldOut, ...], *, data_set: str | None) -> bool:
+        """Whether anything was evaluated of which the next evaluation reads another part."""
+        if self.training.config.eval_iters == 0:
             return False
-        loss = evaluate(self.training, self.state, source, self.training.config.eval_iters)
-        self._report.validation(
-            iteration=self.state.iteration,
-            samples=self.state.consumed_train_samples,
-            lm_loss=loss,
-            data_set=data_set,
-        )
-        return True
+        for held_out in sets:
+            self._report.validation(
+                iteration=self.state.iteration,
+                samples=self.state.consumed_train_samples,
+                lm_loss=self._loss_on(held_out),
+                data_set=f"validation-{held_out.name}" if held_out.name else data_set,
+            )
+        return any(held_out.num_micro_batches is None for held_out in sets)
+
+    def _loss_on(self, held_out: HeldOut) -> float:
+        training, whole = self.training, held_out.num_micro_batches
+        if whole is not None:
+            return evaluate(training, held_out.batches, whole, per_token=True)
+        per_iter = training.batches.num_micro_batches_at(self.state.consumed_train_samples)
+        return evaluate(training, held_out.batches, training.config.eval_iters * per_iter)
 
     def _save(self) -> None:
         if self._saving is not None:

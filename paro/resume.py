@@ -22,7 +22,10 @@ def save_run(config: RunConfig, training: Training, state: TrainState, log: Log)
     assert config.checkpoint.save is not None, "nowhere to save"
     common = {
         "model": _model_fields(config),
+        "max_position_embeddings": config.model.max_position_embeddings,
+        "init_method_std": config.model.init_method_std,
         "tokenizer": asdict(config.tokenizer),
+        "vocab_size": config.vocab_size,
         "state": asdict(state),
         "num_optimizer_steps": training.optimizer.num_steps,
         "strategy": config.strategy.name,
@@ -39,7 +42,7 @@ def save_run(config: RunConfig, training: Training, state: TrainState, log: Log)
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | None:
-    """Fills the run from --load and says where it goes on; None if nothing was saved there."""
+    """Fills the run from --load and says where it goes on; None if it starts at the beginning."""
     assert config.checkpoint.load is not None, "nothing to load"
     common = load_checkpoint(
         config.checkpoint.load,
@@ -51,7 +54,10 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
         log.log0(f"--load {config.checkpoint.load} holds no checkpoint: starting afresh")
         return None
     with training.traffic.paused():
-        training.optimizer.loaded(num_steps=common["num_optimizer_steps"])
+        training.optimizer.loaded(num_steps=common.get("num_optimizer_steps", 0))
+    if common.get("parameters_only"):
+        log.log0(f"--load {config.checkpoint.load} is a converted model: training begins with it")
+        return None
     saved: dict[str, Any] = common["state"]
     return TrainState(**(saved | {"loss_scale": LossScaleState(**saved["loss_scale"])}))
 

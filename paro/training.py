@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -73,6 +74,7 @@ class StepResult:
     params_norm: float | None = None  # of all parameters after the step, where asked for
     num_signalled: int = 0  # ranks that got the exit signal
     num_late: int = 0  # ranks whose time is over
+    data_wait_seconds: float = 0.0  # how long a rank waited for its batches, in the mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +113,13 @@ def train_step(
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
-    loss_sum = _forward_backward(training, micro_batches, weigh, num_micro_batches)
+    timed = _TimedBatches(micro_batches, training.device)
+    loss_sum = _forward_backward(training, timed, weigh, num_micro_batches)
     _empty_cache(training, from_level=1)
     zeros = optimizer.local_num_zeros() if training.config.log_num_zeros_in_grad else 0.0
-    square_sum, scaled_loss, num_tokens, num_zeros, *reasons = training.control.sum(
-        [optimizer.local_square_sum(), float(loss_sum), weigh.num_tokens(), zeros, signalled, late]
+    sums = [optimizer.local_square_sum(), float(loss_sum), weigh.num_tokens(), zeros, timed.seconds]
+    square_sum, scaled_loss, num_tokens, num_zeros, waited, *reasons = training.control.sum(
+        [*sums, signalled, late]
     )
     unscale = weigh.unscale(num_tokens)
     grad_norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
@@ -145,6 +149,7 @@ def train_step(
         params_norm=_params_norm(training) if training.config.log_params_norm else None,
         num_signalled=num_signalled,
         num_late=num_late,
+        data_wait_seconds=waited / training.control.world.size,
     )
 
 
@@ -156,12 +161,13 @@ def _forward_backward(
     model.begin_step(num_micro_batches)
     loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
     for index in range(num_micro_batches):
-        batch = _next_batch(micro_batches, training.device)
+        batch = next(micro_batches)
         loss_sum += model.forward_backward(
             batch.tokens_BS,
             batch.labels_BS,
             weigh(batch.loss_mask_BS),
             last=index + 1 == num_micro_batches,
+            **batch.documents(),
         )
     model.finish_gradients()
     return loss_sum
@@ -177,11 +183,23 @@ def _params_norm(training: Training) -> float:
     return math.sqrt(square_sum)
 
 
-def _next_batch(micro_batches: Iterator[Batch], device: torch.device) -> Batch:
-    try:
-        return next(micro_batches).to(device, non_blocking=True)
-    except ValueError as error:  # an id above the vocabulary, say, in a file too large to scan
-        raise UserMistakeError(one_line(error), on_this_rank=True) from error
+class _TimedBatches(Iterator[Batch]):
+    """Micro-batches on their device, and how long the training thread has waited for them."""
+
+    def __init__(self, source: Iterator[Batch], device: torch.device) -> None:
+        self._source = source
+        self._device = device
+        self.seconds = 0.0
+
+    def __next__(self) -> Batch:
+        begin = time.perf_counter()
+        try:
+            batch = next(self._source)
+        # An id above the vocabulary, say, in a file too large to scan; or a worker that is gone.
+        except (ValueError, ChildProcessError) as error:
+            raise UserMistakeError(one_line(error), on_this_rank=True) from error
+        self.seconds += time.perf_counter() - begin
+        return batch.to(self._device, non_blocking=True)
 
 
 class _Weights:
@@ -192,8 +210,17 @@ class _Weights:
     known only when the step is over: until then a full batch is assumed.
     """
 
-    def __init__(self, training: Training, num_micro_batches: int, *, scale: float) -> None:
-        self._per_token = training.config.calculate_per_token_loss
+    def __init__(
+        self,
+        training: Training,
+        num_micro_batches: int,
+        *,
+        scale: float,
+        per_token: bool | None = None,
+    ) -> None:
+        if per_token is None:
+            per_token = training.config.calculate_per_token_loss
+        self._per_token = per_token
         self._num_parts = num_micro_batches * training.control.world.size
         self._factor = scale / self._num_parts
         self._scale = scale
@@ -218,20 +245,27 @@ class _Weights:
 
 
 def evaluate(
-    training: Training, state: TrainState, micro_batches: Iterator[Batch], num_iters: int
+    training: Training,
+    micro_batches: Iterator[Batch],
+    num_micro_batches: int,
+    *,
+    per_token: bool | None = None,
 ) -> float:
-    """The mean loss over `num_iters` global batches of held-out data; no traffic is counted."""
+    """The mean loss over micro-batches of held-out data; no traffic is counted.
+
+    A mean over micro-batches or tokens, as training has it unless `per_token` says.
+    """
     model = training.model
     model.wait_published()
-    num_micro_batches = num_iters * training.batches.num_micro_batches_at(
-        state.consumed_train_samples
-    )
-    weigh = _Weights(training, num_micro_batches, scale=1.0)
+    weigh = _Weights(training, num_micro_batches, scale=1.0, per_token=per_token)
     loss_sum = torch.zeros((), dtype=torch.float64, device=training.device)
+    batches = _TimedBatches(micro_batches, training.device)
     with training.traffic.paused():
         for _ in range(num_micro_batches):
-            batch = _next_batch(micro_batches, training.device)
+            batch = next(batches)
             weights_BS = weigh(batch.loss_mask_BS)
-            loss_sum += model.evaluate(batch.tokens_BS, batch.labels_BS, weights_BS)
+            loss_sum += model.evaluate(
+                batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents()
+            )
     loss, num_tokens = training.control.sum([float(loss_sum), weigh.num_tokens()])
     return loss * weigh.unscale(num_tokens)

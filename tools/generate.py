@@ -1,4 +1,4 @@
-"""Continues a prompt with a trained model, printing the text as it is produced."""
+"""Continues prompts with a trained or a converted model, printing the text as it is produced."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
-from model.config import LlamaConfig
+from model.decoding import Decoder
 from model.llama import Llama
-from paro.checkpoint.directory import read_common
-from paro.checkpoint.load import load_parameters
+from paro.checkpoint.convert.hugging_face import is_hugging_face, open_hugging_face
+from paro.checkpoint.convert.native import open_native
+from paro.checkpoint.convert.source import Source
+from paro.checkpoint.directory import latest_iteration
 from paro.runtime import run_script, user_mistakes
 
 UNFINISHED = "\ufffd"  # how the bytes of a character decode that is not complete yet
@@ -32,32 +34,54 @@ class Sampling:
 
     temperature: float  # 0: always the most probable
     seed: int
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"--temperature {self.temperature} must be 0 (greedy) or positive")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k {self.top_k} must be 0 (all tokens) or positive")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"--top-p {self.top_p} must be above 0 and at most 1")
+
+    def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
+        """One token, drawn among the most probable ones."""
+        if self.temperature == 0.0:
+            return int(logits_V.argmax())
+        # In fp64, so that a tiny temperature gives the greedy choice and no overflow.
+        shifted_V = (logits_V - logits_V.max()).double() / self.temperature
+        probable_V, ids_V = shifted_V.softmax(0).sort(descending=True, stable=True)
+        if self.top_k:
+            probable_V = probable_V[: self.top_k]
+        # As many as are needed to come to top_p of what is left, at least one.
+        above_V = probable_V.cumsum(0) - probable_V
+        probable_V = probable_V[above_V < self.top_p * probable_V.sum()]
+        return int(ids_V[torch.multinomial(probable_V, 1, generator=generator)])
 
 
-@torch.no_grad()
-def continuation(
-    model: Llama, prompt: Sequence[int], sampling: Sampling, *, num_ids: int
-) -> Iterator[int]:
-    """Token after token behind `prompt`, endlessly.
+def continuations(
+    model: Llama, prompts: Sequence[Sequence[int]], sampling: Sampling, *, num_ids: int
+) -> Iterator[list[int]]:
+    """Token after token behind every prompt, endlessly; each as if it were alone.
 
     Only ids below `num_ids` are drawn: rows of the output layer above are padding.
     """
-    generator = torch.Generator().manual_seed(sampling.seed)
-    tokens_BS = torch.tensor([prompt])
+    generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
+    decoder = Decoder(model)
+    logits_BV = decoder.start(prompts)
     while True:
-        logits_V = model(tokens_BS)[0, -1, :num_ids].float()
-        if sampling.temperature == 0.0:
-            token_B = logits_V.argmax(keepdim=True)
-        else:
-            # In fp64, so that a tiny temperature gives the greedy choice and no overflow.
-            shifted_V = (logits_V - logits_V.max()).double() / sampling.temperature
-            token_B = torch.multinomial(shifted_V.softmax(0), 1, generator=generator)
-        yield int(token_B)
-        tokens_BS = torch.cat([tokens_BS, token_B[None]], dim=1)
+        rows = logits_BV[:, :num_ids].float()
+        tokens = [sampling.choose(*pair) for pair in zip(rows, generators, strict=True)]
+        yield tokens
+        logits_BV = decoder.step(torch.tensor(tokens))
+
+
+def continuation(
+    model: Llama, prompt: Sequence[int], sampling: Sampling, *, num_ids: int
+) -> Iterator[int]:
+    """Token after token behind one prompt, endlessly."""
+    return (tokens[0] for tokens in continuations(model, [prompt], sampling, num_ids=num_ids))
 
 
 def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
@@ -73,26 +97,52 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) 
     yield tokenizer.decode(ids)[shown:]
 
 
-def until_end(tokens: Iterator[int], *, end: int, at_most: int) -> Iterator[int]:
-    """The first `at_most` tokens, or those before `end`."""
+def until_end(tokens: Iterator[int], *, ends: frozenset[int], at_most: int) -> Iterator[int]:
+    """The first `at_most` tokens, or those before one of `ends`."""
     for _, token in zip(range(at_most), tokens, strict=False):
-        if token == end:
+        if token in ends:
             return
         yield token
 
 
-def load_common(directory: str) -> dict[str, Any]:
-    """What the latest checkpoint says of its run."""
-    common = read_common(directory)
-    if common is None:
-        raise ValueError(f"--load {directory} holds no checkpoint: give the --save of a training")
-    return common
+def texts_until_end(
+    batch: Iterator[list[int]], num_texts: int, *, ends: frozenset[int], at_most: int
+) -> list[list[int]]:
+    """Of every text the first `at_most` tokens, or those before one of `ends`."""
+    texts: list[list[int]] = [[] for _ in range(num_texts)]
+    growing = set(range(num_texts))
+    for _, tokens in zip(range(at_most), batch, strict=False):
+        growing -= {row for row in growing if tokens[row] in ends}
+        for row in growing:
+            texts[row].append(tokens[row])
+        if not growing:
+            break
+    return texts
 
 
-def load_tokenizer(saved: Mapping[str, Any], moved_to: str | None) -> Tokenizer:
-    """The tokenizer of a run, from where it lay then or from where it lies now."""
+def open_model(directory: Path) -> Source:
+    """The latest checkpoint of a training, a converted model, or a Hugging Face folder."""
+    if is_hugging_face(directory):
+        return open_hugging_face(directory)
+    if latest_iteration(directory) is None:
+        raise ValueError(
+            f"--load {directory} holds no checkpoint: give the --save of a training, or a folder "
+            "with a converted model or one of Hugging Face"
+        )
+    return open_native(directory)
+
+
+def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
+    """The tokenizer of a model, from where it lay then or from where it lies now."""
+    saved: Mapping[str, Any] = source.tokenizer or {
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": source.config.vocab_size - 1,
+    }
     if moved_to is not None:
-        return build_tokenizer(TokenizerConfig(**{**saved, "tokenizer_model": moved_to}))
+        kind = saved["tokenizer_type"]
+        if kind == "NullTokenizer":  # token ids, for want of a tokenizer
+            kind = "Llama2Tokenizer" if moved_to.endswith(".model") else "HuggingFaceTokenizer"
+        return build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=moved_to))
     try:
         return build_tokenizer(TokenizerConfig(**saved))
     except (ValueError, OSError) as error:
@@ -102,18 +152,16 @@ def load_tokenizer(saved: Mapping[str, Any], moved_to: str | None) -> Tokenizer:
         ) from error
 
 
-def load_model(directory: str, fields: Mapping[str, Any], tokenizer: Tokenizer) -> Llama:
+def load_model(source: Source, tokenizer: Tokenizer) -> Llama:
     """The model with its trained parameters, in fp32 on the CPU."""
-    # Lengths are the caller's affair; nothing in the model depends on this field.
-    config = LlamaConfig(**fields, max_position_embeddings=1)
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.vocab_size > source.config.vocab_size:
         raise ValueError(
             f"--tokenizer-model has {tokenizer.vocab_size} entries and the model "
-            f"{config.vocab_size}: give the tokenizer that it was trained with"
+            f"{source.config.vocab_size}: give the tokenizer that it was trained with"
         )
     with torch.device("meta"):
-        model = Llama(config)
-    parameters: dict[str, Tensor] = load_parameters(directory)
+        model = Llama(source.config)
+    parameters = {name: tensor.whole(torch.float32) for name, tensor in source.tensors.items()}
     model.load_state_dict(parameters, assign=True)
     return model.requires_grad_(False)
 
@@ -121,14 +169,16 @@ def load_model(directory: str, fields: Mapping[str, Any], tokenizer: Tokenizer) 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(
-            "Continues a prompt with the latest checkpoint of a training, on the CPU in fp32. "
-            "Every token runs the model over the whole text so far."
+            "Continues prompts with the latest checkpoint of a training, a converted model or a "
+            "Hugging Face folder, on the CPU in fp32."
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("--load", required=True, metavar="DIR", help="the --save of a training")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--load", required=True, type=Path, metavar="DIR", help="the model")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
+    add("--prompt-file", type=Path, metavar="FILE", help="more prompts, one a line")
+    add(
         "--temperature",
         type=float,
         default=0.8,
@@ -136,17 +186,29 @@ def make_parser() -> argparse.ArgumentParser:
         help="below 1 more probable tokens are preferred, 0 takes the most probable one always "
         "(default: %(default)s)",
     )
-    parser.add_argument(
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="draw among the K most probable tokens; 0: all (default: %(default)s)",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw among the fewest tokens that are P of the probability (default: %(default)s)",
+    )
+    add(
         "--max-new-tokens",
         type=int,
         default=64,
         metavar="N",
         help="stop after N tokens, or at the end of the document (default: %(default)s)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=1234, metavar="N", help="of the choices (default: %(default)s)"
-    )
-    parser.add_argument(
+    add("--seed", type=int, default=1234, metavar="N", help="of the choices (default: %(default)s)")
+    add(
         "--tokenizer-model",
         metavar="PATH",
         help="where the tokenizer lies now; default: where it lay while training",
@@ -154,25 +216,57 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    prompts: list[str] = list(args.prompt or ())
+    if args.prompt_file is not None:
+        try:
+            prompts += args.prompt_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from error
+    if not prompts:
+        raise ValueError("there is nothing to continue: give --prompt or --prompt-file")
+    return prompts
+
+
+def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    texts = [tokenizer.encode(prompt) for prompt in prompts]
+    if not all(texts):
+        raise ValueError("--prompt is empty: give some text to continue")
+    return texts
+
+
+def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[list[int]]:
+    """What the model reads first: as all that it learned from began."""
+    prefix = tokenizer.text_prefix
+    if not prefix and source.begins_with_bos and tokenizer.bos is not None:
+        prefix = (tokenizer.bos,)
+    return [[*prefix, *text] for text in texts]
+
+
 def generate(args: argparse.Namespace) -> None:
-    sampling = Sampling(temperature=args.temperature, seed=args.seed)
+    sampling = Sampling(
+        temperature=args.temperature, seed=args.seed, top_k=args.top_k, top_p=args.top_p
+    )
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
-    common = load_common(args.load)
-    tokenizer = load_tokenizer(common["tokenizer"], args.tokenizer_model)
-    prompt = tokenizer.encode(args.prompt)
-    if not prompt:
-        raise ValueError("--prompt is empty: give some text to continue")
-    model = load_model(args.load, common["model"], tokenizer)
-    tokens = until_end(
-        continuation(model, prompt, sampling, num_ids=tokenizer.vocab_size),
-        end=tokenizer.eod,
-        at_most=args.max_new_tokens,
-    )
-    print(args.prompt, end="", flush=True)
-    for text in text_of(tokenizer, prompt, tokens):
-        print(text, end="", flush=True)
-    print()
+    prompts = read_prompts(args)
+    source = open_model(args.load)
+    tokenizer = load_tokenizer(source, args.tokenizer_model)
+    texts = encode(tokenizer, prompts)
+    model = load_model(source, tokenizer)
+    begun = beginnings(source, tokenizer, texts)
+    ends, at_most = source.ends | {tokenizer.eod}, args.max_new_tokens
+    batch = continuations(model, begun, sampling, num_ids=tokenizer.vocab_size)
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+        tokens = until_end((row for (row,) in batch), ends=ends, at_most=at_most)
+        for text in text_of(tokenizer, texts[0], tokens):
+            print(text, end="", flush=True)
+        print()
+        return
+    added = texts_until_end(batch, len(prompts), ends=ends, at_most=at_most)
+    for prompt, ids, more in zip(prompts, texts, added, strict=True):
+        print(prompt + "".join(text_of(tokenizer, ids, iter(more))))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

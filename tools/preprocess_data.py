@@ -3,161 +3,216 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from types import FrameType
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.corpus import RawDocument, check_inputs, parse, raw_documents
+from data.corpus import read_batches
 from data.indexed_dataset import IndexedDatasetWriter, bin_path, dtype_for_vocab
-from data.tokenizer import TOKENIZER_TYPES, TokenizerConfig, build_tokenizer
+from data.sources import Piece, share_out
+from data.tokenizer import TOKENIZER_TYPES, TokenizerConfig
+from tools.preprocessing.encode import (
+    EncodedBatch,
+    EncodingPlan,
+    Tally,
+    encode_all,
+    tasks_of,
+    tokenizer_of,
+)
+from tools.preprocessing.inputs import add_source_args, pieces_of
+from tools.preprocessing.partitions import Partitions
+from tools.preprocessing.progress import Progress
+from tools.preprocessing.workers import Workers, worker_processes
 
-DOCUMENTS_PER_TASK = 32
+NO_SENTENCES = (
+    "--split-sentences is not supported: LLaMA trains on whole documents. A data set that has "
+    "sentences as lists of texts keeps them"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodingPlan:
-    """What a worker process needs to know."""
+class Job:
+    """A corpus to be written, checked."""
 
-    tokenizer: TokenizerConfig
-    keys: tuple[str, ...]
-    append_eod: bool
+    pieces: tuple[Piece, ...]
+    output_prefix: str
+    plan: EncodingPlan
+    partitions: int = 1
+
+    @property
+    def prefixes(self) -> list[str]:
+        return [f"{self.output_prefix}_{key}_document" for key in self.plan.keys]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
 
 
-class Encoded(NamedTuple):
-    """One document: per key, in the order of the plan, its sequences as token ids."""
-
-    sequences: tuple[list[NDArray[Any]], ...]
-    num_bytes: int
-
-
-tokenizer_of = cache(build_tokenizer)  # one per process
-
-
-def encode(plan: EncodingPlan, document: RawDocument) -> Encoded:
-    """The ids of a document; an empty text has none, and no end of document either."""
-    tokenizer = tokenizer_of(plan.tokenizer)
-    dtype = dtype_for_vocab(tokenizer.vocab_size)
-    encoded = []
-    for texts in parse(document, plan.keys).values():
-        try:
-            sequences = [ids for ids in map(tokenizer.encode, texts) if ids]
-        except ValueError as error:
-            raise ValueError(f"{document.place}: {error}") from error
-        if sequences and plan.append_eod:
-            sequences[-1].append(tokenizer.eod)
-        encoded.append([np.array(ids, dtype=dtype) for ids in sequences])
-    return Encoded(tuple(encoded), len(document.content))
+def encoded_batches(
+    pieces: Sequence[Piece], plan: EncodingPlan, workers: Workers
+) -> Iterator[EncodedBatch]:
+    tasks = tasks_of(read_batches(pieces, plan.keys))
+    return chain.from_iterable(workers.map(partial(encode_all, plan), tasks))
 
 
 @contextmanager
-def ordered_map(workers: int) -> Iterator[Callable[..., Iterable[Encoded]]]:
-    """`map` over this many processes, results in order; over this process if it is one."""
-    if workers == 1:
-        yield map
-        return
-    # Started afresh, not forked: tokenizer libraries keep threads that do not survive a fork.
-    ignore_ctrl_c = (signal.SIGINT, signal.SIG_IGN)  # this process ends the others
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, signal.signal, ignore_ctrl_c) as pool:
-        yield partial(pool.imap, chunksize=DOCUMENTS_PER_TASK)
-
-
-class Progress:
-    """Prints documents and bytes per second to standard error every `interval` documents."""
-
-    def __init__(self, interval: int) -> None:
-        self.interval = interval
-        self.begin = time.perf_counter()
-        self.num_documents = 0
-        self.num_bytes = 0
-
-    def count(self, num_bytes: int) -> None:
-        self.num_documents += 1
-        self.num_bytes += num_bytes
-        if self.num_documents % self.interval == 0:
-            self.print()
-
-    def print(self) -> None:
-        seconds = max(time.perf_counter() - self.begin, 1e-9)
-        print(
-            f"Processed {self.num_documents} documents ({self.num_documents / seconds:.1f} "
-            f"docs/s, {self.num_bytes / seconds / 2**20:.2f} MB/s).",
-            file=sys.stderr,
-        )
-
-
-def preprocess(
-    paths: Sequence[Path],
-    output_prefix: str,
-    plan: EncodingPlan,
-    *,
-    workers: int,
-    log_interval: int,
-) -> list[str]:
-    """Write one data set per key, all or none; returns a line on each."""
+def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[IndexedDatasetWriter]]:
+    """A writer per prefix; all data sets get their names at the end, or none."""
     dtype = dtype_for_vocab(tokenizer_of(plan.tokenizer).vocab_size)
-    prefixes = [f"{output_prefix}_{key}_document" for key in plan.keys]
-    progress = Progress(log_interval)
     with ExitStack() as files:
-        writers = [files.enter_context(IndexedDatasetWriter(name, dtype)) for name in prefixes]
-        documents = files.enter_context(ordered_map(workers))(
-            partial(encode, plan), raw_documents(paths)
-        )
-        for document in documents:
-            for writer, sequences in zip(writers, document.sequences, strict=True):
-                writer.add_document(sequences)
-            progress.count(document.num_bytes)
-        for key, writer in zip(plan.keys, writers, strict=True):
-            if writer.num_tokens == 0:
-                raise ValueError(
-                    f"--input {' '.join(map(str, paths))} holds no text under the key {key!r}"
-                )
-    progress.print()
-    return [
+        yield [files.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
+
+
+def write_batches(
+    writers: Sequence[IndexedDatasetWriter], batches: Iterator[EncodedBatch], progress: Progress
+) -> Tally:
+    """Append all batches; returns what was in them."""
+    tally = Tally()
+    for batch in batches:
+        for writer, documents in zip(writers, batch.by_key, strict=True):
+            writer.add_documents(documents)
+        tally += batch.tally
+        progress.count(batch.tally)
+    return tally
+
+
+def preprocess(job: Job, workers: Workers, progress: Progress) -> list[str]:
+    """Write one data set per key, all or none; returns a line on each, and one on what was bad."""
+    if job.partitions == 1:
+        with writing(job.prefixes, job.plan) as writers:
+            batches = encoded_batches(job.pieces, job.plan, workers)
+            tally = write_batches(writers, batches, progress)
+            check_not_empty(job, writers, tally)
+    else:
+        shares = share_out(job.pieces, job.partitions)
+        partitions = Partitions(job.output_prefix, job.plan, shares)
+        tally = write_partitions(partitions, shares, job.plan, workers, progress)
+        with writing(job.prefixes, job.plan) as writers:
+            partitions.join(writers)
+            if any(writer.num_tokens == 0 for writer in writers):
+                partitions.remove()  # a repeated run would find no more
+            check_not_empty(job, writers, tally)
+        partitions.remove()
+    progress.finish()
+    return [*(describe(writer) for writer in writers), *describe_skipped(tally)]
+
+
+def write_partitions(
+    partitions: Partitions,
+    shares: Sequence[Sequence[Piece]],
+    plan: EncodingPlan,
+    workers: Workers,
+    progress: Progress,
+) -> Tally:
+    """Write the partitions that no earlier run has finished; returns what is in all of them."""
+    total = Tally()
+    for number, share in enumerate(shares):
+        tally = partitions.finished(number)
+        if tally is None:
+            with writing(partitions.prefixes(number), plan) as writers:
+                tally = write_batches(writers, encoded_batches(share, plan, workers), progress)
+            partitions.finish(number, tally)
+        else:
+            print(f"partition {number + 1} of {len(shares)} is done already", file=sys.stderr)
+            progress.passed_over(tally.advance)
+        total += tally
+    return total
+
+
+def check_not_empty(job: Job, writers: Sequence[IndexedDatasetWriter], tally: Tally) -> None:
+    for key, writer in zip(job.plan.keys, writers, strict=True):
+        if writer.num_tokens == 0:
+            sources = sorted({piece.path for piece in job.pieces})
+            shown = " ".join(sources[:3]) + (" ..." if len(sources) > 3 else "")
+            skipped = " ".join(describe_skipped(tally))
+            raise ValueError(
+                f"--input {shown} holds no text under the key {key!r}"
+                + (f": {skipped}" if skipped else "")
+            )
+
+
+def describe(writer: IndexedDatasetWriter) -> str:
+    return (
         f"wrote {bin_path(writer.prefix)} and .idx: {writer.num_documents:,} documents, "
         f"{writer.num_tokens:,} tokens as {writer.dtype.name}"
-        for writer in writers
-    ]
+    )
+
+
+def describe_skipped(tally: Tally) -> list[str]:
+    if tally.skipped == 0:
+        return []
+    more = "; ..." if tally.skipped > len(tally.named) else ""
+    return [f"skipped {tally.skipped:,} malformed documents: {'; '.join(tally.named)}{more}"]
+
+
+def find_optimal_workers(job: Job, counts: Sequence[int], max_documents: int) -> list[str]:
+    """Time each number of workers over the beginning of the corpus; nothing of it is kept."""
+    rates: dict[int, float] = {}
+    for count in counts:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            worker_processes(count, tokenizer_of, job.plan.tokenizer) as workers,
+            writing([f"{folder}/{key}" for key in job.plan.keys], job.plan) as writers,
+        ):
+            batches = encoded_batches(job.pieces, job.plan, workers)
+            first = next(batches, None)  # when it comes, the workers have started
+            begin, documents = time.perf_counter(), 0
+            for batch in batches if first is not None else ():
+                documents += batch.tally.documents
+                for writer, encoded in zip(writers, batch.by_key, strict=True):
+                    writer.add_documents(encoded)
+                if documents >= max_documents:
+                    break
+            rates[count] = documents / max(time.perf_counter() - begin, 1e-9)
+    best = max(rates, key=lambda count: rates[count])
+    lines = [f"--workers {count}: {rate:.1f} docs/s" for count, rate in rates.items()]
+    return [*lines, f"the fastest on this machine is --workers {best}; nothing was written"]
 
 
 def add_input_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input data")
-    group.add_argument(
-        "--input",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help=".jsonl: one JSON object per line is one document; .txt: each file is one document",
-    )
+    add_source_args(group)
     group.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of the JSON objects to read, one data set each; a value is a text or a list "
-        "of sentences (default: text)",
+        help="keys of the JSON objects, or columns, to read, one data set each; a value is a text "
+        "or a list of sentences (default: text)",
     )
+    group.add_argument(
+        "--skip-malformed",
+        action="store_true",
+        help="leave out and count lines and rows that are no document (no JSON, no UTF-8, no text "
+        "under a key) instead of stopping at the first",
+    )
+    group.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument(
+        "--keep-newlines", action="store_true", help="accepted: texts are always kept as they are"
+    )
+    # Of Megatron's: what sentences are cut by, and what older versions had a choice of.
+    group.add_argument("--lang", default="english", help=argparse.SUPPRESS)
+    group.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
+    group.add_argument("--chunk-size", type=int, help=argparse.SUPPRESS)
     group = parser.add_argument_group("tokenization process")
     group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
     group.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="SentencePiece .model file, tokenizer.json, or folder of a transformers tokenizer",
+        help="SentencePiece .model file, tokenizer.json, folder of a transformers tokenizer, or "
+        "for TikTokenizer a file in tiktoken's form",
     )
     group.add_argument("--vocab-size", type=int, help="for NullTokenizer: texts are ids below it")
     group.add_argument(
@@ -165,6 +220,42 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="end each document with the end-of-document token, as pre-training wants it",
     )
+
+
+def add_runtime_args(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("runtime").add_argument
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="processes to tokenize with (default: one per core)",
+    )
+    add(
+        "--partitions",
+        type=int,
+        default=1,
+        help="write the corpus in so many parts and join them; a run that was stopped goes on "
+        "behind the last finished one when it is repeated (default: %(default)s)",
+    )
+    add(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="accepted: documents always stay in their order, in partitions too",
+    )
+    add(
+        "--log-interval",
+        type=int,
+        default=1000,
+        help="documents between progress lines, where there is no terminal for a bar "
+        "(default: %(default)s)",
+    )
+    add(
+        "--find-optimal-num-workers",
+        action="store_true",
+        help="time --workers-to-check over --max-documents, say which is fastest, write nothing",
+    )
+    add("--workers-to-check", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N")
+    add("--max-documents", type=int, default=100_000, metavar="N")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -182,27 +273,20 @@ def make_parser() -> argparse.ArgumentParser:
     add_input_args(parser)
     group = parser.add_argument_group("output data")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    group = parser.add_argument_group("runtime")
-    group.add_argument(
-        "--workers",
-        type=int,
-        default=os.cpu_count() or 1,
-        help="processes to tokenize with (default: one per core)",
-    )
-    group.add_argument(
-        "--log-interval",
-        type=int,
-        default=1000,
-        help="documents between progress lines (default: %(default)s)",
-    )
+    add_runtime_args(parser)
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
-    for flag, value in (("--workers", args.workers), ("--log-interval", args.log_interval)):
-        if value < 1:
-            raise ValueError(f"{flag} {value} must be at least 1")
-    check_inputs(args.input)
+def job_of(args: argparse.Namespace) -> Job:
+    """What the flags ask for; `ValueError` or `OSError` for what cannot be done."""
+    if args.split_sentences:
+        raise ValueError(NO_SENTENCES)
+    for flag in ("workers", "partitions", "log_interval", "max_documents"):
+        if getattr(args, flag) < 1:
+            name = "--" + flag.replace("_", "-")
+            raise ValueError(f"{name} {getattr(args, flag)} must be at least 1")
+    if min(args.workers_to_check) < 1:
+        raise ValueError(f"--workers-to-check {min(args.workers_to_check)} must be at least 1")
     tokenizer = TokenizerConfig(
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,
@@ -212,10 +296,23 @@ def run(args: argparse.Namespace) -> None:
         tokenizer=tokenizer,
         keys=tuple(dict.fromkeys(args.json_keys)),
         append_eod=args.append_eod,
+        skip_malformed=args.skip_malformed,
     )
-    lines = preprocess(
-        args.input, args.output_prefix, plan, workers=args.workers, log_interval=args.log_interval
+    pieces = tuple(pieces_of(args))
+    tokenizer_of(tokenizer)  # a mistake in it is found before any process starts
+    return Job(
+        pieces=pieces, output_prefix=args.output_prefix, plan=plan, partitions=args.partitions
     )
+
+
+def run(args: argparse.Namespace) -> None:
+    job = job_of(args)
+    if args.find_optimal_num_workers:
+        lines = find_optimal_workers(job, args.workers_to_check, args.max_documents)
+    else:
+        progress = Progress(total_bytes=job.num_bytes, interval=args.log_interval)
+        with worker_processes(args.workers, tokenizer_of, job.plan.tokenizer) as workers:
+            lines = preprocess(job, workers, progress)
     print("\n".join(lines))
 
 
@@ -226,8 +323,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"preprocess_data.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("preprocess_data.py: stopped; a run with --partitions can go on", file=sys.stderr)
+        return 130
     return 0
 
 
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     sys.exit(main())

@@ -7,7 +7,7 @@ import io
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
-from data.corpus import check_inputs, parse, raw_documents
+from data.corpus import read_batches, texts_of
+from data.sources import Piece
+from tools.preprocessing.inputs import add_source_args, pieces_of
 
 CHUNK_CHARACTERS = 2000  # the trainer takes short texts; at a cut only one piece can be missed
 SEED = 1234
@@ -40,16 +42,24 @@ TRAINER_OPTIONS: dict[str, Any] = {
 }
 
 
-def sampled_chunks(paths: Sequence[Path], *, key: str, sample_bytes: int) -> Iterator[str]:
-    """The texts of the files in short pieces; about `sample_bytes` of them, evenly, if larger."""
-    total = sum(path.stat().st_size for path in paths)
+def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> list[str]:
+    """The texts in short pieces; evenly chosen, one to two times `sample_bytes`, if larger."""
+    total = sum(piece.num_bytes for piece in pieces)
     part = min(1.0, sample_bytes / max(1, total))
     chooser = random.Random(SEED)
-    for document in raw_documents(paths):
-        for text in parse(document, [key])[key]:
+    chosen: list[str] = []
+    size = 0
+    for batch in read_batches(pieces, [key]):
+        for text in (text for texts in texts_of(batch, [key]) for text in texts.by_key[0]):
             for begin in range(0, len(text), CHUNK_CHARACTERS):
                 if chooser.random() < part:
-                    yield text[begin : begin + CHUNK_CHARACTERS]
+                    chosen.append(text[begin : begin + CHUNK_CHARACTERS])
+                    size += len(chosen[-1])
+        if size > 2 * sample_bytes:  # there is more text than the sizes of the files say
+            part /= 2
+            chosen = [chunk for chunk in chosen if chooser.random() < 0.5]
+            size = sum(map(len, chosen))
+    return chosen
 
 
 def train(chunks: Sequence[str], *, vocab_size: int, character_coverage: float) -> bytes:
@@ -95,16 +105,11 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
+    add_source_args(parser.add_argument_group("input data"))
     parser.add_argument(
-        "--input",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help=".jsonl files (one JSON object per line) or .txt files",
-    )
-    parser.add_argument(
-        "--json-key", default="text", help="where the text lies in a line (default: %(default)s)"
+        "--json-key",
+        default="text",
+        help="where the text lies in a line or row (default: %(default)s)",
     )
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="PREFIX.model is written"
@@ -129,14 +134,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_inputs(args.input)
+    pieces = pieces_of(args)
     if not 0 < args.character_coverage <= 1:
         raise ValueError(f"--character-coverage {args.character_coverage} must lie in (0, 1]")
     begin = time.perf_counter()
-    chunks = list(sampled_chunks(args.input, key=args.json_key, sample_bytes=args.sample_bytes))
+    chunks = sampled_chunks(pieces, key=args.json_key, sample_bytes=args.sample_bytes)
     size = sum(len(chunk.encode()) for chunk in chunks)
     if size == 0:
-        raise ValueError(f"--input {' '.join(map(str, args.input))} holds no text")
+        raise ValueError(f"--input {' '.join(args.input)} holds no text")
     print(f"training {args.vocab_size} pieces on {size / 1e6:.1f} MB of text", flush=True)
     model = train(chunks, vocab_size=args.vocab_size, character_coverage=args.character_coverage)
     path = Path(f"{args.output_prefix}.model")

@@ -40,7 +40,8 @@ def load_checkpoint(
     """Fills `shards` in place and returns what was saved beside them; None if nothing was saved.
 
     Collective, on the thread that owns the group. Every rank passes a shard of every unit and of
-    each state it wants; states left out are not read. `model` holds the fields that must equal
+    each state it wants; states left out are not read, nor moments of a converted model, which has
+    none. `model` holds the fields that must equal
     `common["model"]`. On `CheckpointError`, which all ranks raise alike, shards are untouched
     unless a file turned out to be damaged while it was read.
     """
@@ -51,6 +52,7 @@ def load_checkpoint(
     if found is None:
         return None
     directory, common = found
+    states = _present(states, common)
     with ranks.share_failure(blame):
         _read(directory, states, BoxLoadPlanner(), ranks)
     if ranks.is_first and log:
@@ -91,8 +93,15 @@ def _find(
         return None
     common = common_of(directory)
     _check_model(common.get("model", {}), model or {})
-    check_states(states, read_metadata(directory))
+    check_states(_present(states, common), read_metadata(directory))
     return directory, common
+
+
+def _present(states: dict[str, BoxedState], common: Mapping[str, Any]) -> dict[str, BoxedState]:
+    """What is to be read: of a converted model the parameters alone, as it has nothing else."""
+    if not common.get("parameters_only"):
+        return states
+    return {name: state for name, state in states.items() if name.startswith(f"{PARAM}.")}
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ class IterationRecord:
     inter_bytes: int  # and over links between groups
     num_zeros: float | None = None  # of the gradients' elements; None: not counted, or skipped
     params_norm: float | None = None  # after the update; None: not computed
+    data_wait_ms: float = 0.0  # how long a rank waited for its batches, in the mean over ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class Metrics:
     learning_rate: float
     iteration_time_ms: float
     tokens_per_second: float
+    data_wait_ms: float
     tflops_per_device: float
     mfu: float
     mfu_causal: float
@@ -93,6 +95,7 @@ def summarize(
         grad_norm=last.grad_norm,
         learning_rate=last.learning_rate,
         iteration_time_ms=seconds * 1000.0 / len(interval),
+        data_wait_ms=math.fsum(record.data_wait_ms for record in interval) / len(interval),
         tokens_per_second=tokens_per_second,
         tflops_per_device=flops_per_second / 1e12,
         mfu=flops_per_second / facts.peak.flops_per_second,

@@ -84,9 +84,9 @@ class Report:
     def validation(
         self, *, iteration: int, samples: int, lm_loss: float, data_set: str | None = None
     ) -> None:
-        """Print an evaluation; `data_set` is `validation` or `test` for those after training."""
+        """Print an evaluation; `data_set` names it where there are several, or after training."""
         self.log.log_last(validation_block(iteration=iteration, lm_loss=lm_loss, data_set=data_set))
-        tag = "lm loss test" if data_set == "test" else "lm loss validation"
+        tag = f"lm loss {data_set or 'validation'}"
         scalars = {tag: lm_loss, f"{tag} ppl": perplexity(lm_loss)}
         self._dashboards.write(scalars, iteration=iteration, samples=samples)
 
@@ -120,6 +120,7 @@ class Report:
             "world-size": self._facts.world_size,
             "grad-norm": record.grad_norm,
             "iteration-time": record.iteration_time_ms / 1000.0,
+            "data-wait-time": record.data_wait_ms / 1000.0,
             "throughput": metrics.tflops_per_device,
             "tokens-per-second": metrics.tokens_per_second,
             "mfu": metrics.mfu,

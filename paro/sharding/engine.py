@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,15 +60,24 @@ class ShardedModel:
             self._upcoming.extend([*self.nodes, *backward])
 
     def forward_backward(
-        self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, *, last: bool
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        weights_BS: Tensor,
+        *,
+        last: bool,
+        **documents: Any,
     ) -> Tensor:
-        """Accumulates the gradients of one micro-batch and returns its weighted loss."""
+        """Accumulates the gradients of one micro-batch and returns its weighted loss.
+
+        `documents` is what the model takes by name.
+        """
         assert self._phase is Phase.IDLE, f"a micro-batch begins in {self._phase}"
         self._phase, self._last = Phase.FORWARD, last
         for node in self.nodes:
             node.input_grad_made = False
             node.num_units_to_arrive = len(node.trainable())
-        loss = self.model(tokens_BS, labels_BS, weights_BS)
+        loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
         self._phase = Phase.BACKWARD
         loss.backward()
         for node in self.nodes:
@@ -87,12 +97,14 @@ class ShardedModel:
             unit.wait_reduced()
 
     @torch.no_grad()
-    def evaluate(self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> Tensor:
+    def evaluate(
+        self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any
+    ) -> Tensor:
         """The weighted loss of a batch; keeps no gradient."""
         self._assert_idle()
         self._phase = Phase.EVALUATION
         self._upcoming.extend(self.nodes)
-        loss = self.model(tokens_BS, labels_BS, weights_BS)
+        loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
         self._phase = Phase.IDLE
         return loss
 

@@ -1,22 +1,34 @@
-"""Documents from .txt and .jsonl files, and mistakes in them named by file and line."""
+"""Documents from every kind of file, in order, and mistakes in them named by file and line."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
 
-from data.corpus import check_inputs, parse, raw_documents
+from data import corpus
+from data.corpus import place_of, read_batches, texts_of
+from data.sources import find_pieces, share_out
 
 
-def texts(path: Path, *keys: str) -> list[dict[str, list[str]]]:
-    return [parse(document, keys or ("text",)) for document in raw_documents([path])]
+def texts(path: Path, *keys: str) -> list[tuple[list[str], ...]]:
+    names = keys or ("text",)
+    batches = read_batches(find_pieces([path]), names)
+    return [found.by_key for batch in batches for found in texts_of(batch, names)]
 
 
 def test_a_txt_file_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\n\n  two\n")
-    assert texts(path) == [{"text": ["one\r\n\n  two\n"]}]
+    assert texts(path) == [(["one\r\n\n  two\n"],)]
 
 
 def test_a_jsonl_file_is_a_document_per_line(tmp_path: Path) -> None:
@@ -24,35 +36,106 @@ def test_a_jsonl_file_is_a_document_per_line(tmp_path: Path) -> None:
     path.write_bytes(
         b'\xef\xbb\xbf{"text": "a\\nb", "id": 1}\n\n  \n{"text": ["c.", "d."]}\r\n{"text": ""}'
     )
-    assert texts(path) == [{"text": ["a\nb"]}, {"text": ["c.", "d."]}, {"text": [""]}]
+    assert texts(path) == [(["a\nb"],), (["c.", "d."],), ([""],)]
 
 
 def test_several_keys(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "t", "body": "b"}\n')
-    assert texts(path, "body", "title") == [{"body": ["b"], "title": ["t"]}]
+    assert texts(path, "body", "title") == [(["b"], ["t"])]
 
 
-def test_files_are_read_in_the_order_given(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n')
-    places = [raw.place for raw in raw_documents([tmp_path / "b.jsonl", tmp_path / "a.txt"])]
-    assert places == [f"{tmp_path / 'b.jsonl'}, line 1", f"{tmp_path / 'a.txt'}"]
+def zstd(content: bytes) -> bytes:
+    packed: bytes = pyarrow.compress(content, codec="zstd", asbytes=True)
+    return packed
+
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": lambda content: gzip.compress(content[:99]) + gzip.compress(content[99:]),
+    "zst": lambda content: zstd(content[:99]) + zstd(content[99:]),
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+def test_compressed_files_hold_the_same(tmp_path: Path, suffix: str) -> None:
+    """Also where several compressed files were put behind each other."""
+    content = b"".join(json.dumps({"text": f"é {i}"}).encode() + b"\n" for i in range(5000))
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / f"b.jsonl.{suffix}").write_bytes(COMPRESSORS[suffix](content))
+    assert texts(tmp_path / f"b.jsonl.{suffix}") == texts(tmp_path / "a.jsonl")
+    (tmp_path / f"c.txt.{suffix}").write_bytes(COMPRESSORS[suffix](content))
+    assert texts(tmp_path / f"c.txt.{suffix}") == [([content.decode()],)]
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"none" * 9])
+def test_a_damaged_compressed_file_is_named(
+    tmp_path: Path, suffix: str, damage: Callable[[bytes], bytes]
+) -> None:
+    lines = b"".join(b'{"text": "%d"}\n' % random.Random(i).getrandbits(99) for i in range(999))
+    path = tmp_path / f"a.jsonl.{suffix}"
+    whole = gzip.compress(lines) if suffix == "gz" else zstd(lines)
+    path.write_bytes(damage(whole))
+    with pytest.raises(ValueError, match=r"a\.jsonl\.\w+ is damaged or truncated") as caught:
+        texts(path)
+    assert "\n" not in str(caught.value)
+
+
+def write_parquet(path: Path, values: list[object]) -> Path:
+    table = pyarrow.table({"text": values, "id": list(range(len(values)))})
+    parquet.write_table(table, path, row_group_size=3)
+    return path
+
+
+def test_a_parquet_file_is_a_document_per_row(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [f"é{i}" for i in range(10)])
+    assert texts(path) == [([f"é{i}"],) for i in range(10)]
+    lists = write_parquet(tmp_path / "b.parquet", [["a", "b"], []])
+    assert texts(lists) == [(["a", "b"],), ([],)]
+
+
+def test_a_parquet_file_without_the_column_or_with_other_values(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ["a", "b", "c", "d", None])
+    with pytest.raises(ValueError, match=r"a\.parquet has no column 'body'; its columns are: text"):
+        texts(path, "body")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 5: the value of 'text' is no text but"):
+        texts(path)
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": "a"', "is not valid JSON"),
-        (b"[" * 100_000, "is not valid JSON"),
-        (b'["a"]', "is not a JSON object"),
-        (b'{"body": "a", "id": 2}', "has no key 'text'; its keys are: body, id"),
-        (b'{"text": 3}', "the value of 'text' is no text but int"),
-        (b'{"text": ["a", null]}', "the value of 'text' is no text but NoneType"),
-        (b'{"text": "\xff"}', r"is not UTF-8 \(byte 11\)"),
-        (b'{"text": "\\ud800"}', "half a surrogate pair"),
-    ],
+    "line",
+    [b"x\n", b"x y\n\n  z\n", "é€😀".encode(), b"x"],
+    ids=["lines", "blanks", "characters", "one"],
 )
+def test_a_long_text_is_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + line * 100)
+    batches = list(read_batches(find_pieces([path]), ["text"]))
+    assert len(batches) > 1
+    assert [batch.unfinished for batch in batches] == [True] * (len(batches) - 1) + [False]
+    assert sum(batch.advance for batch in batches) == path.stat().st_size
+    assert "".join(found[0][0] for found in texts(path)) == (line * 100).decode()
+    if line == b"x y\n\n  z\n":
+        parts = [batch.content for batch in batches]
+        assert all(part.endswith(b"z\n") for part in parts if isinstance(part, bytes))
+
+
+BAD_LINES = [
+    (b'{"text": "a"', "is not valid JSON"),
+    (b"[" * 100_000, "is not valid JSON"),
+    (b'["a"]', "is not a JSON object"),
+    (b'{"body": "a", "id": 2}', "has no key 'text'; its keys are: body, id"),
+    (b'{"text": 3}', "the value of 'text' is no text but int"),
+    (b'{"text": ["a", null]}', "the value of 'text' is no text but NoneType"),
+    (b'{"text": "\xff"}', r"is not UTF-8 \(byte 11\)"),
+    (b'{"text": "\\ud800"}', "half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
@@ -62,16 +145,57 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_txt_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+def test_bad_lines_are_left_out_and_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "1"}\n' + b"\n".join(line for line, _ in BAD_LINES) + b"\n")
+    told: list[str] = []
+    batches = read_batches(find_pieces([path]), ["text"])
+    found = [item.by_key for batch in batches for item in texts_of(batch, ["text"], told.append)]
+    assert found == [(["1"],)]
+    assert [message.split(" ")[2].rstrip(":") for message in told] == list("23456789")
+
+
+def test_a_txt_file_that_is_not_utf8_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 \(byte 4\)"):
         texts(path)
+    monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
+    path.write_bytes(b"ab\n" * 100 + b"caf\xe9")
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 \(byte 304\)"):
+        texts(path)
 
 
-def test_unknown_and_missing_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("a")
-    with pytest.raises(ValueError, match=r"a\.csv: give \.txt files"):
-        check_inputs([tmp_path / "a.csv"])
-    with pytest.raises(FileNotFoundError, match=r"b\.txt is missing"):
-        check_inputs([tmp_path / "b.txt"])
+@settings(max_examples=60, deadline=None)
+@given(
+    documents=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=30),
+    blanks=st.booleans(),
+    parts=st.integers(1, 6),
+    block=st.integers(1, 60),
+)
+def test_shares_hold_all_documents_in_order_and_know_their_lines(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[str],
+    blanks: bool,
+    parts: int,
+    block: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("shares")
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in documents]
+    (folder / "a.jsonl").write_text(("\n\n" if blanks else "\n").join(lines), encoding="utf-8")
+    write_parquet(folder / "b.parquet", list(documents))
+    for name in ("a.jsonl", "b.parquet"):
+        shares = share_out(find_pieces([folder / name]), parts)
+        assert len(shares) == parts
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(corpus, "BATCH_BYTES", block)
+            batches = [b for share in shares for b in read_batches(share, ["text"])]
+        found = [(b.piece, item) for b in batches for item in texts_of(b, ["text"])]
+        assert [item.by_key[0] for _, item in found] == [[text] for text in documents]
+        step = 2 if blanks and name == "a.jsonl" else 1
+        numbers = [int(place_of(piece, item.number).split()[-1]) for piece, item in found]
+        assert numbers == [1 + step * i for i in range(len(documents))]
+        total = sum(piece.num_bytes for share in shares for piece in share)
+        assert sum(batch.advance for batch in batches) == total if documents else True

@@ -6,6 +6,8 @@ import hashlib
 import json
 import multiprocessing
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,14 @@ import numpy as np
 import pytest
 
 import data.gpt_dataset
-from data.gpt_dataset import GPTDataset, Sampling, build_gpt_dataset, check_vocabulary
+from data.gpt_dataset import (
+    GPTDataset,
+    Sampling,
+    TooFewTokensError,
+    build_gpt_dataset,
+    check_vocabulary,
+)
+from data.index_cache import cached_arrays
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 VOCAB = 1000
@@ -39,11 +48,9 @@ def build(
     sampling: Sampling = SAMPLING,
     num_samples: int = 50,
 ) -> GPTDataset:
-    dataset = build_gpt_dataset(
+    return build_gpt_dataset(
         indexed, split_name, sampling, num_samples=num_samples, vocab_size=VOCAB
     )
-    assert dataset is not None
-    return dataset
 
 
 def all_samples(dataset: GPTDataset) -> list[list[int]]:
@@ -177,8 +184,34 @@ def test_concurrent_builders_agree(corpus: IndexedDataset) -> None:
     for builder in builders:
         builder.join()
     assert all(samples == answers[0][0] for samples, _ in answers)
-    assert all("memory" not in source for _, source in answers)
+    sources = [source.split()[1] for _, source in answers]
+    assert sorted(sources) == ["read", "read", "read", "written"]  # one builds, three wait for it
     assert len(cache_files(build(corpus, num_samples=2000))) == 4
+
+
+def hold_the_lock(prefix: str, holding: object) -> None:
+    def build_for_ever() -> dict[str, np.ndarray]:
+        holding.set()  # type: ignore[attr-defined]
+        time.sleep(600)
+        raise AssertionError
+
+    indexed = IndexedDataset(prefix)
+    entry = data.gpt_dataset._cache_entry(indexed, "train", SAMPLING, 50)
+    cached_arrays(entry, {"no": ((1,), np.dtype(np.int8))}, build_for_ever)
+
+
+def test_a_builder_that_dies_holds_nobody_back(corpus: IndexedDataset) -> None:
+    context = multiprocessing.get_context("fork")
+    holding = context.Event()
+    builder = context.Process(target=hold_the_lock, args=(corpus.prefix, holding))
+    builder.start()
+    assert holding.wait(60)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(build, corpus)
+        time.sleep(0.3)
+        assert not waiting.done()
+        builder.kill()
+        assert "written" in waiting.result(timeout=60).source
 
 
 def test_a_sequence_longer_than_the_training_data_is_refused(corpus: IndexedDataset) -> None:
@@ -202,12 +235,24 @@ def test_the_shortest_data_that_make_a_sample(tmp_path: Path) -> None:
         build(IndexedDataset(tmp_path / "x"), sampling=replace(sampling, seq_length=9))
 
 
-@pytest.mark.parametrize(("split", "name"), [("1,0,0", "valid"), ("1000,1,1", "test")])
-def test_a_held_out_split_without_a_sample_is_none(
-    corpus: IndexedDataset, split: str, name: str
-) -> None:
-    sampling = replace(SAMPLING, split=split)
-    assert build_gpt_dataset(corpus, name, sampling, num_samples=5, vocab_size=VOCAB) is None
+def test_a_held_out_split_without_a_sample_is_named(corpus: IndexedDataset) -> None:
+    with pytest.raises(TooFewTokensError, match=r"leaves 0 tokens .* for test and one sample"):
+        build(corpus, "test", replace(SAMPLING, split="1000,1,1"))
+
+
+def test_all_of_a_corpus_may_be_for_one_split(corpus: IndexedDataset) -> None:
+    sampling = replace(SAMPLING, split=None, flag="--valid-data-path")
+    dataset = build(corpus, "valid", sampling, num_samples=5)
+    assert set(dataset.order.document_index.tolist()) == set(range(30))
+    with pytest.raises(ValueError, match=r"tokens of --valid-data-path .* for validation"):
+        build(corpus, "valid", replace(sampling, seq_length=corpus.num_tokens))
+
+
+def test_without_a_number_of_samples_there_is_one_epoch(corpus: IndexedDataset) -> None:
+    dataset = build_gpt_dataset(corpus, "train", SAMPLING, num_samples=None, vocab_size=VOCAB)
+    assert dataset.plan.num_epochs == 1
+    assert len(dataset) == (dataset.plan.tokens_per_epoch - 1) // 8
+    assert dataset.describe().startswith(f"{len(dataset)} samples, ")
 
 
 def test_a_training_split_without_documents_is_refused(corpus: IndexedDataset) -> None:

@@ -80,6 +80,56 @@ def test_round_trip(
     assert indexed.num_tokens == sum(map(len, sequences))
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    index=st.integers(0, 5),
+    cuts=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+)
+def test_any_part_of_any_sequence(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    index: int,
+    cuts: tuple[int, int],
+) -> None:
+    sequences = [list(range(10 * i, 10 * i + length)) for i, length in enumerate(lengths)]
+    indexed = IndexedDataset(write(tmp_path_factory.mktemp("data") / "x", [sequences]))
+    whole = sequences[index % len(sequences)]
+    begin, end = sorted(min(cut, len(whole)) for cut in cuts)
+    part = indexed.get(index % len(sequences), begin, end - begin)
+    assert part.tolist() == whole[begin:end]
+    assert indexed.get(index % len(sequences), begin).tolist() == whole[begin:]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_whatever_byte_of_header_or_lengths_is_wrong_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    prefix = write(tmp_path_factory.mktemp("data") / "x", DOCUMENTS)
+    path = Path(f"{prefix}.idx")
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, HEADER.size + 4 * 3 - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.(idx|bin) ") as caught:
+        IndexedDataset(prefix)
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_file_cut_anywhere_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    prefix = write(tmp_path_factory.mktemp("data") / "x", DOCUMENTS)
+    path = Path(f"{prefix}.{data.draw(st.sampled_from(['bin', 'idx']))}")
+    content = path.read_bytes()
+    path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    with pytest.raises(ValueError, match=path.name):
+        IndexedDataset(prefix)
+
+
 def test_part_of_a_sequence(tmp_path: Path) -> None:
     indexed = IndexedDataset(write(tmp_path / "x", [[[7, 8, 9]], [[1, 2, 3, 4]]]))
     assert indexed.get(1, 1).tolist() == [2, 3, 4]

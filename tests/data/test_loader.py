@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from data.batch import collate
+from data.document_bounds import DocumentRules
 from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import (
     Batch,
@@ -19,7 +22,6 @@ from data.loader import (
     MicroBatches,
     SplitCounts,
     build_datasets,
-    collate,
 )
 
 SEQ = 4
@@ -92,6 +94,35 @@ def test_labels_follow_tokens() -> None:
     assert batch.labels_BS.is_contiguous()
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
+    rules = DocumentRules(
+        eod=2, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
+    )
+    batches = MicroBatches(
+        Numbered(),
+        rank=0,
+        world_size=1,
+        micro_batch_size=2,
+        num_workers=num_workers,
+        rules=rules,
+    )
+    batch = next(batches)  # 0 1 2 3, and 1 2 3 4
+    assert batch.positions_BS is not None
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
+    assert batch.document_lengths == (3, 1, 2, 2)
+    assert batch.loss_mask_BS.tolist() == [[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 1.0]]
+    moved = batch.to(torch.device("meta"))
+    assert moved.positions_BS is not None
+    assert moved.positions_BS.device.type == "meta"
+    assert moved.documents()["document_lengths"] == (3, 1, 2, 2)
+
+
+def test_batches_say_nothing_of_documents_unless_asked() -> None:
+    batch = next(MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=2))
+    assert batch.documents() == {"positions_BS": None, "document_lengths": None}
+
+
 def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:
     """torchrun sends SIGTERM to the process group of a rank, which may still have to save."""
     batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
@@ -99,6 +130,39 @@ def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:
     assert samples_in(next(batches)) == [0]
     (worker,) = set(multiprocessing.active_children()) - before
     assert os.getpgid(worker.pid or 0) == worker.pid
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_whole_rounds_are_filled_up_with_masked_samples(num_workers: int) -> None:
+    drawn, masked = [], []
+    for rank in range(2):
+        batches = MicroBatches(
+            Numbered(10),
+            rank=rank,
+            world_size=2,
+            micro_batch_size=3,
+            num_workers=num_workers,
+            whole=True,
+        )
+        drawn.append([])
+        for batch in islice(batches, 4):
+            kept = batch.loss_mask_BS[:, 0] > 0
+            drawn[rank].append(batch.tokens_BS[kept, 0].tolist())
+            masked.append(int((~kept).sum()))
+            assert torch.equal(batch.loss_mask_BS.amin(1), batch.loss_mask_BS.amax(1))
+    assert drawn == [[[0, 1, 2], [6, 7, 8]] * 2, [[3, 4, 5], [9]] * 2]
+    assert sum(masked) == 4
+
+
+def test_a_killed_worker_is_one_line() -> None:
+    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    before = set(multiprocessing.active_children())
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    with pytest.raises(ChildProcessError, match=r"reads data ahead.*--num-workers") as caught:
+        list(islice(batches, 10))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -189,6 +253,48 @@ def test_corpus_splits(prefix: str) -> None:
     assert batch.labels_BS[0].tolist() == datasets.train[0][1:].tolist()
 
 
+def test_a_held_out_split_without_a_sample_is_named_in_one_line(prefix: str) -> None:
+    config = DataConfig(seq_length=8, data_path=("1", prefix), split="99,1,0")
+    datasets = build_datasets(config, SplitCounts(train=10, valid=5, test=5), vocab_size=200)
+    assert datasets.valid is not None
+    config = DataConfig(seq_length=30, data_path=("1", prefix), split="99,1,0")
+    datasets = build_datasets(config, SplitCounts(train=10, valid=5, test=5), vocab_size=200)
+    assert datasets.valid is None
+    assert datasets.describe()[1].startswith(
+        "valid: no samples, its evaluation is left out: --seq-length 30 is longer than the data: "
+        "--split '99,1,0' leaves 20 tokens"
+    )
+    assert datasets.describe()[2] == "test: no samples"
+
+
+def test_training_data_without_weights_are_not_read_twice(prefix: str) -> None:
+    config = DataConfig(seq_length=8, data_path=(prefix, prefix), split="90,10,0")
+    counts = SplitCounts(train=10, valid=500)
+    datasets = build_datasets(config, counts, vocab_size=200)
+    assert datasets.valid is not None
+    assert len(datasets.valid) == 500
+    once = 2 * ((200 - 1) // 8)  # samples of the held-out part of both
+    first, again = datasets.valid[3].tolist(), datasets.valid[3 + once].tolist()
+    assert first == again
+    assert f"500 samples in {500 / once:.2f} rounds" in datasets.describe()[1]
+    with pytest.raises(ValueError, match=r"without weights holds .* and training draws 1000"):
+        build_datasets(config, SplitCounts(train=1000), vocab_size=200)
+
+
+def test_a_corpus_without_a_sample_is_left_out_of_a_held_out_blend(
+    prefix: str, tmp_path: Path
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "small", np.dtype("<u2")) as writer:
+        writer.add_document([[1, 2, 3]])
+    words = ("1", prefix, "2", str(tmp_path / "small"))
+    config = DataConfig(seq_length=8, train_data_path=(prefix,), valid_data_path=words)
+    datasets = build_datasets(config, SplitCounts(train=10, valid=5), vocab_size=200)
+    assert f"nothing of {tmp_path / 'small'}: too few tokens" in datasets.describe()[1]
+    config = DataConfig(seq_length=8, train_data_path=words)
+    with pytest.raises(ValueError, match=r"3 tokens of --train-data-path .*small for training"):
+        build_datasets(config, SplitCounts(train=10), vocab_size=200)
+
+
 def test_evaluation_alone_needs_no_training_samples(prefix: str) -> None:
     config = DataConfig(seq_length=8, data_path=(prefix,), split="90,10,0")
     datasets = build_datasets(config, SplitCounts(train=0, valid=5), vocab_size=200)
@@ -213,7 +319,13 @@ def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
     [
         ({"mock_data": True, "data_path": ("x",)}, "--mock-data and --data-path contradict"),
         ({}, "give --data-path PREFIX, or --mock-data"),
-        ({"data_path": ("0.5", "x", "0.5", "y")}, "--data-path takes the prefix of one corpus"),
+        ({"data_path": ("0.5", "x", "y")}, "--data-path .* do not match"),
+        ({"data_path": ("0.5", "x", "-0.5", "y")}, "--data-path the weight -0.5 is no share"),
+        ({"data_path": ("x",), "data_args_path": "y"}, "--data-path and --data-args-path contra"),
+        ({"data_args_path": "none"}, "--data-args-path none cannot be read"),
+        ({"data_path": ("x",), "test_data_path": ("y",)}, "--data-path and --test-data-path contr"),
+        ({"valid_data_path": ("x",)}, "give --train-data-path"),
+        ({"train_data_path": ("x",), "split": "1,1,1"}, "--split and --train-data-path contradict"),
         ({"mock_data": True, "seq_length": 0}, "--seq-length 0"),
         ({"mock_data": True, "num_workers": -1}, "--num-workers -1"),
         ({"mock_data": True, "seed": -1}, "--seed -1"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.sample_order
 from data.sample_order import (
     Bounds,
     OrderPlan,
@@ -105,7 +106,7 @@ def reference(
     return documents, rows, order
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
     first=st.integers(0, 3),
@@ -113,15 +114,18 @@ def reference(
     seq_length=st.integers(1, 7),
     seed=st.integers(0, 2**32 - 1),
 )
+@pytest.mark.parametrize("block", [1, 3, 1000])
 def test_any_order_equals_the_slow_reference(
-    sizes: list[int], first: int, num_samples: int, seq_length: int, seed: int
+    block: int, sizes: list[int], first: int, num_samples: int, seq_length: int, seed: int
 ) -> None:
     first = min(first, len(sizes) - 1)
     if sum(sizes[first:]) <= seq_length:
         return  # refused before an order is planned
-    plan, order = order_of(
-        sizes, num_samples=num_samples, seq_length=seq_length, seed=seed, first=first
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.sample_order, "BLOCK", block)
+        plan, order = order_of(
+            sizes, num_samples=num_samples, seq_length=seq_length, seed=seed, first=first
+        )
     documents, rows, shuffle = reference(sizes, first, num_samples, seq_length, seed)
     assert order.document_index.tolist() == documents
     assert order.sample_index.tolist() == rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -18,6 +19,7 @@ from data.tokenizer import (
     padded_vocab_size,
 )
 
+BYTES = [bytes([byte]) for byte in range(256)]
 TEXT = "def f(x):\n    return x  # é\n"
 
 
@@ -74,6 +76,15 @@ def hf_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def tik_model(tmp_path: Path) -> Path:
+    pieces = [*BYTES, b"re", b"return", b" x"]
+    lines = [f"{base64.b64encode(piece).decode()} {rank}" for rank, piece in enumerate(pieces)]
+    path = tmp_path / "tokenizer.model"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 @pytest.mark.parametrize("tokenizer_type", SENTENCEPIECE_TYPES)
 def test_sentencepiece(spm_model: Path, tokenizer_type: str) -> None:
     tokenizer = build(tokenizer_type, spm_model)
@@ -82,6 +93,21 @@ def test_sentencepiece(spm_model: Path, tokenizer_type: str) -> None:
     assert tokenizer.decode([*ids, tokenizer.eod]) == TEXT
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (280, 1, 2)
     assert not {1, 2}.intersection(ids)
+
+
+def test_llama2_alone_begins_the_texts_of_a_corpus(spm_model: Path) -> None:
+    prefixes = [build(kind, spm_model).text_prefix for kind in SENTENCEPIECE_TYPES]
+    assert dict(zip(SENTENCEPIECE_TYPES, prefixes, strict=True)) == {
+        "SentencePieceTokenizer": (),
+        "GPTSentencePieceTokenizer": (),
+        "Llama2Tokenizer": (1,),
+    }
+
+
+def test_llama2_needs_a_beginning(tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "x.model", bos_id=-1, eos_id=1)
+    with pytest.raises(ValueError, match="no piece that begins a text"):
+        build("Llama2Tokenizer", model)
 
 
 def test_sentencepiece_without_an_end_is_refused(tmp_path: Path) -> None:
@@ -122,6 +148,44 @@ def test_a_tokenizer_json_without_an_end_is_refused(hf_folder: Path, content: st
         path.write_text(content)
     with pytest.raises(ValueError, match="does not say which token ends a document"):
         build("HuggingFaceTokenizer", hf_folder / "tokenizer.json")
+
+
+def test_tiktoken_file_with_the_special_tokens_of_llama3(tik_model: Path) -> None:
+    tokenizer = build("TikTokenizer", tik_model)
+    assert tokenizer.encode("return x") == [257, 258]
+    assert tokenizer.encode("<|end_of_text|>") == list(b"<|end_of_text|>"), "text is only text"
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (259 + 256, 259, 260)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode([tokenizer.bos or 0, *ids, tokenizer.eod]) == TEXT
+
+
+@pytest.mark.parametrize("text", ["x" * 60_000, " " * 60_000, "a b\n" * 200_000])
+def test_tiktoken_takes_long_runs(tik_model: Path, text: str) -> None:
+    tokenizer = build("TikTokenizer", tik_model)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("change", ["eA== 5\n", "no base64\n", '{"version": "1.0"}', "eHg= 999\n"])
+def test_a_file_in_another_form_is_no_tiktoken_file(tik_model: Path, change: str) -> None:
+    tik_model.write_text(tik_model.read_text() + change)
+    with pytest.raises(ValueError, match="not a vocabulary in tiktoken's form"):
+        build("TikTokenizer", tik_model)
+
+
+def test_a_batch_is_what_its_texts_are(spm_model: Path, hf_folder: Path, tik_model: Path) -> None:
+    texts = [TEXT, "", "x" * 50, "return x", TEXT * 2]
+    (hf_folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    for tokenizer in (
+        build("SentencePieceTokenizer", spm_model),
+        build("Llama2Tokenizer", spm_model),
+        build("HuggingFaceTokenizer", hf_folder / "tokenizer.json"),
+        build("HuggingFaceTokenizer", hf_folder),
+        build("TikTokenizer", tik_model),
+    ):
+        assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+        assert tokenizer.encode_batch([]) == []
+    numbers = build("NullTokenizer", size=9)
+    assert numbers.encode_batch(["1 2", "", "3"]) == [[1, 2], [], [3]]
 
 
 def test_null_tokenizer_has_one_entry_more_for_the_end() -> None:

@@ -102,7 +102,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 def test_every_flag_exists() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README))
     known = TORCHRUN_FLAGS | OTHER_FLAGS | flags_of(build_parser())
-    for tool in (ROOT / "tools").glob("*.py"):
+    for tool in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', tool.read_text(encoding="utf-8")))
     assert len(named) > 40
     assert named <= known, named - known

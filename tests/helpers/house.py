@@ -52,7 +52,13 @@ LEVEL_OF = {prefix: level for level, prefixes in LEVELS.items() for prefix in pr
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     LEVELS["pure"]: LEVELS["pure"],
     ("model",): ("model", "torch"),
-    ("data",): ("data", "numpy", "torch", "sentencepiece", "tokenizers", "transformers"),
+    ("data",): (
+        "data",
+        "numpy",
+        "torch",
+        *("sentencepiece", "tiktoken", "tokenizers", "transformers"),
+        *("datasets", "pyarrow"),
+    ),
 }
 
 # What only some modules may use.

@@ -25,7 +25,6 @@ from paro.arguments import build_parser, parse_args
         ("make_vocab_size_divisible_by", 128),
         ("num_workers", 2),
         ("seed", 1234),
-        ("split", "969, 30, 1"),
         ("weight_decay", 0.01),
         ("weight_decay_incr_style", "constant"),
     ],

@@ -49,6 +49,7 @@ ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
 # Fields that no flag owns.
 UNOWNED = {
     "batches.data_parallel_size",
+    "eod",
     "loss_scale.dynamic",
     "notices",
     "schedule.weight_decay_incr_samples",
@@ -58,15 +59,20 @@ UNOWNED = {
     "strategy.params",
 }
 FULL = "--recompute-granularity full"
+CORPUS = "--data-path corpus"
+TRAIN = "--train-data-path corpus"
+VALID = f"{TRAIN} --valid-data-path corpus"
 COSINE = "--weight-decay-incr-style cosine"
 RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay"
 # How to see a flag's effect, where it takes more than the flag with some other value:
 # flags to take out of SMALL, what to give before, and what to give instead.
 CASES = {
     "data_path": (("mock-data",), "--mock-data", "--data-path corpus"),
+    "data_args_path": (("mock-data",), "--data-path corpus", "--data-args-path blend.json"),
     "end_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.6"),
     "exit_on_missing_checkpoint": ((), "--load .", "--load . --exit-on-missing-checkpoint"),
     "fp16": ((), "", "--fp16"),
+    "full_validation": (("mock-data",), CORPUS, f"{CORPUS} --full-validation"),
     "global_batch_size": (("global-batch-size",), "", "--global-batch-size 64"),
     "grad_reduce_in_bf16": ((), "--bf16", "--bf16 --grad-reduce-in-bf16"),
     "hidden_size": ((), "", "--hidden-size 128"),
@@ -79,18 +85,27 @@ CASES = {
     "max_position_embeddings": ((), "", "--max-position-embeddings 64"),
     "micro_batch_size": (("micro-batch-size",), "--micro-batch-size 2", "--micro-batch-size 4"),
     "mock_data": (("mock-data",), "--data-path corpus", "--mock-data"),
+    "multiple_validation_sets": (("mock-data",), VALID, f"{VALID} --multiple-validation-sets"),
     "num_attention_heads": ((), "", "--num-attention-heads 8"),
     "num_query_groups": ((), "", "--num-query-groups 2 --group-query-attention"),
     "paro_collective": ((), "", "--paro-collective ho-ring"),
     "paro_group_size": ((), "", "--paro-group-size 4"),
     "paro_machine": ((), "", "--paro-machine machine.json"),
+    "per_split_data_args_path": (
+        ("mock-data",),
+        "--data-path corpus",
+        "--per-split-data-args-path splits.json",
+    ),
     "rampup_batch_size": ((), "", "--rampup-batch-size 8 8 96"),
     "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
     "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
     "split": ((), "", "--split 98,1,1"),
     "start_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.5 --start-weight-decay 0.1"),
+    "test_data_path": (("mock-data",), TRAIN, f"{TRAIN} --test-data-path corpus"),
     "tokenizer_type": ((), "", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt"),
+    "train_data_path": (("mock-data",), "--data-path corpus", TRAIN),
     "train_samples": (("train-iters",), "--train-iters 10", "--train-samples 96"),
+    "valid_data_path": (("mock-data",), TRAIN, f"{TRAIN} --valid-data-path corpus"),
     "weight_decay_incr_style": ((), f"{RISING} 0.5", f"{RISING} 0.5 {COSINE}"),
 }
 
@@ -177,6 +192,8 @@ def test_a_flag_changes_its_field(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     (tmp_path / "iter_0000005").mkdir()
+    (tmp_path / "blend.json").write_text('[1, "corpus", 2, "another"]')
+    (tmp_path / "splits.json").write_text('{"train": ["corpus"]}')
     machine = Machine(name="two by two", source="", world_size=4, group_size=2)
     (tmp_path / "machine.json").write_text(machine_to_json(machine))
     plain = ((), "", f"{action.option_strings[0]} {other_value(action)}")

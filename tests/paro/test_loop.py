@@ -27,11 +27,12 @@ class Run:
     state: TrainState
     records: list[IterationRecord]
     evaluated: list[tuple[int, str | None]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of the evaluations
     saved: list[int] = field(default_factory=list)
 
 
-def run_loop(flags: str, *, save_interval: int | None = None) -> Run:
-    config = RunConfig.from_args(parse_args(f"{TINY} --log-interval 1 {flags}".split()), World())
+def run_loop(flags: str, *, save_interval: int | None = None, base: str = TINY) -> Run:
+    config = RunConfig.from_args(parse_args(f"{base} --log-interval 1 {flags}".split()), World())
     training = build_training(config, Control(World(), torch.device("cpu")))
     state = start_state(config)
     report = open_report(
@@ -51,6 +52,7 @@ def run_loop(flags: str, *, save_interval: int | None = None) -> Run:
 
     def note_validation(*, iteration: int, data_set: str | None, **more: float) -> None:
         run.evaluated.append((iteration, data_set))
+        run.losses.append(more["lm_loss"])
         validation(iteration=iteration, data_set=data_set, **more)  # type: ignore[arg-type]
 
     report.iteration = note_iteration  # type: ignore[method-assign]
@@ -113,6 +115,11 @@ def test_norms_and_zeros_reach_the_record_where_they_are_asked_for() -> None:
         assert record.num_zeros is not None
     (silent,) = run_loop("--train-iters 1 --eval-iters 0").records
     assert silent.params_norm is silent.num_zeros is None
+
+
+def test_waiting_for_data_reaches_the_record() -> None:
+    (record,) = run_loop("--train-iters 1 --eval-iters 0").records
+    assert 0.0 < record.data_wait_ms < record.iteration_time_ms
 
 
 def test_ramp_up_takes_growing_batches() -> None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from data import corpus
 from data.indexed_dataset import IndexedDataset
+from data.sources import Piece
+from tools import preprocess_data, train_tokenizer
 from tools.preprocess_data import main
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
@@ -68,9 +77,10 @@ def test_workers_write_the_same_bytes_and_report_progress(tmp_path: Path) -> Non
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         lines = done.stderr.splitlines()
-        assert [line.split()[1] for line in lines] == ["100", "200", "300", "300"]
+        assert [line.split()[1] for line in lines] == ["300", "300"], "a batch holds them all"
         pattern = r"Processed \d+ documents \([\d.]+ docs/s, [\d.]+ MB/s\)\."
-        assert all(re.fullmatch(pattern, line) for line in lines)
+        assert re.fullmatch(pattern + r" \d+% done, \d+:\d\d:\d\d left\.", lines[0])
+        assert re.fullmatch(pattern, lines[1])
         assert "300 documents, 600 tokens as uint16" in done.stdout
     for suffix in ("bin", "idx"):
         one, two = (tmp_path / f"{name}_text_document.{suffix}" for name in "12")
@@ -127,10 +137,15 @@ def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
     [
         (["--input", "none.jsonl"], "--input none.jsonl is missing"),
         (["--workers", "0"], "--workers 0 must be at least 1"),
+        (["--partitions", "0"], "--partitions 0 must be at least 1"),
+        (["--split-sentences"], "--split-sentences is not supported"),
+        (["--json-keys", "empty", "--skip-malformed"], "holds no text under the key 'empty'"),
+        (["--json-keys", "none", "--skip-malformed"], "skipped 1 malformed documents: "),
         (["--log-interval", "0"], "--log-interval 0 must be at least 1"),
         (["--tokenizer-type", "Llama2Tokenizer"], "Llama2Tokenizer needs --tokenizer-model"),
         (["--json-keys", "empty"], "holds no text under the key 'empty'"),
         (["--json-keys", "text", "empty"], "holds no text under the key 'empty'"),
+        (["--json-keys", "empty", "--partitions", "3"], "holds no text under the key 'empty'"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
@@ -143,6 +158,238 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert message in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+def lines_file(path: Path, count: int) -> Path:
+    return write_lines(path, *({"text": f"{i % 1000} {i % 7}", "n": "5"} for i in range(count)))
+
+
+def both_files(prefix: Path, key: str = "text") -> list[bytes]:
+    return [Path(f"{prefix}_{key}_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_partitions_and_workers_change_nothing(
+    tmp_path: Path, workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 500)
+    lines_file(tmp_path / "a.jsonl", 700)
+    (tmp_path / "b.txt").write_text("7 " * 900)
+    base = ["--input", str(tmp_path), *NULL, "--json-keys", "text", "n", "--append-eod"]
+    whole, parts = tmp_path / "out" / "whole", tmp_path / "out" / "parts"
+    assert main([*base, "--output-prefix", str(whole), "--workers", "1"]) == 0
+    flags = ["--workers", workers, "--partitions", "5", "--output-prefix", str(parts)]
+    assert main([*base, *flags, "--keep-sequential-samples"]) == 0
+    for key in ("text", "n"):
+        assert both_files(parts, key) == both_files(whole, key)
+    assert not list((tmp_path / "out").glob("*_partitions"))
+
+
+def test_finished_partitions_are_not_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines_file(tmp_path / "a.jsonl", 1000)
+    base = ["--input", str(tmp_path / "a.jsonl"), *NULL, "--workers", "1"]
+    assert main([*base, "--output-prefix", str(tmp_path / "whole")]) == 0
+    base += ["--output-prefix", str(tmp_path / "out"), "--partitions", "4"]
+
+    def two_batches(*arguments: object) -> Iterator[object]:
+        if len(list(folder.glob("*.finished.json"))) == 2:
+            raise KeyboardInterrupt
+        return all_batches(*arguments)
+
+    folder = tmp_path / "out_partitions"
+    all_batches = preprocess_data.encoded_batches
+    monkeypatch.setattr(preprocess_data, "encoded_batches", two_batches)
+    assert main(base) == 130
+    assert sorted(path.name for path in folder.glob("*.finished.json")) == [
+        "00000.finished.json",
+        "00001.finished.json",
+    ]
+    assert not list(folder.glob(".*")), "what was not finished is gone"
+    (folder / ".00002_text_document.bin.1.ab.tmp").write_text("of a run that was killed")
+    read: list[str] = []
+
+    def counted(pieces: list[Piece], *arguments: object) -> Iterator[object]:
+        read.extend(piece.path for piece in pieces)
+        return all_batches(pieces, *arguments)
+
+    monkeypatch.setattr(preprocess_data, "encoded_batches", counted)
+    capsys.readouterr()
+    assert main([*base, "--append-eod"]) == 2
+    assert "holds partitions of a run with another input, tokenizer or flags" in (
+        capsys.readouterr().err
+    )
+    assert main(base) == 0
+    assert len(read) == 2
+    assert "partition 2 of 4 is done already" in capsys.readouterr().err
+    assert both_files(tmp_path / "out") == both_files(tmp_path / "whole")
+    assert not folder.exists()
+
+
+def test_a_long_text_is_one_sequence_with_one_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
+    (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(200)))
+    (tmp_path / "b.txt").write_text("3 4")
+    flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1", "--append-eod"]
+    assert main(["--input", f"{tmp_path}/*.txt", *flags, *NULL]) == 0
+    assert read(tmp_path / "out_text_document") == [[[*range(200), EOD]], [[3, 4, EOD]]]
+    (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(200)) + " " * 500)
+    assert main(["--input", f"{tmp_path}/*.txt", *flags, *NULL]) == 0
+    assert read(tmp_path / "out_text_document") == [[[*range(200), EOD]], [[3, 4, EOD]]]
+
+
+def test_malformed_lines_are_counted_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "1"}\n{\n{"text": "2"}\n{"body": ""}\n\xff\n[]\n{"text": "3"}')
+    flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1", "--skip-malformed"]
+    assert main(["--input", str(path), *flags, *NULL]) == 0
+    assert read(tmp_path / "out_text_document") == [[[1]], [[2]], [[3]]]
+    out = capsys.readouterr().out
+    assert f"skipped 4 malformed documents: {path}, line 2 is not valid JSON" in out
+    assert "; ..." in out
+
+
+def test_llama2_begins_every_text(tmp_path: Path) -> None:
+    prefix = tmp_path / "spm"
+    source = tmp_path / "source.txt"
+    source.write_text(Path(json.__file__).with_name("decoder.py").read_text())
+    train = ["--input", str(source), "--output-prefix", str(prefix), "--vocab-size", "400"]
+    assert train_tokenizer.main(train) == 0
+    path = write_lines(tmp_path / "a.jsonl", {"text": ["a b", "", "c"]}, {"text": ""})
+    model = ["--tokenizer-model", f"{prefix}.model", "--append-eod"]
+    flags = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*flags, "--tokenizer-type", "Llama2Tokenizer", *model]) == 0
+    with_beginning = read(tmp_path / "out_text_document")
+    assert [[ids[0] for ids in document] for document in with_beginning] == [[1, 1], []]
+    assert main([*flags, "--tokenizer-type", "SentencePieceTokenizer", *model]) == 0
+    without = read(tmp_path / "out_text_document")
+    assert without == [[ids[1:] for ids in document] for document in with_beginning]
+
+
+def start(*flags: str, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "tools/preprocess_data.py", *flags],
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    with_spawn = [int(word) for word in text.split()]
+    return [
+        child
+        for child in with_spawn
+        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+    ]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def good_files(tmp_path: Path) -> Path:
+    lines_file(tmp_path / "good.jsonl", 10)
+    prefix = tmp_path / "out" / "x"
+    flags = ["--output-prefix", str(prefix), "--workers", "1", *NULL]
+    assert main(["--input", str(tmp_path / "good.jsonl"), *flags]) == 0
+    return prefix
+
+
+def test_a_killed_worker_is_one_line_and_leaves_the_good_files(
+    tmp_path: Path, good_files: Path
+) -> None:
+    before = both_files(good_files)
+    lines_file(tmp_path / "a.jsonl", 400_000)
+    process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(good_files),
+                    "--workers", "2", "--log-interval", "1000", *NULL)  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("Processed")
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    last = err.splitlines()[-1]
+    assert last.startswith("preprocess_data.py: a worker process was killed")
+    assert all(line.startswith("Processed") for line in err.splitlines()[:-1])
+    assert both_files(good_files) == before
+    assert len(list(good_files.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_it_is_one_line_and_leaves_no_worker(
+    tmp_path: Path, good_files: Path, stop: signal.Signals
+) -> None:
+    before = both_files(good_files)
+    lines_file(tmp_path / "a.jsonl", 400_000)
+    process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(good_files),
+                    "--workers", "2", "--log-interval", "1000", *NULL)  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("Processed")
+    workers = children(process.pid)
+    assert len(workers) == 2
+    process.send_signal(stop)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].startswith("preprocess_data.py: stopped")
+    assert "Traceback" not in err
+    assert both_files(good_files) == before
+    assert len(list(good_files.parent.iterdir())) == 2
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_workers_leave_when_the_first_process_is_killed(tmp_path: Path) -> None:
+    lines_file(tmp_path / "a.jsonl", 400_000)
+    process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "x"),
+                    "--workers", "2", "--log-interval", "1000", *NULL)  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("Processed")
+    workers = children(process.pid)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+    assert not list(tmp_path.glob("*.idx"))
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_good_files(
+    tmp_path: Path, good_files: Path
+) -> None:
+    """A limit on the size of files stands for it: the system's answer differs in its number."""
+    before = both_files(good_files)
+    lines_file(tmp_path / "a.jsonl", 50_000)
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (65536, 65536))
+    process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(good_files),
+                    "--workers", "1", *NULL, preexec_fn=limit)  # fmt: skip
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"{good_files}_text_document.bin cannot be written: File too large" in err
+    assert sum(not line.startswith("Processed") for line in err.splitlines()) == 1
+    assert both_files(good_files) == before
+    assert len(list(good_files.parent.iterdir())) == 2
+
+
+def test_the_best_number_of_workers_is_found_and_nothing_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines_file(tmp_path / "a.jsonl", 1000)
+    flags = ["--find-optimal-num-workers", "--workers-to-check", "1", "2", "--max-documents", "9"]
+    base = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "x"), *NULL]
+    assert main([*base, *flags]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in out[:2]] == ["--workers 1", "--workers 2"]
+    assert re.fullmatch(r"the fastest on this machine is --workers [12]; nothing was .*", out[2])
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.sources import find_pieces
 from data.tokenizer import SentencePieceTokenizer
 from tools.train_tokenizer import main, sampled_chunks
 
@@ -67,11 +69,21 @@ def test_training_again_gives_the_same_model(corpus: Path, tmp_path: Path) -> No
 def test_a_sample_is_spread_over_the_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{number:2000d}" for number in range(1000)))
-    chunks = [int(chunk) for chunk in sampled_chunks([path], key="text", sample_bytes=200_000)]
+    pieces = find_pieces([path])
+    chunks = [int(chunk) for chunk in sampled_chunks(pieces, key="text", sample_bytes=200_000)]
     assert 60 < len(chunks) < 140
     assert sum(number < 500 for number in chunks) == pytest.approx(len(chunks) / 2, rel=0.3)
-    whole = list(sampled_chunks([path], key="text", sample_bytes=2_000_000))
+    whole = sampled_chunks(pieces, key="text", sample_bytes=2_000_000)
     assert len(whole) == 1000
+
+
+def test_a_sample_of_compressed_text_stays_small(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    line = json.dumps({"text": "x" * 1000}) + "\n"
+    path.write_bytes(gzip.compress(line.encode() * 3000))
+    assert path.stat().st_size < 30_000
+    chunks = sampled_chunks(find_pieces([path]), key="text", sample_bytes=100_000)
+    assert 50_000 < sum(map(len, chunks)) < 400_000
 
 
 def test_progress_is_a_line_per_phase(

@@ -28,6 +28,7 @@ FIRST = IterationRecord(
     skipped=False,
     intra_bytes=5,
     inter_bytes=6,
+    data_wait_ms=2.0,
 )
 SECOND = IterationRecord(
     iteration=2,
@@ -54,6 +55,7 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
         "grad_norm": 1.0,
         "learning_rate": 0.2,
         "iteration_time_ms": 200.0,
+        "data_wait_ms": 1.0,
         "tokens_per_second": pytest.approx(600.0),
         "tflops_per_device": pytest.approx(3e-7),
         "mfu": pytest.approx(0.3),

@@ -1,0 +1,218 @@
+"""Blends: which corpora with which weights, from words or files, and whose sample comes when."""
+
+# A blend is a list of prefixes, each with the weight before it or all without: then sizes decide.
+# The order of a blend is Megatron's: at every sample the corpus that lags most behind its share is
+# next, the first of equals.
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+SURPLUS = 0.005  # Megatron builds so much more of every corpus than its share, for roundings
+MAX_CORPORA = np.iinfo(np.int16).max - 1
+DATASET_DTYPE: np.dtype[Any] = np.dtype(np.int16)
+SAMPLE_DTYPE: np.dtype[Any] = np.dtype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """Prefixes of corpora; weights are positive, of any sum, or None where sizes decide."""
+
+    flag: str  # where it was given, for messages
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+    def shares(self) -> list[float]:
+        """The weights as parts of one."""
+        assert self.weights is not None, "a blend by size has no weights"
+        weights = np.array(self.weights, dtype=np.float64)
+        return [float(share) for share in weights / np.sum(weights)]
+
+
+class BlendIndices(NamedTuple):
+    """For every sample of a blend: from which corpus, and which of that corpus's samples."""
+
+    dataset_index: NDArray[np.int16]
+    dataset_sample_index: NDArray[np.int64]
+
+
+def parse_blend(words: Sequence[str], flag: str) -> Blend:
+    """`PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...`, as Megatron takes them.
+
+    A word that is a number is a weight, so a prefix that looks like one is written ./1.
+    """
+    if not words:
+        raise ValueError(f"{flag} names no corpus: give the prefix of a .bin and a .idx file")
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers):
+        return _checked(flag, [word.strip() for word in words], None)
+    weights, prefixes = numbers[0::2], words[1::2]
+    is_paired = len(words) % 2 == 0 and all(number is None for number in numbers[1::2])
+    if not is_paired or None in weights:
+        raise ValueError(
+            f"{flag} {' '.join(words)}: weights and paths do not match: give a weight before every "
+            "path, or none at all"
+        )
+    return _checked(
+        flag, [word.strip() for word in prefixes], [w for w in weights if w is not None]
+    )
+
+
+def read_blend(path: str, flag: str) -> Blend:
+    """A blend from a file: words as on the command line, or a JSON list that may be nested.
+
+    In a list, the place of a path may be taken by a list of its own, whose weights share the weight
+    before it.
+    """
+    text = _read_text(path, flag)
+    if not text.lstrip().startswith("["):
+        return parse_blend(text.split(), f"{flag} {path}:")
+    return _blend_of(_parse_json(text, path, flag), f"{flag} {path}:")
+
+
+def read_blend_per_split(path: str, flag: str) -> dict[str, Blend]:
+    """The blends of train, valid and test from a JSON object: words or a list under each name."""
+    content = _parse_json(_read_text(path, flag), path, flag)
+    names = ("train", "valid", "test")
+    if not isinstance(content, dict) or not set(content) <= set(names):
+        raise ValueError(
+            f'{flag} {path} is not understood: give {{"train": [...], "valid": [...], "test": '
+            "[...]}, each a list of weights and paths, or of paths"
+        )
+    return {
+        name: _blend_of(content[name], f"{flag} {path}, {name}:")
+        for name in names
+        if content.get(name)
+    }
+
+
+def _blend_of(content: Any, flag: str) -> Blend:
+    if isinstance(content, str):
+        return parse_blend(content.split(), flag)
+    if not isinstance(content, list):
+        raise ValueError(f"{flag} holds no list of paths, or of weights and paths")
+    return parse_blend(_flatten(content, flag), flag)
+
+
+def _flatten(content: list[Any], flag: str) -> list[str]:
+    """Words of a list in which lists take the place of paths."""
+    words: list[str] = []
+    for place, entry in enumerate(content):
+        if not isinstance(entry, list):
+            if isinstance(entry, bool) or not isinstance(entry, str | int | float):
+                raise ValueError(f"{flag} {json.dumps(entry)} is neither a path nor a weight")
+            words.append(str(entry))
+            continue
+        inner = parse_blend(_flatten(entry, flag), flag)
+        outer = _number(str(content[place - 1])) if place % 2 == 1 else None
+        if (outer is None) != (inner.weights is None):
+            raise ValueError(
+                f"{flag} a list inside a list has weights where the outer one has none, or none "
+                "where it has: give weights in both, or in neither"
+            )
+        if outer is None:
+            words += inner.prefixes
+            continue
+        words.pop()  # the weight that the inner ones share
+        for share, prefix in zip(inner.shares(), inner.prefixes, strict=True):
+            words += [repr(outer * share), prefix]
+    return words
+
+
+def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Blend:
+    """The blend without what has a weight of 0."""
+    if weights is not None:
+        wrong = next((w for w in weights if not 0.0 <= w < math.inf), None)
+        if wrong is not None:
+            raise ValueError(f"{flag} the weight {wrong:g} is no share: give 0 or a number above")
+        if not any(weights):
+            raise ValueError(f"{flag} all weights are 0: give one of the paths more")
+        prefixes = [p for p, weight in zip(prefixes, weights, strict=True) if weight > 0.0]
+        weights = [weight for weight in weights if weight > 0.0]
+    if len(prefixes) > MAX_CORPORA:
+        raise ValueError(f"{flag} {len(prefixes)} corpora are more than {MAX_CORPORA}: merge some")
+    return Blend(
+        flag=flag, prefixes=tuple(prefixes), weights=None if weights is None else tuple(weights)
+    )
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _read_text(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is not UTF-8 text") from error
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
+
+
+def _parse_json(text: str, path: str, flag: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag} {path} is not valid JSON: {error}") from error
+
+
+def members_of(shares: Sequence[float], num_samples: int) -> list[int]:
+    """How many samples of each corpus make a blend of at least `num_samples`."""
+    return [math.ceil(num_samples * share) for share in shares]
+
+
+def with_surplus(num_samples: int) -> int:
+    """What is built of a corpus of which so many samples are wanted."""
+    return math.ceil(num_samples * (1 + SURPLUS))
+
+
+def blend_by_share(shares: Sequence[float], num_samples: int) -> BlendIndices:
+    """The first `num_samples` of a blend that goes on for ever; bit for bit Megatron's."""
+    chosen = np.zeros(num_samples, dtype=DATASET_DTYPE)
+    counts = [0] * len(shares)
+    if len(shares) > 1:
+        for sample in range(num_samples):
+            time = sample or 1
+            lags = [share * time - count for share, count in zip(shares, counts, strict=True)]
+            member = lags.index(max(lags))
+            chosen[sample] = member
+            counts[member] += 1
+    return BlendIndices(chosen, _running_counts(chosen, len(shares)))
+
+
+def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
+    """Every sample of every corpus once, in proportion; bit for bit Megatron's."""
+    total = sum(sizes)
+    chosen = np.zeros(total, dtype=DATASET_DTYPE)
+    shares = [size / total for size in sizes]
+    counts = [0] * len(sizes)
+    unspent = [member for member, size in enumerate(sizes) if size > 0]
+    for sample in range(total):
+        time = sample or 1
+        lags = [shares[member] * time - counts[member] for member in unspent]
+        member = unspent[lags.index(max(lags))]
+        chosen[sample] = member
+        counts[member] += 1
+        if counts[member] == sizes[member]:
+            unspent.remove(member)
+    return BlendIndices(chosen, _running_counts(chosen, len(sizes)))
+
+
+def _running_counts(chosen: NDArray[np.int16], num_members: int) -> NDArray[np.int64]:
+    """How often each entry was chosen before."""
+    counts = np.zeros(len(chosen), dtype=SAMPLE_DTYPE)
+    for member in range(num_members):
+        (places,) = np.nonzero(chosen == member)
+        counts[places] = np.arange(len(places))
+    return counts

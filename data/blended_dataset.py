@@ -1,0 +1,208 @@
+"""Samples of several corpora as one data set, in Megatron's order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.blend import (
+    DATASET_DTYPE,
+    SAMPLE_DTYPE,
+    Blend,
+    BlendIndices,
+    blend_by_share,
+    blend_exhaustively,
+    members_of,
+    with_surplus,
+)
+from data.gpt_dataset import (
+    GPTDataset,
+    Sampling,
+    TooFewTokensError,
+    build_gpt_dataset,
+    plan_split,
+)
+from data.index_cache import CacheEntry, Expected, cached_arrays
+from data.indexed_dataset import IndexedDataset
+
+
+class BlendedDataset:
+    """Sample i is a sample of the corpus whose turn it is.
+
+    Held-out data that are smaller than what is drawn are read again from the start.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[GPTDataset],
+        indices: BlendIndices,
+        *,
+        num_samples: int,
+        source: str,
+        left_out: Sequence[str] = (),
+    ) -> None:
+        self.members = tuple(members)
+        self.indices = indices
+        self.num_samples = num_samples
+        self.source = source
+        self.left_out = tuple(left_out)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        place = index % len(self.indices.dataset_index)
+        member = self.members[int(self.indices.dataset_index[place])]
+        return member[int(self.indices.dataset_sample_index[place])]
+
+    def describe(self) -> str:
+        """One line: the corpora, what each contributes, where the order is kept."""
+        size = len(self.indices.dataset_index)
+        counts = np.bincount(self.indices.dataset_index, minlength=len(self.members))
+        parts = ", ".join(
+            f"{count / max(size, 1):.2%} {member.indexed.prefix} "
+            f"({count * member.plan.seq_length / member.plan.tokens_per_epoch:.2f} epochs)"
+            for count, member in zip(counts.tolist(), self.members, strict=True)
+        )
+        rounds = f" in {self.num_samples / size:.2f} rounds" if self.num_samples > size else ""
+        without = "".join(f"; nothing of {prefix}: too few tokens" for prefix in self.left_out)
+        return f"{self.num_samples:,} samples{rounds}, blended from {parts}; {self.source}{without}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRequest:
+    """What is to be built of a blend, and how its corpora are opened."""
+
+    split_name: str
+    sampling: Sampling
+    num_samples: int | None  # None: every sample once
+    vocab_size: int
+    open_corpus: Callable[[str], IndexedDataset]
+
+    def build(self, prefix: str, num_samples: int | None) -> GPTDataset:
+        return build_gpt_dataset(
+            self.open_corpus(prefix),
+            self.split_name,
+            self.sampling,
+            num_samples=num_samples,
+            vocab_size=self.vocab_size,
+        )
+
+    def total_samples(self, prefix: str, num_samples: int | None) -> int:
+        corpus = self.open_corpus(prefix)
+        return plan_split(corpus, self.split_name, self.sampling, num_samples).total_samples
+
+
+def build_samples(blend: Blend, request: SplitRequest) -> GPTDataset | BlendedDataset:
+    """One split of a blend; `TooFewTokensError` where there is not a single sample.
+
+    Training data of which a corpus has no sample are refused as well.
+    """
+    request = replace(request, sampling=replace(request.sampling, flag=blend.flag))
+    # Megatron blends a single corpus only where it has a weight and all splits are cut from it.
+    is_single = blend.weights is None or request.sampling.split is None
+    if len(blend.prefixes) == 1 and is_single:
+        return request.build(blend.prefixes[0], request.num_samples)
+    blend, left_out = _without_empty(blend, request)
+    dataset = _by_size(blend, request) if blend.weights is None else _by_weight(blend, request)
+    dataset.left_out = left_out
+    return dataset
+
+
+def _without_empty(blend: Blend, request: SplitRequest) -> tuple[Blend, tuple[str, ...]]:
+    """The blend, and the prefixes of held-out data that hold no sample and are not in it."""
+    empty: dict[int, TooFewTokensError] = {}
+    for place, prefix in enumerate(blend.prefixes):
+        try:
+            request.total_samples(prefix, None)
+        except TooFewTokensError as error:
+            empty[place] = error
+    if empty and (request.split_name == "train" or len(empty) == len(blend.prefixes)):
+        raise next(iter(empty.values()))
+    kept = [place for place in range(len(blend.prefixes)) if place not in empty]
+    weights = None if blend.weights is None else tuple(blend.weights[place] for place in kept)
+    rest = replace(blend, prefixes=tuple(blend.prefixes[i] for i in kept), weights=weights)
+    return rest, tuple(blend.prefixes[place] for place in empty)
+
+
+def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
+    if request.num_samples is None:
+        raise ValueError(
+            f"{blend.flag} has weights, and --full-validation reads every sample once: leave the "
+            "weights out, or --full-validation"
+        )
+    shares = blend.shares()
+    wanted = members_of(shares, request.num_samples)
+    size = sum(wanted)
+    indices, source = _cached_indices(
+        blend, request, shares, size, lambda: blend_by_share(shares, size)
+    )
+    drawn = np.bincount(indices.dataset_index, minlength=len(shares)).tolist()
+    members = []
+    for prefix, count, used in zip(blend.prefixes, wanted, drawn, strict=True):
+        planned = with_surplus(count)
+        if request.total_samples(prefix, planned) < used:  # where Megatron gives up
+            planned = used
+        members.append(request.build(prefix, planned))
+    return BlendedDataset(members, indices, num_samples=size, source=source)
+
+
+def _by_size(blend: Blend, request: SplitRequest) -> BlendedDataset:
+    members = [request.build(prefix, None) for prefix in blend.prefixes]
+    sizes = [len(member) for member in members]
+    num_samples, total = request.num_samples, sum(sizes)
+    if num_samples is None:
+        indices, source = _cached_indices(
+            blend, request, sizes, total, lambda: blend_exhaustively(sizes)
+        )
+        return BlendedDataset(members, indices, num_samples=total, source=source)
+    if num_samples > total and request.split_name == "train":
+        raise ValueError(
+            f"{blend.flag} without weights holds {total} samples of --seq-length "
+            f"{request.sampling.seq_length}, and training draws {num_samples}: give a weight "
+            "before each path, so that data are repeated, or train less"
+        )
+    size = min(num_samples, total)
+    shares = replace(blend, weights=tuple(float(size) for size in sizes)).shares()
+    indices, source = _cached_indices(
+        blend, request, sizes, size, lambda: blend_by_share(shares, size)
+    )
+    return BlendedDataset(members, indices, num_samples=num_samples, source=source)
+
+
+def _cached_indices(
+    blend: Blend,
+    request: SplitRequest,
+    weights: Sequence[float],
+    size: int,
+    build: Callable[[], BlendIndices],
+) -> tuple[BlendIndices, str]:
+    """The order of a blend: it depends on weights or sizes and its length alone."""
+    sampling = request.sampling
+    beside_the_data = Path(blend.prefixes[0]) / "cache" / "GPTDataset_indices"
+    facts = {
+        "class": "BlendedDataset",
+        "datasets": list(blend.prefixes),
+        "split": request.split_name,
+        "weights": list(weights),
+        "size": None if request.num_samples is None else size,
+    }
+    entry = CacheEntry(
+        folder=Path(sampling.cache_path) if sampling.cache_path else beside_the_data,
+        split_name=request.split_name,
+        description=json.dumps(facts, indent=4),
+        kind="BlendedDataset",
+    )
+    expected: Expected = {
+        "dataset_index": ((size,), DATASET_DTYPE),
+        "dataset_sample_index": ((size,), SAMPLE_DTYPE),
+    }
+    arrays, source = cached_arrays(entry, expected, lambda: build()._asdict())
+    return BlendIndices(**arrays), source

@@ -1,0 +1,51 @@
+"""Where documents end inside a sample: what is not to be learned, who sees whom, positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentRules:
+    """What the token that ends a document changes; by default nothing, as in Megatron."""
+
+    eod: int
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+
+
+class Bounds(NamedTuple):
+    """What a batch of tokens needs beside them; None where nothing is to be said."""
+
+    loss_mask_BS: NDArray[np.float32]  # noqa: N815
+    positions_BS: NDArray[np.int64] | None  # noqa: N815
+    document_lengths: tuple[int, ...] | None  # of one sample after the other
+
+
+def bounds_of(tokens_BS: NDArray[np.int64], rules: DocumentRules | None) -> Bounds:
+    """A document begins at the first token of a sample and after every end of a document.
+
+    What ends a document belongs to it, and predicts the next one's first token unless its loss is
+    masked.
+    """
+    loss_mask_BS = np.ones(tokens_BS.shape, dtype=np.float32)
+    if rules is None:
+        return Bounds(loss_mask_BS, None, None)
+    ends_BS = tokens_BS == rules.eod
+    if rules.eod_mask_loss:
+        loss_mask_BS[ends_BS] = 0.0
+    begins_BS = np.ones_like(ends_BS)
+    begins_BS[:, 1:] = ends_BS[:, :-1]
+    positions_BS, document_lengths = None, None
+    if rules.reset_position_ids:
+        places = np.arange(tokens_BS.shape[1])
+        positions_BS = places - np.maximum.accumulate(np.where(begins_BS, places, 0), axis=1)
+    if rules.reset_attention_mask:
+        (begins,) = np.nonzero(begins_BS.reshape(-1))
+        document_lengths = tuple(np.diff(begins, append=tokens_BS.size).tolist())
+    return Bounds(loss_mask_BS, positions_BS, document_lengths)

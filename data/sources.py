@@ -1,0 +1,211 @@
+"""Where text comes from: files, folders, patterns and Hugging Face data sets, as pieces to read."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+COMPRESSIONS = (".gz", ".zst", ".zstd")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class Kind(Enum):
+    """What a file holds, by its name."""
+
+    TEXT = ".txt"
+    JSON_LINES = ".jsonl"
+    PARQUET = ".parquet"
+    HUGGING_FACE = "datasets"
+
+
+SUFFIXES = {
+    ".txt": Kind.TEXT,
+    ".jsonl": Kind.JSON_LINES,
+    ".json": Kind.JSON_LINES,
+    ".parquet": Kind.PARQUET,
+}
+KINDS = ".txt (one document), .jsonl (a JSON object per line; both also .gz or .zst) or .parquet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A stretch of one source that can be read without the rest.
+
+    `begin` and `end` count bytes of a plain .jsonl file (both where a line begins), row groups of
+    a .parquet file, or rows of a Hugging Face data set; other files are read whole.
+    """
+
+    kind: Kind
+    path: str
+    begin: int
+    end: int
+    num_bytes: int  # as it is stored, for progress and for sharing out
+    stamp: int = 0  # when the file was changed last, in nanoseconds
+    config: str | None = None  # of a Hugging Face data set
+    split: str | None = None
+
+    @property
+    def compression(self) -> str | None:
+        suffix = Path(self.path).suffix
+        return suffix if suffix in COMPRESSIONS else None
+
+    @property
+    def divisible(self) -> bool:
+        return self.kind is not Kind.TEXT and self.compression is None
+
+
+def kind_of(path: Path) -> Kind | None:
+    """What a file holds by its suffix, below that of its compression."""
+    name = path.with_suffix("") if path.suffix in COMPRESSIONS else path
+    kind = SUFFIXES.get(name.suffix)
+    return None if kind is Kind.PARQUET and name is not path else kind
+
+
+def find_pieces(
+    inputs: Sequence[str | Path], *, config: str | None = None, split: str = "train"
+) -> list[Piece]:
+    """A piece per source of --input, before any is read; `ValueError`/`OSError` for what is none.
+
+    Files of a folder come in the order of their names, and so do those that match a pattern.
+    """
+    pieces = []
+    for given in map(str, inputs):
+        path = Path(given)
+        if path.is_file():
+            pieces.append(_file_piece(path))
+        elif path.is_dir():
+            pieces += _folder_pieces(path, split)
+        elif glob.has_magic(given):
+            pieces += _matching_pieces(given)
+        elif path.suffix not in (*SUFFIXES, *COMPRESSIONS) and HUB_NAME.fullmatch(given):
+            pieces.append(_hub_piece(given, config, split))
+        else:
+            raise FileNotFoundError(f"--input {given} is missing or not a file")
+    return pieces
+
+
+def _file_piece(path: Path) -> Piece:
+    kind = kind_of(path)
+    if kind is None:
+        raise ValueError(f"--input {path}: give {KINDS} files, a folder of them, or a data set")
+    status = path.stat()
+    end = status.st_size
+    if kind is Kind.PARQUET:
+        end = open_parquet(str(path)).num_row_groups
+    return Piece(
+        kind=kind,
+        path=str(path),
+        begin=0,
+        end=end,
+        num_bytes=status.st_size,
+        stamp=status.st_mtime_ns,
+    )
+
+
+def _matching_pieces(pattern: str) -> list[Piece]:
+    found = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    files = [path for path in found if path.is_file()]
+    if not files:
+        raise FileNotFoundError(f"--input {pattern} matches no file")
+    return [_file_piece(path) for path in files]
+
+
+def _folder_pieces(folder: Path, split: str) -> list[Piece]:
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return [_hub_piece(str(folder), None, split)]
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and kind_of(path))
+    if not files:
+        raise FileNotFoundError(f"--input {folder} holds no file that is {KINDS}")
+    return [_file_piece(path) for path in files]
+
+
+def _hub_piece(name: str, config: str | None, split: str) -> Piece:
+    rows = open_hugging_face(name, config, split)
+    return Piece(
+        kind=Kind.HUGGING_FACE,
+        path=name,
+        begin=0,
+        end=len(rows),
+        num_bytes=max(int(rows.data.nbytes), len(rows)),
+        config=config,
+        split=split,
+    )
+
+
+@cache
+def open_hugging_face(name: str, config: str | None, split: str) -> Any:
+    """The rows of a data set saved on disk, or of one that `datasets` finds by its name."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"--input {name} is no file, and a data set needs datasets") from error
+    datasets.disable_progress_bars()
+    try:
+        if Path(name).is_dir():
+            found = datasets.load_from_disk(name)
+        else:
+            found = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # its own, OSError, ValueError and those of its network libraries
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"--input {name} is no file or folder, and datasets does not find it: {reason}"
+        ) from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ValueError(
+                f"--input {name} has no split {split!r}: give --dataset-split, one of "
+                f"{', '.join(found)}"
+            )
+        found = found[split]
+    return found
+
+
+def open_parquet(path: str) -> Any:
+    """A pyarrow.parquet.ParquetFile."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ValueError(f"--input {path} needs the package pyarrow") from error
+    try:
+        return parquet.ParquetFile(path)
+    except ArrowException as error:
+        raise ValueError(f"--input {path} is not a Parquet file, or it is truncated") from error
+
+
+def share_out(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
+    """The same documents in the same order, cut into `parts` lists of about the same size."""
+    total = sum(piece.num_bytes for piece in pieces)
+    shares: list[list[Piece]] = [[] for _ in range(parts)]
+    passed = 0
+    for piece in pieces:
+        rest: Piece | None = piece
+        while rest is not None:
+            part = min(parts - 1, passed * parts // max(total, 1))
+            limit = -(-(part + 1) * total // parts) - passed  # bytes until the next part begins
+            head, rest = _cut(rest, limit) if limit < rest.num_bytes else (rest, None)
+            shares[part].append(head)
+            passed += head.num_bytes
+    return shares
+
+
+def _cut(piece: Piece, limit: int) -> tuple[Piece, Piece | None]:
+    """The head of a piece up to about `limit` bytes, at least one unit, and what is left."""
+    if not piece.divisible:
+        return piece, None
+    middle = piece.begin + max(1, (piece.end - piece.begin) * limit // piece.num_bytes)
+    if piece.kind is Kind.JSON_LINES:
+        with Path(piece.path).open("rb") as stream:
+            stream.seek(middle - 1)  # a line that begins at `middle` exactly belongs to the tail
+            stream.readline()
+            middle = stream.tell()
+    if middle >= piece.end:
+        return piece, None
+    bytes_before = piece.num_bytes * (middle - piece.begin) // (piece.end - piece.begin)
+    head = replace(piece, end=middle, num_bytes=bytes_before)
+    return head, replace(piece, begin=middle, num_bytes=piece.num_bytes - bytes_before)

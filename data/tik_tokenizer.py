@@ -1,0 +1,96 @@
+"""LLaMA-3's own vocabulary files: byte-level BPE ranks in the form that tiktoken reads."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+# How LLaMA-3 cuts a text into words before any merge.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NUM_SPECIAL = 256  # they follow the ranks; most of them are reserved
+NAMED = {0: "<|begin_of_text|>", 1: "<|end_of_text|>"}
+# A run of this many characters without a blank, or of blanks, costs tiktoken quadratic time; so
+# LLaMA-3 cuts texts into stretches of the first length and such runs into the second.
+STRETCH, RUN = 400_000, 25_000
+LONG_RUN = re.compile(rf"\S{{{RUN + 1}}}|\s{{{RUN + 1}}}")
+
+
+class TikTokenizer:
+    """A file of lines `base64 rank`, as LLaMA-3's `tokenizer.model` is, with its special tokens."""
+
+    def __init__(self, model: str) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise ValueError("--tokenizer-type TikTokenizer needs the package tiktoken") from error
+        ranks = _read_ranks(Path(model))
+        first = len(ranks)
+        special = {NAMED.get(i, f"<|special_{i}|>"): first + i for i in range(NUM_SPECIAL)}
+        self.vocab_size = first + NUM_SPECIAL
+        self.bos = first
+        self.eod = first + 1
+        self.text_prefix: tuple[int, ...] = ()
+        self._first_special = first
+        self._encoding = tiktoken.Encoding(
+            Path(model).name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) <= RUN:  # too short to hold a long run
+            ids: list[int] = self._encoding.encode_ordinary(text)
+            return ids
+        return [token for part in _parts(text) for token in self._encoding.encode_ordinary(part)]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        ordinary = [int(token) for token in ids if token < self._first_special]
+        text: str = self._encoding.decode(ordinary)
+        return text
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    if not path.is_file():
+        raise FileNotFoundError(f"--tokenizer-model {path} is missing: give a tiktoken file")
+    ranks = {}
+    try:
+        for line in path.read_bytes().split(b"\n"):
+            if line.strip():
+                piece, rank = line.split()
+                ranks[base64.b64decode(piece, validate=True)] = int(rank)
+    except (ValueError, binascii.Error):
+        ranks = {}
+    whole = sorted(ranks.values()) == list(range(len(ranks)))
+    if not whole or any(bytes([byte]) not in ranks for byte in range(256)):
+        raise ValueError(
+            f"--tokenizer-model {path} is not a vocabulary in tiktoken's form: one line 'base64 "
+            "rank' for each piece, ranks from 0 without a gap, all 256 bytes among them; a "
+            "tokenizer.json goes with --tokenizer-type HuggingFaceTokenizer"
+        )
+    return ranks
+
+
+def _parts(text: str) -> Iterable[str]:
+    """Cuts a long text where LLaMA-3's own code does: in stretches, and those inside long runs."""
+    for begin in range(0, len(text), STRETCH):
+        stretch = text[begin : begin + STRETCH]
+        if LONG_RUN.search(stretch) is None:
+            yield stretch
+            continue
+        start, length, blank = 0, 0, False
+        for place, character in enumerate(stretch):
+            if character.isspace() != blank:
+                length, blank = 1, not blank
+                continue
+            length += 1
+            if length > RUN:
+                yield stretch[start:place]
+                start, length = place, 1
+        yield stretch[start:]

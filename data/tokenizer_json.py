@@ -1,0 +1,114 @@
+"""A SentencePiece BPE model as the tokenizer.json that transformers reads, with the same ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data.tokenizer import SentencePieceTokenizer
+
+BLANK = "\u2581"  # how pieces spell a space
+
+# Texts that tell apart whatever the two libraries might do differently.
+_PROBES = (
+    "a",
+    " a",
+    "The quick  brown fox, jumps.",
+    "def f(x):\n\treturn x  # naïve 雪 🙂\n\n",
+    "  two  \n   three\r\n",
+    "ﬁ ½ ①",  # what normalization would rewrite
+    "",
+)
+
+
+def write_tokenizer_json(model: Path, folder: Path) -> bool:
+    """Writes tokenizer.json and tokenizer_config.json; False if ids would differ.
+
+    They do where a model normalizes text or is no BPE.
+    """
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        processor = SentencePieceProcessor(model_file=str(model))
+    except (OSError, RuntimeError):
+        return False  # LLaMA-3's tokenizer.model is another library's
+    pieces = _ordinary(processor)
+    if any(not processor.get_score(i).is_integer() for i in pieces.values()):
+        return False  # a BPE's are the numbers of its merges
+    whole = _tokenizer(processor)
+    own = SentencePieceTokenizer(str(model))
+    texts = [piece.replace(BLANK, " ") for piece in pieces]
+    for text in (*_PROBES, *("".join(texts[i : i + 64]) for i in range(0, len(texts), 64))):
+        if list(whole.encode(text, add_special_tokens=False).ids) != own.encode(text):
+            return False
+    whole.save(str(folder / "tokenizer.json"))
+    fields: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": processor.id_to_piece(own.eod),
+        "clean_up_tokenization_spaces": False,
+    }
+    if own.bos is not None:
+        fields["bos_token"] = processor.id_to_piece(own.bos)
+    if processor.unk_id() >= 0:
+        fields["unk_token"] = processor.id_to_piece(processor.unk_id())
+    text = json.dumps(fields, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    return True
+
+
+def _tokenizer(processor: Any) -> Any:
+    """The model in the words of the tokenizers library."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    ids = range(processor.get_piece_size())
+    vocab = {processor.id_to_piece(i): i for i in ids}
+    prefixed = processor.encode("a", out_type=str)[0].startswith(BLANK)
+    unknown = processor.id_to_piece(processor.unk_id()) if processor.unk_id() >= 0 else None
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges(processor),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=any(processor.is_byte(i) for i in ids),
+        )
+    )
+    replace = normalizers.Replace(" ", BLANK)
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(BLANK), replace]) if prefixed else replace
+    )
+    steps = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(
+        [*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps
+    )
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(processor.id_to_piece(i), special=True, normalized=False)
+            for i in ids
+            if processor.is_control(i) or processor.is_unknown(i)
+        ]
+    )
+    return tokenizer
+
+
+def _ordinary(processor: Any) -> dict[str, int]:
+    """The pieces that text is made of, by their spelling."""
+    return {
+        processor.id_to_piece(i): i
+        for i in range(processor.get_piece_size())
+        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
+    }
+
+
+def _merges(processor: Any) -> list[tuple[str, str]]:
+    """Every pair of pieces that make a piece, the most preferred piece first."""
+    pieces = _ordinary(processor)
+    found: list[tuple[float, int, int, str, str]] = []
+    for piece, number in pieces.items():
+        score = processor.get_score(number)
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in pieces and right in pieces:
+                found.append((-score, pieces[left], pieces[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]

@@ -1,0 +1,1 @@
+"""Other formats of checkpoints, read and written tensor by tensor."""

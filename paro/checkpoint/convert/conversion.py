@@ -1,0 +1,81 @@
+"""From any format to any other: opened, described, and written whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from data.atomic_file import temporary_beside
+from paro.checkpoint.convert.hugging_face import open_hugging_face, write_hugging_face
+from paro.checkpoint.convert.megatron import open_megatron, write_megatron
+from paro.checkpoint.convert.meta import open_meta
+from paro.checkpoint.convert.native import open_native, write_native
+from paro.checkpoint.convert.source import Source
+from paro.checkpoint.directory import CheckpointError
+
+OPENERS: dict[str, Callable[[Path], Source]] = {
+    "hf": open_hugging_face,
+    "meta": open_meta,
+    "megatron": open_megatron,
+    "paro": open_native,
+}
+TARGETS = ("paro", "hf", "megatron")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What is to be converted into what."""
+
+    source_format: str
+    target_format: str
+    source: Path
+    target: Path
+    dtype: torch.dtype | None  # None: as it is stored
+    divisible_by: int  # rows of embedding and output layer of this project's checkpoints
+
+    def open(self) -> Source:
+        """The model to convert, in the type it is going to have; nothing has been read of it."""
+        if not self.source.is_dir():
+            raise CheckpointError(f"--input {self.source} is no folder")
+        if self.target.exists() or self.target.is_symlink():
+            raise CheckpointError(f"--output {self.target} exists: remove it or give another name")
+        if self.divisible_by < 1:
+            raise CheckpointError(
+                f"--make-vocab-size-divisible-by {self.divisible_by} must be at least 1"
+            )
+        source = OPENERS[self.source_format](self.source)
+        tensors = {name: tensor.cast(self.dtype) for name, tensor in source.tensors.items()}
+        return replace(source, tensors=tensors)
+
+    def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
+        """Writes all under another name and renames it; a failure leaves nothing behind.
+
+        Returns what is to be said of the result.
+        """
+        notes: list[str] = []
+        target = self.target.absolute()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < source.num_bytes:
+            raise CheckpointError(
+                f"--output {self.target} needs {source.num_bytes / 1e9:.1f} GB, and "
+                f"{free / 1e9:.1f} GB are free there"
+            )
+        temporary = temporary_beside(target)
+        temporary.mkdir()
+        try:
+            if self.target_format == "hf":
+                notes = write_hugging_face(source, temporary, advance)
+            elif self.target_format == "megatron":
+                write_megatron(source, temporary, advance, divisible_by=self.divisible_by)
+            else:
+                write_native(source, temporary, target, advance, divisible_by=self.divisible_by)
+            temporary.rename(target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return notes

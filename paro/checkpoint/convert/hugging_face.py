@@ -1,0 +1,219 @@
+"""Hugging Face folders: config.json, safetensors, tokenizer and generation config, in and out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from data.tokenizer import TokenizerConfig, build_tokenizer
+from data.tokenizer_json import write_tokenizer_json
+from model.config import LlamaConfig, parameter_shapes
+from model.hugging_face import hugging_face_config, hugging_face_name, llama_config
+from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, read_json
+from paro.checkpoint.directory import CheckpointError
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+MAX_FILE_BYTES = 5 * 10**9  # transformers' own
+
+
+def is_hugging_face(directory: Path) -> bool:
+    return (directory / CONFIG).is_file()
+
+
+def open_hugging_face(directory: Path) -> Source:
+    """A folder that transformers loads; `CheckpointError` names the file or field at fault."""
+    if not is_hugging_face(directory):
+        raise CheckpointError(f"{directory} holds no Hugging Face model: it has no {CONFIG}")
+    fields = read_json(directory / CONFIG)
+    try:
+        config = llama_config(fields)
+    except (ValueError, TypeError, KeyError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{directory / CONFIG} is not of this architecture: {what}") from None
+    names = {name: hugging_face_name(name) for name in parameter_shapes(config)}
+    stored = _stored_tensors(directory)
+    found = {name: stored[theirs] for name, theirs in names.items() if theirs in stored}
+    tensors = checked_tensors(config, found, directory, names)
+    unknown = sorted(set(stored) - set(names.values()) - _superfluous(config))
+    if unknown:
+        raise CheckpointError(f"{directory} has {unknown[0]}, which this model has not")
+    companions = companions_in(directory)
+    return Source(
+        config=config,
+        tensors=tensors,
+        companions=companions,
+        tokenizer=tokenizer_of(companions),
+        begins_with_bos=begins_with_bos(companions),
+        notes=tuple(_missing_companions(directory, companions)),
+    )
+
+
+def companions_in(directory: Path) -> dict[str, Path]:
+    """The files of a folder that go with the tensors."""
+    names = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
+    return {name: directory / name for name in names if (directory / name).is_file()}
+
+
+def tokenizer_of(companions: Mapping[str, Path]) -> dict[str, Any] | None:
+    """The fields of the TokenizerConfig that reads these files."""
+    for name, kind in (
+        ("tokenizer.json", "HuggingFaceTokenizer"),
+        ("tokenizer.model", "Llama2Tokenizer"),
+    ):
+        if name in companions:
+            return {"tokenizer_type": kind, "tokenizer_model": str(companions[name])}
+    return None
+
+
+def begins_with_bos(companions: Mapping[str, Path]) -> bool:
+    """Whether the tokenizer puts its first token in front of every text."""
+    if "tokenizer_config.json" in companions:
+        says = read_json(companions["tokenizer_config.json"]).get("add_bos_token")
+        if says is not None:
+            return bool(says)
+    if "tokenizer.json" in companions:
+        step = read_json(companions["tokenizer.json"]).get("post_processor") or {}
+        steps = step.get("processors", [step])
+        firsts = [part["single"][0] for part in steps if part.get("single")]
+        return any("SpecialToken" in first for first in firsts)
+    return "tokenizer.model" in companions  # as LLaMA's do
+
+
+def copy_companions(companions: Mapping[str, Path], directory: Path) -> None:
+    for name, path in companions.items():
+        shutil.copyfile(path, directory / name)
+
+
+def write_hugging_face(
+    source: Source,
+    directory: Path,
+    advance: Callable[[int], None],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[str]:
+    """Fills an empty folder and returns what is to be said of it.
+
+    `advance` is called with the bytes of every piece written.
+    """
+    tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
+    files = list(_files(tensors, max_file_bytes))
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
+        write_safetensors(directory / name, part, advance)
+        weight_map |= dict.fromkeys(part, name)
+    if len(files) > 1:
+        _write_json(
+            directory / INDEX,
+            {"metadata": {"total_size": source.num_bytes}, "weight_map": weight_map},
+        )
+    copy_companions(source.companions, directory)
+    dtype = next(iter(source.tensors.values())).dtype
+    _write_json(directory / CONFIG, _config_fields(source, str(dtype).removeprefix("torch.")))
+    pieces = source.companions.get("tokenizer.model")
+    if pieces is None or "tokenizer.json" in source.companions:
+        return []
+    if write_tokenizer_json(pieces, directory):
+        return []
+    return [f"{pieces} is copied as it is: it has no equal in a tokenizer.json"]
+
+
+def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:
+    if (directory / INDEX).is_file():
+        weight_map = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{directory / INDEX} is damaged (it has no weight_map)")
+        names = sorted({str(name) for name in weight_map.values()})
+        if any(Path(name).name != name for name in names):
+            raise CheckpointError(f"{directory / INDEX} is damaged (it names files elsewhere)")
+    elif (directory / WEIGHTS).is_file():
+        names = [WEIGHTS]
+    else:
+        raise CheckpointError(
+            f"{directory} has neither {WEIGHTS} nor {INDEX}: other files of weights may hold "
+            "programs; have transformers save it with safe_serialization"
+        )
+    stored: dict[str, LazyTensor] = {}
+    for name in names:
+        stored |= open_safetensors(directory / name)
+    return stored
+
+
+def _superfluous(config: LlamaConfig) -> set[str]:
+    """What older versions stored as well: inverse frequencies, and a tied head a second time."""
+    layers = range(config.num_layers)
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers}
+    return buffers | ({"lm_head.weight"} if config.tie_embeddings_and_output_weights else set())
+
+
+def _missing_companions(directory: Path, companions: Mapping[str, Path]) -> Iterator[str]:
+    if tokenizer_of(companions) is None:
+        yield f"{directory} has no tokenizer: prompts are token ids"
+    if GENERATION_CONFIG not in companions:
+        yield f"{directory} has no {GENERATION_CONFIG}: none is written"
+
+
+def _config_fields(source: Source, dtype: str) -> dict[str, Any]:
+    """The config.json it came with, as long as that tells this model; else a new one."""
+    if CONFIG in source.companions:
+        fields = read_json(source.companions[CONFIG])
+        if llama_config(fields) == source.config:
+            known = [name for name in ("dtype", "torch_dtype") if name in fields]
+            return fields | dict.fromkeys(known or ["torch_dtype"], dtype)
+    fields = hugging_face_config(replace(source.config, recompute=None))
+    rope = fields.pop("rope_parameters")
+    # As transformers 4 has it, which 5 reads as well.
+    fields["rope_theta"] = rope.pop("rope_theta")
+    fields["rope_scaling"] = rope if source.config.use_rope_scaling else None
+    own = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": dtype,
+    }
+    return own | fields | _special_ids(source)
+
+
+def _special_ids(source: Source) -> dict[str, int | None]:
+    """Which ids begin and end a text: transformers would take 1 and 2 if nobody said."""
+    if source.tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    try:
+        tokenizer = build_tokenizer(TokenizerConfig(**source.tokenizer))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"the tokenizer cannot be read: {error}") from error
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
+
+
+def _files(tensors: Mapping[str, LazyTensor], limit: int) -> Iterator[dict[str, LazyTensor]]:
+    part: dict[str, LazyTensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        if part and num_bytes + tensor.num_bytes > limit:
+            yield part
+            part, num_bytes = {}, 0
+        part[name] = tensor
+        num_bytes += tensor.num_bytes
+    yield part
+
+
+def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,348 @@
+"""Megatron-LM's `torch` format of a LLaMA, in from any tensor parallelism and out for one rank."""
+
+# Its GPT model (megatron-core) fuses what this project keeps apart. Per query group, the heads of
+# queries, then the one of keys, then the one of values:
+#
+#     linear_qkv.weight     q q q q k v | q q q q k v | ...      linear_fc1.weight     gate, up
+#
+# Tensor parallelism cuts groups and columns of the MLP, so that every rank's tensors are fused so.
+# Norms have two names: Transformer Engine fuses them into the linear layer behind them.
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import skip_data
+
+from model.config import LlamaConfig, parameter_shapes
+from paro.checkpoint.convert.hugging_face import companions_in, copy_companions, tokenizer_of
+from paro.checkpoint.convert.source import (
+    LazyTensor,
+    Source,
+    below_each_other,
+    beside_each_other,
+    checked_tensors,
+    unpadded,
+)
+from paro.checkpoint.convert.torch_file import fill_torch_file, lazy, load_torch_file
+from paro.checkpoint.directory import TRACKER, CheckpointError
+
+FILE = "mp_rank_00/model_optim_rng.pt"
+_CUT_BY_COLUMNS = ("wo", "w_down")
+COMPANIONS = "hugging_face"  # what a model converted by this project brought along
+
+_OUTSIDE_BLOCKS = {
+    "embedding.weight": "embedding.word_embeddings.weight",
+    "head.norm": "decoder.final_layernorm.weight",
+    "head.weight": "output_layer.weight",
+}
+_INSIDE_A_BLOCK = {
+    "attention_norm": "self_attention.linear_qkv.layer_norm_weight",
+    "wq": "self_attention.linear_qkv.weight",
+    "wk": "self_attention.linear_qkv.weight",
+    "wv": "self_attention.linear_qkv.weight",
+    "wo": "self_attention.linear_proj.weight",
+    "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
+    "w_gate": "mlp.linear_fc1.weight",
+    "w_up": "mlp.linear_fc1.weight",
+    "w_down": "mlp.linear_fc2.weight",
+}
+_WITHOUT_TRANSFORMER_ENGINE = {
+    "attention_norm": "input_layernorm.weight",
+    "mlp_norm": "pre_mlp_layernorm.weight",
+}
+
+# Our fields by Megatron's arguments, which have the flags' names.
+_SIZES = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "kv_channels": "kv_channels",
+    "max_position_embeddings": "max_position_embeddings",
+    "norm_epsilon": "norm_epsilon",
+}
+_FIXED = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "num_experts": None,
+    "multi_latent_attention": False,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+}
+
+
+def megatron_name(name: str) -> str:
+    """The tensor of Megatron's that holds a parameter."""
+    if name in _OUTSIDE_BLOCKS:
+        return _OUTSIDE_BLOCKS[name]
+    _, layer, part = name.split(".")
+    return f"decoder.layers.{layer}.{_INSIDE_A_BLOCK[part]}"
+
+
+def is_megatron(root: Path) -> bool:
+    """Its tracker has the name of this project's own."""
+    return (root / TRACKER).is_file() and any(root.glob("*/mp_rank_*"))
+
+
+def open_megatron(root: Path) -> Source:
+    """A `--ckpt-format torch` checkpoint; `CheckpointError` says why it is none."""
+    path = _iteration(root) / FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: only --ckpt-format torch without pipeline parallelism can be read"
+        )
+    args, first = _contents(path)
+    num_ranks = getattr(args, "tensor_model_parallel_size", 1)
+    others = [path.parents[1] / f"mp_rank_{rank:02d}" / path.name for rank in range(1, num_ranks)]
+    ranks = [first, *(_contents(other)[1] for other in others)]
+    config, vocab_size = _config(path, args, ranks)
+    names = {name: megatron_name(name) for name in parameter_shapes(config)}
+    found = _found(path, config, names, ranks)
+    companions = companions_in(root / COMPANIONS)
+    notes = () if companions else (f"{root} has no tokenizer: prompts are token ids",)
+    return Source(
+        config=replace(config, vocab_size=vocab_size),
+        tensors=unpadded(config, checked_tensors(config, found, path, names), vocab_size),
+        companions=companions,
+        tokenizer=tokenizer_of(companions),
+        notes=notes,
+    )
+
+
+def write_megatron(
+    source: Source, root: Path, advance: Callable[[int], None], *, divisible_by: int
+) -> None:
+    """Fills an empty folder with a `release` checkpoint, its vocabulary padded as Megatron does."""
+    rows = -(-source.config.vocab_size // divisible_by) * divisible_by
+    config = replace(source.config, vocab_size=rows)
+    writers: dict[str, list[tuple[Callable[[Tensor], Tensor], LazyTensor]]] = {}
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, shape in parameter_shapes(config).items():
+        theirs, tensor = megatron_name(name), source.tensors[name]
+        writers.setdefault(theirs, []).append((_place(config, name), tensor))
+        others = shapes.get(theirs, ((0, *shape[1:]), tensor.dtype))[0]
+        shapes[theirs] = ((others[0] + shape[0], *shape[1:]), tensor.dtype)
+    # Never touched, so that they take no memory; the file gets room for them and no bytes.
+    room = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    path = root / "release" / FILE
+    path.parent.mkdir(parents=True)
+    with skip_data():
+        torch.save(_state(source, config, room, divisible_by), path)
+    del room
+    with fill_torch_file(path) as saved:
+        for name, parts in writers.items():
+            for place, tensor in parts:
+                view = place(saved["model"][name])
+                _fill(view, tensor, advance)
+    (root / COMPANIONS).mkdir()
+    copy_companions(source.companions, root / COMPANIONS)
+    (root / TRACKER).write_text("release", encoding="utf-8")
+
+
+def _fill(view: Tensor, tensor: LazyTensor, advance: Callable[[int], None]) -> None:
+    """Copies a parameter into its view of the file, of Q, K and V group by group."""
+    for start, stop in tensor.row_ranges():
+        rows = tensor.rows(start, stop)
+        if view.ndim < 3:
+            view[start:stop] = rows
+        else:
+            row, size = start, view.shape[1]
+            while row < stop:
+                group, first = divmod(row, size)
+                count = min(size - first, stop - row)
+                view[group, first : first + count] = rows[row - start : row - start + count]
+                row += count
+        advance(rows.nbytes)
+
+
+def _iteration(root: Path) -> Path:
+    tracker = root / TRACKER
+    if not tracker.is_file():
+        raise CheckpointError(f"{root} holds no checkpoint of Megatron's: it has no {TRACKER}")
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text == "release":
+        return root / text
+    if not (text.isascii() and text.isdigit()):
+        raise CheckpointError(f"{tracker} says {text[:40]!r} and names no iteration")
+    return root / f"iter_{int(text):07d}"
+
+
+def _contents(path: Path) -> tuple[Namespace, Mapping[str, Any]]:
+    """The arguments and tensors in a rank's file."""
+    saved = load_torch_file(path)
+    if not isinstance(saved, dict) or not isinstance(saved.get("args"), Namespace):
+        raise CheckpointError(f"{path} is no checkpoint of Megatron's: it has no args")
+    stored = saved.get("model")
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{path} is no checkpoint of Megatron's: it has no model")
+    return saved["args"], stored
+
+
+def _config(
+    path: Path, args: Namespace, ranks: Sequence[Mapping[str, Any]]
+) -> tuple[LlamaConfig, int]:
+    """The model with its padding, and the vocabulary without."""
+    given = vars(args)
+    for name, ours in _FIXED.items():
+        theirs = given.get(name, ours)
+        if theirs != ours:
+            raise CheckpointError(
+                f"{path} is not of this architecture: {name} is {theirs!r} there, and must be "
+                f"{ours!r}"
+            )
+    stored = [rank.get("embedding.word_embeddings.weight") for rank in ranks]
+    embeddings = [embedding for embedding in stored if isinstance(embedding, Tensor)]
+    if len(embeddings) != len(ranks):
+        raise CheckpointError(f"{path} has no embedding.word_embeddings.weight")
+    try:
+        grouped = given.get("group_query_attention", False)
+        config = LlamaConfig(
+            **{ours: given[theirs] for ours, theirs in _SIZES.items()},
+            num_query_groups=given["num_query_groups" if grouped else "num_attention_heads"],
+            vocab_size=sum(embedding.shape[0] for embedding in embeddings),
+            rotary_base=float(given.get("rotary_base", 10000)),
+            use_rope_scaling=given.get("use_rope_scaling", False),
+            rope_scaling_factor=float(given.get("rope_scaling_factor", 8.0)),
+            init_method_std=given.get("init_method_std", 0.02),
+            tie_embeddings_and_output_weights=not given["untie_embeddings_and_output_weights"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: its arguments make no LLaMA: {error}") from None
+    if config.num_query_groups % len(ranks) or config.ffn_hidden_size % len(ranks):
+        raise CheckpointError(
+            f"{path}: {len(ranks)} tensor-parallel ranks do not divide its "
+            f"{config.num_query_groups} query groups"
+        )
+    vocab_size = given.get("vocab_size") or config.vocab_size
+    return config, min(int(vocab_size), config.vocab_size)
+
+
+def _found(
+    path: Path, config: LlamaConfig, names: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]
+) -> dict[str, LazyTensor]:
+    """The parameters cut out of Megatron's tensors, of which nothing is read."""
+    of_a_rank = replace(
+        config,
+        num_attention_heads=config.num_attention_heads // len(ranks),
+        num_query_groups=config.num_query_groups // len(ranks),
+        ffn_hidden_size=config.ffn_hidden_size // len(ranks),
+    )
+    fused = _fused_shapes(of_a_rank)
+    found = {}
+    for name, theirs in names.items():
+        part = name.rpartition(".")[2]
+        tensors = [_stored(rank, name, theirs) for rank in ranks]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            continue
+        for tensor in tensors:
+            if part in fused and tuple(tensor.shape) != fused[part]:
+                raise CheckpointError(
+                    f"{path}: {theirs} is {tuple(tensor.shape)}, and its arguments make it "
+                    f"{fused[part]}"
+                )
+        pieces = [_cut_out(_place(of_a_rank, name)(tensor)) for tensor in tensors]
+        if len(pieces[0].shape) == 1:
+            found[name] = pieces[0]
+        else:
+            join = beside_each_other if part in _CUT_BY_COLUMNS else below_each_other
+            found[name] = join(pieces)
+    return found
+
+
+def _stored(rank: Mapping[str, Any], name: str, theirs: str) -> Any:
+    """A rank's tensor, norms by either name."""
+    part = name.rpartition(".")[2]
+    if theirs not in rank and part in _WITHOUT_TRANSFORMER_ENGINE:
+        layer = name.split(".")[1]
+        return rank.get(f"decoder.layers.{layer}.{_WITHOUT_TRANSFORMER_ENGINE[part]}")
+    return rank.get(theirs)
+
+
+def _fused_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+    heads = config.num_attention_heads + 2 * config.num_query_groups
+    qkv = (heads * config.kv_channels, config.hidden_size)
+    both = (2 * config.ffn_hidden_size, config.hidden_size)
+    return {"wq": qkv, "wk": qkv, "wv": qkv, "w_gate": both, "w_up": both}
+
+
+def _place(config: LlamaConfig, name: str) -> Callable[[Tensor], Tensor]:
+    """Which view of Megatron's tensor a parameter is; of Q, K and V [group, row in it, D]."""
+    part = name.rpartition(".")[2]
+    groups, head = config.num_query_groups, config.kv_channels
+    queries = config.num_attention_heads // groups * head
+    bounds = {
+        "wq": (0, queries),
+        "wk": (queries, queries + head),
+        "wv": (queries + head, queries + 2 * head),
+    }
+    ffn = config.ffn_hidden_size
+    if part in bounds:
+        low, high = bounds[part]
+        return lambda fused: fused.unflatten(0, (groups, -1))[:, low:high]
+    if part in ("w_gate", "w_up"):
+        start = 0 if part == "w_gate" else ffn
+        return lambda fused: fused[start : start + ffn]
+    return lambda whole: whole
+
+
+def _cut_out(view: Tensor) -> LazyTensor:
+    """Rows of a view that may be cut into groups."""
+    if view.ndim < 3:
+        return lazy(view)
+    size = view.shape[1]
+
+    def rows(start: int, stop: int) -> Tensor:
+        first, last = start // size, -(-stop // size)
+        return view[first:last].flatten(0, 1)[start - first * size : stop - first * size].clone()
+
+    return LazyTensor(shape=(view.shape[0] * size, view.shape[2]), dtype=view.dtype, rows=rows)
+
+
+def _state(
+    source: Source, config: LlamaConfig, room: Mapping[str, Tensor], divisible_by: int
+) -> dict[str, Any]:
+    """What Megatron's file holds beside the bytes of its tensors."""
+    dtype = next(iter(room.values())).dtype
+    args = {
+        **_FIXED,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "group_query_attention": config.num_query_groups != config.num_attention_heads,
+        "num_query_groups": config.num_query_groups,
+        "rotary_base": int(config.rotary_base),
+        "use_rope_scaling": config.use_rope_scaling,
+        "rope_scaling_factor": config.rope_scaling_factor,
+        "init_method_std": config.init_method_std,
+        "untie_embeddings_and_output_weights": not config.tie_embeddings_and_output_weights,
+        "tensor_model_parallel_size": 1,
+        "seq_length": config.max_position_embeddings,
+        "vocab_size": source.config.vocab_size,
+        "padded_vocab_size": config.vocab_size,
+        "make_vocab_size_divisible_by": divisible_by,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "transformer_impl": "transformer_engine",
+        "ckpt_format": "torch",
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+    return {
+        "args": Namespace(**args),
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "model": dict(room),
+    }

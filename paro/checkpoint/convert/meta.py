@@ -1,0 +1,195 @@
+"""Meta's original folders: params.json and consolidated.*.pth, one file per model-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import LLAMA_PRESETS, LlamaConfig, parameter_shapes
+from paro.checkpoint.convert.hugging_face import tokenizer_of
+from paro.checkpoint.convert.source import (
+    LazyTensor,
+    Source,
+    below_each_other,
+    beside_each_other,
+    checked_tensors,
+    read_json,
+)
+from paro.checkpoint.convert.torch_file import lazy, load_torch_file
+from paro.checkpoint.directory import CheckpointError
+
+PARAMS = "params.json"
+
+_OUTSIDE_BLOCKS = {
+    "embedding.weight": "tok_embeddings.weight",
+    "head.norm": "norm.weight",
+    "head.weight": "output.weight",
+}
+_INSIDE_A_BLOCK = {
+    "attention_norm": "attention_norm",
+    "wq": "attention.wq",
+    "wk": "attention.wk",
+    "wv": "attention.wv",
+    "wo": "attention.wo",
+    "mlp_norm": "ffn_norm",
+    "w_gate": "feed_forward.w1",
+    "w_up": "feed_forward.w3",
+    "w_down": "feed_forward.w2",
+}
+_CUT_BY_COLUMNS = ("wo", "w_down")
+
+
+def meta_name(name: str) -> str:
+    """What Meta's code calls a parameter."""
+    if name in _OUTSIDE_BLOCKS:
+        return _OUTSIDE_BLOCKS[name]
+    _, layer, part = name.split(".")
+    return f"layers.{layer}.{_INSIDE_A_BLOCK[part]}.weight"
+
+
+def is_meta(directory: Path) -> bool:
+    return (directory / PARAMS).is_file()
+
+
+def open_meta(directory: Path) -> Source:
+    """A folder as Meta published it; `CheckpointError` names the file at fault."""
+    if not is_meta(directory):
+        raise CheckpointError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
+    params = read_json(directory / PARAMS)
+    shards = [load_torch_file(path) for path in _files(directory)]
+    for path, shard in zip(_files(directory), shards, strict=True):
+        if not isinstance(shard, dict) or "tok_embeddings.weight" not in shard:
+            raise CheckpointError(f"{path} holds no model: it has no tok_embeddings.weight")
+    config = _config(directory, params, shards)
+    names = {name: meta_name(name) for name in parameter_shapes(config)}
+    found = {
+        name: _joined(config, name, [shard[theirs] for shard in shards])
+        for name, theirs in names.items()
+        if all(theirs in shard for shard in shards)
+    }
+    model = directory / "tokenizer.model"
+    companions = {model.name: model} if model.is_file() else {}
+    notes = [f"{directory} has no generation config: none is written"]
+    tokenizer = tokenizer_of(companions)
+    if tokenizer is None:
+        notes.append(f"{directory} has no tokenizer: prompts are token ids")
+    elif not _is_sentencepiece(companions["tokenizer.model"]):
+        path, tokenizer = companions.pop("tokenizer.model"), None
+        notes.append(f"{path} is left out: give tokenizer.json of the Hugging Face model instead")
+    return Source(
+        config=config,
+        tensors=checked_tensors(config, found, directory, names),
+        companions=companions,
+        tokenizer=tokenizer,
+        begins_with_bos=True,
+        notes=tuple(notes),
+    )
+
+
+def half_rotation(weight_RD: Tensor, head: int) -> Tensor:
+    """Rows for a rotation of channels i and i + H/2, from rows for one of 2i and 2i + 1."""
+    pairs = weight_RD.unflatten(0, (-1, head // 2, 2))
+    return pairs.transpose(1, 2).reshape(weight_RD.shape)
+
+
+def _files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("consolidated.*.pth"))
+    if not files:
+        raise CheckpointError(f"{directory} has no consolidated.00.pth")
+    for number, path in enumerate(files):
+        expected = directory / f"consolidated.{number:02d}.pth"
+        if path != expected:
+            raise CheckpointError(f"{expected} is missing")
+    return files
+
+
+def _joined(config: LlamaConfig, name: str, parts: list[Tensor]) -> LazyTensor:
+    """One parameter from its shards, in this project's order of channels."""
+    part = name.rpartition(".")[2]
+    pieces = [lazy(shard) for shard in parts]
+    by_columns = part in _CUT_BY_COLUMNS or (
+        name == "embedding.weight" and parts[0].shape[1] != config.hidden_size
+    )
+    if parts[0].ndim == 1:
+        return pieces[0]
+    joined = beside_each_other(pieces) if by_columns else below_each_other(pieces)
+    return _rotated(joined, config.kv_channels) if part in ("wq", "wk") else joined
+
+
+def _rotated(tensor: LazyTensor, head: int) -> LazyTensor:
+    def rows(start: int, stop: int) -> Tensor:
+        low, high = start // head * head, -(-stop // head) * head
+        return half_rotation(tensor.rows(low, high), head)[start - low : stop - low]
+
+    return LazyTensor(shape=tensor.shape, dtype=tensor.dtype, rows=rows)
+
+
+def _config(
+    directory: Path, params: Mapping[str, Any], shards: list[Mapping[str, Tensor]]
+) -> LlamaConfig:
+    """Sizes by params.json, and by the tensors where it is silent."""
+    try:
+        hidden, layers, heads = (int(params[name]) for name in ("dim", "n_layers", "n_heads"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory / PARAMS} is damaged: no {error}") from None
+    groups = params.get("n_kv_heads") or heads
+    first = shards[0]
+    columns = first["tok_embeddings.weight"].shape[1]
+    by_rows = columns == hidden  # LLaMA-3 cuts the vocabulary, the older ones the channels
+    vocab_rows = [shard["tok_embeddings.weight"].shape[0] for shard in shards]
+    gate = "layers.0.feed_forward.w1.weight"
+    for needed in ("layers.0.attention.wq.weight", gate):
+        if any(needed not in shard for shard in shards):
+            raise CheckpointError(f"{directory} has no {needed}: a file is damaged")
+    rows = first["layers.0.attention.wq.weight"].shape[0]
+    if rows * len(shards) != hidden:
+        missing = directory / f"consolidated.{len(shards):02d}.pth"
+        raise CheckpointError(f"{missing} is missing: there are {len(shards)} of {hidden // rows}")
+    config = LlamaConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=sum(shard[gate].shape[0] for shard in shards),
+        num_attention_heads=heads,
+        num_query_groups=int(groups),
+        kv_channels=hidden // heads,
+        max_position_embeddings=_positions(params),
+        vocab_size=sum(vocab_rows) if by_rows else vocab_rows[0],
+        rotary_base=float(params.get("rope_theta", 10000.0)),
+        use_rope_scaling=bool(params.get("use_scaled_rope", False)),
+        rope_scaling_factor=float(params.get("rope_scaling_factor", 8.0)),
+        norm_epsilon=float(params["norm_eps"]),
+        tie_embeddings_and_output_weights="output.weight" not in first,
+    )
+    return _as_published(config, first)
+
+
+def _positions(params: Mapping[str, Any]) -> int:
+    """How long the model's texts were; params.json does not say."""
+    if params.get("use_scaled_rope"):
+        return 131072
+    return 8192 if params.get("rope_theta", 10000.0) > 10000.0 else 2048
+
+
+def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConfig:
+    """What params.json leaves out, by the preset of the same sizes: LLaMA-3.2's files say neither
+    that its rotation is stretched by 32 nor that its head, which is stored twice, is tied."""
+    free = ("tie_embeddings_and_output_weights", "rope_scaling_factor", "max_position_embeddings")
+    for preset in LLAMA_PRESETS.values():
+        if replace(config, **{name: getattr(preset, name) for name in free}) != preset:
+            continue
+        tied = preset.tie_embeddings_and_output_weights
+        if tied and not config.tie_embeddings_and_output_weights:
+            tied = torch.equal(shard["output.weight"], shard["tok_embeddings.weight"])
+        return replace(preset, tie_embeddings_and_output_weights=tied)
+    return config
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """LLaMA-3's tokenizer.model is lines of text for another library."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"

@@ -1,0 +1,234 @@
+"""This project's own checkpoints as a source of tensors, and written from tensors nobody holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
+
+from model.config import LlamaConfig
+from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.boxes import PARAM, BoxedState, BoxLoadPlanner, BoxSavePlanner
+from paro.checkpoint.convert.hugging_face import (
+    CONFIG,
+    companions_in,
+    copy_companions,
+    tokenizer_of,
+)
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, unpadded
+from paro.checkpoint.directory import (
+    TRACKER,
+    CheckpointError,
+    begin_checkpoint,
+    common_of,
+    find_checkpoint,
+    finish_checkpoint,
+)
+from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files, read_metadata
+
+COMPANIONS = "hugging_face"  # the folder of files that a converted model brought along
+# What a run may choose anew, so that common.json does not hold it among the model's fields.
+FREE_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
+
+
+def is_native(directory: Path) -> bool:
+    return (directory / TRACKER).is_file()
+
+
+def open_native(root: Path, iteration: int | None = None) -> Source:
+    """A checkpoint of a training or a converted one; `CheckpointError` says what is wrong."""
+    directory = find_checkpoint(root, iteration)
+    if directory is None:
+        raise CheckpointError(f"{root} holds no checkpoint: it has no {TRACKER}")
+    common = common_of(directory)
+    metadata = read_metadata(directory)
+    check_files(directory, list(metadata.storage_data.values()))
+    found = {
+        name.removeprefix(f"{PARAM}."): LazyTensor(
+            shape=tuple(state.size),
+            dtype=state.properties.dtype,
+            rows=partial(_read_rows, directory, name, state.properties.dtype, tuple(state.size)),
+        )
+        for name, state in metadata.state_dict_metadata.items()
+        if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
+    }
+    config = _config(directory, common)
+    tensors = checked_tensors(config, found, directory, {})
+    vocab_size = _true_vocab_size(common, config.vocab_size)
+    companions, tokenizer, notes = _companions(root, common)
+    return Source(
+        config=replace(config, vocab_size=vocab_size),
+        tensors=unpadded(config, tensors, vocab_size),
+        companions=companions,
+        tokenizer=tokenizer,
+        begins_with_bos=bool(common.get("begins_with_bos", False)),
+        notes=notes,
+    )
+
+
+def write_native(
+    source: Source, root: Path, final: Path, advance: Callable[[int], None], *, divisible_by: int
+) -> None:
+    """Fills an empty folder, which is going to be `final`, with a checkpoint of the parameters.
+
+    Padding of the vocabulary up to a multiple is zero, as nothing is ever drawn from it.
+    """
+    rows = -(-source.config.vocab_size // divisible_by) * divisible_by
+    partial_directory = begin_checkpoint(root, 0)
+    states, reads = _lazy_states(source, rows)
+    with _alone(f"--output {final}"):
+        dcp.save(
+            states,
+            storage_writer=BoundedWriter(partial_directory, from_gpu=False),
+            planner=LazySavePlanner(reads, advance),
+            no_dist=True,
+        )
+    check_files(partial_directory, list(read_metadata(partial_directory).storage_data.values()))
+    (root / COMPANIONS).mkdir()
+    copy_companions(source.companions, root / COMPANIONS)
+    fields = asdict(replace(source.config, vocab_size=rows))
+    common = {
+        "model": {name: fields[name] for name in fields if name not in FREE_FIELDS},
+        "max_position_embeddings": source.config.max_position_embeddings,
+        "init_method_std": source.config.init_method_std,
+        "vocab_size": source.config.vocab_size,
+        "tokenizer": _tokenizer_there(source, final / COMPANIONS),
+        "begins_with_bos": source.begins_with_bos,
+        "parameters_only": True,
+    }
+    finish_checkpoint(partial_directory, 0, common)
+
+
+class LazySavePlanner(BoxSavePlanner):
+    """Plans with shapes alone; the values of a rectangle are read when they are written."""
+
+    def __init__(
+        self, reads: Mapping[tuple[str, int], Callable[[], Tensor]], advance: Callable[[int], None]
+    ) -> None:
+        super().__init__()
+        self.reads = reads
+        self.advance = advance
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        offset = write_item.index.offset
+        assert offset is not None, f"{write_item.index.fqn} without a corner"
+        values = self.reads[write_item.index.fqn, offset[0]]()
+        self.advance(values.nbytes)
+        return values
+
+
+def _lazy_states(
+    source: Source, vocab_rows: int
+) -> tuple[dict[str, BoxedState], dict[tuple[str, int], Callable[[], Tensor]]]:
+    """Every parameter in runs of rows: their shapes, on no device, and how each is read."""
+    states: dict[str, BoxedState] = {}
+    reads: dict[tuple[str, int], Callable[[], Tensor]] = {}
+    for parameter, tensor in source.tensors.items():
+        name = f"{PARAM}.{parameter}"
+        shape = tensor.shape
+        if parameter in ("embedding.weight", "head.weight"):
+            shape = (vocab_rows, *shape[1:])
+        states[name] = BoxedState(shape=shape)
+
+        def add(
+            start: int, stop: int, read: Callable[[], Tensor], name: str, tensor: LazyTensor
+        ) -> None:
+            extent = (stop - start, *tensor.shape[1:])
+            corner = (start, *(0 for _ in extent[1:]))
+            states[name].rectangles[corner] = torch.empty(extent, dtype=tensor.dtype, device="meta")
+            reads[name, start] = read
+
+        for start, stop in tensor.row_ranges():
+            add(start, stop, partial(tensor.rows, start, stop), name, tensor)
+        if shape != tensor.shape:
+            missing = (shape[0] - tensor.shape[0], *shape[1:])
+            zeros = partial(torch.zeros, missing, dtype=tensor.dtype)
+            add(tensor.shape[0], shape[0], zeros, name, tensor)
+    return states, reads
+
+
+def _read_rows(
+    directory: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, stop: int
+) -> Tensor:
+    rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
+    corner = (start, *(0 for _ in shape[1:]))
+    with _alone(f"{directory}"):
+        dcp.load(
+            {name: BoxedState(shape=shape, rectangles={corner: rows})},
+            storage_reader=CheckedReader(directory),
+            planner=BoxLoadPlanner(),
+            no_dist=True,
+        )
+    return rows
+
+
+@contextmanager
+def _alone(blame: str) -> Iterator[None]:
+    """Around DCP in one process: its failures as one line, its advice left out."""
+    with Ranks(None, alone=True).share_failure(blame), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
+    free = {
+        name: common[name]
+        for name in ("max_position_embeddings", "init_method_std")
+        if name in common
+    }
+    try:
+        return LlamaConfig(**{"max_position_embeddings": 2048, **free, **common["model"]})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory}/common.json has no model: {error}") from None
+
+
+def _true_vocab_size(common: Mapping[str, Any], rows: int) -> int:
+    """Without padding, where the checkpoint says so or its tokenizer does."""
+    tokenizer = common.get("tokenizer") or {}
+    if "vocab_size" in common:
+        return int(common["vocab_size"])
+    if tokenizer.get("tokenizer_type") == "NullTokenizer":
+        return int(tokenizer["vocab_size"]) + 1
+    return rows
+
+
+def _companions(
+    root: Path, common: Mapping[str, Any]
+) -> tuple[dict[str, Path], dict[str, Any] | None, tuple[str, ...]]:
+    """The files beside the tensors, the tokenizer's configuration, and what is to be said."""
+    own = companions_in(root / COMPANIONS)
+    if own:
+        return own, tokenizer_of(own), ()
+    saved = dict(common.get("tokenizer") or {})
+    model = saved.get("tokenizer_model")
+    if model is None:
+        return {}, saved or None, (f"{root} has no tokenizer: prompts are token ids",)
+    path = Path(model)
+    folder = path if path.is_dir() else path.parent
+    if saved["tokenizer_type"] != "HuggingFaceTokenizer":
+        if path.is_file():
+            return {"tokenizer.model": path}, saved, ()
+    elif found := companions_in(folder):
+        return {name: file for name, file in found.items() if name != CONFIG}, saved, ()
+    return {}, saved, (f"the tokenizer is no longer at {model}: converted without it",)
+
+
+def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:
+    """The tokenizer as the checkpoint will name it: its own copy, or token ids."""
+    there = tokenizer_of({name: folder / name for name in source.companions})
+    if there is not None:
+        return {"vocab_size": None, **there}
+    return {
+        "tokenizer_type": "NullTokenizer",
+        "tokenizer_model": None,
+        "vocab_size": source.config.vocab_size - 1,
+    }

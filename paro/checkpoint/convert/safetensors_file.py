@@ -1,0 +1,86 @@
+"""One safetensors file: opened without reading its tensors, and written piece by piece."""
+
+# The library writes dicts of tensors that are all in memory; the format is a length of 8 bytes, a
+# header of JSON and the tensors' bytes, so that a file of any size can be written in pieces.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paro.checkpoint.convert.source import LazyTensor
+from paro.checkpoint.directory import CheckpointError, describe
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a file, each read when it is asked for.
+
+    The library checks that header and size agree, so a truncated file is refused here.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {}
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                view = file.get_slice(name)
+                kind = view.get_dtype()
+                if kind not in _DTYPES:
+                    raise CheckpointError(f"{path}: {name} is {kind}, which is no weight's type")
+                tensors[name] = LazyTensor(
+                    shape=tuple(view.get_shape()),
+                    dtype=_DTYPES[kind],
+                    rows=partial(_read_rows, path, name),
+                )
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is missing, truncated or damaged ({describe(error)})") from (
+            None
+        )
+    return tensors
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, LazyTensor], advance: Callable[[int], None]
+) -> None:
+    """Writes the file that the library would, with one piece of one tensor in memory at a time."""
+    # In its order: wide types first, for the sake of alignment, then by name.
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.num_bytes
+        kind = _NAMES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors.values():
+            for start, stop in tensor.row_ranges():
+                rows = tensor.rows(start, stop).contiguous()
+                file.write(rows.view(torch.uint8).numpy().data)
+                advance(rows.nbytes)
+
+
+def _read_rows(path: Path, name: str, start: int, stop: int) -> Tensor:
+    """Opened anew, so that what was read before does not stay mapped."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        rows: Tensor = file.get_slice(name)[start:stop]
+    return rows.clone()

@@ -1,0 +1,165 @@
+"""A model that is to be converted: its sizes, and its tensors, unread until they are asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import LlamaConfig, parameter_shapes
+from paro.checkpoint.directory import CheckpointError, describe
+from paro.sharding.layout import Shape
+
+# How much of a tensor is read at once; a conversion holds a few times as much.
+PIECE_BYTES = 2**27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyTensor:
+    """A tensor in a file; `rows` reads the rows [start, stop) of its first dimension."""
+
+    shape: Shape
+    dtype: torch.dtype
+    rows: Callable[[int, int], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def row_ranges(self) -> Iterator[tuple[int, int]]:
+        """Runs of rows of about `PIECE_BYTES`, one behind the other."""
+        row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+        step = max(1, PIECE_BYTES // max(1, row_bytes))
+        for start in range(0, self.shape[0], step):
+            yield start, min(start + step, self.shape[0])
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """All of it in memory, in this type."""
+        values = torch.empty(self.shape, dtype=dtype)
+        for start, stop in self.row_ranges():
+            values[start:stop] = self.rows(start, stop)
+        return values
+
+    def first_rows(self, count: int) -> LazyTensor:
+        """Without the rows behind, such as a padded vocabulary's."""
+        return LazyTensor(shape=(count, *self.shape[1:]), dtype=self.dtype, rows=self.rows)
+
+    def cast(self, dtype: torch.dtype | None) -> LazyTensor:
+        if dtype in (None, self.dtype):
+            return self
+        assert dtype is not None
+        return LazyTensor(
+            shape=self.shape,
+            dtype=dtype,
+            rows=lambda start, stop: self.rows(start, stop).to(dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model to convert: tensors under this project's names, nothing padded.
+
+    `companions` are files beside the tensors by their name in a Hugging Face folder: tokenizer,
+    generation_config.json and, where there was one, config.json.
+    """
+
+    config: LlamaConfig
+    tensors: Mapping[str, LazyTensor]
+    companions: Mapping[str, Path] = field(default_factory=dict)
+    tokenizer: Mapping[str, Any] | None = None  # as TokenizerConfig has it, where that is known
+    begins_with_bos: bool = False  # whether every text it learned from did
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text beside the tokenizer's, by the generation config."""
+        path = self.companions.get("generation_config.json")
+        if path is None:
+            return frozenset()
+        ids = read_json(path).get("eos_token_id")
+        return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def below_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """One tensor of the rows of several."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def rows(start: int, stop: int) -> Tensor:
+        found, base = [], 0
+        for part in parts:
+            low, high = max(start, base), min(stop, base + part.shape[0])
+            if low < high:
+                found.append(part.rows(low - base, high - base))
+            base += part.shape[0]
+        return torch.cat(found)
+
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return LazyTensor(shape=shape, dtype=parts[0].dtype, rows=rows)
+
+
+def beside_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """One matrix of the columns of several."""
+    return LazyTensor(
+        shape=(parts[0].shape[0], sum(part.shape[1] for part in parts)),
+        dtype=parts[0].dtype,
+        rows=lambda start, stop: torch.cat([part.rows(start, stop) for part in parts], dim=1),
+    )
+
+
+def checked_tensors(
+    config: LlamaConfig, found: Mapping[str, LazyTensor], where: Path, names: Mapping[str, str]
+) -> dict[str, LazyTensor]:
+    """The model's tensors in its order; `names` are what the file calls them.
+
+    Raises `CheckpointError` that names what is missing or has another shape.
+    """
+    tensors = {}
+    for name, shape in parameter_shapes(config).items():
+        theirs = names.get(name, name)
+        if name not in found:
+            raise CheckpointError(f"{where} has no {theirs}: a file is missing or damaged")
+        if found[name].shape != shape:
+            raise CheckpointError(
+                f"{where}: {theirs} is {_times(found[name].shape)}, and its configuration makes "
+                f"it {_times(shape)}"
+            )
+        tensors[name] = found[name]
+    return tensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of JSON; `CheckpointError` names the file that holds none."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is missing or damaged ({describe(error)})") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} is damaged (it holds no object)")
+    return fields
+
+
+def unpadded(
+    config: LlamaConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
+) -> dict[str, LazyTensor]:
+    """The tensors with `vocab_size` rows in embedding and output layer."""
+    assert vocab_size <= config.vocab_size, f"{vocab_size} of {config.vocab_size} rows"
+    by_vocab = ("embedding.weight", "head.weight")
+    return {
+        name: tensor.first_rows(vocab_size) if name in by_vocab else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _times(shape: Shape) -> str:
+    return "x".join(map(str, shape)) or "a scalar"

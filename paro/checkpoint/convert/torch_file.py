@@ -1,0 +1,69 @@
+"""Files of torch.save from strangers: tensors mapped from disk, and nothing in them ever runs."""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import (
+    get_unsafe_globals_in_checkpoint,
+    safe_globals,
+    set_default_mmap_options,
+)
+
+from paro.checkpoint.convert.source import LazyTensor
+from paro.checkpoint.directory import CheckpointError, describe
+
+
+class _Inert:
+    """What stands in for any class that a file names: it takes everything and does nothing."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, _state: Any) -> None:
+        pass
+
+
+def load_torch_file(path: Path) -> Any:
+    """What lies in a file, its tensors as maps of it.
+
+    torch's own unpickler for weights alone makes plain data, tensors and namespaces. Whatever else
+    the file names, functions included, becomes an object that does nothing.
+    """
+    try:
+        names = get_unsafe_globals_in_checkpoint(str(path))
+        inert = [(_Inert, name) for name in names if name != "argparse.Namespace"]
+        with safe_globals([Namespace, *inert]):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path} names code that cannot be left out: nothing of it was run, and it is not read"
+        ) from None
+    except Exception as error:  # damage shows in many ways
+        raise CheckpointError(f"{path} is missing, truncated or damaged ({describe(error)})") from (
+            None
+        )
+
+
+@contextmanager
+def fill_torch_file(path: Path) -> Iterator[Any]:
+    """What lies in a file of our own, its tensors as maps of it whose changes reach the file."""
+    with safe_globals([Namespace]), set_default_mmap_options(mmap.MAP_SHARED):
+        yield torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def lazy(tensor: Tensor) -> LazyTensor:
+    """A tensor that is mapped from a file, or a view of one: its rows are copied when read."""
+    return LazyTensor(
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        rows=lambda start, stop: tensor[start:stop].clone(memory_format=torch.contiguous_format),
+    )

@@ -1,0 +1,161 @@
+"""Blends: words and files that make one, what is refused, and Megatron's recorded order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.blend import (
+    Blend,
+    blend_by_share,
+    blend_exhaustively,
+    members_of,
+    parse_blend,
+    read_blend,
+    read_blend_per_split,
+)
+
+
+def test_one_path() -> None:
+    assert parse_blend(["x"], "--f") == Blend(flag="--f", prefixes=("x",))
+
+
+def test_paths_without_weights() -> None:
+    assert parse_blend(["x", "y", "z"], "--f").weights is None
+    assert parse_blend(["x", "y"], "--f").prefixes == ("x", "y")
+
+
+def test_weights_come_before_their_paths() -> None:
+    blend = parse_blend(["30", "x", "70", "y"], "--f")
+    assert (blend.prefixes, blend.weights) == (("x", "y"), (30.0, 70.0))
+    assert blend.shares() == [0.3, 0.7]
+
+
+def test_a_weight_of_zero_is_none() -> None:
+    blend = parse_blend(["1", "x", "0", "y", "3", "z"], "--f")
+    assert (blend.prefixes, blend.weights) == (("x", "z"), (1.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    "words", ["1", "1 2", "x 1", "1 x 2", "1 x y", "x 1 y 2", "1 x y z", "1 2 x y", "x y 3"]
+)
+def test_weights_that_do_not_match_paths_are_refused(words: str) -> None:
+    with pytest.raises(ValueError, match=r"^--f .*: weights and paths do not match") as caught:
+        parse_blend(words.split(), "--f")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("weight", ["-1", "-0.5", "inf", "nan"])
+def test_a_weight_that_is_no_share_is_refused(weight: str) -> None:
+    with pytest.raises(ValueError, match=r"--f the weight .* is no share"):
+        parse_blend([weight, "x", "1", "y"], "--f")
+
+
+def test_weights_of_zero_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match="all weights are 0"):
+        parse_blend(["0", "x"], "--f")
+
+
+def test_a_file_of_words(tmp_path: Path) -> None:
+    (tmp_path / "blend").write_text("0.5 x\n0.25 y\n0.25 z\n")
+    blend = read_blend(str(tmp_path / "blend"), "--f")
+    assert (blend.prefixes, blend.weights) == (("x", "y", "z"), (0.5, 0.25, 0.25))
+    assert blend.flag == f"--f {tmp_path / 'blend'}:"
+
+
+@pytest.mark.parametrize(
+    ("content", "prefixes", "weights"),
+    [
+        (["x", "y"], "xy", None),
+        ([1, "x", 3, "y"], "xy", (1.0, 3.0)),
+        ([2, [1, "x", 3, "y"], 6, "z"], "xyz", (0.5, 1.5, 6.0)),
+        ([2, [1, [1, "w", 1, "x"], 3, "y"], 6, "z"], "wxyz", (0.25, 0.25, 1.5, 6.0)),
+        (["x", ["y", ["z"]]], "xyz", None),
+        ([2, [0, "x", 3, "y"], 6, "z"], "yz", (2.0, 6.0)),
+    ],
+)
+def test_nested_lists(
+    tmp_path: Path, content: list[object], prefixes: str, weights: tuple[float, ...] | None
+) -> None:
+    (tmp_path / "blend.json").write_text(json.dumps(content))
+    blend = read_blend(str(tmp_path / "blend.json"), "--f")
+    assert (blend.prefixes, blend.weights) == (tuple(prefixes), weights)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[1, ["x", "y"], 2, "z"]', "a list inside a list has weights where"),
+        ('["x", [1, "y"]]', "a list inside a list has weights where"),
+        ('[1, {"x": 2}]', "is neither a path nor a weight"),
+        ("[1, true]", "true is neither a path nor a weight"),
+        ('["x"', "is not valid JSON"),
+        ("[]", "names no corpus"),
+        ("", "names no corpus"),
+        ("1 x 2", "do not match"),
+    ],
+)
+def test_a_senseless_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "blend").write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_blend(str(tmp_path / "blend"), "--f")
+    assert str(caught.value).startswith(f"--f {tmp_path / 'blend'}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--f .*none cannot be read: No such file"):
+        read_blend(str(tmp_path / "none"), "--f")
+
+
+def test_a_blend_for_each_split(tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    path.write_text(json.dumps({"train": "1 x 3 y", "valid": ["v"], "test": []}))
+    blends = read_blend_per_split(str(path), "--f")
+    assert set(blends) == {"train", "valid"}
+    assert blends["train"].shares() == [0.25, 0.75]
+    assert blends["valid"].flag == f"--f {path}, valid:"
+
+
+@pytest.mark.parametrize("content", ['["x"]', '{"training": ["x"]}', "3", '{"train": 3}'])
+def test_a_senseless_file_of_splits_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "splits.json").write_text(content)
+    with pytest.raises(ValueError, match=r"--f .*(is not understood|holds no list)"):
+        read_blend_per_split(str(tmp_path / "splits.json"), "--f")
+
+
+def test_recorded_order() -> None:
+    indices = blend_by_share([0.3, 0.7], 10)
+    assert list(zip(*(index.tolist() for index in indices), strict=True)) == [
+        (1, 0), (0, 0), (1, 1), (1, 2), (0, 1), (1, 3), (1, 4), (0, 2), (1, 5), (1, 6),
+    ]  # fmt: skip
+    assert [index.dtype.name for index in indices] == ["int16", "int64"]
+
+
+@given(
+    weights=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
+    num_samples=st.integers(0, 300),
+)
+def test_every_corpus_has_its_share_at_any_time(weights: list[float], num_samples: int) -> None:
+    blend = Blend(flag="--f", prefixes=tuple("abcdef"[: len(weights)]), weights=tuple(weights))
+    shares = blend.shares()
+    indices = blend_by_share(shares, num_samples)
+    for member, share in enumerate(shares):
+        taken = np.cumsum(indices.dataset_index == member)
+        ideal = share * np.arange(1, num_samples + 1)
+        assert np.all(np.abs(taken - ideal) <= len(shares))
+        mine = indices.dataset_sample_index[indices.dataset_index == member]
+        assert mine.tolist() == list(range(len(mine)))
+    assert sum(members_of(shares, num_samples)) >= num_samples
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
+def test_an_exhaustive_blend_holds_every_sample_once(sizes: list[int]) -> None:
+    indices = blend_exhaustively(sizes)
+    found = sorted(zip(*(index.tolist() for index in indices), strict=True))
+    assert found == [(member, i) for member, size in enumerate(sizes) for i in range(size)]

@@ -1,0 +1,145 @@
+"""Blends of two to five corpora are exactly those of the megatron-core wheel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.blend import Blend
+from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
+from data.gpt_dataset import GPTDataset, Sampling
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.loader import DataConfig, Datasets, SplitCounts, build_datasets
+from tests.data.megatron import megatron_splits, text_of
+
+VOCAB = 500
+SEQ = 8
+
+
+@dataclass(frozen=True)
+class Corpora:
+    prefixes: list[str]
+    weights: list[float]
+
+    def words(self) -> tuple[str, ...]:
+        pairs = zip(self.weights, self.prefixes, strict=True)
+        return tuple(word for weight, prefix in pairs for word in (str(weight), prefix))
+
+
+def write_corpora(folder: Path, seed: int) -> Corpora:
+    """Two to five corpora of different sizes, with weights."""
+    random = np.random.RandomState(seed)
+    prefixes = []
+    for number in range(2 + seed % 4):
+        prefix = folder / f"corpus{number}"
+        with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+            for _ in range(random.randint(80, 140)):
+                length = max(0, random.randint(-3, 30))
+                writer.add_document([random.randint(0, VOCAB, size=length)])
+        prefixes.append(str(prefix))
+    weights = [round(float(w), 3) for w in random.uniform(0.05, 5.0, size=len(prefixes))]
+    return Corpora(prefixes, weights)
+
+
+def ours(counts: Sequence[int], **source: object) -> Datasets:
+    config = DataConfig(seq_length=SEQ, seed=31, **source)  # type: ignore[arg-type]
+    train, valid, test = counts
+    return build_datasets(config, SplitCounts(train=train, valid=valid, test=test), VOCAB)
+
+
+def assert_equal(mine: object, theirs: object, *, num_samples: int) -> None:
+    assert isinstance(mine, BlendedDataset)
+    for part in ("dataset_index", "dataset_sample_index"):
+        assert getattr(mine.indices, part).dtype == getattr(theirs, part).dtype
+        assert np.array_equal(getattr(mine.indices, part), getattr(theirs, part))
+    assert len(theirs) >= num_samples  # type: ignore[arg-type]
+    for i in range(len(theirs)):  # type: ignore[arg-type]
+        assert mine[i].tolist() == text_of(theirs[i])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_weights(tmp_path: Path, seed: int) -> None:
+    corpora = write_corpora(tmp_path, seed)
+    counts = (int(np.random.RandomState(seed).randint(20, 900)), 15, 7)
+    mine = ours(counts, data_path=corpora.words(), split="70,20,10")
+    theirs = megatron_splits(
+        sizes=counts,
+        seq_length=SEQ,
+        seed=31,
+        blend=(corpora.prefixes, corpora.weights),
+        split="70,20,10",
+    )
+    for name, count, their in zip(("train", "valid", "test"), counts, theirs, strict=True):
+        assert_equal(getattr(mine, name), their, num_samples=count)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sizes_decide_where_there_are_no_weights(tmp_path: Path, seed: int) -> None:
+    corpora = write_corpora(tmp_path, seed)
+    mine = ours((60, 20, 0), data_path=tuple(corpora.prefixes), split="70,30,0")
+    theirs = megatron_splits(
+        sizes=(60, 20, 0), seq_length=SEQ, seed=31, blend=(corpora.prefixes, None), split="70,30,0"
+    )
+    assert_equal(mine.train, theirs[0], num_samples=60)
+    assert_equal(mine.valid, theirs[1], num_samples=20)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_split_from_corpora_of_its_own(tmp_path: Path, seed: int) -> None:
+    corpora = write_corpora(tmp_path, seed)
+    single = corpora.prefixes[0]
+    mine = ours(
+        (50, 9, 4),
+        train_data_path=corpora.words(),
+        valid_data_path=("1", single),
+        test_data_path=(single,),
+    )
+    one = ([single], None)
+    theirs = megatron_splits(
+        sizes=(50, 9, 4),
+        seq_length=SEQ,
+        seed=31,
+        blend_per_split=[(corpora.prefixes, corpora.weights), one, one],
+    )
+    assert_equal(mine.train, theirs[0], num_samples=50)
+    for samples, their in ((mine.valid, theirs[1]), (mine.test, theirs[2])):
+        assert isinstance(samples, GPTDataset)
+        assert [samples[i].tolist() for i in range(len(their))] == [
+            text_of(their[i]) for i in range(len(their))
+        ]
+
+
+def test_one_corpus_with_a_weight_is_a_blend(tmp_path: Path) -> None:
+    """Megatron builds half a percent more of it, so its last epoch may be shuffled otherwise."""
+    prefix = write_corpora(tmp_path, 0).prefixes[0]
+    mine = ours((300, 0, 0), data_path=("1", prefix), split="1,0,0")
+    theirs = megatron_splits(
+        sizes=(300, 0, 0), seq_length=SEQ, seed=31, blend=([prefix], [1.0]), split="1,0,0"
+    )
+    assert_equal(mine.train, theirs[0], num_samples=300)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_sample_once(tmp_path: Path, seed: int) -> None:
+    corpora = write_corpora(tmp_path, seed)
+    mine = build_samples(
+        Blend(flag="--valid-data-path", prefixes=tuple(corpora.prefixes)),
+        SplitRequest(
+            split_name="valid",
+            sampling=Sampling(split=None, seq_length=SEQ, seed=31),
+            num_samples=None,
+            vocab_size=VOCAB,
+            open_corpus=IndexedDataset,
+        ),
+    )
+    theirs = megatron_splits(
+        sizes=(0, None, 0),
+        seq_length=SEQ,
+        seed=31,
+        blend_per_split=[None, (corpora.prefixes, None), None],
+    )
+    assert_equal(mine, theirs[1], num_samples=len(mine))

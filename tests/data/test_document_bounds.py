@@ -1,0 +1,77 @@
+"""Loss masks, positions and documents inside a sample are Megatron's."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.document_bounds import DocumentRules, bounds_of
+
+EOD = 9
+
+
+def megatron_masks(tokens: list[int], rules: DocumentRules) -> tuple[torch.Tensor, ...]:
+    """Who may not see whom, loss mask and positions of one sample."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+    masks: tuple[torch.Tensor, ...] = _get_ltor_masks_and_position_ids(
+        torch.tensor(tokens),
+        EOD,
+        rules.reset_position_ids,
+        rules.reset_attention_mask,
+        rules.eod_mask_loss,
+        True,
+    )
+    return masks
+
+
+def hidden_by(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Who may not see whom where documents of these lengths follow each other."""
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    apart = documents[:, None] != documents[None, :]
+    return apart | torch.ones(apart.shape, dtype=torch.bool).triu(1)
+
+
+@pytest.mark.parametrize("flags", list(product([False, True], repeat=3)))
+@settings(deadline=None)  # the first call imports megatron-core
+@given(tokens=st.lists(st.sampled_from([1, 2, EOD]), min_size=1, max_size=12))
+def test_one_sample(flags: tuple[bool, bool, bool], tokens: list[int]) -> None:
+    rules = DocumentRules(
+        eod=EOD, eod_mask_loss=flags[0], reset_position_ids=flags[1], reset_attention_mask=flags[2]
+    )
+    hidden, loss_mask, positions = megatron_masks(tokens, rules)
+    mine = bounds_of(np.array([tokens]), rules)
+    assert mine.loss_mask_BS[0].tolist() == loss_mask.tolist()
+    if rules.reset_position_ids:
+        assert mine.positions_BS is not None
+        assert mine.positions_BS[0].tolist() == positions.tolist()
+    else:
+        assert mine.positions_BS is None
+    if rules.reset_attention_mask:
+        assert mine.document_lengths is not None
+        assert sum(mine.document_lengths) == len(tokens)
+        assert torch.equal(hidden_by(mine.document_lengths), hidden[0])
+    else:
+        assert mine.document_lengths is None
+
+
+def test_a_sample_begins_a_document_whatever_came_before() -> None:
+    rules = DocumentRules(eod=EOD, reset_position_ids=True, reset_attention_mask=True)
+    tokens = np.array([[1, EOD, 3, EOD], [5, 6, 7, 8], [EOD, EOD, 1, 2]])
+    bounds = bounds_of(tokens, rules)
+    assert bounds.document_lengths == (2, 2, 4, 1, 1, 2)
+    assert bounds.positions_BS is not None
+    assert bounds.positions_BS.tolist() == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 0, 0, 1]]
+
+
+def test_without_rules_nothing_is_masked() -> None:
+    bounds = bounds_of(np.full((2, 3), EOD), None)
+    assert bounds.loss_mask_BS.tolist() == [[1.0] * 3] * 2
+    assert bounds[1:] == (None, None)

@@ -1,0 +1,85 @@
+"""A SentencePiece model in transformers' words: the same ids and texts, or nothing written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from data.tokenizer_json import write_tokenizer_json
+
+LINES = ["def main() -> None:", "    print('naïve 雪 text')", "the quick  brown fox", "a b c"] * 20
+LLAMA: dict[str, Any] = {  # as LLaMA-1's and LLaMA-2's were trained, and this project's are
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+}
+TEXTS = [
+    "def main() -> None:",
+    "  def  naïve(雪):\n\t",
+    "quick é brown 🙂 2025",
+    "a",
+    " a",
+    "\n",
+    "x" * 40,
+]
+
+
+def train(folder: Path, **options: Any) -> Path:
+    from sentencepiece import SentencePieceTrainer
+
+    prefix = folder / "pieces"
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_prefix=str(prefix),
+        minloglevel=2,
+        hard_vocab_limit=False,
+        **{"vocab_size": 320, **options},
+    )
+    return prefix.with_suffix(".model")
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_ids_and_texts_are_the_same(prefix: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = train(tmp_path, **LLAMA, add_dummy_prefix=prefix)
+    out = tmp_path / "out"
+    out.mkdir()
+    assert write_tokenizer_json(model, out)
+    own = SentencePieceTokenizer(str(model))
+    file = HuggingFaceTokenizer(str(out / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (own.bos, own.eod) == (1, 2)
+    assert (file.bos, file.eod, file.vocab_size) == (1, 2, own.vocab_size)
+    for text in TEXTS:
+        ids = own.encode(text)
+        assert theirs.encode(text) == ids == file.encode(text), text
+        assert theirs.decode(ids) == own.decode(ids) == file.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"remove_extra_whitespaces": True},
+        {"model_type": "unigram", "byte_fallback": True},
+    ],
+)
+def test_what_would_have_other_ids_is_not_written(options: dict[str, Any], tmp_path: Path) -> None:
+    model = train(tmp_path, **{**LLAMA, **options})
+    out = tmp_path / "out"
+    out.mkdir()
+    assert not write_tokenizer_json(model, out)
+    assert not list(out.iterdir())
+
+
+def test_a_file_of_another_library_is_not_written(tmp_path: Path) -> None:
+    model = tmp_path / "tokenizer.model"
+    model.write_text("IQ== 0\nIg== 1\n")
+    assert not write_tokenizer_json(model, tmp_path)

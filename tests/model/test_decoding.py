@@ -1,0 +1,64 @@
+"""Decoding with kept keys and values: what the whole model says, for texts of any lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.config import LlamaConfig
+from model.decoding import Decoder
+from model.llama import Llama
+from tests.model.test_llama import CONFIGS, build
+
+TEXTS = [[5, 3, 9, 1, 1, 7, 100], [4], [8, 8, 2, 60, 61, 62, 63, 64, 65, 66, 67], [9, 2]]
+
+
+def whole(model: Llama, text: list[int]) -> Tensor:
+    """Logits of what follows, by a run of the model over all of the text."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([text]))[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_every_token_has_the_logits_of_the_whole_model(config: LlamaConfig) -> None:
+    model = build(config).requires_grad_(False)
+    decoder = Decoder(model)
+    texts = [list(text) for text in TEXTS]
+    logits_BV = decoder.start(texts)
+    # Past the doubling of what is kept, and past where the shortest text was padded.
+    for step in range(30):
+        for row, text in enumerate(texts):
+            expected = whole(model, text)
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(logits_BV[row], expected, rtol=0.0, atol=1e-5 * scale)
+        tokens = [(31 * step + 17 * row) % config.vocab_size for row in range(len(texts))]
+        for text, token in zip(texts, tokens, strict=True):
+            text.append(token)
+        logits_BV = decoder.step(torch.tensor(tokens))
+
+
+def test_a_decoder_starts_again() -> None:
+    model = build(CONFIGS["gqa of 2"]).requires_grad_(False)
+    decoder = Decoder(model)
+    decoder.start(TEXTS)
+    decoder.step(torch.tensor([1, 2, 3, 4]))
+    again = decoder.start([[5, 6]])
+    torch.testing.assert_close(again[0], whole(model, [5, 6]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(CONFIGS["mha"]).requires_grad_(False)
+    lengths = []
+    forward = type(model.blocks[0])._mlp
+
+    def counted(self: object, x_BSD: Tensor) -> Tensor:
+        lengths.append(x_BSD.shape[1])
+        return forward(self, x_BSD)
+
+    monkeypatch.setattr(type(model.blocks[0]), "_mlp", counted)
+    decoder = Decoder(model)
+    decoder.start([[1, 2, 3]])
+    decoder.step(torch.tensor([4]))
+    assert lengths == [3] * 3 + [1] * 3

@@ -1,0 +1,119 @@
+"""Documents that share a sample: what the model makes of them is what it makes of each alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from model.config import LlamaConfig, RecomputeConfig
+from model.llama import Llama
+from tests.model.test_llama import CONFIGS, build
+
+LENGTHS = (5, 1, 10, 16, 7, 9)  # of three samples of 16 tokens
+SAMPLES = 3
+S = 16
+
+
+def draw() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    tokens, labels = torch.randint(101, (2, SAMPLES, S), generator=generator)
+    return tokens, labels, torch.rand(SAMPLES, S, generator=generator)
+
+
+def positions() -> Tensor:
+    return torch.cat([torch.arange(length) for length in LENGTHS]).view(SAMPLES, S)
+
+
+def gradients(model: Llama) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[name], parameter.grad = parameter.grad, None
+    return found
+
+
+def one_by_one(model: Llama) -> Tensor:
+    """The loss of every document in a pass of its own."""
+    parts = [part.reshape(-1).split(LENGTHS) for part in draw()]
+    losses = [model(*(part[None] for part in document)) for document in zip(*parts, strict=True)]
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa of 2", "odd ffn, wide heads", "llama3 by 8"])
+@pytest.mark.parametrize(
+    "recompute",
+    [None, RecomputeConfig(granularity="selective"), RecomputeConfig(granularity="full"),
+     RecomputeConfig(granularity="full", num_layers=2)],
+    ids=["kept", "selective", "full", "full by 2"],
+)  # fmt: skip
+def test_documents_apart_are_documents_alone(name: str, recompute: RecomputeConfig | None) -> None:
+    config: LlamaConfig = replace(CONFIGS[name], recompute=recompute)
+    model = build(config)
+    alone = one_by_one(model)
+    alone.backward()
+    expected = gradients(model)
+
+    packed = model(*draw(), positions_BS=positions(), document_lengths=LENGTHS)
+    packed.backward()
+
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0.0)
+    for parameter, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-5)
+
+
+def masked_attention(config: LlamaConfig) -> Any:
+    """Attention as the mask of Megatron's --reset-attention-mask has it, for comparison."""
+    documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    documents_BS = documents.view(SAMPLES, S)
+    visible = documents_BS[:, :, None] == documents_BS[:, None, :]
+    visible = (visible & torch.ones(S, S, dtype=torch.bool).tril())[:, None]
+    repeats = config.num_attention_heads // config.num_query_groups
+
+    def core(q: Tensor, k: Tensor, v: Tensor, _lengths: object) -> Tensor:
+        k, v = (part.repeat_interleave(repeats, dim=2) for part in (k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+
+    return core
+
+
+def test_attention_alone_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions go on where only the attention mask is reset."""
+    config = CONFIGS["gqa of 2"]
+    model = build(config)
+    ours = model(*draw(), document_lengths=LENGTHS)
+    for block in model.blocks:
+        monkeypatch.setattr(block, "_core", masked_attention(config))
+    torch.testing.assert_close(ours, model(*draw()), rtol=1e-5, atol=0.0)
+
+
+def test_positions_alone_are_reset() -> None:
+    """Every document still sees those before it in its sample."""
+    model = build(CONFIGS["mha"])
+    tokens, labels, weights = draw()
+    plain = model(tokens, labels, weights)
+    reset = model(tokens, labels, weights, positions_BS=positions())
+    counted = model(tokens, labels, weights, positions_BS=torch.arange(S).expand(SAMPLES, S))
+    torch.testing.assert_close(counted, plain, rtol=1e-6, atol=0.0)
+    assert not torch.isclose(reset, plain, rtol=1e-3)
+    changed = tokens.clone()
+    changed[0, 0] = (changed[0, 0] + 1) % 101  # in the first document of the first sample
+    only_last = torch.zeros_like(weights)
+    only_last[0, -1] = 1.0
+    same_positions = {"positions_BS": positions()}
+    seen = model(changed, labels, only_last, **same_positions)
+    assert not torch.isclose(seen, model(tokens, labels, only_last, **same_positions), rtol=1e-6)
+    apart = {"document_lengths": LENGTHS}
+    unseen = model(changed, labels, only_last, **apart)
+    assert torch.equal(unseen, model(tokens, labels, only_last, **apart))
+
+
+def test_samples_that_are_one_document_each_take_the_plain_path() -> None:
+    model = build(CONFIGS["mha"])
+    plain = model(*draw())
+    assert torch.equal(model(*draw(), document_lengths=(S,) * SAMPLES), plain)

@@ -1,0 +1,106 @@
+"""Hugging Face folders of small random models, as transformers saves them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import LlamaConfig, parameter_shapes
+from model.llama import Llama
+from paro.checkpoint.convert.source import Source
+
+VOCAB = 101  # no multiple of anything
+
+
+def random_fields(seed: int) -> dict[str, Any]:
+    """A config.json: LLaMA 1, 2, 3 and 3.1 in small."""
+    choose = random.Random(seed)
+    groups = choose.choice((1, 2, 4))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": choose.choice((1e4, 5e5))}
+    if seed % 3 == 2:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": choose.choice((8.0, 32.0)),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    return {
+        "num_hidden_layers": choose.randint(1, 3),
+        "hidden_size": 16 * choose.randint(2, 4),
+        "intermediate_size": choose.randint(40, 90),
+        "num_attention_heads": groups * choose.choice((1, 2)),
+        "num_key_value_heads": groups,
+        "head_dim": choose.choice((8, 16, 24)),
+        "max_position_embeddings": 16 * choose.randint(2, 9),
+        "vocab_size": VOCAB + choose.randint(0, 30),
+        "rms_norm_eps": choose.choice((1e-5, 1e-6)),
+        "initializer_range": 0.2,
+        "tie_word_embeddings": seed % 4 == 1,
+        "rope_parameters": rope,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def hugging_face_model(fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of these sizes, its norms away from one, so that losing them shows."""
+    from transformers import LlamaConfig as HuggingFaceConfig
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(HuggingFaceConfig(**fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape)
+    return model.to(dtype).eval()
+
+
+def save_folder(
+    folder: Path,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    vocab_size: int | None = None,
+    **options: Any,
+) -> Any:
+    """Saves a random model there and returns it."""
+    fields = random_fields(seed)
+    model = hugging_face_model({**fields, "vocab_size": vocab_size or fields["vocab_size"]}, dtype)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def own_model(source: Source) -> Llama:
+    """This project's model with the tensors of a source."""
+    model = Llama(source.config)
+    tensors = {name: tensor.rows(0, tensor.shape[0]) for name, tensor in source.tensors.items()}
+    model.load_state_dict(tensors)
+    return model.requires_grad_(False)
+
+
+def logits_of(model: Any, tokens_BS: Tensor) -> Tensor:
+    """Of this project's model or of transformers'."""
+    with torch.no_grad():
+        out = model(tokens_BS)
+    logits: Tensor = out if isinstance(out, Tensor) else out.logits
+    return logits
+
+
+def some_tokens(vocab_size: int, *, batch: int = 2, length: int = 24) -> Tensor:
+    return torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def random_tensors(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Values for every parameter of a model, under this project's names."""
+    generator = torch.Generator().manual_seed(4)
+    return {
+        name: torch.randn(shape, generator=generator).mul_(0.3).to(dtype)
+        for name, shape in parameter_shapes(config).items()
+    }

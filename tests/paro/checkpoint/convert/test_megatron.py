@@ -1,0 +1,261 @@
+"""Megatron's files: fused tensors as its attention and MLP read them, arguments, mistakes named."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import paro.checkpoint.convert.source
+from model.config import LlamaConfig
+from paro.checkpoint.convert.conversion import Conversion
+from paro.checkpoint.convert.megatron import FILE, open_megatron, write_megatron
+from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.torch_file import lazy
+from paro.checkpoint.directory import CheckpointError
+from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
+
+CONFIG = LlamaConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=40,
+    num_attention_heads=6,
+    num_query_groups=2,
+    kv_channels=8,
+    max_position_embeddings=64,
+    vocab_size=100,
+    rotary_base=500000.0,
+    use_rope_scaling=True,
+    rope_scaling_factor=32.0,
+)
+CONFIGS = {
+    "gqa": CONFIG,
+    "mha": replace(CONFIG, num_query_groups=6, use_rope_scaling=False, rope_scaling_factor=8.0),
+    "tied": replace(CONFIG, tie_embeddings_and_output_weights=True),
+}
+
+
+def source_of(config: LlamaConfig, dtype: torch.dtype = torch.bfloat16) -> Source:
+    tensors = random_tensors(config, dtype)
+    return Source(config=config, tensors={name: lazy(tensor) for name, tensor in tensors.items()})
+
+
+def ignored(_num_bytes: int) -> None:
+    pass
+
+
+def saved(folder: Path, config: LlamaConfig = CONFIG) -> Path:
+    """A folder written here, and its file."""
+    folder.mkdir()
+    write_megatron(source_of(config), folder, ignored, divisible_by=128)
+    return folder / "release" / FILE
+
+
+def contents(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(path, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("piece", [2**27, 7 * 32 * 2])
+def test_every_bit_comes_back(
+    config: LlamaConfig, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", piece)
+    source = source_of(config)
+    counted = []
+    write_megatron(source, tmp_path, counted.append, divisible_by=128)
+    assert sum(counted) == source.num_bytes
+    back = open_megatron(tmp_path)
+    assert back.config == config
+    assert list(back.tensors) == list(source.tensors)
+    for name, tensor in source.tensors.items():
+        pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
+        assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
+
+
+def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
+    """Projections as megatron-core takes its mixed ones apart, by any torch.load."""
+    content = contents(saved(tmp_path / "megatron"))
+    model, args = content["model"], content["args"]
+    tensors = random_tensors(CONFIG, torch.bfloat16)
+    assert (args.vocab_size, args.padded_vocab_size, args.num_query_groups) == (100, 128, 2)
+    assert content["checkpoint_version"] == 3.0
+    embedding = model["embedding.word_embeddings.weight"]
+    assert torch.equal(embedding[:100], tensors["embedding.weight"])
+    assert not embedding[100:].any()
+    x_SD = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    prefix = "decoder.layers.1."
+    mixed = F.linear(x_SD, model[prefix + "self_attention.linear_qkv.weight"])
+    # [sq, ng, (np / ng + 2) * hn], split behind the queries and behind the key of a group.
+    q, k, v = mixed.view(5, 2, -1).split([3 * 8, 8, 8], dim=2)
+    for name, part in (("wq", q), ("wk", k), ("wv", v)):
+        expected = F.linear(x_SD, tensors[f"blocks.1.{name}"])
+        torch.testing.assert_close(part.reshape(5, -1), expected, msg=name)
+    gate, up = F.linear(x_SD, model[prefix + "mlp.linear_fc1.weight"]).chunk(2, dim=-1)
+    torch.testing.assert_close(gate, F.linear(x_SD, tensors["blocks.1.w_gate"]))
+    torch.testing.assert_close(up, F.linear(x_SD, tensors["blocks.1.w_up"]))
+    norm = model[prefix + "self_attention.linear_qkv.layer_norm_weight"]
+    assert torch.equal(norm, tensors["blocks.1.attention_norm"])
+
+
+def resave(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = contents(path)
+    change(content)
+    torch.save(content, path)
+
+
+def test_what_megatron_saves_beside_the_weights_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enums of its own modules, numpy's random state, norms under the names without fusion."""
+    backends = enum.Enum("AttnBackend", "flash fused", module="megatron_elsewhere")
+    module = types.ModuleType("megatron_elsewhere")
+    module.AttnBackend = backends  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron_elsewhere", module)
+    path = saved(tmp_path / "megatron")
+
+    def change(content: dict[str, Any]) -> None:
+        content["args"].attention_backend = backends["fused"]
+        content["rng_state"] = [{"np_rng_state": np.random.RandomState(1).get_state()}]
+        content["optimizer"] = {"step": torch.ones(3)}
+        model: dict[str, Tensor] = content["model"]
+        for layer in range(2):
+            prefix = f"decoder.layers.{layer}."
+            attention = prefix + "self_attention.linear_qkv.layer_norm_weight"
+            model[prefix + "input_layernorm.weight"] = model.pop(attention)
+            mlp = prefix + "mlp.linear_fc1.layer_norm_weight"
+            model[prefix + "pre_mlp_layernorm.weight"] = model.pop(mlp)
+            model[prefix + "self_attention.core_attention._extra_state"] = None  # type: ignore
+
+    resave(path, change)
+    monkeypatch.delitem(sys.modules, "megatron_elsewhere")
+    tensors = random_tensors(CONFIG, torch.bfloat16)
+    found = open_megatron(tmp_path / "megatron").tensors
+    for name in ("blocks.0.attention_norm", "blocks.1.mlp_norm"):
+        assert torch.equal(found[name].rows(0, 32), tensors[name]), name
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("normalization", "LayerNorm"),
+        ("swiglu", False),
+        ("add_qkv_bias", True),
+        ("num_experts", 8),
+        ("pipeline_model_parallel_size", 2),
+    ],
+)
+def test_another_architecture_is_named_by_its_field(
+    field: str, value: object, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "megatron")
+    resave(path, lambda content: setattr(content["args"], field, value))
+    with pytest.raises(CheckpointError, match=f"not of this architecture: {field} is"):
+        open_megatron(tmp_path / "megatron")
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "megatron"
+
+    def told() -> str:
+        with pytest.raises(CheckpointError) as error:
+            open_megatron(folder)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    path = saved(folder)
+    resave(path, lambda content: content["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"))
+    assert "has no decoder.layers.1.mlp.linear_fc2.weight" in told()
+    resave(path, lambda content: setattr(content["args"], "num_query_groups", 3))
+    assert "self_attention.linear_qkv.weight is (80, 32)" in told()
+    resave(path, lambda content: content.pop("args"))
+    assert "it has no args" in told()
+    path.write_bytes(path.read_bytes()[:-2000])
+    assert f"{path} is missing, truncated or damaged" in told()
+    path.unlink()
+    assert f"{path} is missing: only --ckpt-format torch" in told()
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    assert "holds no checkpoint of Megatron's" in told()
+
+
+def cut_for_two(folder: Path) -> list[Path]:
+    """What two tensor-parallel ranks would have saved, as megatron-core's layers cut."""
+    first = folder / "release" / FILE
+    whole = contents(first)
+    whole["args"].tensor_model_parallel_size = 2
+    paths = []
+    for rank in range(2):
+        model = {}
+        for name, tensor in whole["model"].items():
+            if "norm" in name:
+                model[name] = tensor
+            elif "linear_proj" in name or "linear_fc2" in name:
+                model[name] = tensor.chunk(2, dim=1)[rank].clone()
+            elif "linear_fc1" in name:  # gate and up of a rank
+                both = [half.chunk(2)[rank] for half in tensor.chunk(2)]
+                model[name] = torch.cat(both)
+            else:
+                model[name] = tensor.chunk(2)[rank].clone()
+        path = first.parents[1] / f"mp_rank_{rank:02d}" / first.name
+        path.parent.mkdir(exist_ok=True)
+        torch.save(whole | {"model": model}, path)
+        paths.append(path)
+    return paths
+
+
+def test_tensor_parallel_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "megatron")
+    _, second = cut_for_two(tmp_path / "megatron")
+    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 7 * 32 * 2)
+    back = open_megatron(tmp_path / "megatron")
+    assert back.config == CONFIG
+    for name, tensor in source_of(CONFIG).tensors.items():
+        pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
+        assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"mp_rank_01.* is missing"):
+        open_megatron(tmp_path / "megatron")
+
+
+def test_an_iteration_is_read_as_a_release_is(tmp_path: Path) -> None:
+    path = saved(tmp_path / "megatron")
+    path.parents[1].rename(tmp_path / "megatron" / "iter_0000300")
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("300")
+    assert open_megatron(tmp_path / "megatron").config == CONFIG
+
+
+def test_hugging_face_through_megatron_and_back(tmp_path: Path) -> None:
+    save_folder(tmp_path / "hf", 2)
+
+    def convert(source: str, target: str, there: str, here: str) -> None:
+        conversion = Conversion(
+            source_format=source,
+            target_format=target,
+            source=tmp_path / there,
+            target=tmp_path / here,
+            dtype=None,
+            divisible_by=128,
+        )
+        conversion.write(conversion.open(), ignored)
+
+    convert("hf", "megatron", "hf", "megatron")
+    convert("megatron", "hf", "megatron", "back")
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        first, second = ((tmp_path / folder / name).read_bytes() for folder in ("hf", "back"))
+        assert first == second, name
+
+
+def test_arguments_are_a_namespace(tmp_path: Path) -> None:
+    assert isinstance(contents(saved(tmp_path / "megatron"))["args"], Namespace)

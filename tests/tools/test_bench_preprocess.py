@@ -1,0 +1,60 @@
+"""The benchmark of preprocessing runs both of its contenders over the whole corpus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data.sources import find_pieces
+from data.tokenizer import TokenizerConfig
+from tools.bench_preprocess import main, shares_of_texts
+from tools.preprocessing.encode import EncodingPlan
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i % 1000} 7"}) + "\n" for i in range(40_000)))
+    return path
+
+
+def test_a_pair_is_timed_and_written_down(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "figures.json"
+    flags = ["--input", str(corpus), "--workers", "2", *NULL]
+    assert main(["--rounds", "1", "--json", str(out), *flags]) == 0
+    figures = json.loads(out.read_text())
+    (row,) = figures["rounds"]
+    assert figures["bytes"] == corpus.stat().st_size
+    assert row["ratio"] == row["bare"] / row["command"] == figures["ratio"]
+    assert row["largest_process"] > 10e6
+    assert 0 < figures["cpu_ratio"] < 1, "whole processes take more than a part of them"
+    assert "of the bare tokenizer's speed (median of 1)" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "figures.json"}
+
+
+def test_the_shares_are_the_corpus(corpus: Path) -> None:
+    tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000)
+    plan = EncodingPlan(tokenizer=tokenizer, keys=("text",), append_eod=False)
+    shares = [shares_of_texts(find_pieces([corpus]), plan, number, 3) for number in range(3)]
+    assert all(share for share in shares)
+    texts = [text for share in shares for batch in share for text in batch]
+    assert sorted(texts) == sorted(f"{i % 1000} 7" for i in range(40_000))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--rounds", "0"], "--rounds 0 must be"), (["--partitions", "0"], "--partitions 0 must be")],
+)
+def test_mistakes_are_one_line(
+    corpus: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main(["--input", str(corpus), *NULL, *flags]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

@@ -1,0 +1,385 @@
+"""Conversion: no bit lost, logits equal to transformers', folders that open as they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import paro.checkpoint.convert.source
+import paro.checkpoint.storage
+from model.llama import Llama
+from paro.arguments import parse_args
+from paro.assembly import build_training, start_state
+from paro.checkpoint.convert import hugging_face
+from paro.checkpoint.convert.hugging_face import open_hugging_face
+from paro.checkpoint.convert.native import LazySavePlanner, open_native
+from paro.checkpoint.convert.source import LazyTensor
+from paro.checkpoint.load import load_parameters
+from paro.config import RunConfig
+from paro.report.log import Log
+from paro.resume import load_run, save_run
+from paro.runtime import Control, UserMistakeError, World
+from tests.helpers.ranks import ROOT
+from tests.paro.checkpoint.convert.folders import (
+    logits_of,
+    own_model,
+    random_fields,
+    save_folder,
+    some_tokens,
+)
+from tools.convert_checkpoint import main
+from tools.generate import Sampling, continuation
+from tools.train_tokenizer import main as train_tokenizer
+
+SEEDS = range(12)
+
+
+def convert(source: str, target: str, there: Path, here: Path, *words: object) -> Path:
+    given = ["--from", source, "--to", target, "--input", there, "--output", here, *words]
+    main([*map(str, given)])
+    return here
+
+
+def mistake(source: str, target: str, there: Path, here: Path, *words: object) -> str:
+    with pytest.raises(UserMistakeError) as error:
+        convert(source, target, there, here, *words)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """To 1e-5 of the largest logit."""
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_logits_are_transformers_there_and_back(seed: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = save_folder(tmp_path / "hf", seed)
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
+    tokens = some_tokens(theirs.config.vocab_size)
+    expected = logits_of(theirs, tokens)
+    ours = logits_of(own_model(open_native(tmp_path / "paro")), tokens)
+    assert_near(ours, expected)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert torch.equal(logits_of(back, tokens), expected)
+    assert_same_bits(tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "back"))
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        there, here = ((tmp_path / folder / name).read_bytes() for folder in ("hf", "back"))
+        assert there == here, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sharded_files_of_halves_keep_every_bit(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path / "hf", 3, dtype, max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
+    # A few rows at a time, so that tensors are cut; and several files written.
+    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 300)
+    monkeypatch.setattr(hugging_face, "MAX_FILE_BYTES", 20_000)
+    monkeypatch.setitem(hugging_face.write_hugging_face.__kwdefaults__, "max_file_bytes", 20_000)
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
+    assert_same_bits(tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "back"))
+    files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((tmp_path / "back" / hugging_face.INDEX).read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    size = sum(tensor.nbytes for tensor in tensors_in(tmp_path / "hf").values())
+    assert index["metadata"]["total_size"] == size
+
+
+def test_dtype_is_the_one_asked_for(tmp_path: Path) -> None:
+    theirs = save_folder(tmp_path / "hf", 0)
+    convert("hf", "hf", tmp_path / "hf", tmp_path / "half", "--dtype", "bf16")
+    for name, tensor in tensors_in(tmp_path / "half").items():
+        assert torch.equal(tensor, theirs.state_dict()[name].bfloat16()), name
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_configurations_of_old_and_a_tied_head_stored_twice(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_folder(tmp_path / "hf", 5)  # llama3 scaling, tied
+    path = tmp_path / "hf" / "config.json"
+    fields = json.loads(path.read_text())
+    assert fields["tie_word_embeddings"]
+    new = open_hugging_face(tmp_path / "hf").config
+    rope = fields.pop("rope_parameters")
+    fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    path.write_text(json.dumps(fields))
+    weights = tensors_in(tmp_path / "hf")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    old = open_hugging_face(tmp_path / "hf")
+    assert old.config == new
+    assert old.config.use_rope_scaling
+    assert "head.weight" not in old.tensors
+
+
+# With the trainer
+
+TRAINED = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --init-method-std 0.3 "
+    "--group-query-attention --num-query-groups 1 --rotary-base 50000 --norm-epsilon 1e-6 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --train-iters 1 --lr 0.1 "
+    "--distributed-backend gloo --mock-data"
+)
+TEXT = "def main() -> None:\n    print('naïve 雪 text')\n" * 40
+
+
+def trained(folder: Path, *flags: str) -> tuple[RunConfig, Any]:
+    """A run as the trainer builds it."""
+    words = [*TRAINED.split(), "--save", str(folder), *flags]
+    config = RunConfig.from_args(parse_args(words), World())
+    return config, build_training(config, Control(World(), torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint of the trainer with a tokenizer of its own; and that tokenizer."""
+    folder = tmp_path_factory.mktemp("text")
+    text, tokenizer = folder / "text.txt", folder / "pieces.model"
+    text.write_text(TEXT, encoding="utf-8")
+    prefix = str(tokenizer.with_suffix(""))
+    train_tokenizer(["--input", str(text), "--output-prefix", prefix, "--vocab-size", "300"])
+    names = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer))
+    config, training = trained(folder / "saved", *names)
+    save_run(config, training, start_state(config), Log(rank=0, world_size=1))
+    return folder / "saved", tokenizer
+
+
+def test_what_was_trained_here_opens_in_transformers(
+    text_run: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    saved, _ = text_run
+    out = convert("paro", "hf", saved, tmp_path / "hf")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert (model.config.vocab_size, len(tokenizer)) == (300, 300), "padding was exported"
+    assert model.config.max_position_embeddings == 64
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
+    prompt = "  def naïve(雪):\n\t"
+    ids = tokenizer.encode(prompt)
+    assert tokenizer.decode(ids) == prompt
+    own = Llama(open_native(saved).config)
+    parameters = load_parameters(saved)
+    for name in ("embedding.weight", "head.weight"):
+        parameters[name] = parameters[name][:300]
+    own.load_state_dict(parameters)
+    tokens = torch.tensor([ids])
+    out = model.generate(tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    sampling = Sampling(temperature=0.0, seed=1)
+    ours = [*islice(continuation(own, ids, sampling, num_ids=300), 12)]
+    assert 2 not in ours, "the text ends early: choose another prompt"
+    assert out[0, len(ids) :].tolist() == ours
+    assert_near(logits_of(own, tokens), logits_of(model, tokens))
+
+
+def test_training_begins_with_a_converted_model(
+    text_run: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, tokenizer = text_run
+    convert("paro", "hf", saved, tmp_path / "hf")
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "again")
+    names = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer))
+    flags = (*names, "--load", str(tmp_path / "again"), "--seed", "99")
+    config, training = trained(tmp_path / "new", *flags)
+    assert load_run(config, training, Log(rank=0, world_size=1)) is None
+    assert "is a converted model" in capsys.readouterr().out
+    save_run(config, training, start_state(config), Log(rank=0, world_size=1))
+    before, after = load_parameters(saved), load_parameters(tmp_path / "new")
+    for name, tensor in before.items():
+        rows = 300 if name in ("embedding.weight", "head.weight") else tensor.shape[0]
+        assert torch.equal(after[name][:rows], tensor[:rows]), name
+
+
+def test_a_converted_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    save_folder(tmp_path / "hf", 0)
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "99")
+    config, training = trained(tmp_path / "new", *flags, "--load", str(tmp_path / "paro"))
+    with pytest.raises(ValueError, match=r"does not match the model: \w+ is"):
+        load_run(config, training, Log(rank=0, world_size=1))
+
+
+# What is said
+
+
+def test_what_a_folder_lacks_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_folder(tmp_path / "hf", 0)
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    out = capsys.readouterr().out
+    assert out.count("has no tokenizer: prompts are token ids\n") == 1
+    assert out.count("has no generation_config.json: none is written\n") == 1
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_folder(tmp_path / "hf", 0)
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro", "--dry-run")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    out = capsys.readouterr().out
+    assert f"{random_fields(0)['num_hidden_layers']} layers" in out
+    assert "would write" in out
+
+
+def test_mistakes_are_named_and_leave_nothing(tmp_path: Path) -> None:
+    folder, out = tmp_path / "hf", tmp_path / "out"
+    save_folder(folder, 3, max_shard_size="20KB")
+    assert f"--input {out} is no folder" in mistake("hf", "paro", out, out)
+    assert f"--output {folder} exists" in mistake("hf", "paro", folder, folder)
+    assert "has no config.json" in mistake("hf", "paro", tmp_path, out)
+    assert "holds no checkpoint" in mistake("paro", "hf", folder, out)
+    config = folder / "config.json"
+    text = config.read_text()
+    for wrong in ({"model_type": "mistral"}, {"attention_bias": True}, {"num_hidden_layers": "x"}):
+        config.write_text(json.dumps({**json.loads(text), **wrong}))
+        (name,) = wrong
+        assert f"{config} is not of this architecture: {name} is" in mistake(
+            "hf", "paro", folder, out
+        )
+    config.write_text(json.dumps({**json.loads(text), "intermediate_size": 7}))
+    assert "mlp.gate_proj.weight is" in mistake("hf", "paro", folder, out)
+    config.write_text(text[:40])
+    assert f"{config} is missing or damaged" in mistake("hf", "paro", folder, out)
+    config.write_text(text)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert f"{shard} is missing, truncated or damaged" in mistake("hf", "paro", folder, out)
+    shard.unlink()
+    assert f"{shard} is missing, truncated or damaged" in mistake("hf", "paro", folder, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
+    save_folder(tmp_path / "hf", 0)
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    (file,) = (tmp_path / "paro" / "iter_0000000").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"{file} is truncated" in mistake("paro", "hf", tmp_path / "paro", tmp_path / "out")
+
+
+def test_a_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_folder(tmp_path / "hf", 0)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hugging_face, "copy_companions", fail)
+    assert "No space left" in mistake("hf", "hf", tmp_path / "hf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path / "hf", 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1))
+    told = mistake("hf", "megatron", tmp_path / "hf", tmp_path / "out")
+    assert "0.0 GB are free there" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_failing_disk_is_one_line_for_checkpoints_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path / "hf", 0)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LazySavePlanner, "resolve_data", fail)
+    told = mistake("hf", "paro", tmp_path / "hf", tmp_path / "out")
+    assert f"--output {tmp_path / 'out'}" in told
+    assert "No space left" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(("source", "target"), [("hf", "paro"), ("paro", "hf"), ("hf", "megatron")])
+def test_little_is_in_memory_at_a_time(
+    source: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One piece, and for a checkpoint what DCP keeps of the file that it writes."""
+    save_folder(tmp_path / "hf", 3)
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    piece, file = 600, 4000
+    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", piece)
+    monkeypatch.setattr(paro.checkpoint.storage, "MAX_FILE_BYTES", file)
+    live, most = 0, 0
+    cast = LazyTensor.cast
+
+    def watched(self: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
+        """Counts the bytes of what was read and is still there."""
+
+        def gone(num_bytes: int) -> None:
+            nonlocal live
+            live -= num_bytes
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            nonlocal live, most
+            values = self.rows(start, stop)
+            live += values.nbytes
+            most = max(most, live)
+            weakref.finalize(values, gone, values.nbytes)
+            return values
+
+        return replace(cast(self, dtype), rows=rows)
+
+    monkeypatch.setattr(LazyTensor, "cast", watched)
+    convert(source, target, tmp_path / source, tmp_path / "out")
+    size = sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert size > 4 * file
+    assert 0 < most <= (file if target == "paro" else 0) + 2 * piece
+
+
+def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
+    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path), "--output", "out"]
+    command = [sys.executable, "tools/convert_checkpoint.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("convert_checkpoint.py: error: ")
+
+
+def test_a_moved_checkpoint_still_has_its_tokenizer(
+    text_run: tuple[Path, Path], tmp_path: Path
+) -> None:
+    convert("paro", "hf", text_run[0], tmp_path / "hf")
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    shutil.rmtree(tmp_path / "hf")
+    (tmp_path / "paro").rename(tmp_path / "moved")
+    convert("paro", "hf", tmp_path / "moved", tmp_path / "hf2")
+    assert (tmp_path / "hf2" / "tokenizer.json").is_file()

@@ -1,0 +1,184 @@
+"""Generation beside transformers', from folders and from what they convert to, in batches."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.tokenizer_json import write_tokenizer_json
+from model.llama import Llama
+from paro.runtime import UserMistakeError
+from tests.paro.checkpoint.convert.folders import own_model, save_folder
+from tests.tools.test_generate import TEXT
+from tools.convert_checkpoint import main as convert
+from tools.generate import (
+    Sampling,
+    beginnings,
+    continuations,
+    encode,
+    load_tokenizer,
+    main,
+    open_model,
+)
+from tools.train_tokenizer import main as train_tokenizer
+
+PROMPTS = [[3, 1, 2], [7], [5, 9, 4, 4, 8, 2, 11]]
+GREEDY = Sampling(temperature=0.0, seed=1)
+
+
+def grown(
+    model: Llama, prompts: list[list[int]], sampling: Sampling, count: int
+) -> list[list[int]]:
+    rows = islice(continuations(model, prompts, sampling, num_ids=model.config.vocab_size), count)
+    return [list(text) for text in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_greedy_tokens_are_transformers(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = save_folder(tmp_path / "hf", seed)
+    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
+    convert([*words, "--output", str(tmp_path / "paro")])
+    capsys.readouterr()
+    expected = []
+    for prompt in PROMPTS:
+        out = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=16, min_new_tokens=16, do_sample=False
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    for folder in ("hf", "paro"):
+        source = open_model(tmp_path / folder)
+        assert grown(own_model(source), PROMPTS, GREEDY, 16) == expected, folder
+    end = theirs.config.vocab_size - 1  # NullTokenizer's
+    shown = [ids[: ids.index(end)] if end in ids else ids for ids in expected]
+    flags = [word for prompt in PROMPTS for word in ("--prompt", " ".join(map(str, prompt)))]
+    for folder in ("hf", "paro"):
+        load = ["--load", str(tmp_path / folder), "--temperature", "0", "--max-new-tokens", "16"]
+        main([*load, *flags])
+        lines = [" ".join(map(str, p + s)) for p, s in zip(PROMPTS, shown, strict=True)]
+        assert capsys.readouterr().out.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, seed=7),
+        Sampling(temperature=0.7, seed=8, top_k=5),
+        Sampling(temperature=1.3, seed=9, top_p=0.8),
+    ],
+)
+def test_a_batch_is_what_its_texts_are_alone(sampling: Sampling, tmp_path: Path) -> None:
+    save_folder(tmp_path / "hf", 2)
+    model = own_model(open_model(tmp_path / "hf"))
+    together = grown(model, PROMPTS, sampling, 24)
+    alone = [grown(model, [prompt], sampling, 24)[0] for prompt in PROMPTS]
+    assert together == alone
+    assert len({tuple(text) for text in together}) == len(PROMPTS)
+
+
+def test_only_the_probable_are_drawn() -> None:
+    # Of probability 0.5, 0.25, 0.15 and 0.1, in another order.
+    logits = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
+    for top_k, top_p, expected in (
+        (0, 1.0, [0.15, 0.5, 0.1, 0.25]),
+        (2, 1.0, [0, 2 / 3, 0, 1 / 3]),
+        (0, 0.7, [0, 2 / 3, 0, 1 / 3]),
+        (0, 0.76, [0.15 / 0.9, 0.5 / 0.9, 0, 0.25 / 0.9]),
+        (0, 0.1, [0, 1, 0, 0]),
+        (3, 0.55, [0, 1, 0, 0]),  # 0.55 of the 0.9 that are left
+    ):
+        sampling = Sampling(temperature=1.0, seed=3, top_k=top_k, top_p=top_p)
+        generator = torch.Generator().manual_seed(sampling.seed)
+        drawn = [sampling.choose(logits, generator) for _ in range(4000)]
+        found = [drawn.count(token) / len(drawn) for token in range(4)]
+        # More than three times 0.008, the standard deviation of 0.5 among 4000.
+        assert found == pytest.approx(expected, abs=0.03), (top_k, top_p)
+        assert [share > 0 for share in found] == [share > 0 for share in expected]
+
+
+@pytest.mark.parametrize("with_bos", [False, True])
+def test_prompts_become_the_ids_of_transformers(with_bos: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    save_folder(tmp_path / "hf", 4, vocab_size=300)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    prefix = str(tmp_path / "pieces")
+    given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", prefix]
+    train_tokenizer([*given, "--vocab-size", "300"])
+    assert write_tokenizer_json(tmp_path / "pieces.model", tmp_path / "hf")
+    if with_bos:
+        file = tmp_path / "hf" / "tokenizer.json"
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        first = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+        fields["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 1}},
+            ],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        }
+        file.write_text(json.dumps(fields), encoding="utf-8")
+    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
+    convert([*words, "--output", str(tmp_path / "paro")])
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    prompt = "  def naïve(雪):"
+    ids = theirs(prompt).input_ids
+    assert (ids[0] == 1) == with_bos
+    for folder in ("hf", "paro"):
+        source = open_model(tmp_path / folder)
+        tokenizer = load_tokenizer(source, None)
+        assert beginnings(source, tokenizer, encode(tokenizer, [prompt])) == [ids], folder
+        assert tokenizer.decode(ids) == prompt
+
+
+@pytest.mark.parametrize(("said", "ends"), [(None, set()), (2, {2}), ([7, 9], {7, 9})])
+def test_the_generation_config_says_what_ends_a_text(
+    said: object, ends: set[int], tmp_path: Path
+) -> None:
+    save_folder(tmp_path / "hf", 0)
+    path = tmp_path / "hf" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": said}))
+    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
+    convert([*words, "--output", str(tmp_path / "paro")])
+    for folder in ("hf", "paro"):
+        assert open_model(tmp_path / folder).ends == ends
+    path.unlink()
+    assert open_model(tmp_path / "hf").ends == frozenset()
+
+
+def test_prompts_come_from_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_folder(tmp_path / "hf", 0)
+    file = tmp_path / "prompts.txt"
+    file.write_text("1 2\n3 4 5\n")
+    words = ["--load", str(tmp_path / "hf"), "--prompt", "6", "--max-new-tokens", "2"]
+    main([*words, "--prompt-file", str(file)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["6", "1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--top-k", "-1"), "--top-k -1"),
+        (("--top-p", "0"), "--top-p 0.0"),
+        (("--top-p", "1.5"), "--top-p 1.5"),
+        (("--prompt-file", "nowhere.txt"), "--prompt-file nowhere.txt cannot be read"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UserMistakeError) as error:
+        main(["--load", str(tmp_path), "--prompt", "1", *words])
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserMistakeError, match="nothing to continue"):
+        main(["--load", str(tmp_path)])

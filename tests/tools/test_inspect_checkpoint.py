@@ -1,0 +1,97 @@
+"""Inspection: every format recognised, every tensor counted, damage named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import num_parameters
+from paro.checkpoint.convert.conversion import OPENERS
+from paro.runtime import UserMistakeError
+from tests.helpers.ranks import ROOT
+from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
+from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
+from tests.tools.test_generate import SIZES, save_untrained
+from tools.convert_checkpoint import main as convert
+from tools.inspect_checkpoint import format_of, main
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Path]:
+    """A model of every format."""
+    save_folder(tmp_path / "hf", 2, torch.bfloat16)
+    save_meta(tmp_path / "meta", random_tensors(CONFIG), 2, by_vocab=False)
+    for name in ("paro", "megatron"):
+        words = ["--from", "hf", "--to", name, "--input", str(tmp_path / "hf")]
+        convert([*words, "--output", str(tmp_path / name)])
+    return {name: tmp_path / name for name in OPENERS}
+
+
+def inspected(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    main(["--load", str(folder), "--json", *words])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_every_format_is_recognised_and_counted(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, folder in folders.items():
+        assert format_of(folder) == name
+        found = inspected(capsys, folder, "--verify")
+        source = OPENERS[name](folder)
+        assert found["format"] == name
+        assert found["model"]["num_layers"] == source.config.num_layers
+        assert len(found["tensors"]) == len(source.tensors)
+        if name != "paro":  # which holds padding
+            assert sum(t["bytes"] for t in found["tensors"]) == source.num_bytes
+        assert found["verified"]
+        main(["--load", str(folder)])
+        out = capsys.readouterr().out
+        assert out.startswith(f"format {name}\n")
+        if name == "hf":
+            total = num_parameters(source.config)
+            assert f"param: {total:,} elements, {2 * total:,} bytes" in out
+
+
+def test_of_a_training_moments_and_versions_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_untrained(tmp_path, f"{SIZES} --tokenizer-type NullTokenizer --vocab-size 59")
+    found = inspected(capsys, tmp_path)
+    states = {tensor["name"].partition(".")[0] for tensor in found["tensors"]}
+    assert states == {"param", "exp_avg", "exp_avg_sq"}
+    assert found["iteration"] == 0
+    assert found["versions"]["torch"] == torch.__version__
+    main(["--load", str(tmp_path)])
+    out = capsys.readouterr().out
+    totals = [line for line in out.splitlines() if line.startswith("  exp_avg_sq: ")]
+    assert len(totals) == 1
+    assert "  torch " in out
+
+
+@pytest.mark.parametrize("name", ["hf", "paro", "meta", "megatron"])
+def test_a_truncated_file_is_named(name: str, folders: dict[str, Path]) -> None:
+    patterns = {"hf": "*.safetensors", "paro": "*/*.distcp", "meta": "*.00.pth"}
+    (file,) = folders[name].glob(patterns.get(name, "*/*/*.pt"))
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(UserMistakeError) as error:
+        main(["--load", str(folders[name]), "--verify"])
+    assert str(file) in str(error.value)
+    assert "truncated" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/inspect_checkpoint.py", "--load", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "holds no checkpoint" in done.stderr

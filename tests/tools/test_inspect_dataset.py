@@ -1,0 +1,169 @@
+"""What the tool says of a corpus, and the samples it writes: those that a training draws."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.loader import MicroBatches
+from paro.arguments import parse_args
+from paro.assembly import build_data
+from paro.config import RunConfig
+from paro.runtime import UserMistakeError, World
+from tools.inspect_dataset import main
+from tools.inspection.lengths import document_lengths, draw_text, figures, histogram
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+EOD = 1000
+
+
+def write(prefix: Path, documents: list[list[list[int]]]) -> Path:
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return prefix
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    chooser = np.random.default_rng(0)
+    sizes = chooser.integers(1, 40, 60).tolist()
+    documents = [[[*chooser.integers(0, 999, size).tolist(), EOD]] for size in sizes]
+    return write(tmp_path / "data" / "corpus", [[], *documents])
+
+
+def test_counts_lengths_and_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "x", [[[1, 2, 3, EOD]], [], [[4], [5, 6]], [[7] * 100]])
+    picture = tmp_path / "pictures" / "lengths.png"
+    flags = ["--data-path", "0.5", str(prefix), "--documents", "9", "--histogram", str(picture)]
+    main([*flags, *NULL])
+    out = capsys.readouterr().out
+    assert f"{prefix}: 4 documents, 4 sequences, 107 tokens as uint16 (0.0 MB)" in out
+    assert "documents without a token: 1" in out
+    assert "token ids: 1 to 1000" in out
+    assert "least 0, 25% 2, median 4, 75% 28, 99% 97, most 100, mean 26.8" in out
+    assert "end with the end-of-document token: 1 of 3" in out
+    assert f"document 0: '1 2 3 {EOD}'" in out
+    assert "document 1: ''" in out
+    assert "document 2: '4 5 6'" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_corpus_of_another_tokenizer_is_told(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "999"]
+    main(["--data-path", str(corpus), *flags])
+    assert "the tokenizer has 1,000 ids: this corpus was made with another" in (
+        capsys.readouterr().out
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 70), max_size=3), max_size=12))
+def test_lengths_and_histogram_count_every_document(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[list[int]]
+) -> None:
+    documents = [[[1] * size for size in document] for document in sizes]
+    prefix = write(tmp_path_factory.mktemp("lengths") / "x", documents)
+    lengths = document_lengths(IndexedDataset(prefix))
+    expected = [sum(document) for document in sizes]
+    assert lengths.tolist() == expected
+    bins = histogram(lengths)
+    assert [item.documents for item in bins] == [
+        sum(item.first <= size <= item.last for size in expected) for item in bins
+    ]
+    assert sum(item.documents for item in bins) == len(expected)
+    assert len(draw_text(bins)) == len(bins)
+    assert figures(lengths) == "no documents" or "mean" in figures(lengths)
+
+
+TRAINING = [
+    *("--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "1", "--lr", "1"),
+    *("--micro-batch-size", "2", "--global-batch-size", "8", "--num-workers", "0"),
+]
+
+
+@pytest.mark.parametrize("split", ["100,0,0", "70,20,10"])
+@pytest.mark.parametrize("samples", [8, 304])
+def test_dumped_samples_are_those_of_a_training(
+    corpus: Path, tmp_path: Path, split: str, samples: int
+) -> None:
+    """On 4 ranks, over several epochs."""
+    data = ["--data-path", str(corpus), "--seq-length", "16", "--split", split, "--seed", "7"]
+    flags = [*data, *NULL, "--train-samples", str(samples)]
+    dumped = tmp_path / "sub" / "samples.jsonl"
+    main(["--dump-samples", str(dumped), *flags])
+    lines = [json.loads(line) for line in dumped.read_text().splitlines()]
+    assert all(list(line) == ["tokens"] for line in lines)
+    config = RunConfig.from_args(parse_args([*flags, *TRAINING]), World(size=4, ranks_per_node=4))
+    datasets = build_data(config)
+    ranks = [
+        MicroBatches(datasets.train, rank=rank, world_size=4, micro_batch_size=2)
+        for rank in range(4)
+    ]
+    seen = [
+        row.tolist() for _ in range(samples // 8) for rank in ranks for row in next(rank).tokens_BS
+    ]
+    assert [line["tokens"] for line in lines] == seen
+    assert len(seen) == samples
+
+
+def test_the_command_of_a_training_can_be_taken_as_it_is(corpus: Path, tmp_path: Path) -> None:
+    flags = ["--data-path", str(corpus), "--seq-length", "16", *NULL, *TRAINING]
+    ranks = ["--paro-strategy", "IIG", "--paro-group-size", "4", "--save", str(tmp_path / "save")]
+    out = tmp_path / "samples.jsonl"
+    main(["--dump-samples", str(out), *flags, *ranks, "--train-iters", "3"])
+    assert len(out.read_text().splitlines()) == 24
+    assert not (tmp_path / "save").exists()
+
+
+def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    main(["--dump-samples", str(out), "--mock-data", "--vocab-size", "50", "--seq-length", "8",
+          "--train-samples", "5"])  # fmt: skip
+    assert [len(json.loads(line)["tokens"]) for line in out.read_text().splitlines()] == [8] * 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nothing to look at: give --data-path PREFIX"),
+        (["--data-path", "none"], "none.idx is missing"),
+        (["--data-path", "none", "--documents", "-1"], "--documents -1 must be 0 or more"),
+        (["--data-path", "none", "--histogram", "x.txt"], "the name must end in .png"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--dump-samples", "x", "--train-samples", "3"], "--seq-length is missing"),
+        (["--dump-samples", "x", "--seq-length", "3", *NULL], "how long to train is missing"),
+    ],
+)
+def test_mistakes_are_one_line(flags: list[str], message: str) -> None:
+    with pytest.raises(UserMistakeError) as caught:
+        main(flags)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_dump_leaves_what_was_there(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    out.write_text("before")
+    flags = ["--data-path", str(corpus), "--seq-length", "99999", "--train-samples", "1", *NULL]
+    done = subprocess.run(
+        [sys.executable, "tools/inspect_dataset.py", "--dump-samples", str(out), *flags],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("inspect_dataset.py: error: --seq-length 99999 is longer than")
+    assert done.stderr.count("\n") == 1
+    assert out.read_text() == "before"

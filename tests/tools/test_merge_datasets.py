@@ -1,0 +1,97 @@
+"""Data sets joined in the order of their names, exactly as if written in one go."""
+
+from __future__ import annotations
+
+import struct
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from tools.merge_datasets import main
+
+Documents = list[list[list[int]]]
+
+
+def write(prefix: Path, documents: Documents, dtype: str = "<u2") -> None:
+    with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
+        for document in documents:
+            writer.add_document(document)
+
+
+def read(prefix: Path) -> Documents:
+    indexed = IndexedDataset(prefix)
+    bounds = indexed.document_indices.tolist()
+    return [[indexed[i].tolist() for i in range(begin, end)] for begin, end in pairwise(bounds)]
+
+
+SEQUENCE = st.lists(st.integers(0, 65535), min_size=1, max_size=5)
+CORPORA = st.lists(st.lists(st.lists(SEQUENCE, max_size=3), max_size=6), min_size=1, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(corpora=CORPORA)
+def test_joined_is_as_if_written_at_once(
+    tmp_path_factory: pytest.TempPathFactory, corpora: list[Documents]
+) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    for number in reversed(range(len(corpora))):
+        write(folder / f"part{number}", corpora[number])
+    (folder / "notes.txt").write_text("not a data set")
+    assert main(["--input", str(folder), "--output-prefix", str(folder / "sub" / "all")]) == 0
+    write(folder / "once", [document for corpus in corpora for document in corpus])
+    for suffix in ("bin", "idx"):
+        joined = (folder / "sub" / f"all.{suffix}").read_bytes()
+        assert joined == (folder / f"once.{suffix}").read_bytes()
+
+
+def test_sequences_that_lie_in_another_order_are_joined_too(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    write(folder / "a", [[[1], [2], [3], [4, 5]]])
+    content = bytearray((folder / "a.idx").read_bytes())
+    struct.pack_into("<4q", content, 34 + 4 * 4, 0, 4, 2, 6)
+    (folder / "a.idx").write_bytes(content)
+    assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 0
+    assert read(tmp_path / "x") == read(folder / "a") == [[[1], [3], [2], [4, 5]]]
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("b.bin", "b.bin is missing beside the other file"), ("b.idx", "b.idx is missing beside")],
+)
+def test_half_a_data_set_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str, message: str
+) -> None:
+    for name in "ab":
+        write(tmp_path / "in" / name, [[[1]]])
+    (tmp_path / "in" / missing).unlink()
+    assert main(["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x")]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_other_types_folders_and_targets_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    write(folder / "a", [[[1]]])
+    before = (folder / "a.bin").read_bytes()
+    cases = [
+        (["--input", str(tmp_path / "none"), "--output-prefix", "x"], "is no folder"),
+        (["--input", str(tmp_path), "--output-prefix", "x"], "holds no data set"),
+        (["--input", str(folder), "--output-prefix", str(folder / "a")], "is one of the data sets"),
+    ]
+    for flags, message in cases:
+        assert main(flags) == 2
+        assert message in capsys.readouterr().err
+    write(folder / "b", [[[70000]]], "<i4")
+    assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 2
+    assert "holds int32" in capsys.readouterr().err
+    assert (folder / "a.bin").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -1,0 +1,183 @@
+"""Times preprocess_data.py beside its bare tokenizer, in pairs, and measures its memory."""
+
+# The bare tokenizer is the library alone: as many processes, each with its share of the texts in
+# memory already, calling `encode_batch` and dropping the result; from the moment when all are
+# ready until the last one is done. The other of the pair is the whole command, by the clock:
+# starting Python and its workers, reading, writing, renaming. Where other programs share the cores
+# the clock says little; processor time, of all processes together, is compared as well.
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import islice
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.atomic_file import replacing
+from data.corpus import read_batches, texts_of
+from data.sources import Piece
+from tools import preprocess_data
+from tools.preprocessing.encode import EncodingPlan, tokenizer_of
+
+SCRIPT = Path(preprocess_data.__file__)
+
+
+def shares_of_texts(
+    pieces: Sequence[Piece], plan: EncodingPlan, number: int, of: int
+) -> list[list[str]]:
+    """Every `of`-th batch of the corpus, from `number` on, as texts."""
+    batches = islice(read_batches(pieces, plan.keys), number, None, of)
+    return [
+        [text for texts in texts_of(batch, plan.keys) for by_key in texts.by_key for text in by_key]
+        for batch in batches
+    ]
+
+
+class Turn(NamedTuple):
+    """What one contender took: seconds by the clock, of processors, bytes of a process."""
+
+    seconds: float
+    cpu_seconds: float
+    largest_process: int = 0
+
+
+def encode_share(
+    pieces: Sequence[Piece], plan: EncodingPlan, number: int, used: Any, ready: Barrier
+) -> None:
+    """The life of one process of the bare tokenizer."""
+    tokenizer = tokenizer_of(plan.tokenizer)
+    share = shares_of_texts(pieces, plan, number, len(used))
+    ready.wait()
+    begin = time.process_time()
+    for texts in share:
+        tokenizer.encode_batch(texts)
+    used[number] = time.process_time() - begin
+
+
+def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> Turn:
+    """What the tokenizer alone takes in `workers` processes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in the workers of the command
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(workers + 1)
+    used = context.Array("d", workers)
+    processes = [
+        context.Process(target=encode_share, args=(pieces, plan, number, used, ready))
+        for number in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    ready.wait()
+    begin = time.perf_counter()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise ValueError("a process of the bare tokenizer failed, see above")
+    return Turn(time.perf_counter() - begin, sum(map(float, used[:])))
+
+
+def time_command(words: Sequence[str]) -> Turn:
+    """What a whole run of preprocess_data.py takes, its workers included."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, str(SCRIPT), *words, "--output-prefix", f"{folder}/out"]
+        begin = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        _, status, usage = os.wait4(process.pid, 0)  # its workers' memory counts, they are its own
+        seconds = time.perf_counter() - begin
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
+            errors.seek(0)
+            raise ValueError(f"preprocess_data.py failed: {errors.read().strip()}")
+    return Turn(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def race(
+    words: Sequence[str], job: preprocess_data.Job, workers: int, rounds: int
+) -> list[dict[str, float]]:
+    """The figures of both, round by round; who begins changes."""
+    rows = []
+    for number in range(rounds):
+        turns: dict[str, Turn] = {}
+        for name in ("bare", "command") if number % 2 == 0 else ("command", "bare"):
+            if name == "bare":
+                turns[name] = time_bare(job.pieces, job.plan, workers)
+            else:
+                turns[name] = time_command(words)
+        bare, command = turns["bare"], turns["command"]
+        rows.append(
+            {
+                "bare": bare.seconds,
+                "command": command.seconds,
+                "ratio": bare.seconds / command.seconds,
+                "cpu_ratio": bare.cpu_seconds / command.cpu_seconds,
+                "largest_process": command.largest_process,
+            }
+        )
+        print(
+            f"round {number + 1}: bare tokenizer {bare.seconds:.2f} s (processors "
+            f"{bare.cpu_seconds:.2f} s), command {command.seconds:.2f} s "
+            f"({command.cpu_seconds:.2f} s): {bare.seconds / command.seconds:.3f} of the bare "
+            f"tokenizer's speed, largest process {command.largest_process / 1e6:.0f} MB",
+            flush=True,
+        )
+    return rows
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(
+            "Times preprocess_data.py beside the bare tokenizer. All flags of preprocess_data.py "
+            "but --output-prefix are understood."
+        ),
+        usage="%(prog)s [--rounds N] [--json FILE] [flag of preprocess_data.py ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="pairs to time (default: 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    return parser
+
+
+def run(own: argparse.Namespace, words: Sequence[str]) -> None:
+    if own.rounds < 1:
+        raise ValueError(f"--rounds {own.rounds} must be at least 1")
+    args = preprocess_data.make_parser().parse_args([*words, "--output-prefix", "unused"])
+    job = preprocess_data.job_of(args)
+    rows = race(words, job, args.workers, own.rounds)
+    ratio = statistics.median(row["ratio"] for row in rows)
+    cpu_ratio = statistics.median(row["cpu_ratio"] for row in rows)
+    speed = job.num_bytes / 1e6 / statistics.median(row["command"] for row in rows)
+    print(
+        f"{job.num_bytes / 1e6:.1f} MB, {args.workers} workers: {speed:.2f} MB/s, {ratio:.3f} of "
+        f"the bare tokenizer's speed (median of {own.rounds}), {cpu_ratio:.3f} by processor time"
+    )
+    if own.json is not None:
+        figures = {"bytes": job.num_bytes, "workers": args.workers, "ratio": ratio, "rounds": rows}
+        figures["cpu_ratio"] = cpu_ratio
+        with replacing(own.json) as temporary:
+            temporary.write_text(json.dumps(figures, indent=1))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    own, words = make_parser().parse_known_args(argv)
+    try:
+        run(own, words)
+    except (OSError, ValueError) as error:
+        print(f"bench_preprocess.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

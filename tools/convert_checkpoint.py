@@ -1,0 +1,88 @@
+"""Converts a LLaMA between this project's checkpoints and other formats, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm import tqdm
+
+from model.config import num_parameters
+from paro.checkpoint.convert.conversion import DTYPES, OPENERS, TARGETS, Conversion
+from paro.checkpoint.convert.source import Source
+from paro.runtime import run_script, user_mistakes
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(
+            "Converts a LLaMA from one format of checkpoints to another. Tensors keep their bits "
+            "unless --dtype is given; a few hundred MB of them are in memory at a time."
+        ),
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--from", required=True, choices=list(OPENERS), dest="source_format", help="what it is")
+    add("--to", required=True, choices=TARGETS, dest="target_format", help="what it becomes")
+    add("--input", required=True, type=Path, metavar="DIR", help="the folder to convert")
+    add("--output", required=True, type=Path, metavar="DIR", help="a folder that does not exist")
+    add("--dtype", choices=list(DTYPES), help="type of the tensors; default: as they are stored")
+    add(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="with --to paro: pad the vocabulary to a multiple of N, as the trainer with the same "
+        "flag does (default: %(default)s); other formats hold no padding",
+    )
+    add("--dry-run", action="store_true", help="check and describe it, and write nothing")
+    return parser
+
+
+def describe(conversion: Conversion, source: Source) -> str:
+    config = source.config
+    types = sorted({str(t.dtype).removeprefix("torch.") for t in source.tensors.values()})
+    return (
+        f"{conversion.source}: {config.num_layers} layers, hidden size {config.hidden_size}, "
+        f"{config.num_attention_heads} heads in {config.num_query_groups} groups, vocabulary "
+        f"{config.vocab_size}; {num_parameters(config):,} parameters in {len(source.tensors)} "
+        f"tensors, {source.num_bytes / 1e9:.2f} GB as {', '.join(types)}"
+    )
+
+
+def convert(args: argparse.Namespace) -> None:
+    conversion = Conversion(
+        source_format=args.source_format,
+        target_format=args.target_format,
+        source=args.input,
+        target=args.output,
+        dtype=DTYPES.get(args.dtype),
+        divisible_by=args.make_vocab_size_divisible_by,
+    )
+    source = conversion.open()
+    print(describe(conversion, source))
+    for note in source.notes:
+        print(note)
+    if args.dry_run:
+        print(f"would write {conversion.target} ({conversion.target_format})")
+        return
+    with tqdm(total=source.num_bytes, unit="B", unit_scale=True, disable=None) as bar:
+        notes = conversion.write(source, bar.update)
+    for note in notes:
+        print(note)
+    print(f"wrote {conversion.target} ({conversion.target_format})")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    with user_mistakes():
+        convert(args)
+
+
+if __name__ == "__main__":
+    run_script("convert_checkpoint.py", main)

@@ -1,0 +1,162 @@
+"""Says what a checkpoint of any format holds: configuration, tensors, sizes, versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.distributed.checkpoint import TensorStorageMetadata
+
+from paro.checkpoint.convert.conversion import OPENERS
+from paro.checkpoint.convert.hugging_face import is_hugging_face
+from paro.checkpoint.convert.megatron import is_megatron
+from paro.checkpoint.convert.meta import is_meta
+from paro.checkpoint.convert.source import Source
+from paro.checkpoint.directory import CheckpointError, common_of, find_checkpoint, latest_iteration
+from paro.checkpoint.storage import check_files, read_metadata
+from paro.runtime import run_script, user_mistakes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor in a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def type_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def format_of(directory: Path) -> str:
+    """Which of the formats a folder has; `CheckpointError` if none."""
+    for name, found in (("hf", is_hugging_face), ("meta", is_meta), ("megatron", is_megatron)):
+        if found(directory):
+            return name
+    if latest_iteration(directory) is not None:
+        return "paro"
+    raise CheckpointError(
+        f"--load {directory} holds no checkpoint: give a folder with a tracker "
+        "latest_checkpointed_iteration.txt, or with config.json, or with params.json"
+    )
+
+
+def inspect_native(directory: Path, iteration: int | None) -> tuple[dict[str, Any], list[Entry]]:
+    """A checkpoint of this project's, moments and all."""
+    folder = find_checkpoint(directory, iteration)
+    assert folder is not None, f"{directory} has a tracker"
+    entries = [
+        Entry(name=name, shape=tuple(state.size), dtype=state.properties.dtype)
+        for name, state in read_metadata(folder).state_dict_metadata.items()
+        if isinstance(state, TensorStorageMetadata)
+    ]
+    return common_of(folder), entries
+
+
+def inspect_other(source: Source) -> tuple[dict[str, Any], list[Entry]]:
+    entries = [
+        Entry(name=name, shape=tensor.shape, dtype=tensor.dtype)
+        for name, tensor in source.tensors.items()
+    ]
+    model = {name: value for name, value in asdict(source.config).items() if value is not None}
+    return {"model": model, "tokenizer": source.tokenizer}, entries
+
+
+def lines(kind: str, facts: Mapping[str, Any], entries: Sequence[Entry]) -> Iterator[str]:
+    """What is printed of a checkpoint."""
+    yield f"format {kind}"
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            yield name
+            for inner, inner_value in value.items():
+                yield f"  {inner} {inner_value}"
+        else:
+            yield f"{name} {value}"
+    yield f"tensors ({len(entries)})"
+    width = max((len(entry.name) for entry in entries), default=0)
+    for entry in entries:
+        shape = "x".join(map(str, entry.shape)) or "scalar"
+        yield f"  {entry.name:{width}}  {shape:>16}  {entry.type_name:>8}  {entry.num_bytes:>14,}"
+    yield "totals"
+    for state in dict.fromkeys(map(_state_of, entries)):
+        of_it = [entry for entry in entries if _state_of(entry) == state]
+        numel = sum(prod(entry.shape) for entry in of_it)
+        yield f"  {state}: {numel:,} elements, {sum(e.num_bytes for e in of_it):,} bytes"
+
+
+def verify(kind: str, directory: Path, iteration: int | None) -> str:
+    """Reads or measures all that is needed; `CheckpointError` names the first file at fault."""
+    if kind == "paro":
+        folder = find_checkpoint(directory, iteration)
+        assert folder is not None, f"{directory} has a tracker"
+        places = list(read_metadata(folder).storage_data.values())
+        check_files(folder, places)
+        num_files = len({place.relative_path for place in places})
+        return f"{num_files} files are there and have the sizes that they should have"
+    source = OPENERS[kind](directory)
+    for tensor in source.tensors.values():
+        for start, stop in tensor.row_ranges():
+            tensor.rows(start, stop)
+    return f"{len(source.tensors)} tensors were read, {source.num_bytes:,} bytes"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--load", required=True, type=Path, metavar="DIR", help="a checkpoint of any format")
+    add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")
+    add("--verify", action="store_true", help="see that every file is there and long enough")
+    add("--json", action="store_true", help="print one object of JSON")
+    return parser
+
+
+def inspect(args: argparse.Namespace) -> None:
+    kind = format_of(args.load)
+    if kind == "paro":
+        facts, entries = inspect_native(args.load, args.ckpt_step)
+    else:
+        facts, entries = inspect_other(OPENERS[kind](args.load))
+    verified = verify(kind, args.load, args.ckpt_step) if args.verify else None
+    if args.json:
+        tensors = [
+            {"name": e.name, "shape": e.shape, "dtype": e.type_name, "bytes": e.num_bytes}
+            for e in entries
+        ]
+        print(json.dumps({"format": kind, **facts, "tensors": tensors, "verified": verified}))
+        return
+    for line in lines(kind, facts, entries):
+        print(line)
+    if verified:
+        print(f"verified: {verified}")
+
+
+def _state_of(entry: Entry) -> str:
+    """param, exp_avg or exp_avg_sq; other formats hold parameters alone."""
+    state = entry.name.partition(".")[0]
+    return state if state in ("param", "exp_avg", "exp_avg_sq") else "param"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    with user_mistakes():
+        inspect(args)
+
+
+if __name__ == "__main__":
+    run_script("inspect_checkpoint.py", main)

@@ -1,0 +1,178 @@
+"""Says what is in a data set: counts, lengths, texts, and the samples that training would see."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.indexed_dataset import IndexedDataset
+from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from paro.arguments import parse_args
+from paro.runtime import run_script, user_mistakes
+from tools.inspection.lengths import (
+    Bin,
+    check_can_draw,
+    document_lengths,
+    draw_picture,
+    draw_text,
+    figures,
+    histogram,
+)
+from tools.inspection.training_samples import dump
+
+PATH_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+SHOWN_CHARACTERS = 300
+SHOWN_TOKENS = 400
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [flag ...] [flag of pretrain_llama.py ...]",
+        description=(
+            "Counts the documents and tokens of each corpus of --data-path, draws how long they "
+            "are and, with the tokenizer's flags, decodes some of them. With --dump-samples it "
+            "writes the samples that a training with the same flags would see. All flags of "
+            "pretrain_llama.py are understood, so that the command of a training can be taken as "
+            "it is."
+        ),
+        epilog=(
+            "examples: python tools/inspect_dataset.py --data-path books_text_document "
+            "--tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model; with "
+            "--dump-samples samples.jsonl --seq-length 2048 --train-samples 1000 --split 95,5,0 "
+            "added, the first 1000 samples of training"
+        ),
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--dump-samples",
+        type=Path,
+        metavar="FILE",
+        help='write the --train-samples samples of the training split, a line {"tokens": [...]} '
+        "each, in the order of training, and nothing else",
+    )
+    add(
+        "--documents",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how many documents of each corpus to decode, evenly spread over it "
+        "(default: %(default)s)",
+    )
+    add("--histogram", type=Path, metavar="FILE.png", help="draw the lengths as a picture too")
+    return parser
+
+
+def prefixes_of(args: Namespace) -> list[str]:
+    """The corpora that the flags name, without the weights between them."""
+    words = [word for flag in PATH_FLAGS for word in getattr(args, flag, None) or ()]
+    prefixes = [word for word in words if not _is_number(word)]
+    if not prefixes:
+        raise ValueError("nothing to look at: give --data-path PREFIX")
+    return list(dict.fromkeys(prefixes))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def tokenizer_of(args: Namespace) -> Tokenizer | None:
+    if args.tokenizer_type is None:
+        return None
+    return build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type=args.tokenizer_type,
+            tokenizer_model=args.tokenizer_model,
+            vocab_size=args.vocab_size,
+        )
+    )
+
+
+def describe(dataset: IndexedDataset, bins: list[Bin]) -> Iterator[str]:
+    lengths = document_lengths(dataset)
+    yield (
+        f"{dataset.prefix}: {dataset.num_documents:,} documents, {len(dataset):,} sequences, "
+        f"{dataset.num_tokens:,} tokens as {dataset.dtype.name} "
+        f"({dataset.tokens.nbytes / 1e6:,.1f} MB)"
+    )
+    yield f"  documents without a token: {int((lengths == 0).sum()):,}"
+    if dataset.num_tokens > 0:
+        yield f"  token ids: {dataset.tokens.min()} to {dataset.tokens.max()}"
+    yield f"  tokens of a document: {figures(lengths)}"
+    yield from (f"  {line}" for line in draw_text(bins))
+
+
+def describe_with_tokenizer(
+    dataset: IndexedDataset, tokenizer: Tokenizer, num_documents: int
+) -> Iterator[str]:
+    """Ends of documents, ids that the tokenizer does not have, and some documents as text."""
+    bounds, lengths = dataset.document_indices, dataset.sequence_lengths
+    last = bounds[1:][bounds[1:] > bounds[:-1]] - 1
+    last = last[lengths[last] > 0]
+    ends = dataset.sequence_pointers[last] // dataset.dtype.itemsize + lengths[last] - 1
+    ended = int((dataset.tokens[ends] == tokenizer.eod).sum())
+    yield f"  documents that end with the end-of-document token: {ended:,} of {len(last):,}"
+    if dataset.num_tokens > 0 and int(dataset.tokens.max()) >= tokenizer.vocab_size:
+        yield (
+            f"  the tokenizer has {tokenizer.vocab_size:,} ids: this corpus was made with another"
+        )
+        return
+    count = min(num_documents, dataset.num_documents)
+    chosen = np.linspace(0, dataset.num_documents - 1, count, dtype=np.int64).tolist()
+    for number in dict.fromkeys(chosen):
+        yield f"  document {number:,}: {shown_text(dataset, tokenizer, number)}"
+
+
+def shown_text(dataset: IndexedDataset, tokenizer: Tokenizer, number: int) -> str:
+    """The beginning of a document in one line."""
+    ids: list[int] = []
+    for sequence in range(*dataset.document_indices[number : number + 2].tolist()):
+        ids += dataset[sequence][: SHOWN_TOKENS - len(ids)].tolist()
+    text = tokenizer.decode(ids)
+    whole = len(ids) < SHOWN_TOKENS and len(text) <= SHOWN_CHARACTERS
+    return repr(text[:SHOWN_CHARACTERS]) + ("" if whole else " ...")
+
+
+def inspect(own: Namespace, args: Namespace) -> None:
+    if own.documents < 0:
+        raise ValueError(f"--documents {own.documents} must be 0 or more")
+    if own.histogram is not None:
+        check_can_draw(own.histogram)
+    prefixes = prefixes_of(args)
+    tokenizer = tokenizer_of(args)
+    by_name = {}
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix)
+        by_name[prefix] = histogram(document_lengths(dataset))
+        print("\n".join(describe(dataset, by_name[prefix])))
+        if tokenizer is not None:
+            print("\n".join(describe_with_tokenizer(dataset, tokenizer, own.documents)))
+    if own.histogram is not None:
+        draw_picture(own.histogram, by_name)
+        print(f"wrote {own.histogram}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    own, rest = make_parser().parse_known_args(argv)
+    with user_mistakes():
+        args = parse_args(rest)
+        if own.dump_samples is not None:
+            print(dump(args, own.dump_samples))
+        else:
+            inspect(own, args)
+
+
+if __name__ == "__main__":
+    run_script("inspect_dataset.py", main)

@@ -1,0 +1,54 @@
+"""The samples that a training would see, in its order, without the training."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from data.atomic_file import replacing
+from data.loader import Samples, SplitCounts, build_datasets
+from paro.assembly import count_samples
+from paro.config import RunConfig
+from paro.runtime import World
+
+# What a training needs and its samples do not depend on: set where it is not given.
+SMALL_MODEL = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}
+# What depends on ranks that are not here, or on other files of the run: not looked at.
+IGNORED = {
+    "paro_strategy": None,
+    "paro_group_size": None,
+    "paro_machine": None,
+    "paro_collective": "native",
+    "use_distributed_optimizer": False,
+    "save": None,
+    "load": None,
+    "exit_on_missing_checkpoint": False,
+}
+
+
+def training_samples(args: Namespace) -> tuple[Samples, int]:
+    """The training split alone, and how many samples of it are trained on."""
+    settled = vars(args) | IGNORED
+    if args.llama_preset is None:
+        settled |= {name: settled[name] or size for name, size in SMALL_MODEL.items()}
+    settled["lr"] = args.lr or 1e-3
+    settled["micro_batch_size"] = args.micro_batch_size or 1
+    if args.train_samples is not None:
+        # All of them, whatever batches they would come in.
+        settled |= {"micro_batch_size": 1, "global_batch_size": 1, "rampup_batch_size": None}
+    config = RunConfig.from_args(Namespace(**settled), World())
+    count = count_samples(config).train
+    datasets = build_datasets(config.data, SplitCounts(train=count), config.vocab_size)
+    return datasets.train, count
+
+
+def dump(args: Namespace, path: Path) -> str:
+    """Write a line `{"tokens": [...]}` per sample; returns a line on them."""
+    samples, count = training_samples(args)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary, temporary.open("w", encoding="ascii") as stream:
+        for number in range(count):
+            # The last token is only ever a label.
+            stream.write(json.dumps({"tokens": samples[number][:-1].tolist()}) + "\n")
+    return f"wrote {path}: {count:,} samples of {args.seq_length} tokens; {samples.describe()}"

@@ -1,0 +1,77 @@
+"""Joins the indexed data sets of a folder into one, in the order of their names."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
+
+
+def prefixes_in(folder: Path) -> list[Path]:
+    """The data sets of a folder by name; `ValueError` or `OSError` if a file has no partner."""
+    if not folder.is_dir():
+        raise NotADirectoryError(f"--input {folder} is no folder: give one that holds data sets")
+    files = [path for path in folder.iterdir() if path.suffix in (".bin", ".idx")]
+    prefixes = sorted({path.with_suffix("") for path in files}, key=lambda path: path.name)
+    if not prefixes:
+        raise ValueError(f"--input {folder} holds no data set, which is a .bin and a .idx file")
+    for prefix in prefixes:
+        for path in (bin_path(prefix), idx_path(prefix)):
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{path} is missing beside the other file of its data set: write both anew, "
+                    f"or take the other out of --input {folder}"
+                )
+    return prefixes
+
+
+def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
+    """Write all documents of the data sets into one; returns a line on it."""
+    targets = {bin_path(output_prefix).absolute(), idx_path(output_prefix).absolute()}
+    for prefix in prefixes:
+        if bin_path(prefix).absolute() in targets:
+            raise ValueError(
+                f"--output-prefix {output_prefix} is one of the data sets to be joined: give "
+                "another, best outside --input"
+            )
+    dtype = IndexedDataset(prefixes[0]).dtype
+    with IndexedDatasetWriter(output_prefix, dtype) as writer:
+        for prefix in prefixes:
+            writer.add_dataset(IndexedDataset(prefix))
+    return (
+        f"wrote {bin_path(output_prefix)} and .idx: {writer.num_documents:,} documents, "
+        f"{writer.num_tokens:,} tokens of {len(prefixes)} data sets"
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(
+            "Joins all data sets (.bin and .idx) of a folder, sorted by name, into "
+            "PREFIX.bin and PREFIX.idx. They have to be of one tokenizer."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--input", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        print(merge(prefixes_in(args.input), args.output_prefix))
+    except (OSError, ValueError) as error:
+        print(f"merge_datasets.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

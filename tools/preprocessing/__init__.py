@@ -1,0 +1,1 @@
+"""The parts of preprocess_data.py: encoding, worker processes, partitions and progress."""

@@ -1,0 +1,164 @@
+"""Encodes batches of raw documents, many texts to a call, into ids ready to be written."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from data.corpus import BATCH_BYTES, RawBatch, Texts, place_of, texts_of
+from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
+from data.sources import Kind
+from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+
+NAMED_BAD = 3  # of the documents that were left out, so many are named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodingPlan:
+    """What a worker process needs to know."""
+
+    tokenizer: TokenizerConfig
+    keys: tuple[str, ...]
+    append_eod: bool
+    skip_malformed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """How much was read: documents, bytes of theirs, bytes of the sources, and what was bad."""
+
+    documents: int = 0
+    num_bytes: int = 0
+    advance: int = 0
+    skipped: int = 0
+    named: tuple[str, ...] = ()
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            documents=self.documents + other.documents,
+            num_bytes=self.num_bytes + other.num_bytes,
+            advance=self.advance + other.advance,
+            skipped=self.skipped + other.skipped,
+            named=(self.named + other.named)[:NAMED_BAD],
+        )
+
+
+class EncodedBatch(NamedTuple):
+    """A batch: per key, in the order of the plan, its documents."""
+
+    by_key: tuple[EncodedDocuments, ...]
+    tally: Tally
+
+
+@cache
+def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
+    """One per process and configuration."""
+    return build_tokenizer(config)
+
+
+def tasks_of(batches: Iterable[RawBatch]) -> Iterator[list[RawBatch]]:
+    """Batches as workers get them: small texts together, since a task costs time of its own."""
+    together: list[RawBatch] = []
+    size = 0
+    for batch in batches:
+        together.append(batch)
+        size += len(batch.content) if isinstance(batch.content, bytes) else BATCH_BYTES
+        if size >= BATCH_BYTES:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
+
+
+def encode_all(plan: EncodingPlan, batches: Sequence[RawBatch]) -> list[EncodedBatch]:
+    """What a worker does with a task."""
+    return [encode(plan, batch) for batch in batches]
+
+
+def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
+    """The ids of a batch; `ValueError` names the place of what cannot be encoded."""
+    bad: list[str] = []
+    documents = list(texts_of(batch, plan.keys, bad.append if plan.skip_malformed else None))
+    by_key = tuple(
+        _encode_key(plan, batch, documents, [texts.by_key[number] for texts in documents])
+        for number in range(len(plan.keys))
+    )
+    whole = 0 if batch.unfinished else len(documents)
+    tally = Tally(
+        documents=whole,
+        num_bytes=sum(texts.num_bytes for texts in documents),
+        advance=batch.advance,
+        skipped=len(bad),
+        named=tuple(bad[:NAMED_BAD]),
+    )
+    return EncodedBatch(by_key, tally)
+
+
+def _encode_key(
+    plan: EncodingPlan, batch: RawBatch, documents: Sequence[Texts], texts: Sequence[list[str]]
+) -> EncodedDocuments:
+    """The documents under one key; an empty text has no ids, and no end of document either."""
+    tokenizer = tokenizer_of(plan.tokenizer)
+    flat = [text for by_document in texts for text in by_document if text]
+    try:
+        encoded = iter(tokenizer.encode_batch(flat))
+    except ValueError:
+        _name_the_bad_one(tokenizer, batch, documents, texts)
+        raise
+    continued = batch.piece.kind is Kind.TEXT and batch.first > 0
+    prefix = [] if continued else list(tokenizer.text_prefix)
+    sequences: list[list[int]] = []
+    counts = []
+    for by_document in texts:
+        before = len(sequences)
+        for ids in (next(encoded) for text in by_document if text):
+            if ids:
+                sequences.append(prefix + ids if prefix else ids)
+        if plan.append_eod and not batch.unfinished:
+            if len(sequences) > before:
+                sequences[-1].append(tokenizer.eod)
+            elif continued:
+                sequences.append([tokenizer.eod])
+        counts.append(len(sequences) - before)
+    return EncodedDocuments(
+        _ids(sequences, tokenizer.vocab_size, batch),
+        np.array([len(ids) for ids in sequences], dtype=np.int32),
+        np.array(counts, dtype=np.int64),
+        batch.unfinished,
+    )
+
+
+def _ids(
+    sequences: Iterable[list[int]], vocab_size: int, batch: RawBatch
+) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
+    """All ids behind each other in the type of the data set, each below `vocab_size`."""
+    dtype = dtype_for_vocab(vocab_size)
+    together = array("q")
+    for ids in sequences:
+        together.fromlist(ids)  # the fastest way out of a list
+    wide = np.frombuffer(together, dtype=np.int64)
+    for extreme in (int(wide.min(initial=0)), int(wide.max(initial=0))):
+        if not 0 <= extreme < min(vocab_size, np.iinfo(dtype).max + 1):
+            raise ValueError(
+                f"{place_of(batch.piece, batch.first + 1)} or a line behind it becomes token id "
+                f"{extreme}, and the tokenizer has only {vocab_size}: its ids and its size "
+                "contradict each other"
+            )
+    return wide.astype(dtype)
+
+
+def _name_the_bad_one(
+    tokenizer: Tokenizer, batch: RawBatch, documents: Sequence[Texts], texts: Sequence[list[str]]
+) -> None:
+    """Raise for the first document that the tokenizer does not take."""
+    for document, by_document in zip(documents, texts, strict=True):
+        for text in by_document:
+            try:
+                tokenizer.encode(text)
+            except ValueError as error:
+                raise ValueError(f"{place_of(batch.piece, document.number)}: {error}") from error

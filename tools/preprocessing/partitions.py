@@ -1,0 +1,90 @@
+"""Partitions of a corpus on disk: each is finished or not there, whoever was killed when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from data.atomic_file import replacing
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
+from data.sources import Piece
+from tools.preprocessing.encode import EncodingPlan, Tally
+
+
+class Partitions:
+    """The folder that holds finished partitions until all are there.
+
+    A run that finds the folder of an equal run goes on from it; a different one is refused.
+    """
+
+    def __init__(
+        self, output_prefix: str, plan: EncodingPlan, shares: Sequence[Sequence[Piece]]
+    ) -> None:
+        self.folder = Path(f"{output_prefix}_partitions")
+        self._keys = plan.keys
+        self._count = len(shares)
+        self._open(json.dumps(_description(plan, shares), indent=1))
+
+    def _open(self, description: str) -> None:
+        file = self.folder / "run.json"
+        if file.is_file() and file.read_text(encoding="utf-8") != description:
+            raise ValueError(
+                f"{self.folder} holds partitions of a run with another input, tokenizer or flags: "
+                "remove it, or repeat that run"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.glob(".*.tmp"):  # of a run that was killed
+            left_over.unlink()
+        with replacing(file) as temporary:
+            temporary.write_text(description, encoding="utf-8")
+
+    def prefixes(self, number: int) -> list[str]:
+        """Where the data sets of one partition lie, a prefix per key."""
+        return [str(self.folder / f"{number:05d}_{key}_document") for key in self._keys]
+
+    def finished(self, number: int) -> Tally | None:
+        """What was read for a partition, if it is complete."""
+        file = self._marker(number)
+        if not file.is_file():
+            return None
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return Tally(**{**fields, "named": tuple(fields["named"])})
+
+    def finish(self, number: int, tally: Tally) -> None:
+        """Mark a partition whose files have been written."""
+        with replacing(self._marker(number)) as temporary:
+            temporary.write_text(json.dumps(asdict(tally)), encoding="utf-8")
+
+    def join(self, writers: Sequence[IndexedDatasetWriter]) -> None:
+        """Append all partitions in order to the data sets of the whole corpus."""
+        for number in range(self._count):
+            for writer, prefix in zip(writers, self.prefixes(number), strict=True):
+                writer.add_dataset(IndexedDataset(prefix))
+
+    def remove(self) -> None:
+        for number in range(self._count):
+            self._marker(number).unlink()
+            for prefix in self.prefixes(number):
+                bin_path(prefix).unlink()
+                idx_path(prefix).unlink()
+        (self.folder / "run.json").unlink()
+        self.folder.rmdir()
+
+    def _marker(self, number: int) -> Path:
+        return self.folder / f"{number:05d}.finished.json"
+
+
+def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    """All that decides what is in the files of each partition."""
+    model = Path(plan.tokenizer.tokenizer_model or "")
+    files = sorted(model.rglob("*")) if model.is_dir() else [model]
+    stamps = {
+        str(path): [path.stat().st_size, path.stat().st_mtime_ns]
+        for path in files
+        if path.is_file()
+    }
+    pieces = [[{**asdict(piece), "kind": piece.kind.name} for piece in share] for share in shares]
+    return {"plan": asdict(plan), "tokenizer_files": stamps, "partitions": pieces}

@@ -1,0 +1,69 @@
+"""How far preprocessing got, how fast it is and how long it will take, on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from tools.preprocessing.encode import Tally
+
+
+class Progress:
+    """A bar on a terminal; elsewhere Megatron's line about every `interval` documents."""
+
+    def __init__(self, *, total_bytes: int, interval: int) -> None:
+        self.tally = Tally()
+        self._total = max(1, total_bytes)
+        self._interval = interval
+        self._begin = time.perf_counter()
+        self._done_before = 0  # bytes of partitions that were finished by an earlier run
+        self._bar = _bar(self._total) if sys.stderr.isatty() else None
+
+    def passed_over(self, num_bytes: int) -> None:
+        """What an earlier run has done."""
+        self._done_before += num_bytes
+        if self._bar is not None:
+            self._bar.update(num_bytes)
+
+    def count(self, tally: Tally) -> None:
+        before = self.tally.documents // self._interval
+        self.tally += tally
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{self.tally.documents:,} documents", refresh=False)
+            self._bar.update(tally.advance)
+        elif self.tally.documents // self._interval > before:
+            self._print(f" {self._percent()}% done, {self._time_left()} left.")
+
+    def finish(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._print("")
+
+    def _percent(self) -> int:
+        return min(99, 100 * (self._done_before + self.tally.advance) // self._total)
+
+    def _time_left(self) -> str:
+        rest = max(0, self._total - self._done_before - self.tally.advance)
+        seconds = round(rest / max(1, self.tally.advance) * self._seconds())
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{hours}:{minutes:02d}:{seconds % 60:02d}"
+
+    def _seconds(self) -> float:
+        return max(time.perf_counter() - self._begin, 1e-9)
+
+    def _print(self, outlook: str) -> None:
+        seconds = self._seconds()
+        print(
+            f"Processed {self.tally.documents} documents "
+            f"({self.tally.documents / seconds:.1f} docs/s, "
+            f"{self.tally.num_bytes / seconds / 2**20:.2f} MB/s).{outlook}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _bar(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True)
