@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import tempfile
 from argparse import Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from data.loader import DataConfig
-from data.tokenizer import TokenizerConfig, build_tokenizer, padded_vocab_size
-from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from data.tokenizer import TokenizerConfig, build_tokenizer
+from model.config import LLAMA_PRESETS, LlamaConfig
 from paro.batch_schedule import BatchSchedule
 from paro.checkpoint.config import CheckpointConfig
-from paro.checkpoint.directory import find_checkpoint
 from paro.compatibility import check_compatibility
+from paro.config_checks import (
+    check_given,
+    check_intervals,
+    check_load,
+    check_save,
+    check_sequence,
+)
+from paro.config_model import take_model
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
@@ -60,7 +65,7 @@ class RunConfig:
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
         """The configuration for `world` ranks, which need not exist; `ValueError` for mistakes."""
         notices = check_compatibility(args)
-        _check_given(args)
+        check_given(args)
         sharding, strategy = _take_sharding(args, world)
         batches = _take_batches(args, world)
         train = _take_train(args, batches)
@@ -69,7 +74,7 @@ class RunConfig:
         built = build_tokenizer(tokenizer)
         vocab_size = built.vocab_size
         config = cls(
-            model=_take_model(args, vocab_size),
+            model=take_model(args, vocab_size),
             batches=batches,
             sharding=sharding,
             strategy=strategy,
@@ -87,10 +92,10 @@ class RunConfig:
             runtime=_take(RuntimeConfig, args),
             notices=notices,
         )
-        _check_sequence(config.model, config.data)
-        _check_intervals(config.train, config.checkpoint)
-        _check_load(config.checkpoint)
-        _check_save(config.checkpoint)
+        check_sequence(config.model, config.data)
+        check_intervals(config.train, config.checkpoint)
+        check_load(config.checkpoint)
+        check_save(config.checkpoint)
         return config
 
 
@@ -243,129 +248,3 @@ def _take_tokenizer(args: Namespace) -> TokenizerConfig:
         # Its last id ends documents, so that the model has the published vocabulary exactly.
         vocab_size = LLAMA_PRESETS[args.llama_preset].vocab_size - 1
     return _take(TokenizerConfig, args, tokenizer_type=tokenizer_type, vocab_size=vocab_size)
-
-
-def _take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
-    """Explicit sizes over the preset's; what neither gives follows from the others."""
-    names = {field.name for field in fields(LlamaConfig)} - {"vocab_size", "recompute"}
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    sizes = given
-    if args.llama_preset is not None:
-        sizes = _published_sizes(LLAMA_PRESETS[args.llama_preset], given) | given
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if name not in sizes:
-            raise ValueError(f"--{name.replace('_', '-')} is missing; --llama-preset gives it too")
-    hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-    defaults = {
-        "ffn_hidden_size": 8 * hidden_size // 3 // 64 * 64,
-        "num_query_groups": _num_query_groups(args, heads),
-        "kv_channels": hidden_size // max(heads, 1),
-        "max_position_embeddings": args.seq_length,
-    }
-    if "kv_channels" not in sizes and hidden_size != heads * defaults["kv_channels"]:
-        raise ValueError(
-            f"--hidden-size {hidden_size} is not divisible by --num-attention-heads {heads}: "
-            "change one, or give --kv-channels"
-        )
-    return LlamaConfig(
-        **(defaults | sizes),
-        vocab_size=padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by),
-        recompute=_take_recompute(args),
-    )
-
-
-def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """The preset's sizes, without those that follow from others where the others were changed."""
-    sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}
-    del sizes["vocab_size"], sizes["recompute"]
-    if "hidden_size" in given or "num_attention_heads" in given:
-        del sizes["kv_channels"]
-        if preset.num_query_groups == preset.num_attention_heads:
-            del sizes["num_query_groups"]
-    return sizes
-
-
-def _num_query_groups(args: Namespace, heads: int) -> int:
-    grouped = args.group_query_attention or args.llama_preset is not None
-    if args.num_query_groups not in (None, heads) and not grouped:
-        raise ValueError(
-            f"--num-query-groups {args.num_query_groups} needs --group-query-attention"
-        )
-    return 1 if args.group_query_attention else heads
-
-
-def _take_recompute(args: Namespace) -> RecomputeConfig | None:
-    granularity = args.recompute_granularity
-    if args.recompute_activations:
-        if granularity == "full":
-            raise ValueError(
-                "--recompute-activations means --recompute-granularity selective and contradicts "
-                "full: give one of them"
-            )
-        granularity = "selective"
-    detail = {"method": args.recompute_method, "num_layers": args.recompute_num_layers}
-    given = {name: value for name, value in detail.items() if value is not None}
-    if given and granularity != "full":
-        raise ValueError(
-            "--recompute-method and --recompute-num-layers need --recompute-granularity full"
-        )
-    return None if granularity is None else RecomputeConfig(granularity=granularity, **given)
-
-
-def _check_given(args: Namespace) -> None:
-    for flag in ("micro_batch_size", "seq_length", "lr"):
-        if getattr(args, flag) is None:
-            raise ValueError(f"--{flag.replace('_', '-')} is missing")
-
-
-def _check_sequence(model: LlamaConfig, data: DataConfig) -> None:
-    if data.seq_length > model.max_position_embeddings:
-        raise ValueError(
-            f"--seq-length {data.seq_length} is above --max-position-embeddings "
-            f"{model.max_position_embeddings}: shorten the one or raise the other"
-        )
-
-
-def _check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
-    for flag, value, least in (
-        ("--eval-iters", train.eval_iters, 0),
-        ("--eval-interval", train.eval_interval, 0),
-        ("--exit-interval", train.exit_interval, 1),
-        ("--manual-gc-interval", train.manual_gc_interval, 0),
-        ("--save-interval", checkpoint.save_interval, 1),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"{flag} {value} must be at least {least}")
-    minutes = train.exit_duration_in_mins
-    if minutes is not None and not 0.0 < minutes < math.inf:
-        raise ValueError(f"--exit-duration-in-mins {minutes} must be a positive number")
-
-
-def _check_load(checkpoint: CheckpointConfig) -> None:
-    if not checkpoint.exit_on_missing_checkpoint:
-        return
-    if checkpoint.load is None:
-        raise ValueError("--exit-on-missing-checkpoint needs --load")
-    if find_checkpoint(checkpoint.load) is None:
-        raise ValueError(
-            f"--load {checkpoint.load} holds no checkpoint, and --exit-on-missing-checkpoint says "
-            "not to start afresh"
-        )
-
-
-def _check_save(checkpoint: CheckpointConfig) -> None:
-    """Fail now rather than after hours: write a nameless file into the nearest folder there is."""
-    if checkpoint.save is None:
-        return
-    folder = Path(checkpoint.save).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise ValueError(f"--save {checkpoint.save}: {folder} is a file, not a folder")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--save {checkpoint.save} cannot be written: {folder}: {error.strerror}"
-        ) from error

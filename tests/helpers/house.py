@@ -39,8 +39,14 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "optim": ("paro.optim",),
     "data": ("data",),
     "training": ("paro.checkpoint", "paro.report", "paro.training", "paro.loop"),
-    "arguments": ("paro.arguments", "paro.compatibility", "paro.yaml_flags"),
-    "config": ("paro.config",),
+    "arguments": (
+        "paro.arguments",
+        "paro.compatibility",
+        "paro.job_arguments",
+        "paro.model_arguments",
+        "paro.yaml_flags",
+    ),
+    "config": ("paro.config", "paro.config_checks", "paro.config_model"),
     "assembly": ("paro.assembly", "paro.placement", "paro.resume"),
     "scripts": ("pretrain_llama", "tools"),
 }

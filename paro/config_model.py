@@ -1,0 +1,77 @@
+"""The model's sizes from flags and presets."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from typing import Any
+
+from data.tokenizer import padded_vocab_size
+from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+
+
+def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
+    """Explicit sizes over the preset's; what neither gives follows from the others."""
+    names = {field.name for field in fields(LlamaConfig)} - {"vocab_size", "recompute"}
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    sizes = given
+    if args.llama_preset is not None:
+        sizes = _published_sizes(LLAMA_PRESETS[args.llama_preset], given) | given
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if name not in sizes:
+            raise ValueError(f"--{name.replace('_', '-')} is missing; --llama-preset gives it too")
+    hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    defaults = {
+        "ffn_hidden_size": 8 * hidden_size // 3 // 64 * 64,
+        "num_query_groups": _num_query_groups(args, heads),
+        "kv_channels": hidden_size // max(heads, 1),
+        "max_position_embeddings": args.seq_length,
+    }
+    if "kv_channels" not in sizes and hidden_size != heads * defaults["kv_channels"]:
+        raise ValueError(
+            f"--hidden-size {hidden_size} is not divisible by --num-attention-heads {heads}: "
+            "change one, or give --kv-channels"
+        )
+    return LlamaConfig(
+        **(defaults | sizes),
+        vocab_size=padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by),
+        recompute=_take_recompute(args),
+    )
+
+
+def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """The preset's sizes, without those that follow from others where the others were changed."""
+    sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}
+    del sizes["vocab_size"], sizes["recompute"]
+    if "hidden_size" in given or "num_attention_heads" in given:
+        del sizes["kv_channels"]
+        if preset.num_query_groups == preset.num_attention_heads:
+            del sizes["num_query_groups"]
+    return sizes
+
+
+def _num_query_groups(args: Namespace, heads: int) -> int:
+    grouped = args.group_query_attention or args.llama_preset is not None
+    if args.num_query_groups not in (None, heads) and not grouped:
+        raise ValueError(
+            f"--num-query-groups {args.num_query_groups} needs --group-query-attention"
+        )
+    return 1 if args.group_query_attention else heads
+
+
+def _take_recompute(args: Namespace) -> RecomputeConfig | None:
+    granularity = args.recompute_granularity
+    if args.recompute_activations:
+        if granularity == "full":
+            raise ValueError(
+                "--recompute-activations means --recompute-granularity selective and contradicts "
+                "full: give one of them"
+            )
+        granularity = "selective"
+    detail = {"method": args.recompute_method, "num_layers": args.recompute_num_layers}
+    given = {name: value for name, value in detail.items() if value is not None}
+    if given and granularity != "full":
+        raise ValueError(
+            "--recompute-method and --recompute-num-layers need --recompute-granularity full"
+        )
+    return None if granularity is None else RecomputeConfig(granularity=granularity, **given)

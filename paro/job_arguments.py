@@ -1,0 +1,98 @@
+"""Flags of what goes in and what comes out: data, tokenizer, validation, checkpoints, logging."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+from data.tokenizer import TOKENIZER_TYPES
+
+# One flag in two or three lines reads as a table: the formatter would take six.
+# fmt: off
+
+
+def add_data_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("data").add_argument
+    add("--data-path", nargs="*", default=(), metavar="PREFIX",
+        help="a corpus as tools/preprocess_data.py writes it, PREFIX.bin and PREFIX.idx; or "
+        "several, each behind its weight (0.3 A 0.7 B), or without weights: by their sizes")
+    add("--data-args-path", metavar="FILE",
+        help="the same from a file: words, or a JSON list in which lists may stand for paths")
+    for split in ("train", "valid", "test"):
+        add(f"--{split}-data-path", nargs="*", default=(), metavar="PREFIX",
+            help=f"corpora for {split} alone, as for --data-path; nothing is cut by --split")
+    add("--per-split-data-args-path", metavar="FILE",
+        help='the same from a file: JSON, {"train": [...], "valid": [...], "test": [...]}')
+    add("--mock-data", action="store_true",
+        help="deterministic synthetic tokens instead of a corpus")
+    add("--split", metavar="TRAIN,VALID,TEST",
+        help="the parts of every corpus to train, validate and test on, in any unit; default "
+        "969, 30, 1")
+    add("--data-cache-path", metavar="DIR",
+        help="where sample indices are kept between runs; default: beside the corpus")
+    add("--eod-mask-loss", action="store_true",
+        help="leave the tokens that end documents out of the loss")
+    add("--reset-position-ids", action="store_true",
+        help="count positions from the beginning of each document, not of each sample")
+    add("--reset-attention-mask", action="store_true",
+        help="keep documents that share a sample from seeing each other")
+    add("--num-workers", type=int, default=2, metavar="N",
+        help="background workers of the data loader, per rank; 0: none")
+
+
+def add_tokenizer_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("tokenizer").add_argument
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE",
+        help=f"needed except with --mock-data: {' '.join(TOKENIZER_TYPES)}")
+    add("--tokenizer-model", metavar="FILE", help="the tokenizer's file, folder or name")
+    add("--vocab-size", type=int, metavar="N",
+        help="for NullTokenizer: ids below N are data, N ends a document; default: the preset's; "
+        "for others checked against the tokenizer")
+
+
+def add_validation_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("validation").add_argument
+    add("--eval-interval", type=int, default=1000, metavar="N",
+        help="evaluate on held-out data every N iterations; 0: only at the end")
+    add("--eval-iters", type=int, default=100, metavar="N",
+        help="global batches per evaluation; 0: never evaluate")
+    add("--full-validation", action="store_true",
+        help="let every evaluation read all validation data once, instead of --eval-iters batches")
+    add("--multiple-validation-sets", action="store_true",
+        help="evaluate each corpus of --valid-data-path by itself, under its name")
+    add("--skip-train", action="store_true",
+        help="evaluate what --load holds on validation and test data and leave; nothing is written")
+
+
+def add_checkpointing_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("checkpointing").add_argument
+    add("--save", metavar="DIR", help="save checkpoints under DIR; default: none is saved")
+    add("--save-interval", type=int, metavar="N",
+        help="save every N iterations; default: at the end only")
+    add("--load", metavar="DIR", help="go on from the latest checkpoint under DIR, if there is one")
+    add("--exit-on-missing-checkpoint", action="store_true",
+        help="stop if --load holds no checkpoint instead of starting afresh")
+
+
+def add_logging_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("logging").add_argument
+    add("--log-interval", type=int, default=100, metavar="N",
+        help="print a line, and write one to --metrics-file, every N iterations")
+    add("--log-throughput", action="store_true", help="add TFLOP/s per device to that line")
+    add("--log-num-zeros-in-grad", action="store_true",
+        help="add how many elements of the gradients are zero")
+    add("--log-params-norm", action="store_true",
+        help="add the norm of all parameters after the update")
+    add("--metrics-file", metavar="FILE",
+        help="append a JSON object per logged iteration: losses in full precision, throughput, "
+        "memory, bytes sent")
+    add("--peak-tflops", type=float, metavar="X",
+        help="what one device can compute, for MFU; default: a table of GPUs, else timed at start")
+    add("--tensorboard-dir", metavar="DIR", help="write TensorBoard events to DIR")
+    add("--tensorboard-log-interval", type=int, default=1, metavar="N",
+        help="write to TensorBoard and W&B every N iterations")
+    add("--tensorboard-queue-size", type=int, default=1000, metavar="N",
+        help="TensorBoard events held back before they are written")
+    add("--wandb-project", metavar="NAME", help="log to this Weights & Biases project")
+    add("--wandb-entity", metavar="NAME", help="the user or team it belongs to")
+    add("--wandb-exp-name", metavar="NAME", help="name of the run there")
+    add("--wandb-save-dir", metavar="DIR", help="where its files lie on this machine")
