@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import resource
 import pickle
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
