@@ -87,22 +87,22 @@ def check_fits(plan: Plan) -> None:
 
 def _world(plan: Plan) -> Iterator[str]:
     world, backend = plan.world, plan.config.runtime.distributed_backend
-    nodes = world.size // world.ranks_per_node
-    yield f"> dry run of {world.size} ranks on {nodes} nodes of {world.ranks_per_node}, {backend}"
+    nodes = _count(world.size // world.ranks_per_node, "node")
+    yield f"> dry run of {_count(world.size, 'rank')} on {nodes} of {world.ranks_per_node}, {backend}"
 
 
 def _batch(plan: Plan) -> Iterator[str]:
     batches, seq_length = plan.config.batches, plan.config.data.seq_length
     size = batches.batch_size_at(0)
     yield (
-        f"> global batch {size} samples of {seq_length} tokens = {plan.world.size} ranks x "
-        f"{plan.num_micro_batches} micro-batches x {batches.micro_batch_size} samples; "
-        f"{size * seq_length:,} tokens a step"
+        f"> global batch of {size} x {seq_length} = {size * seq_length:,} tokens: "
+        f"{_count(plan.world.size, 'rank')} x {_count(plan.num_micro_batches, 'micro-batch')} x "
+        f"{_count(batches.micro_batch_size, 'sample')}"
     )
     if size != batches.global_batch_size:
         largest = batches.global_batch_size
-        count = largest // batches.samples_per_micro_batch
-        yield f">   and ramps up to {largest} samples, {count} micro-batches"
+        count = _count(largest // batches.samples_per_micro_batch, "micro-batch")
+        yield f">   and ramps up to {largest} samples, {count}"
     iterations = plan.config.train.train_iters
     tokens = batches.samples_after(iterations) * seq_length
     yield f"> {iterations:,} iterations, {tokens:,} tokens in all"
@@ -162,7 +162,7 @@ def _held_by(node: Node) -> tuple[int, int, int, int]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
-    yield f"> memory of a rank: {memory.total / 1e9:.1f} GB at most, at {memory.name}"
+    yield f"> memory of a rank: {_size(memory.total)} at most, at {memory.name}"
     parts = {
         "model states": memory.states,
         "whole parameters": memory.whole_params,
@@ -172,7 +172,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     }
     assert sum(parts.values()) == memory.total, f"{parts} are not all of {memory}"
     for name, num_bytes in parts.items():
-        yield f"    {name:<16}  {num_bytes / 1e9:7.2f} GB"
+        yield f"    {name:<16}  {_size(num_bytes):>9}"
     limit = plan.config.launch.device_memory_gb
     if limit is not None and memory.total <= USABLE * limit * 1e9:
         yield f"> fits into the {USABLE * limit:.1f} GB that can be used of {limit:g} GB"
@@ -188,8 +188,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
         plan.num_micro_batches,
     )
     yield (
-        f"> sent by a rank in a step: {sent.intra / 1e9:.2f} GB inside its group, "
-        f"{sent.inter / 1e9:.2f} GB between groups"
+        f"> sent by a rank in a step: {_size(sent.intra)} inside its group, "
+        f"{_size(sent.inter)} between groups"
     )
     if config.sharding.collective in ("flat", "ring"):
         yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
@@ -227,9 +227,18 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
     if checkpoint.save is not None:
         every = checkpoint.save_interval
         when = "at the end" if every is None else f"every {every} iterations"
-        # fp32 parameters and two moments, whatever is sharded
-        size = 12 * num_parameters(plan.config.model) / 1e9
-        yield f"> --save {checkpoint.save}: {size:.1f} GB a checkpoint, {when}"
+        size = _size(12 * num_parameters(plan.config.model))  # fp32 parameters and two moments
+        yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
+
+
+def _count(number: int, what: str) -> str:
+    """The number and what it counts, in the plural unless it is one."""
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 SECTIONS: tuple[Callable[[Plan], Iterable[str]], ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -94,8 +95,8 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     assert "  seed ............................................ 77\n" in out
     assert "> dry run of 8 ranks on 2 nodes of 4, gloo\n" in out
     assert (
-        "> global batch 64 samples of 32 tokens = 8 ranks x 4 micro-batches x 2 samples; "
-        "2,048 tokens a step\n> 10 iterations, 20,480 tokens in all\n"
+        "> global batch of 64 x 32 = 2,048 tokens: 8 ranks x 4 micro-batches x 2 samples\n"
+        "> 10 iterations, 20,480 tokens in all\n"
     ) in out
     # 2 x 128 x 64, 4 x (4 x 64 x 64 + 3 x 64 x 128 + 2 x 64) and 64
     assert "> number of parameters: 180,800; vocabulary of 101 padded to 128\n" in out
@@ -104,14 +105,20 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     rows = [line.split() for line in out.splitlines() if line.startswith(("embedding", "blocks"))]
     assert rows[0] == ["embedding", "8,192", "2,048", "2,048", "1,024"]
     assert rows[1] == ["blocks.0", "..", "blocks.3", "41,088", "10,272", "10,272", "5,136"]
-    assert "GB inside its group" in out
+    assert re.search(r"^> memory of a rank: \d\.\d MB at most, at the ", out, re.M)
+    # Units padded to a multiple of 64 elements, blocks gathered twice: in bf16, 3/4 inside
+    gathered, trained = 2 * 8192 + 8 * 41088 + 64, 2 * 8192 + 4 * 41088 + 64
+    inside = 4 * (gathered + trained) * 2 * 3 / 4
+    between = 2 * trained * 2 / 4 / 2
+    sent = f"{inside / 1e6:.1f} MB inside its group, {between / 1e6:.1f} MB between groups\n"
+    assert f"> sent by a rank in a step: {sent}" in out
     assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
 
 
 def test_batches_that_grow_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{MOCK} --global-batch-size 64 --rampup-batch-size 16 16 96 --dry-run --world-size 8"
     out = printed(flags, capsys)
-    assert "> global batch 16 samples of 32 tokens = 8 ranks x 1 micro-batches x 2 samples" in out
+    assert "> global batch of 16 x 32 = 512 tokens: 8 ranks x 1 micro-batch x 2 samples\n" in out
     assert "ramps up to 64 samples, 4 micro-batches\n" in out
 
 
