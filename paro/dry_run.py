@@ -87,8 +87,9 @@ def check_fits(plan: Plan) -> None:
 
 def _world(plan: Plan) -> Iterator[str]:
     world, backend = plan.world, plan.config.runtime.distributed_backend
+    ranks = _count(world.size, "rank")
     nodes = _count(world.size // world.ranks_per_node, "node")
-    yield f"> dry run of {_count(world.size, 'rank')} on {nodes} of {world.ranks_per_node}, {backend}"
+    yield f"> dry run of {ranks} on {nodes} of {world.ranks_per_node}, {backend}"
 
 
 def _batch(plan: Plan) -> Iterator[str]:
@@ -172,7 +173,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     }
     assert sum(parts.values()) == memory.total, f"{parts} are not all of {memory}"
     for name, num_bytes in parts.items():
-        yield f"    {name:<16}  {_size(num_bytes):>9}"
+        yield f"    {name:<16}  {_size(num_bytes, like=memory.total):>9}"
     limit = plan.config.launch.device_memory_gb
     if limit is not None and memory.total <= USABLE * limit * 1e9:
         yield f"> fits into the {USABLE * limit:.1f} GB that can be used of {limit:g} GB"
@@ -237,8 +238,10 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what if number == 1 else plural}"
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+def _size(num_bytes: int, *, like: int | None = None) -> str:
+    """In GB or MB, by its own size or by that of a sum that it is a part of."""
+    in_gigabytes = (num_bytes if like is None else like) >= 1e9
+    return f"{num_bytes / 1e9:.1f} GB" if in_gigabytes else f"{num_bytes / 1e6:.1f} MB"
 
 
 SECTIONS: tuple[Callable[[Plan], Iterable[str]], ...] = (
