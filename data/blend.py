@@ -1,8 +1,6 @@
-"""Blends: which corpora with which weights, from words or files, and whose sample comes when."""
+"""Blends: which corpora with which weights, from words or files."""
 
 # A blend is a list of prefixes, each with the weight before it or all without: then sizes decide.
-# The order of a blend is Megatron's: at every sample the corpus that lags most behind its share is
-# next, the first of equals.
 
 from __future__ import annotations
 
@@ -11,15 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 SURPLUS = 0.005  # Megatron builds so much more of every corpus than its share, for roundings
 MAX_CORPORA = np.iinfo(np.int16).max - 1
-DATASET_DTYPE: np.dtype[Any] = np.dtype(np.int16)
-SAMPLE_DTYPE: np.dtype[Any] = np.dtype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +30,6 @@ class Blend:
         assert self.weights is not None, "a blend by size has no weights"
         weights = np.array(self.weights, dtype=np.float64)
         return [float(share) for share in weights / np.sum(weights)]
-
-
-class BlendIndices(NamedTuple):
-    """For every sample of a blend: from which corpus, and which of that corpus's samples."""
-
-    dataset_index: NDArray[np.int16]
-    dataset_sample_index: NDArray[np.int64]
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
@@ -175,44 +163,3 @@ def members_of(shares: Sequence[float], num_samples: int) -> list[int]:
 def with_surplus(num_samples: int) -> int:
     """What is built of a corpus of which so many samples are wanted."""
     return math.ceil(num_samples * (1 + SURPLUS))
-
-
-def blend_by_share(shares: Sequence[float], num_samples: int) -> BlendIndices:
-    """The first `num_samples` of a blend that goes on for ever; bit for bit Megatron's."""
-    chosen = np.zeros(num_samples, dtype=DATASET_DTYPE)
-    counts = [0] * len(shares)
-    if len(shares) > 1:
-        for sample in range(num_samples):
-            time = sample or 1
-            lags = [share * time - count for share, count in zip(shares, counts, strict=True)]
-            member = lags.index(max(lags))
-            chosen[sample] = member
-            counts[member] += 1
-    return BlendIndices(chosen, _running_counts(chosen, len(shares)))
-
-
-def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
-    """Every sample of every corpus once, in proportion; bit for bit Megatron's."""
-    total = sum(sizes)
-    chosen = np.zeros(total, dtype=DATASET_DTYPE)
-    shares = [size / total for size in sizes]
-    counts = [0] * len(sizes)
-    unspent = [member for member, size in enumerate(sizes) if size > 0]
-    for sample in range(total):
-        time = sample or 1
-        lags = [shares[member] * time - counts[member] for member in unspent]
-        member = unspent[lags.index(max(lags))]
-        chosen[sample] = member
-        counts[member] += 1
-        if counts[member] == sizes[member]:
-            unspent.remove(member)
-    return BlendIndices(chosen, _running_counts(chosen, len(sizes)))
-
-
-def _running_counts(chosen: NDArray[np.int16], num_members: int) -> NDArray[np.int64]:
-    """How often each entry was chosen before."""
-    counts = np.zeros(len(chosen), dtype=SAMPLE_DTYPE)
-    for member in range(num_members):
-        (places,) = np.nonzero(chosen == member)
-        counts[places] = np.arange(len(places))
-    return counts

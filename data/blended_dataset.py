@@ -10,15 +10,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.blend import (
+from data.blend import Blend, members_of, with_surplus
+from data.blend_order import (
     DATASET_DTYPE,
     SAMPLE_DTYPE,
-    Blend,
     BlendIndices,
     blend_by_share,
     blend_exhaustively,
-    members_of,
-    with_surplus,
 )
 from data.gpt_dataset import (
     GPTDataset,

@@ -94,7 +94,8 @@ def cached_arrays(
         try:
             _write(entry, arrays)
         except OSError as error:
-            cause = f"{entry.folder} cannot be written: {error.strerror}"
+            # numpy names no reason when only a part of an array was written.
+            cause = f"{entry.folder} cannot be written: {error.strerror or 'no room is left'}"
             return arrays, f"indices kept in memory, {cause}"
     return _read(entry, expected) or arrays, f"indices written to {entry.folder}"
 

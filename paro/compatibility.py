@@ -212,7 +212,7 @@ RULES = (
     ),
     _switch("--no-create-attention-mask-in-dataloader", "attention is causal without a mask"),
     _unheard("--no-mmap-bin-files", "corpora are read through memory maps"),
-    _unheard("--tiktoken-pattern", "there is no TikTokenizer", str),
+    _unheard("--tiktoken-pattern", "TikTokenizer cuts texts as LLaMA-3 does", str),
     Rule(
         "--ckpt-format",
         str,

@@ -13,6 +13,7 @@ import numpy as np
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data.blend import parse_blend, read_blend, read_blend_per_split
 from data.indexed_dataset import IndexedDataset
 from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from paro.arguments import parse_args
@@ -72,20 +73,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def prefixes_of(args: Namespace) -> list[str]:
-    """The corpora that the flags name, without the weights between them."""
-    words = [word for flag in PATH_FLAGS for word in getattr(args, flag, None) or ()]
-    prefixes = [word for word in words if not _is_number(word)]
-    if not prefixes:
+    """The corpora that the flags name, as a training would understand them."""
+    blends = [
+        parse_blend(words, "--" + name.replace("_", "-"))
+        for name in PATH_FLAGS
+        if (words := getattr(args, name))
+    ]
+    if args.data_args_path is not None:
+        blends.append(read_blend(args.data_args_path, "--data-args-path"))
+    if args.per_split_data_args_path is not None:
+        flag = "--per-split-data-args-path"
+        blends += read_blend_per_split(args.per_split_data_args_path, flag).values()
+    if not blends:
         raise ValueError("nothing to look at: give --data-path PREFIX")
-    return list(dict.fromkeys(prefixes))
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+    return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
 
 def tokenizer_of(args: Namespace) -> Tokenizer | None:

@@ -10,8 +10,9 @@ from paro.groups import Groups, Run, Use
 from paro.topology import Link, nested_range
 from paro.traffic import Traffic
 
-# gloo reduces-scatters by an all-reduce, at twice the bytes; an all-to-all and a sum of our own
-# move what they must. It stages this many bytes at a time, so that nothing unit-sized is added.
+# gloo reduces-scatters by an all-reduce, at twice the bytes; messages to every peer and a sum of
+# our own move what they must (its all-to-all leaves slow links idle in between). This many bytes
+# are staged at a time, so that nothing unit-sized is added.
 _STAGED_BYTES = 4 << 20
 
 # torch 2.13 renamed these two; 2.11 and 2.12 know the old names only.
@@ -40,7 +41,7 @@ class Wire:
     """One backend collective over a run of axes, in place, in the calling thread.
 
     Counted are the bytes that a bandwidth-optimal backend makes this rank send: to the next rank
-    of the ring for gathers and all-reduces, to every peer its piece for an all-to-all.
+    of the ring for gathers and all-reduces, to every peer its piece for gloo's reductions.
     """
 
     def __init__(self, groups: Groups, traffic: Traffic) -> None:
@@ -69,17 +70,25 @@ class Wire:
             self._count_ring(run, whole.nbytes - own.nbytes)
             _reduce_scatter(own, whole, group=group)
             return own
-        for member in members:
-            if member != self._rank:
-                self._traffic.add(self._link_to(member), own.nbytes)
         step = max(1, _STAGED_BYTES // (len(members) * whole.element_size()))
         for begin in range(0, own.numel(), step):
-            sent = parts[:, begin : begin + step].contiguous()
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=group)
+            received = self._trade(use, run, parts[:, begin : begin + step])
             # Summed in the order of ranks, in fp32: the same bits at every run.
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
+
+    def _trade(self, use: Use, run: Run, parts: Tensor) -> Tensor:
+        """Sends every member its row and returns what all sent to this one, in rows too."""
+        members = self._members(run)
+        own = members.index(self._rank)
+        others = [(row, rank) for row, rank in enumerate(members) if rank != self._rank]
+        received = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
+        pending = [self.receive(use, run, received[row], rank, 0) for row, rank in others]
+        pending += [self.send(use, run, parts[row], rank, 0) for row, rank in others]
+        received[own] = parts[own]
+        for message in pending:
+            message.wait()
+        return received
 
     def send(self, use: Use, run: Run, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to send a tensor, which stays as it is until the end."""

@@ -1,20 +1,14 @@
-"""Blends: words and files that make one, what is refused, and Megatron's recorded order."""
+"""Blends: words and files that make one, and what is refused."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data.blend import (
     Blend,
-    blend_by_share,
-    blend_exhaustively,
-    members_of,
     parse_blend,
     read_blend,
     read_blend_per_split,
@@ -127,35 +121,3 @@ def test_a_senseless_file_of_splits_is_refused(tmp_path: Path, content: str) -> 
     (tmp_path / "splits.json").write_text(content)
     with pytest.raises(ValueError, match=r"--f .*(is not understood|holds no list)"):
         read_blend_per_split(str(tmp_path / "splits.json"), "--f")
-
-
-def test_recorded_order() -> None:
-    indices = blend_by_share([0.3, 0.7], 10)
-    assert list(zip(*(index.tolist() for index in indices), strict=True)) == [
-        (1, 0), (0, 0), (1, 1), (1, 2), (0, 1), (1, 3), (1, 4), (0, 2), (1, 5), (1, 6),
-    ]  # fmt: skip
-    assert [index.dtype.name for index in indices] == ["int16", "int64"]
-
-
-@given(
-    weights=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
-    num_samples=st.integers(0, 300),
-)
-def test_every_corpus_has_its_share_at_any_time(weights: list[float], num_samples: int) -> None:
-    blend = Blend(flag="--f", prefixes=tuple("abcdef"[: len(weights)]), weights=tuple(weights))
-    shares = blend.shares()
-    indices = blend_by_share(shares, num_samples)
-    for member, share in enumerate(shares):
-        taken = np.cumsum(indices.dataset_index == member)
-        ideal = share * np.arange(1, num_samples + 1)
-        assert np.all(np.abs(taken - ideal) <= len(shares))
-        mine = indices.dataset_sample_index[indices.dataset_index == member]
-        assert mine.tolist() == list(range(len(mine)))
-    assert sum(members_of(shares, num_samples)) >= num_samples
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
-def test_an_exhaustive_blend_holds_every_sample_once(sizes: list[int]) -> None:
-    indices = blend_exhaustively(sizes)
-    found = sorted(zip(*(index.tolist() for index in indices), strict=True))
-    assert found == [(member, i) for member, size in enumerate(sizes) for i in range(size)]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import pickle
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -163,6 +164,23 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_only(
     assert dataset.source.startswith("indices kept in memory")
     assert all_samples(dataset) == expected
     assert len(recwarn) == 0
+
+
+def test_a_full_disk_costs_the_cache_only(corpus: IndexedDataset) -> None:
+    """A limit on the size of files stands for it; numpy names no reason when a write is cut."""
+    expected = all_samples(build(corpus, num_samples=20_000))
+    for file in cache_files(build(corpus, num_samples=20_000)):
+        file.unlink()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        dataset = build(corpus, num_samples=20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert dataset.source.startswith("indices kept in memory")
+    assert "cannot be written: no room is left" in dataset.source
+    assert all_samples(dataset) == expected
+    assert not cache_files(dataset)
 
 
 def build_in_process(prefix: str, start: object, results: object) -> None:

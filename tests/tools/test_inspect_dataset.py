@@ -57,6 +57,16 @@ def test_counts_lengths_and_texts(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_files_of_blends_are_understood(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "blend").write_text(f"1 {corpus}\n")
+    (tmp_path / "splits").write_text(json.dumps({"train": [str(corpus)]}))
+    for flag, name in (("--data-args-path", "blend"), ("--per-split-data-args-path", "splits")):
+        main([flag, str(tmp_path / name)])
+        assert capsys.readouterr().out.startswith(f"{corpus}: ")
+
+
 def test_a_corpus_of_another_tokenizer_is_told(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +148,8 @@ def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
     [
         ([], "nothing to look at: give --data-path PREFIX"),
         (["--data-path", "none"], "none.idx is missing"),
+        (["--data-path", "-0.3", "x", "1", "y"], "--data-path the weight -0.3 is no share"),
+        (["--data-args-path", "none"], "--data-args-path none cannot be read"),
         (["--data-path", "none", "--documents", "-1"], "--documents -1 must be 0 or more"),
         (["--data-path", "none", "--histogram", "x.txt"], "the name must end in .png"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),

@@ -1,0 +1,109 @@
+"""The order of a blend: Megatron's recorded one, its rule sample by sample, shares, sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest import mock
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import blend_order
+from data.blend import Blend, members_of
+from data.blend_order import BlendIndices, blend_by_share, blend_exhaustively
+
+
+def sample_by_sample(
+    shares: Sequence[float], limits: Sequence[float], num_samples: int
+) -> list[tuple[int, int]]:
+    """The rule as a loop: corpus and number within it, of every sample."""
+    counts = [0] * len(shares)
+    order = []
+    for sample in range(num_samples):
+        lags = [
+            share * max(sample, 1) - count if count < limit else -np.inf
+            for share, count, limit in zip(shares, counts, limits, strict=True)
+        ]
+        member = lags.index(max(lags))
+        order.append((member, counts[member]))
+        counts[member] += 1
+    return order
+
+
+def as_pairs(indices: BlendIndices) -> list[tuple[int, int]]:
+    return list(zip(*(index.tolist() for index in indices), strict=True))
+
+
+@given(
+    weights=st.lists(
+        st.one_of(st.floats(0.001, 100.0), st.integers(1, 4).map(float)), min_size=1, max_size=6
+    ),
+    num_samples=st.integers(0, 500),
+    stretch=st.integers(1, 60),
+)
+def test_many_lanes_give_what_one_loop_gives(
+    weights: list[float], num_samples: int, stretch: int
+) -> None:
+    shares = [float(share) for share in np.array(weights) / np.sum(weights)]
+    with mock.patch.object(blend_order, "_LEAST_STRETCH", stretch):
+        found = as_pairs(blend_by_share(shares, num_samples))
+    assert found == sample_by_sample(shares, [np.inf] * len(shares), num_samples)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 90), min_size=1, max_size=6).filter(any),
+    stretch=st.integers(1, 60),
+)
+def test_many_lanes_exhaust_what_one_loop_exhausts(sizes: list[int], stretch: int) -> None:
+    total = sum(sizes)
+    with mock.patch.object(blend_order, "_LEAST_STRETCH", stretch):
+        found = as_pairs(blend_exhaustively(sizes))
+    assert found == sample_by_sample([size / total for size in sizes], sizes, total)
+
+
+def test_a_wrong_beginning_is_run_again() -> None:
+    """Whatever counts the stretches begin from, the order is the loop's."""
+    shares = [0.5, 0.3, 0.2]
+
+    def unlikely(_shares: object, times: np.ndarray) -> np.ndarray:
+        return np.stack([np.zeros_like(times), np.zeros_like(times), times])
+
+    with (
+        mock.patch.object(blend_order, "_LEAST_STRETCH", 7),
+        mock.patch.object(blend_order, "_likely_counts", unlikely),
+    ):
+        found = as_pairs(blend_by_share(shares, 200))
+    assert found == sample_by_sample(shares, [np.inf] * 3, 200)
+
+
+def test_recorded_order() -> None:
+    indices = blend_by_share([0.3, 0.7], 10)
+    assert list(zip(*(index.tolist() for index in indices), strict=True)) == [
+        (1, 0), (0, 0), (1, 1), (1, 2), (0, 1), (1, 3), (1, 4), (0, 2), (1, 5), (1, 6),
+    ]  # fmt: skip
+    assert [index.dtype.name for index in indices] == ["int16", "int64"]
+
+
+@given(
+    weights=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
+    num_samples=st.integers(0, 300),
+)
+def test_every_corpus_has_its_share_at_any_time(weights: list[float], num_samples: int) -> None:
+    blend = Blend(flag="--f", prefixes=tuple("abcdef"[: len(weights)]), weights=tuple(weights))
+    shares = blend.shares()
+    indices = blend_by_share(shares, num_samples)
+    for member, share in enumerate(shares):
+        taken = np.cumsum(indices.dataset_index == member)
+        ideal = share * np.arange(1, num_samples + 1)
+        assert np.all(np.abs(taken - ideal) <= len(shares))
+        mine = indices.dataset_sample_index[indices.dataset_index == member]
+        assert mine.tolist() == list(range(len(mine)))
+    assert sum(members_of(shares, num_samples)) >= num_samples
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
+def test_an_exhaustive_blend_holds_every_sample_once(sizes: list[int]) -> None:
+    indices = blend_exhaustively(sizes)
+    found = sorted(zip(*(index.tolist() for index in indices), strict=True))
+    assert found == [(member, i) for member, size in enumerate(sizes) for i in range(size)]
