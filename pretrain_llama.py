@@ -7,7 +7,8 @@ from datetime import datetime
 
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
-from paro.config import RunConfig
+from paro.config import RunConfig, take_world
+from paro.dry_run import run_dry
 from paro.loop import Loop, Saving
 from paro.placement import check_placement, placement_lines, predict_memory
 from paro.report.log import Log
@@ -18,7 +19,6 @@ from paro.resume import load_run, save_run
 from paro.runtime import (
     Control,
     distributed,
-    read_world,
     run_script,
     seed_everything,
     user_mistakes,
@@ -29,8 +29,11 @@ from paro.training import Training, TrainState
 def main() -> None:
     with user_mistakes():
         args = parse_args()
-        world = read_world()
+        world = take_world(args)
         config = RunConfig.from_args(args, world)
+        if config.launch.dry_run:
+            run_dry(args, config, world)
+            return
     with distributed(config.runtime, world) as control:
         run(args, config, control)
 

@@ -10,7 +10,7 @@
 #   TEXT             a .jsonl file of your own, {"text": ...} a line, instead of Python's library
 #   TRAIN_ITERS      optimizer steps (240)
 #   OMP_NUM_THREADS  threads of a rank (1: the 4 ranks already fill the cores of a small machine)
-#   DRY=1            only print the commands
+#   DRY_RUN=1        only print the commands, and check that of the training if its tokenizer is there
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -53,7 +53,7 @@ TRAINING_ARGS=(
 )
 DATA_ARGS=(
     --data-path "${CORPUS}_text_document"
-    --split 95,5,0
+    --split "95,5,0"
     --num-workers 0
     --tokenizer-type SentencePieceTokenizer
     --tokenizer-model "$TOKENIZER.model"
@@ -76,7 +76,7 @@ run() {
         line+=" $word"
     done
     echo "$line"
-    [[ -n ${DRY:-} ]] || "$@"
+    [[ -n ${DRY_RUN:-} ]] || "$@"
 }
 
 # Runs a command unless the files before `--` are there; they get their names only when whole.
@@ -88,7 +88,7 @@ make_once() {
         shift
     done
     shift
-    if [[ -n $missing || -n ${DRY:-} ]]; then
+    if [[ -n $missing || -n ${DRY_RUN:-} ]]; then
         run "$@"
     else
         for file in "${files[@]}"; do echo "= $file is there"; done
@@ -100,13 +100,18 @@ trained_iters() {
 }
 
 train() {
-    if (($(trained_iters) >= TRAIN_ITERS)) && [[ -z ${DRY:-} ]]; then
+    if (($(trained_iters) >= TRAIN_ITERS)) && [[ -z ${DRY_RUN:-} ]]; then
         echo "= $CHECKPOINTS holds iteration $(trained_iters)"
         return
     fi
-    run torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py \
-        "${PARO_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \
+    local flags=(
+        "${PARO_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}"
         "${EVAL_AND_LOGGING_ARGS[@]}"
+    )
+    run torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py "${flags[@]}"
+    if [[ -n ${DRY_RUN:-} && -s $TOKENIZER.model ]]; then
+        python pretrain_llama.py "${flags[@]}" --dry-run --world-size 4
+    fi
 }
 
 steps() {
@@ -144,7 +149,7 @@ log          $LOG
 END
 }
 
-if [[ -n ${DRY:-} ]]; then
+if [[ -n ${DRY_RUN:-} ]]; then
     steps
     exit
 fi

@@ -73,6 +73,7 @@ def build_parser() -> ArgumentParser:
     add_learning_rate_args(parser)
     add_mixed_precision_args(parser)
     _add_distributed_args(parser)
+    _add_dry_run_args(parser)
     add_data_args(parser)
     add_tokenizer_args(parser)
     add_validation_args(parser)
@@ -141,3 +142,19 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
         help="give up on a peer after so long")
     add("--use-distributed-optimizer", action="store_true",
         help="Megatron's name for --paro-strategy NNG (ZeRO-1)")
+
+
+def _add_dry_run_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "dry run",
+        "Check a launch without it: one plain process, with the same flags and no torchrun or "
+        "srun, configures for N ranks and says what each would hold, compute and send. It needs "
+        "no GPU, allocates nothing and writes no file; status 0, or 2 and one line.",
+    ).add_argument
+    add("--dry-run", action="store_true", help="do that, and start no rank")
+    add("--world-size", type=int, metavar="N", help="with --dry-run: the ranks to plan for; needed")
+    add("--ranks-per-node", type=int, metavar="N",
+        help="with --dry-run: how many of them a node has; default 8, or all where they are fewer")
+    add("--device-memory-gb", type=float, metavar="GB",
+        help="with --dry-run: fail unless the predicted memory of a rank fits a device of so many "
+        "GB (1e9 bytes), a tenth of which is left to CUDA and to fragmentation")

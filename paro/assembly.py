@@ -14,6 +14,7 @@ from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.auto import Choice, choice_by
 from paro.config import RunConfig
+from paro.groups import Run, Use
 from paro.lanes import make_lanes
 from paro.loop import HeldOut, Sources
 from paro.optim.loss_scale import start_loss_scale
@@ -22,7 +23,7 @@ from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.machine_file import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
-from paro.runtime import Control, device_for, timeout_of
+from paro.runtime import Control, timeout_of
 from paro.sharding.buffers import Ledger
 from paro.sharding.engine import ShardedModel
 from paro.sharding.unit import ShardingContext, moves_of
@@ -43,10 +44,10 @@ def build_training(
 ) -> Training:
     """Model, optimizer and schedules with their initial values; no data yet.
 
-    Parameters whose name `is_trained` denies are frozen. Bytes are counted in `traffic`.
+    Parameters whose name `is_trained` denies are frozen. Bytes are counted in `traffic`. On the
+    meta device everything has its size and nothing its storage, nor has it process groups.
     """
-    world = control.world
-    device = device_for(config.runtime, world)
+    device = control.device
     traffic = traffic or Traffic()
     context = _sharding_context(config, control, device, traffic)
     with torch.device("meta"):
@@ -56,7 +57,8 @@ def build_training(
     nodes = cut_into_nodes(model, model.units(), context)
     sharded = ShardedModel(model, nodes, prefetch_units=config.sharding.prefetch_units)
     optimizer = ParoOptimizer(sharded, config.optim)
-    optimizer.initialize(_initializer(config))
+    if device.type != "meta":
+        optimizer.initialize(_initializer(config))
     return Training(
         config=config.train,
         batches=config.batches,
@@ -83,6 +85,7 @@ def _sharding_context(
         world_size=world.size, group_size=config.sharding.group_size, degrees=strategy.degrees
     )
     moves = moves_of(strategy, topology)
+    runs = moves.runs() if device.type != "meta" else dict.fromkeys(Use, frozenset[Run]())
     lanes = make_lanes(
         device,
         overlap=config.sharding.prefetch_units > 0,
@@ -92,7 +95,7 @@ def _sharding_context(
         _algorithm(config, control),
         topology=topology,
         rank=world.rank,
-        runs=moves.runs(),
+        runs=runs,
         lanes=lanes,
         traffic=traffic,
         timeout=timeout_of(config.runtime),

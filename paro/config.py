@@ -28,7 +28,7 @@ from paro.planning.machine import Machine
 from paro.planning.machine_file import read_machine
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
-from paro.runtime import RuntimeConfig, World
+from paro.runtime import LaunchConfig, RuntimeConfig, World
 from paro.sharding.wrap import ShardingConfig
 from paro.strategy import Strategy, check_group_size, parse_strategy
 from paro.training import TrainConfig
@@ -59,6 +59,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     report: ReportConfig
     runtime: RuntimeConfig
+    launch: LaunchConfig
     notices: tuple[str, ...]  # flags that were accepted and have no effect, a line each
 
     @classmethod
@@ -90,13 +91,20 @@ class RunConfig:
             checkpoint=_take(CheckpointConfig, args),
             report=_take(ReportConfig, args),
             runtime=_take(RuntimeConfig, args),
+            launch=_take(LaunchConfig, args),
             notices=notices,
         )
         check_sequence(config.model, config.data)
         check_intervals(config.train, config.checkpoint)
-        check_load(config.checkpoint)
-        check_save(config.checkpoint)
+        if not config.launch.dry_run:  # the folders are those of the machine that will train
+            check_load(config.checkpoint)
+            check_save(config.checkpoint)
         return config
+
+
+def take_world(args: Namespace) -> World:
+    """The ranks to configure for: those that were started, or those of --dry-run."""
+    return _take(LaunchConfig, args).world()
 
 
 def _take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:

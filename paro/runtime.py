@@ -29,6 +29,9 @@ class World:
     ranks_per_node: int = 1
 
 
+DEFAULT_RANKS_PER_NODE = 8  # of a dry run: a DGX
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
     """How ranks talk to each other."""
@@ -41,6 +44,58 @@ class RuntimeConfig:
             raise ValueError(
                 f"--distributed-timeout-minutes {self.distributed_timeout_minutes} must be positive"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """The ranks of a dry run, which starts none; those of a real run are its launcher's affair."""
+
+    dry_run: bool = False
+    world_size: int | None = None
+    ranks_per_node: int | None = None
+    device_memory_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.dry_run:
+            for flag, value in self._given().items():
+                if value is not None:
+                    raise ValueError(
+                        f"{flag} {value} is for --dry-run, which starts no rank: the ranks of a "
+                        "training are those that torchrun or srun starts"
+                    )
+            return
+        if self.world_size is None:
+            raise ValueError("--dry-run needs --world-size N: the ranks to plan for")
+        for flag, value in self._given().items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{flag} {value} must be positive")
+        if self.world_size % self._ranks_per_node():
+            raise ValueError(
+                f"--world-size {self.world_size} is no multiple of the {self._ranks_per_node()} "
+                "ranks of a node: give --ranks-per-node, or another number of ranks"
+            )
+
+    def world(self) -> World:
+        """The first rank among those of the dry run, or this one among those that were started."""
+        if not self.dry_run:
+            return read_world()
+        assert self.world_size is not None, "a dry run has a world size"
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError(
+                "--dry-run is one plain process, here are "
+                f"{os.environ['WORLD_SIZE']}: start it with python instead of torchrun"
+            )
+        return World(size=self.world_size, ranks_per_node=self._ranks_per_node())
+
+    def _ranks_per_node(self) -> int:
+        return self.ranks_per_node or min(DEFAULT_RANKS_PER_NODE, self.world_size or 1)
+
+    def _given(self) -> dict[str, float | None]:
+        return {
+            "--world-size": self.world_size,
+            "--ranks-per-node": self.ranks_per_node,
+            "--device-memory-gb": self.device_memory_gb,
+        }
 
 
 # Ranks that start together may differ by this much until they have read their flags.
@@ -139,6 +194,16 @@ class Control:
         first = next((text for text in self.gather(mistake) if text is not None), None)
         if first is not None:
             raise UserMistakeError(first)
+
+
+class PlannedControl(Control):
+    """Among ranks that nobody started: all of them are taken to say what this one does."""
+
+    def sum(self, values: list[float]) -> list[float]:
+        return [value * self.world.size for value in values]
+
+    def gather(self, value: object) -> list[Any]:
+        return [value] * self.world.size
 
 
 @contextmanager

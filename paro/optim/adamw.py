@@ -25,7 +25,8 @@ def make_adamw(
     if implementation == "apex":
         fused_adam = find_apex()
         return fused_adam(groups, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+    planned = any(param.is_meta for group in groups for param in group["params"])  # never stepped
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=not planned)
 
 
 def attach_moments(

@@ -1,55 +1,94 @@
-"""The launch scripts: their flags configure a run on their world, and it fits into their GPUs."""
+"""The launch scripts: what they start, that it configures and fits, and what their comments say."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from model.config import LLAMA_PRESETS, num_parameters
 from paro.arguments import parse_args
-from paro.config import RunConfig
-from paro.planning.llama import MicroBatch, activations_of, units_of
-from paro.planning.working_memory import peak_memory
-from paro.precision import BYTES_OF
+from paro.config import RunConfig, take_world
+from paro.dry_run import Plan, plan_run
 from paro.runtime import World
-from paro.topology import make_topology
 from tests.helpers.ranks import ROOT
 from tools.train_tokenizer import main as train_tokenizer
 
 EXAMPLES = ROOT / "examples"
-GPU_BYTES = 80e9
+BIN = Path(sys.executable).parent
+# On nodes of 8 GPUs; the others are small.
+CLUSTER = [f"pretrain_llama_{size}_{how}.sh" for size in ("7b", "65b") for how in ("dgx", "slurm")]
+SCRIPTS = [*CLUSTER, "single_gpu.sh", "cpu_emulated_cluster.sh", "quickstart.sh"]
+NUM_PARAMETERS = {"7b": "6,738,415,616", "65b": "65,285,660,672"}
+RECIPE = {"7b": 1e12, "65b": 1.4e12}  # tokens
 
-# Each script with the nodes of 8 GPUs that it is run on.
-LAUNCHES = [
-    ("pretrain_llama_7b_dgx.sh", 1),
-    ("pretrain_llama_7b_dgx.sh", 4),
-    ("pretrain_llama_65b_dgx.sh", 4),
-    ("pretrain_llama_65b_dgx.sh", 8),
-    ("pretrain_llama_slurm.sbatch", 4),
-]
+# What stands for a launcher: says what it was given, and of the environment what scripts set.
+RECORDER = """#!/bin/sh
+for word in "${0##*/}" "$@"; do echo "word $word"; done
+env | grep -E '^(NCCL|CUDA|SRUN|MASTER|OMP|PYTORCH)_' | sed 's/^/set /'
+"""
 
 
-def dry_run(script: str, *args: object, **environment: object) -> list[str]:
-    """The words of the command that a script would run."""
+class Started(NamedTuple):
+    """What a script would have started."""
+
+    words: list[str]
+    environment: dict[str, str]
+
+    @property
+    def launcher(self) -> list[str]:
+        return self.words[: self.words.index("pretrain_llama.py")]
+
+    @property
+    def flags(self) -> list[str]:
+        return self.words[self.words.index("pretrain_llama.py") + 1 :]
+
+
+@pytest.fixture(scope="session")
+def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of launchers that start nothing."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in ("python", "torchrun", "srun"):
+        (folder / name).write_text(RECORDER)
+        (folder / name).chmod(0o755)
+    (folder / "scontrol").write_text('#!/bin/sh\nprintf "first\\nsecond\\n"\n')
+    (folder / "scontrol").chmod(0o755)
+    return folder
+
+
+def bash(script: str, *args: object, path: str, **environment: object) -> str:
     done = subprocess.run(
         ["bash", str(EXAMPLES / script), *map(str, args)],
         cwd=ROOT,
-        env={"PATH": os.environ["PATH"], "DRY": "1", **{k: str(v) for k, v in environment.items()}},
+        env={"PATH": f"{path}:{os.environ['PATH']}"} | {k: str(v) for k, v in environment.items()},
         capture_output=True,
         text=True,
-        check=True,
     )
-    assert done.stderr == ""
-    return shlex.split(done.stdout)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
 
 
-def configured(words: list[str], world_size: int) -> RunConfig:
-    flags = words[words.index("pretrain_llama.py") + 1 :]
-    return RunConfig.from_args(parse_args(flags), World(size=world_size, ranks_per_node=8))
+def start(recorders: Path, script: str, *args: object, **environment: object) -> Started:
+    lines = bash(script, *args, path=str(recorders), **environment).splitlines()
+    words = [line.removeprefix("word ") for line in lines if line.startswith("word ")]
+    settings = [line.removeprefix("set ") for line in lines if line.startswith("set ")]
+    return Started(words, dict(setting.split("=", 1) for setting in settings))
+
+
+def planned(started: Started) -> Plan:
+    args = parse_args(started.flags)
+    world = take_world(args)
+    return plan_run(RunConfig.from_args(args, world), world)
+
+
+def size_of(script: str) -> str:
+    return script.split("_")[2]
 
 
 @pytest.fixture(scope="module")
@@ -63,74 +102,230 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(f"{prefix}.model")
 
 
-@pytest.mark.parametrize(("script", "nodes"), LAUNCHES)
-def test_its_flags_configure_what_its_name_says(script: str, nodes: int, tmp_path: Path) -> None:
+# Dry runs, as a user makes them
+
+
+def dry_run(script: str, world_size: int, folder: Path) -> str:
+    nodes = {"NNODES": world_size // 8, "GPUS_PER_NODE": 8, "RANKS_PER_NODE": 8}
+    return bash(script, folder / "save", folder / "board", path=str(BIN), DRY_RUN=1, **nodes)
+
+
+@pytest.mark.parametrize("world_size", [16, 128])
+@pytest.mark.parametrize("script", CLUSTER)
+def test_a_cluster_is_planned_on_any_machine(script: str, world_size: int, tmp_path: Path) -> None:
+    before = sorted(ROOT.iterdir())
+    out = dry_run(script, world_size, tmp_path)
+    assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, nccl\n" in out
+    assert f"> number of parameters: {NUM_PARAMETERS[size_of(script)]};" in out
+    assert "> fits into the 76.4 GB that can be used of 84.9 GB\n" in out
+    assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
+    assert list(tmp_path.iterdir()) == []
+    assert sorted(ROOT.iterdir()) == before
+
+
+@pytest.mark.parametrize("world_size", [16, 128])
+def test_an_emulated_cluster_is_planned_without_root(world_size: int, tmp_path: Path) -> None:
+    out = dry_run("cpu_emulated_cluster.sh", world_size, tmp_path)
+    assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, gloo\n" in out
+    assert "> strategy IIG: " in out
+    assert ", collectives ho-ring\n" in out
+    assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
+
+
+def test_a_single_gpu_is_planned_without_one(tmp_path: Path) -> None:
+    out = dry_run("single_gpu.sh", 8, tmp_path)
+    assert "> dry run of 1 rank on 1 node of 1, nccl\n" in out
+    assert "> number of parameters: 364,430,336;" in out
+    assert "> fits into the 14.4 GB that can be used of 16 GB\n" in out
+
+
+def test_the_quickstarts_training_is_planned_once_its_tokenizer_is_there(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    environment = {"RUN_DIR": tmp_path, "DRY_RUN": 1, "path": str(BIN)}
+    printed = bash("quickstart.sh", **environment)
+    assert [line[0] for line in printed.splitlines()] == ["+"] * 5
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer.read_bytes())
+    out = bash("quickstart.sh", **environment)
+    assert "> dry run of 4 ranks on 1 node of 4, gloo\n" in out
+    assert "> strategy IIG: 4 ranks in groups of 2, collectives native\n" in out
+    assert f"> data: {tmp_path}/corpus_text_document is not on this machine" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.model"]
+
+
+# What they start
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize("script", CLUSTER)
+def test_its_flags_configure_what_its_name_says(
+    recorders: Path, script: str, nodes: int, tmp_path: Path
+) -> None:
     saved = tmp_path / "saved here"
-    words = dry_run(script, saved, tmp_path / "board", NNODES=nodes, MASTER_ADDR="node0")
-    config = configured(words, nodes * 8)
-    size = "65B" if "65b" in script else "7B"
-    preset = LLAMA_PRESETS[size]
+    started = start(recorders, script, saved, tmp_path / "board", NNODES=nodes, MASTER_ADDR="n0")
+    world = World(size=nodes * 8, ranks_per_node=8)
+    config = RunConfig.from_args(parse_args(started.flags), world)
+    preset = LLAMA_PRESETS[size_of(script).upper()]
     assert num_parameters(config.model) == num_parameters(preset)
     assert config.model.vocab_size == preset.vocab_size
-    assert config.strategy.degrees == (8, 8, 8 * nodes)
     assert config.precision.compute == "bf16"
     assert config.checkpoint.save == config.checkpoint.load == str(saved)
     assert config.data.mock_data
+    assert not config.launch.dry_run
     tokens = config.batches.samples_after(config.train.train_iters) * config.data.seq_length
-    recipe = 1.4e12 if size == "65B" else 1e12
-    assert tokens == pytest.approx(recipe, rel=1e-5)
+    assert tokens == pytest.approx(RECIPE[size_of(script)], rel=1e-5)
 
 
-@pytest.mark.parametrize(("script", "nodes"), LAUNCHES)
-def test_it_fits_into_its_gpus(script: str, nodes: int, tmp_path: Path) -> None:
-    world_size = nodes * 8
-    words = dry_run(script, tmp_path, tmp_path, NNODES=nodes, MASTER_ADDR="node0")
-    config = configured(words, world_size)
-    batch = MicroBatch(
-        size=config.batches.micro_batch_size,
-        seq_length=config.data.seq_length,
-        compute_bytes=BYTES_OF[config.precision.compute],
-        device_type="cuda",
-    )
-    peak = peak_memory(
-        config.strategy,
-        make_topology(world_size=world_size, group_size=8, degrees=config.strategy.degrees),
-        units_of(config.model, world_size=world_size),
-        config.precision,
-        activations_of(config.model, batch),
-        prefetch_units=config.sharding.prefetch_units,
-        num_micro_batches=config.batches.num_micro_batches_at(0),
-    )
-    # The rest is for the CUDA context, communication buffers and fragmentation.
-    assert peak.total < 0.9 * GPU_BYTES, peak.describe()
-
-
-@pytest.mark.parametrize(("script", "nodes"), LAUNCHES)
+@pytest.mark.parametrize("script", [*CLUSTER, "single_gpu.sh"])
 def test_it_takes_a_tokenizer_and_a_corpus(
-    script: str, nodes: int, tmp_path: Path, tokenizer: Path
+    recorders: Path, script: str, tmp_path: Path, tokenizer: Path
 ) -> None:
     paths = (tmp_path, tmp_path, tokenizer, "some/corpus_text_document")
-    words = dry_run(script, *paths, NNODES=nodes, MASTER_ADDR="node0")
-    config = configured(words, nodes * 8)
-    assert config.data.data_path == ("some/corpus_text_document",)
-    assert config.tokenizer.tokenizer_model == str(tokenizer)
+    plan = planned(start(recorders, script, *paths, NNODES=4, DRY_RUN=1))
+    assert plan.config.data.data_path == ("some/corpus_text_document",)
+    assert plan.config.tokenizer.tokenizer_model == str(tokenizer)
 
 
-def test_torchrun_is_told_of_every_node() -> None:
+def test_torchrun_is_told_of_every_node(recorders: Path) -> None:
     environment = {"NNODES": 4, "NODE_RANK": 3, "MASTER_ADDR": "node0", "MASTER_PORT": 7}
-    words = dry_run("pretrain_llama_7b_dgx.sh", **environment)
-    assert words[: words.index("pretrain_llama.py")] == shlex.split(
-        "torchrun --nproc-per-node 8 --nnodes 4 --node-rank 3 --master-addr node0 --master-port 7"
+    for script in ("pretrain_llama_7b_dgx.sh", "pretrain_llama_65b_dgx.sh"):
+        started = start(recorders, script, **environment)
+        assert started.launcher == shlex.split(
+            "torchrun --nproc-per-node 8 --nnodes 4 --node-rank 3 --master-addr node0 "
+            "--master-port 7"
+        )
+
+
+@pytest.mark.parametrize("script", [name for name in CLUSTER if "slurm" in name])
+def test_srun_starts_the_ranks_without_torchrun(recorders: Path, script: str) -> None:
+    job = {
+        "SLURM_JOB_NODELIST": "node[3-6]",
+        "SLURM_JOB_NUM_NODES": 4,
+        "SLURM_NTASKS_PER_NODE": 4,
+        "SLURM_CPUS_PER_TASK": 12,
+        "SLURM_SUBMIT_DIR": ROOT,
+    }
+    started = start(recorders, script, **job)
+    assert started.launcher == ["srun", "python", "-u"]
+    assert started.flags[started.flags.index("--paro-group-size") + 1] == "4"
+    assert started.environment["MASTER_ADDR"] == "first"
+    assert started.environment["MASTER_PORT"] == "6000"
+    assert started.environment["SRUN_CPUS_PER_TASK"] == "12"
+    assert started.environment["OMP_NUM_THREADS"] == "1"
+    inside = start(recorders, script, **job, CONTAINER_IMAGE="image.sqsh", CONTAINER_MOUNTS="a:b")
+    assert inside.launcher == shlex.split(
+        f"srun --container-image image.sqsh --container-mounts a:b --container-workdir {ROOT} "
+        "python -u"
     )
+    header = re.findall(r"^#SBATCH (--\S+)", (EXAMPLES / script).read_text(), re.M)
+    assert {"--ntasks-per-node=8", "--gpus-per-node=8", "--signal=TERM@300"} <= set(header)
 
 
-def test_srun_starts_the_ranks_without_torchrun() -> None:
-    words = dry_run("pretrain_llama_slurm.sbatch", MASTER_ADDR="node0", SLURM_NTASKS_PER_NODE=4)
-    assert words[: words.index("pretrain_llama.py")] == ["srun", "python", "-u"]
-    assert words[words.index("--paro-group-size") + 1] == "4"
-    assert "torchrun" not in words
+@pytest.mark.parametrize("size", ["7b", "65b"])
+def test_both_launchers_train_alike(recorders: Path, size: str) -> None:
+    dgx, slurm = (
+        start(recorders, f"pretrain_llama_{size}_{how}.sh", NNODES=4, MASTER_ADDR="node0")
+        for how in ("dgx", "slurm")
+    )
+    assert dgx.flags == slurm.flags
+    shared = {name for name in dgx.environment if name.startswith(("NCCL", "CUDA", "PYTORCH"))}
+    assert {name: dgx.environment[name] for name in shared} == {
+        name: slurm.environment[name] for name in shared
+    }
+
+
+@pytest.mark.parametrize("script", CLUSTER)
+def test_streams_and_rails_are_kept_apart(recorders: Path, script: str) -> None:
+    started = start(recorders, script, CUDA_DEVICE_MAX_CONNECTIONS=1, MASTER_ADDR="node0")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in started.environment
+    assert started.environment["NCCL_CROSS_NIC"] == "0"
+    other = start(recorders, script, NCCL_CROSS_NIC=2, MASTER_ADDR="node0")
+    assert other.environment["NCCL_CROSS_NIC"] == "2"
+
+
+# What their comments say
+
+
+def table_of(script: str) -> list[tuple[int, str, int, str]]:
+    """The rows of a comment: GPUs, strategy, micro-batch, GB."""
+    text = (EXAMPLES / script).read_text()
+    rows = re.findall(r"^# +(\d+) +([NIG]{3}) +(\d+) +(\d+\.\d)$", text, re.M)
+    return [(int(gpus), name, int(batch), gigabytes) for gpus, name, batch, gigabytes in rows]
+
+
+@pytest.mark.parametrize("script", [*CLUSTER, "single_gpu.sh"])
+def test_memory_in_comments_is_the_predictors(recorders: Path, script: str) -> None:
+    rows = table_of(script)
+    assert {gpus for gpus, *_ in rows} >= ({16, 128} if script in CLUSTER else {1})
+    for gpus, name, micro_batch_size, gigabytes in rows:
+        plan = planned(start(recorders, script, DRY_RUN=1, NNODES=gpus // 8))
+        assert plan.world.size == gpus
+        assert plan.config.strategy.name == name
+        assert plan.config.batches.micro_batch_size == micro_batch_size
+        assert f"{plan.memory.total / 1e9:.1f}" == gigabytes
+
+
+def test_memory_under_other_choices_is_the_predictors(recorders: Path) -> None:
+    def gigabytes(script: str, nodes: int, *flags: str, **environment: str) -> str:
+        started = start(recorders, script, DRY_RUN=1, NNODES=nodes, **environment)
+        kept = [flag for flag in started.flags if flag not in flags]
+        return f"{planned(Started(['pretrain_llama.py', *kept], {})).memory.total / 1e9:.1f}"
+
+    seven, large = "pretrain_llama_7b_dgx.sh", "pretrain_llama_65b_dgx.sh"
+    in_groups = [gigabytes(seven, nodes, PARO_STRATEGY="IIG") for nodes in (2, 16)]
+    said = "takes {} GB on 16 GPUs and {} GB on 128.".format(*in_groups)
+    in_fp32 = gigabytes(large, 4, "--grad-reduce-in-bf16")
+    for how in ("dgx", "slurm"):
+        assert said in (EXAMPLES / seven.replace("dgx", how)).read_text()
+        text = (EXAMPLES / large.replace("dgx", how)).read_text()
+        assert f"which decides on 32 GPUs: {in_fp32} GB without." in text
+
+
+# The scripts themselves
 
 
 def test_every_example_is_tested() -> None:
-    scripts = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert scripts == {script for script, _ in LAUNCHES} | {"quickstart.sh"}
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert files == {*SCRIPTS, "Dockerfile"}
+
+
+def test_the_shell_finds_nothing_to_say() -> None:
+    scripts = sorted(EXAMPLES.glob("*.sh"))
+    done = subprocess.run(
+        [BIN / "shellcheck", "--enable", "quote-safe-variables", *scripts],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert len(scripts) == len(SCRIPTS)
+
+
+def test_the_container_holds_what_a_run_needs() -> None:
+    text = (EXAMPLES / "Dockerfile").read_text().replace("\\\n", " ")
+    copied = [words.split()[:-1] for words in re.findall(r"^COPY (.*)$", text, re.M)]
+    sources = {source for words in copied for source in words}
+    assert {"pretrain_llama.py", "paro", "model", "data", "requirements.txt"} <= sources
+    assert all((ROOT / source).exists() for source in sources)
+    assert re.search(r"^RUN python -m pip install .*-r requirements.txt", text, re.M)
+    assert text.index("COPY requirements.txt constraints.txt") < text.index("RUN python -m pip")
+
+
+@pytest.mark.root
+@pytest.mark.ranks
+def test_the_emulated_cluster_trains_and_goes() -> None:
+    out = bash(
+        "cpu_emulated_cluster.sh",
+        path=str(BIN),
+        HOME=os.environ["HOME"],
+        NNODES=2,
+        RANKS_PER_NODE=2,
+        TRAIN_ITERS=2,
+        CLUSTER="examples",
+    )
+    assert "> strategy IIG: 4 ranks in groups of 2, collectives ho-ring\n" in out
+    assert re.findall(r"iteration +(\d)/ +2 \|", out) == ["1", "2"]
+    sent = re.search(r"^all NICs +([\d,]+)", out, re.M)
+    assert sent is not None, out
+    assert int(sent[1].replace(",", "")) > 1_000_000
+    namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+    assert "examples" not in namespaces

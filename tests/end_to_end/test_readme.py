@@ -66,13 +66,12 @@ def test_the_plain_commands_are_those_of_quickstart() -> None:
     done = subprocess.run(
         ["bash", "examples/quickstart.sh"],
         cwd=ROOT,
-        env={"PATH": os.environ["PATH"], "DRY": "1"},
+        env={"PATH": os.environ["PATH"], "DRY_RUN": "1"},
         capture_output=True,
         text=True,
         check=True,
     )
-    lines = done.stdout.splitlines()
-    assert all(line.startswith("+ ") for line in lines), done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("+ ")]
     of_script = [shlex.split(line.removeprefix("+ ")) for line in lines]
     assert len(of_script) == 5
     blocks = fenced("The quickstart, command by command")

@@ -47,7 +47,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
         "paro.yaml_flags",
     ),
     "config": ("paro.config", "paro.config_checks", "paro.config_model"),
-    "assembly": ("paro.assembly", "paro.placement", "paro.resume"),
+    "assembly": ("paro.assembly", "paro.dry_run", "paro.placement", "paro.resume"),
     "scripts": ("pretrain_llama", "tools"),
 }
 HEIGHT = {level: height for height, level in enumerate(LEVELS)}

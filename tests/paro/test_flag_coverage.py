@@ -58,6 +58,7 @@ UNOWNED = {
     "strategy.optim",
     "strategy.params",
 }
+DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
 CORPUS = "--data-path corpus"
 TRAIN = "--train-data-path corpus"
@@ -69,6 +70,8 @@ RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-d
 CASES = {
     "data_path": (("mock-data",), "--mock-data", "--data-path corpus"),
     "data_args_path": (("mock-data",), "--data-path corpus", "--data-args-path blend.json"),
+    "device_memory_gb": ((), DRY, f"{DRY} --device-memory-gb 80"),
+    "dry_run": ((), "", DRY),
     "end_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.6"),
     "exit_on_missing_checkpoint": ((), "--load .", "--load . --exit-on-missing-checkpoint"),
     "fp16": ((), "", "--fp16"),
@@ -97,6 +100,7 @@ CASES = {
         "--per-split-data-args-path splits.json",
     ),
     "rampup_batch_size": ((), "", "--rampup-batch-size 8 8 96"),
+    "ranks_per_node": ((), DRY, f"{DRY} --ranks-per-node 2"),
     "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
     "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
     "split": ((), "", "--split 98,1,1"),
@@ -106,6 +110,7 @@ CASES = {
     "train_data_path": (("mock-data",), "--data-path corpus", TRAIN),
     "train_samples": (("train-iters",), "--train-iters 10", "--train-samples 96"),
     "valid_data_path": (("mock-data",), TRAIN, f"{TRAIN} --valid-data-path corpus"),
+    "world_size": ((), DRY, "--dry-run --world-size 8"),
     "weight_decay_incr_style": ((), f"{RISING} 0.5", f"{RISING} 0.5 {COSINE}"),
 }
 

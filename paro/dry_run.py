@@ -1,0 +1,257 @@
+"""Checks a launch without starting it: what one rank of it would hold, compute, send and read."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from data.gpt_dataset import check_vocabulary
+from data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from model.config import flops_per_token, num_parameters
+from paro.assembly import build_training
+from paro.checkpoint.directory import find_checkpoint
+from paro.config import RunConfig
+from paro.placement import placement_lines, predict_memory
+from paro.planning.cost_model import model_state_bytes, traffic_per_step
+from paro.planning.llama import units_of
+from paro.planning.working_memory import Moment
+from paro.report.log import Log
+from paro.report.log_line import arguments_block
+from paro.runtime import PlannedControl, World
+from paro.sharding.wrap import Node
+from paro.training import Training
+
+USABLE = 0.9  # of a device: CUDA's context, communication buffers and fragmentation take the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run that is not started, and its first rank, which has sizes and no storage."""
+
+    config: RunConfig
+    world: World
+    training: Training
+    memory: Moment
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.config.batches.num_micro_batches_at(0)
+
+
+def plan_run(config: RunConfig, world: World) -> Plan:
+    """Builds one rank on the meta device; `ValueError` for what cannot be built."""
+    is_trained = not config.train.skip_train
+    control = PlannedControl(world, torch.device("meta"))
+    on_meta = build_training(config, control, is_trained=lambda _name: is_trained)
+    device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
+    training = replace(on_meta, device=torch.device(device))  # which kernels there will be
+    return Plan(
+        config=config,
+        world=world,
+        training=training,
+        memory=predict_memory(config, training),
+    )
+
+
+def run_dry(args: Namespace, config: RunConfig, world: World) -> None:
+    """Prints all that can be known before a start; `ValueError` where it would fail or not fit."""
+    log = Log()
+    log.log0(arguments_block(vars(args)))
+    for notice in config.notices:
+        log.log0(notice)
+    plan = plan_run(config, world)
+    for section in SECTIONS:
+        for line in section(plan):
+            log.log0(line)
+    check_fits(plan)
+    log.log0("> the launch is sound; nothing was started and nothing written")
+
+
+def check_fits(plan: Plan) -> None:
+    """`ValueError` unless the predicted memory fits the device that was named, if one was."""
+    limit = plan.config.launch.device_memory_gb
+    if limit is not None and plan.memory.total > USABLE * limit * 1e9:
+        raise ValueError(
+            f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, of "
+            f"--device-memory-gb {limit:g} about {USABLE * limit:.1f} can be used: lower "
+            "--micro-batch-size, recompute more, or spread more by --paro-strategy"
+        )
+
+
+# What is printed, in this order #
+
+
+def _world(plan: Plan) -> Iterator[str]:
+    world, backend = plan.world, plan.config.runtime.distributed_backend
+    ranks = _count(world.size, "rank")
+    nodes = _count(world.size // world.ranks_per_node, "node")
+    yield f"> dry run of {ranks} on {nodes} of {world.ranks_per_node}, {backend}"
+
+
+def _batch(plan: Plan) -> Iterator[str]:
+    batches, seq_length = plan.config.batches, plan.config.data.seq_length
+    size = batches.batch_size_at(0)
+    yield (
+        f"> global batch of {size} x {seq_length} = {size * seq_length:,} tokens: "
+        f"{_count(plan.world.size, 'rank')} x {_count(plan.num_micro_batches, 'micro-batch')} x "
+        f"{_count(batches.micro_batch_size, 'sample')}"
+    )
+    if size != batches.global_batch_size:
+        largest = batches.global_batch_size
+        count = _count(largest // batches.samples_per_micro_batch, "micro-batch")
+        yield f">   and ramps up to {largest} samples, {count}"
+    iterations = plan.config.train.train_iters
+    tokens = batches.samples_after(iterations) * seq_length
+    yield f"> {iterations:,} iterations, {tokens:,} tokens in all"
+
+
+def _model(plan: Plan) -> Iterator[str]:
+    model, seq_length = plan.config.model, plan.config.data.seq_length
+    yield (
+        f"> number of parameters: {num_parameters(model):,}; vocabulary of "
+        f"{plan.config.vocab_size:,} padded to {model.vocab_size:,}"
+    )
+    full = flops_per_token(model, seq_length, causal=False)
+    causal = flops_per_token(model, seq_length, causal=True)
+    tokens = plan.config.batches.batch_size_at(0) * seq_length
+    yield (
+        f"> FLOPs: {full:.4e} a token with attention counted in full, {causal:.4e} with it halved; "
+        f"{full * tokens / plan.world.size:.4e} a rank and step"
+    )
+
+
+def _placement(plan: Plan) -> Iterator[str]:
+    yield from placement_lines(plan.config, plan.training)
+    states = model_state_bytes(
+        plan.config.strategy,
+        units_of(plan.config.model, world_size=plan.world.size, is_trained=_is_trained(plan)),
+        plan.config.precision,
+    )
+    held = plan.training.optimizer.model_state_bytes()
+    assert held == states.total, f"rank 0 holds {held} bytes, the formula says {states.total}"
+    yield f"> precision: {plan.config.precision.describe()}"
+
+
+def _units(plan: Plan) -> Iterator[str]:
+    """The units of the first rank as they were built, those alike in one line."""
+    nodes = plan.training.model.nodes
+    yield f"> rank 0 on the meta device, {len(nodes)} units: elements of each state that it holds"
+    rows: list[tuple[str, ...]] = [("unit", "whole", "params", "grads", "optimizer")]
+    for sizes, alike in groupby(nodes, key=_held_by):
+        names = [node.name for node in alike]
+        name = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        rows.append((name, *(f"{size:,}" for size in sizes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  ".join((name.ljust(widths[0]), *right))
+
+
+def _held_by(node: Node) -> tuple[int, int, int, int]:
+    """Elements of a unit, and of each of its states on this rank."""
+    return (
+        sum(unit.layout.numel for unit in node.own),
+        sum(unit.param_shard.numel() for unit in node.own),
+        sum(unit.grad_shard.numel() for unit in node.own),
+        sum(unit.optim_grad.numel() for unit in node.own if unit.trainable),
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    memory = plan.memory
+    yield f"> memory of a rank: {_size(memory.total)} at most, at {memory.name}"
+    parts = {
+        "model states": memory.states,
+        "whole parameters": memory.whole_params,
+        "whole gradients": memory.whole_grads,
+        "activations": memory.activations,
+        "transient": memory.transient,
+    }
+    assert sum(parts.values()) == memory.total, f"{parts} are not all of {memory}"
+    for name, num_bytes in parts.items():
+        yield f"    {name:<16}  {_size(num_bytes, like=memory.total):>9}"
+    limit = plan.config.launch.device_memory_gb
+    if limit is not None and memory.total <= USABLE * limit * 1e9:
+        yield f"> fits into the {USABLE * limit:.1f} GB that can be used of {limit:g} GB"
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    config, context = plan.config, plan.training.model.units[0].context
+    sent = traffic_per_step(
+        config.strategy,
+        context.topology,
+        units_of(config.model, world_size=plan.world.size, is_trained=_is_trained(plan)),
+        config.precision,
+        plan.num_micro_batches,
+    )
+    yield (
+        f"> sent by a rank in a step: {_size(sent.intra)} inside its group, "
+        f"{_size(sent.inter)} between groups"
+    )
+    if config.sharding.collective in ("flat", "ring"):
+        yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
+
+
+def _is_trained(plan: Plan) -> Callable[[str], bool]:
+    only_evaluate = plan.config.train.skip_train
+    return lambda _name: not only_evaluate
+
+
+def _data(plan: Plan) -> Iterator[str]:
+    """Corpora that lie on this machine, opened and checked; the others by name."""
+    config = plan.config
+    if config.data.mock_data:
+        yield "> data: synthetic tokens"
+    blends = config.data.blends().values()
+    for prefix in dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes):
+        if not (idx_path(prefix).exists() or bin_path(prefix).exists()):
+            yield f"> data: {prefix} is not on this machine and was not checked"
+            continue
+        corpus = IndexedDataset(prefix)
+        check_vocabulary(corpus, config.vocab_size)
+        yield (
+            f"> data: {prefix} holds {corpus.num_tokens:,} tokens in {corpus.num_documents:,} "
+            "documents"
+        )
+
+
+def _checkpoints(plan: Plan) -> Iterator[str]:
+    checkpoint = plan.config.checkpoint
+    if checkpoint.load is not None:
+        found = find_checkpoint(checkpoint.load)
+        what = "no checkpoint on this machine" if found is None else f"holds {found.name}"
+        yield f"> --load {checkpoint.load}: {what}"
+    if checkpoint.save is not None:
+        every = checkpoint.save_interval
+        when = "at the end" if every is None else f"every {every} iterations"
+        size = _size(12 * num_parameters(plan.config.model))  # fp32 parameters and two moments
+        yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
+
+
+def _count(number: int, what: str) -> str:
+    """The number and what it counts, in the plural unless it is one."""
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+def _size(num_bytes: int, *, like: int | None = None) -> str:
+    """In GB or MB, by its own size or by that of a sum that it is a part of."""
+    in_gigabytes = (num_bytes if like is None else like) >= 1e9
+    return f"{num_bytes / 1e9:.1f} GB" if in_gigabytes else f"{num_bytes / 1e6:.1f} MB"
+
+
+SECTIONS: tuple[Callable[[Plan], Iterable[str]], ...] = (
+    _world,
+    _batch,
+    _model,
+    _placement,
+    _units,
+    _memory,
+    _traffic,
+    _data,
+    _checkpoints,
+)

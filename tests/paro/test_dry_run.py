@@ -1,0 +1,217 @@
+"""A dry run says what a real one would, starts nothing, and refuses what would fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocab
+from paro.arguments import parse_args
+from paro.assembly import build_training
+from paro.config import RunConfig, take_world
+from paro.dry_run import Plan, plan_run, run_dry
+from paro.placement import placement_lines, predict_memory
+from paro.planning.machine import Machine
+from paro.planning.machine_file import machine_to_json
+from paro.runtime import Control, World
+from tests.helpers.ranks import ROOT
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--vocab-size 100 --tokenizer-type NullTokenizer --distributed-backend gloo "
+    "--micro-batch-size 2 --train-iters 10 --lr 0.1"
+)
+MOCK = f"{SMALL} --mock-data"
+HUGE = (
+    "--llama-preset 65B --mock-data --seq-length 2048 --micro-batch-size 2 --lr 1e-4 --bf16 "
+    "--global-batch-size 2048 --train-iters 100 --recompute-granularity full"
+)
+
+
+def planned(words: str) -> Plan:
+    args = parse_args(words.split())
+    world = take_world(args)
+    return plan_run(RunConfig.from_args(args, world), world)
+
+
+def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    args = parse_args(words.split())
+    world = take_world(args)
+    run_dry(args, RunConfig.from_args(args, world), world)
+    return capsys.readouterr().out
+
+
+def script(
+    words: str, folder: Path, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], resource.struct_rusage]:
+    """The script as a user starts it, in a folder of its own, and what it took."""
+    before = os.environ | {"HOME": str(folder), "OMP_NUM_THREADS": "1"} | environment
+    with subprocess.Popen(
+        [sys.executable, "-B", str(ROOT / "pretrain_llama.py"), *words.split()],
+        cwd=folder,
+        env=before,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out, err = process.stdout.read(), process.stderr.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return subprocess.CompletedProcess(words, process.returncode, out, err), usage
+
+
+# What it says
+
+
+@pytest.mark.parametrize("words", ["--paro-strategy IIG", "--bf16 --skip-train"])
+def test_one_rank_is_planned_as_it_is_built(words: str) -> None:
+    plan = planned(f"{MOCK} {words} --dry-run --world-size 1")
+    control = Control(World(), torch.device("cpu"))
+    is_trained = not plan.config.train.skip_train
+    real = build_training(plan.config, control, is_trained=lambda _: is_trained)
+    assert plan.memory == predict_memory(plan.config, real)
+    assert placement_lines(plan.config, plan.training) == placement_lines(plan.config, real)
+    assert plan.training.optimizer.model_state_bytes() == real.optimizer.model_state_bytes()
+    for there, here in zip(plan.training.model.units, real.model.units, strict=True):
+        assert there.layout == here.layout
+        assert there.param_shard.shape == here.param_shard.shape
+        assert there.grad_shard.shape == here.grad_shard.shape
+        assert there.param_shard.is_meta
+
+
+def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{MOCK} --bf16 --global-batch-size 64 --paro-strategy IIG --seed 77"
+    out = printed(f"{flags} --dry-run --world-size 8 --ranks-per-node 4", capsys)
+    assert "  seed ............................................ 77\n" in out
+    assert "> dry run of 8 ranks on 2 nodes of 4, gloo\n" in out
+    assert (
+        "> global batch of 64 x 32 = 2,048 tokens: 8 ranks x 4 micro-batches x 2 samples\n"
+        "> 10 iterations, 20,480 tokens in all\n"
+    ) in out
+    # 2 x 128 x 64, 4 x (4 x 64 x 64 + 3 x 64 x 128 + 2 x 64) and 64
+    assert "> number of parameters: 180,800; vocabulary of 101 padded to 128\n" in out
+    assert "> strategy IIG: 8 ranks in groups of 4, collectives native\n" in out
+    assert "grads      I      4       2       0-3 4-7" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith(("embedding", "blocks"))]
+    assert rows[0] == ["embedding", "8,192", "2,048", "2,048", "1,024"]
+    assert rows[1] == ["blocks.0", "..", "blocks.3", "41,088", "10,272", "10,272", "5,136"]
+    assert re.search(r"^> memory of a rank: \d\.\d MB at most, at the ", out, re.M)
+    # Units padded to a multiple of 64 elements, blocks gathered twice: in bf16, 3/4 inside
+    gathered, trained = 2 * 8192 + 8 * 41088 + 64, 2 * 8192 + 4 * 41088 + 64
+    inside = 4 * (gathered + trained) * 2 * 3 / 4
+    between = 2 * trained * 2 / 4 / 2
+    sent = f"{inside / 1e6:.1f} MB inside its group, {between / 1e6:.1f} MB between groups\n"
+    assert f"> sent by a rank in a step: {sent}" in out
+    assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
+
+
+def test_batches_that_grow_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{MOCK} --global-batch-size 64 --rampup-batch-size 16 16 96 --dry-run --world-size 8"
+    out = printed(flags, capsys)
+    assert "> global batch of 16 x 32 = 512 tokens: 8 ranks x 1 micro-batch x 2 samples\n" in out
+    assert "ramps up to 64 samples, 4 micro-batches\n" in out
+
+
+def test_65b_takes_seconds_and_little_memory(tmp_path: Path) -> None:
+    words = f"{HUGE} --dry-run --world-size 128 --device-memory-gb 80 --grad-reduce-in-bf16"
+    folders = f"--save {tmp_path}/save --load {tmp_path}/save --metrics-file {tmp_path}/metrics"
+    done, usage = script(f"{words} {folders} --tensorboard-dir {tmp_path}/board", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "number of parameters: 65,285,660,672;" in done.stdout
+    assert "fits into the 72.0 GB that can be used of 80 GB" in done.stdout
+    assert usage.ru_utime + usage.ru_stime < 30
+    assert usage.ru_maxrss < 2**20  # KiB
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_thousand_nodes_are_planned_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    words = HUGE.replace("--global-batch-size 2048", "--global-batch-size 32768")
+    out = printed(f"{words} --dry-run --world-size 16384", capsys)
+    assert "> dry run of 16384 ranks on 2048 nodes of 8, nccl\n" in out
+
+
+# Files
+
+
+def test_a_corpus_that_is_here_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "here"
+    with IndexedDatasetWriter(here, dtype_for_vocab(101)) as writer:
+        writer.add_document([np.arange(60)])
+        writer.add_document([np.arange(40)])
+    flags = f"{SMALL} --data-path 1 {here} 2 {tmp_path}/elsewhere --dry-run --world-size 4"
+    before = sorted(tmp_path.iterdir())
+    out = printed(flags, capsys)
+    assert f"> data: {here} holds 100 tokens in 2 documents\n" in out
+    assert f"> data: {tmp_path}/elsewhere is not on this machine and was not checked\n" in out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "c", dtype_for_vocab(1000)) as writer:
+        writer.add_document([np.arange(600)])
+    args = parse_args(f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4".split())
+    world = take_world(args)
+    with pytest.raises(ValueError, match="holds token id 599, the vocabulary has 101"):
+        run_dry(args, RunConfig.from_args(args, world), world)
+
+
+def test_a_machine_file_is_read(tmp_path: Path) -> None:
+    machine = Machine(name="two by two", source="", world_size=4, group_size=2)
+    (tmp_path / "machine.json").write_text(machine_to_json(machine))
+    words = f"{MOCK} --paro-machine {tmp_path}/machine.json --dry-run --world-size 8"
+    with pytest.raises(ValueError, match="was measured on 4 ranks in groups of 2, this run has 8"):
+        planned(words)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--world-size 8", "--world-size 8 is for --dry-run"),
+        ("--ranks-per-node 8", "--ranks-per-node 8 is for --dry-run"),
+        ("--device-memory-gb 80", "--device-memory-gb 80.0 is for --dry-run"),
+        ("--dry-run", "--dry-run needs --world-size N"),
+        ("--dry-run --world-size 0", "--world-size 0 must be positive"),
+        ("--dry-run --world-size 8 --ranks-per-node -1", "--ranks-per-node -1 must be positive"),
+        ("--dry-run --world-size 12", "--world-size 12 is no multiple of the 8 ranks of a node"),
+        ("--dry-run --world-size 8 --device-memory-gb 0", "--device-memory-gb 0.0 must be"),
+        ("--dry-run --world-size 8 --global-batch-size 24", "--global-batch-size 24 is not divis"),
+        ("--dry-run --world-size 8 --paro-strategy IIN", "--paro-strategy IIN is not legal"),
+        ("--dry-run --world-size 8 --paro-group-size 3", "--paro-group-size 3 does not divide"),
+    ],
+)
+def test_mistakes_are_refused(words: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        planned(f"{MOCK} {words}")
+
+
+def test_too_little_memory_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
+    words = f"{HUGE} --dry-run --world-size 16 --device-memory-gb 80 --paro-strategy ddp"
+    done, _ = script(words, tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pretrain_llama.py: error: a rank needs 1")
+    assert "1182.4 GB at the forward of head" in line
+    assert "of --device-memory-gb 80 about 72.0 can be used" in line
+
+
+def test_under_a_launcher_it_is_refused(tmp_path: Path) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    done, _ = script(f"{MOCK} --dry-run --world-size 4", tmp_path, **ranks)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--dry-run is one plain process, here are 2" in line
