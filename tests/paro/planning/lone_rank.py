@@ -21,7 +21,7 @@ from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import Ledger
 from paro.sharding.engine import ShardedModel
-from paro.sharding.unit import ShardingContext, moves_of
+from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
 from paro.strategy import Strategy
 from paro.topology import Topology
