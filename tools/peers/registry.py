@@ -26,7 +26,7 @@ def check_name(task: Task, name: str, world: World) -> None:
         own.own_config(task, name, world)
     elif name not in PEERS:
         raise ValueError(
-            f"--contenders knows {', '.join(PEERS)} and {own.PREFIX}STRATEGY[@COLLECTIVE], "
+            f"--contenders knows {', '.join(PEERS)} and {own.PREFIX}STRATEGY[@COLLECTIVE][+ROTATION], "
             f"not {name!r}"
         )
 

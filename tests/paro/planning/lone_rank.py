@@ -19,8 +19,13 @@ from paro.groups import Groups
 from paro.lanes import InlineLanes
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.precision import PrecisionConfig
+from paro.rotation.engine import RotatedModel
+from paro.rotation.part import Progress
+from paro.rotation.ring import Ring
+from paro.rotation.wrap import cut_into_parts
 from paro.sharding.buffers import Ledger
 from paro.sharding.engine import ShardedModel
+from paro.sharding.model import SpreadModel
 from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
 from paro.strategy import Strategy
@@ -43,6 +48,12 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(whole: Tensor, shard: Tensor, group: None) -> None:
         whole.zero_()
 
+    def transfer(op: object, tensor: Tensor, *_: object) -> None:
+        if op is wire.dist.irecv:
+            tensor.zero_()
+
+    monkeypatch.setattr(wire.dist, "P2POp", transfer)
+    monkeypatch.setattr(wire.dist, "batch_isend_irecv", lambda transfers: [])
     monkeypatch.setattr(wire, "_all_gather", gather)
     monkeypatch.setattr(wire, "_reduce_scatter", lambda own, whole, group: None)
     monkeypatch.setattr(wire.dist, "all_reduce", lambda whole, group: None)
@@ -54,7 +65,7 @@ class LoneRank:
     """The model and the optimizer of one rank."""
 
     config: LlamaConfig
-    model: ShardedModel
+    model: SpreadModel
     optimizer: ParoOptimizer
     traffic: Traffic
 
@@ -82,8 +93,12 @@ def lone_rank(
     prefetch_units: int = 1,
     device: str = "cpu",
     is_trained: Callable[[str], bool] = lambda _name: True,
+    rotate: str = "",
 ) -> LoneRank:
-    """Builds the last rank as training does; `silence` torch.distributed before it runs."""
+    """Builds the last rank as training does; `silence` torch.distributed before it runs.
+
+    `rotate`: weights do, "in place" or "out of place".
+    """
     rank = topology.world_size - 1
     traffic = Traffic()
     groups = NoGroups(topology=topology, rank=rank, _by_use_and_run={})
@@ -103,8 +118,17 @@ def lone_rank(
         llama = Llama(config)
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(is_trained(name))
-    nodes = cut_into_nodes(llama, llama.units(), context)
-    model = ShardedModel(llama, nodes, prefetch_units=prefetch_units)
+    model: SpreadModel
+    if rotate:
+        (axis,) = topology.axes_between(1, strategy.params)
+        ring, progress = Ring(axis, groups, InlineLanes(), traffic), Progress()
+        parts = cut_into_parts(
+            llama, llama.units(), context, ring, progress, in_place=rotate == "in place"
+        )
+        model = RotatedModel(llama, parts, ring, progress)
+    else:
+        nodes = cut_into_nodes(llama, llama.units(), context)
+        model = ShardedModel(llama, nodes, prefetch_units=prefetch_units)
     optimizer = ParoOptimizer(model, OptimConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=traffic)
 
