@@ -7,6 +7,7 @@ from collections import Counter
 from paro.config import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
 from paro.planning.llama import MicroBatch, activations_of, units_of
+from paro.planning.rotating_memory import rotating_peak
 from paro.planning.working_memory import Moment, peak_memory
 from paro.precision import BYTES_OF
 from paro.rotation.engine import RotatedModel
@@ -94,7 +95,10 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         span.box.name for unit in training.model.trainable_units for span in unit.layout.spans
     }
     units = units_of(
-        config.model, world_size=context.topology.world_size, is_trained=trained.__contains__
+        config.model,
+        world_size=context.topology.world_size,
+        is_trained=trained.__contains__,
+        rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
     )
     batch = MicroBatch(
         size=config.batches.micro_batch_size,
@@ -102,6 +106,11 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         compute_bytes=BYTES_OF[config.precision.compute],
         device_type=training.device.type,
     )
+    if config.sharding.materialize == "rotate":
+        in_place = config.sharding.rotate_in_place
+        return rotating_peak(
+            config.strategy, units, config.precision, config.model, batch, in_place=in_place
+        )
     return peak_memory(
         config.strategy,
         context.topology,

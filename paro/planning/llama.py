@@ -113,7 +113,7 @@ def _block(config: LlamaConfig, batch: MicroBatch, layer: int) -> UnitActivation
     # their product. Gate and up, then given up, make room for the gradients of what made them.
     transients = {
         "before_gradients": residual + 3 * ffn + weight,
-        "in_backward": max(residual + weight, _norm_backward(config, batch) + 2 * weight),
+        "in_backward": max(residual + weight, norm_backward(config, batch) + 2 * weight),
     }
     in_forward = residual + max(residual, ffn)
     first = _recomputed_from(config.recompute, layer)
@@ -159,7 +159,7 @@ def block_activations(config: LlamaConfig, batch: MicroBatch, *, with_core: bool
     return batch.num_tokens * (width * batch.compute_bytes + log_sum_exp)
 
 
-def _norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
+def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
     """What the backward of a norm and the linear layers behind it needs, but for their weights.
 
     The gradients of the block's output, of the normalized input and of the input, and the

@@ -93,6 +93,11 @@ CASES = {
     "paro_collective": ((), "", "--paro-collective ho-ring"),
     "paro_group_size": ((), "", "--paro-group-size 4"),
     "paro_machine": ((), "", "--paro-machine machine.json"),
+    "paro_rotate_in_place": (
+        (),
+        "--paro-materialize rotate",
+        "--paro-materialize rotate --paro-rotate-in-place",
+    ),
     "per_split_data_args_path": (
         ("mock-data",),
         "--data-path corpus",

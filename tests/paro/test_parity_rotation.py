@@ -173,10 +173,11 @@ def test_all_rings_train_as_one_process_does(
         ("", FROZEN),
         ("", BELOW),
     ]
+    # In place and out of place in turn, and in the other order for the second strategy.
+    places = ("", IN_PLACE)
     cases: list[Case] = [
-        (strategy, f"{more} {place}".strip(), frozen)
-        for strategy in strategies
-        for more, frozen in variants
-        for place in ("", IN_PLACE)
+        (strategy, f"{more} {places[(number + turn) % 2]}".strip(), frozen)
+        for turn, strategy in enumerate(strategies)
+        for number, (more, frozen) in enumerate([*variants, variants[0]])
     ]
     check(known, world_size, group_size, heads, cases, MANY_STEPS)

@@ -93,44 +93,73 @@ def lone_rank(
     prefetch_units: int = 1,
     device: str = "cpu",
     is_trained: Callable[[str], bool] = lambda _name: True,
-    rotate: str = "",
 ) -> LoneRank:
-    """Builds the last rank as training does; `silence` torch.distributed before it runs.
+    """Builds the last rank as training does; `silence` torch.distributed before it runs."""
+    context = _context(strategy, topology, precision, device)
+    llama = _empty_llama(config, is_trained)
+    nodes = cut_into_nodes(llama, llama.units(), context)
+    return _lone(config, ShardedModel(llama, nodes, prefetch_units=prefetch_units))
 
-    `rotate`: weights do, "in place" or "out of place".
-    """
+
+def lone_rotating_rank(
+    config: LlamaConfig,
+    strategy: Strategy,
+    topology: Topology,
+    precision: PrecisionConfig,
+    *,
+    in_place: bool,
+    device: str = "cpu",
+    is_trained: Callable[[str], bool] = lambda _name: True,
+) -> LoneRank:
+    """The same with weights that rotate."""
+    context = _context(strategy, topology, precision, device)
+    llama = _empty_llama(config, is_trained)
+    collectives = context.collectives
+    assert isinstance(collectives, NativeCollectives)
+    (axis,) = topology.axes_between(1, strategy.params)
+    groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
+    ring = Ring(axis, groups, InlineLanes(), collectives._wire._traffic)
+    progress = Progress()
+    parts = cut_into_parts(llama, llama.units(), context, ring, progress, in_place=in_place)
+    return _lone(config, RotatedModel(llama, parts, ring, progress))
+
+
+def _context(
+    strategy: Strategy, topology: Topology, precision: PrecisionConfig, device: str
+) -> ShardingContext:
     rank = topology.world_size - 1
-    traffic = Traffic()
     groups = NoGroups(topology=topology, rank=rank, _by_use_and_run={})
-    context = ShardingContext(
+    return ShardingContext(
         topology=topology,
         rank=rank,
         strategy=strategy,
         moves=moves_of(strategy, topology),
-        collectives=NativeCollectives(groups, InlineLanes(), traffic),
+        collectives=NativeCollectives(groups, InlineLanes(), Traffic()),
         device=torch.device(device),
         compute_type=TYPES[precision.compute],
         wire_type=TYPES[precision.wire],
         accumulate_type=TYPES[precision.accumulate],
         ledger=Ledger(),
     )
+
+
+def _empty_llama(config: LlamaConfig, is_trained: Callable[[str], bool]) -> Llama:
     with torch.device("meta"):
         llama = Llama(config)
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(is_trained(name))
-    model: SpreadModel
-    if rotate:
-        (axis,) = topology.axes_between(1, strategy.params)
-        ring, progress = Ring(axis, groups, InlineLanes(), traffic), Progress()
-        parts = cut_into_parts(
-            llama, llama.units(), context, ring, progress, in_place=rotate == "in place"
-        )
-        model = RotatedModel(llama, parts, ring, progress)
-    else:
-        nodes = cut_into_nodes(llama, llama.units(), context)
-        model = ShardedModel(llama, nodes, prefetch_units=prefetch_units)
-    optimizer = ParoOptimizer(model, OptimConfig())
-    return LoneRank(config=config, model=model, optimizer=optimizer, traffic=traffic)
+    return llama
+
+
+def _lone(config: LlamaConfig, model: SpreadModel) -> LoneRank:
+    collectives = model.units[0].context.collectives
+    assert isinstance(collectives, NativeCollectives)
+    return LoneRank(
+        config=config,
+        model=model,
+        optimizer=ParoOptimizer(model, OptimConfig()),
+        traffic=collectives._wire._traffic,
+    )
 
 
 def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:
