@@ -168,7 +168,7 @@ def _block(
     if again and recompute is not None and recompute.method == "block":
         again = layer < recompute.num_layers
     norm = norm_backward(config, batch)
-    in_backward = max(2 * residual + 3 * ffn + matrix, residual + norm + 2 * matrix)
+    in_backward = max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix)
     for part, keeps in (("attention", everything - mlp), ("mlp", mlp)):
         at_first = residual if part == "attention" else 0
         yield _Part(
