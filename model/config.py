@@ -93,6 +93,14 @@ def loss_chunk_tokens(device_type: str) -> int:
     return 512 if device_type == "cpu" else 1024
 
 
+# A part of a unit may be computed slice by slice: its weights are cut along these dims, as are the
+# heads (query heads together with the key and value heads that they use), the feed-forward's
+# columns, or the vocabulary; every slice gives a partial result.
+ATTENTION_CUTS = {"wq": 0, "wk": 0, "wv": 0, "wo": 1}
+MLP_CUTS = {"w_gate": 0, "w_up": 0, "w_down": 1}
+VOCABULARY_CUTS = {"weight": 0}
+
+
 def _llama1(layers: int, hidden: int, ffn: int, heads: int, epsilon: float) -> LlamaConfig:
     return LlamaConfig(
         num_layers=layers,

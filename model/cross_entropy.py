@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -94,3 +95,106 @@ def linear_cross_entropy(
         x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
     )
     return loss
+
+
+class _SliceScores(torch.autograd.Function):
+    """Keeps its inputs and log-sum-exps, and computes the logits again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        token_weights_T: Tensor,
+        first_row: int,
+    ) -> tuple[Tensor, Tensor]:
+        log_norm_T = torch.empty(x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
+        label_logit_T = torch.zeros_like(log_norm_T)
+        local_T = labels_T - first_row
+        for part in _chunks(x_TD):
+            logits_TV = (_masked(x_TD[part], token_weights_T[part]) @ weight_VD.t()).float()
+            here_T, row_T = _rows(local_T[part], weight_VD.shape[0])
+            label_logit_T[part] = logits_TV.gather(1, row_T[:, None]).squeeze(1) * here_T
+            torch.logsumexp(logits_TV, -1, out=log_norm_T[part])
+        ctx.save_for_backward(x_TD, weight_VD, local_T, token_weights_T, log_norm_T)
+        return log_norm_T, label_logit_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_VD, local_T, token_weights_T, log_norm_T = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        # The label's logit counts as much in every token's loss as the whole log-sum-exp. What is
+        # as large as a weight multiplies last, so that two-byte types lose nothing small.
+        scale_T = -grads[1]
+        share_T = torch.where(scale_T == 0.0, 0.0, grads[0] / scale_T)
+        grad_x_TD = torch.empty_like(x_TD) if needs_x else None
+        grad_weight_VD: Tensor | None = None
+        for part in _chunks(x_TD):
+            chunk_TD = _masked(x_TD[part], token_weights_T[part])
+            grad_TV = (chunk_TD @ weight_VD.t()).float()
+            grad_TV.sub_(log_norm_T[part, None]).exp_().mul_(share_T[part, None])
+            here_T, row_T = _rows(local_T[part], weight_VD.shape[0])
+            grad_TV.scatter_add_(1, row_T[:, None], -here_T.float()[:, None])
+            logits_grad_TV = grad_TV.to(x_TD.dtype)
+            del grad_TV
+            if grad_x_TD is not None:
+                torch.mm(logits_grad_TV, weight_VD, out=grad_x_TD[part])
+                grad_x_TD[part].mul_(scale_T[part, None])
+            if needs_weight:
+                weighted_TD = (chunk_TD * scale_T[part, None]).to(x_TD.dtype)
+                grad_weight_VD = _add_product(
+                    grad_weight_VD, logits_grad_TV, weighted_TD, x_TD.shape[0]
+                )
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        return grad_x_TD, grad_weight_VD, None, None, None
+
+
+def _chunks(x_TD: Tensor) -> Iterator[slice]:
+    chunk = loss_chunk_tokens(x_TD.device.type)
+    return (slice(begin, begin + chunk) for begin in range(0, x_TD.shape[0], chunk))
+
+
+def _masked(x_TD: Tensor, token_weights_T: Tensor) -> Tensor:
+    """Without the tokens that have no weight, whose logits may overflow."""
+    return x_TD.masked_fill((token_weights_T == 0.0)[:, None], 0.0)
+
+
+def _rows(local_T: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Which labels lie in a slice of so many rows, and in which row (the first where not)."""
+    here_T = (local_T >= 0) & (local_T < num_rows)
+    return here_T, local_T.where(here_T, 0)
+
+
+def slice_scores(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    labels_BS: Tensor,
+    token_weights_BS: Tensor,
+    *,
+    first_row: int,
+) -> tuple[Tensor, Tensor]:
+    """Per token: log-sum-exp over a slice of the vocabulary, and the label's logit if it is there.
+
+    Else that is zero. `weight` holds the rows from `first_row` on.
+    """
+    scores: tuple[Tensor, Tensor] = _SliceScores.apply(
+        x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten(), first_row
+    )
+    return scores
+
+
+def join_scores(scores: Iterable[tuple[Tensor, Tensor]], token_weights_BS: Tensor) -> Tensor:
+    """The loss that `linear_cross_entropy` gives, from the scores of all slices one by one."""
+    log_norm_T: Tensor | None = None
+    label_logit_T: Tensor | None = None
+    for slice_norm_T, slice_logit_T in scores:
+        if log_norm_T is None or label_logit_T is None:
+            log_norm_T, label_logit_T = slice_norm_T, slice_logit_T
+        else:
+            log_norm_T = torch.logaddexp(log_norm_T, slice_norm_T)
+            label_logit_T = label_logit_T + slice_logit_T
+    assert log_norm_T is not None, "no slices"
+    assert label_logit_T is not None, "no slices"
+    return torch.dot(log_norm_T - label_logit_T, token_weights_BS.flatten().float())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,7 @@ def initial_values(spec: ParameterInit, seed: int, start: int, stop: int) -> Ten
     values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         begin, end = block * BLOCK, min((block + 1) * BLOCK, spec.numel)
-        # Whole blocks, since a generator's n-th number may depend on how many it makes.
-        drawn = torch.randn(end - begin, generator=_generator(seed, spec.name, block))
+        drawn = _draw(seed, spec.name, block, end - begin)
         low, high = max(start, begin), min(stop, end)
         values[low - start : high - start] = drawn[low - begin : high - begin]
     return values.mul_(spec.std)
@@ -57,6 +57,12 @@ def initialize_whole(model: nn.Module, config: LlamaConfig, seed: int) -> None:
     for name, parameter in model.named_parameters():
         spec = specs[name]
         parameter.copy_(initial_values(spec, seed, 0, spec.numel).view(parameter.shape))
+
+
+@lru_cache(maxsize=1)  # who holds columns asks for a block row by row
+def _draw(seed: int, name: str, block: int, numel: int) -> Tensor:
+    """A whole block, since a generator's n-th number may depend on how many it makes."""
+    return torch.randn(numel, generator=_generator(seed, name, block), device="cpu")
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

@@ -5,20 +5,30 @@
 # so that whoever shards the model can gather and release around that call. Linear layers are plain
 # parameters: projections stay apart, since attention is cut by heads and the MLP by columns when
 # weights rotate, and since checkpoints name them.
+#
+# What a unit computes with its matrices is a method that takes their sizes from the weights
+# themselves: with a slice of each weight it computes a partial result, and `Part` tells how the
+# partial results of all slices make the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.config import LlamaConfig, RecomputeConfig
-from model.cross_entropy import linear_cross_entropy
+from model.config import (
+    ATTENTION_CUTS,
+    MLP_CUTS,
+    VOCABULARY_CUTS,
+    LlamaConfig,
+    RecomputeConfig,
+)
+from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.layers import gated_linear, normed_linears, rms_norm
 from model.rotary import rotate, rotations
 
@@ -34,13 +44,31 @@ class Places(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A method of a unit that may be computed slice by slice of its weights.
+
+    `join(slices, *args)` equals `method(*args)`: it calls every one of `slices` once, in order,
+    and each runs `of_slice` with a slice of the weights in the place of the whole ones.
+    """
+
+    method: str
+    of_slice: str
+    cuts: Mapping[str, int]  # its matrices, by the dim along which they are cut
+    beside: tuple[str, ...] = ()  # parameters that every slice reads whole
+    join: Callable[..., Tensor]
+    of_rows: bool = False  # whether a slice is told its first row, in `first_row`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
     """A part of the model that is whole while it runs, by its name in the module tree."""
 
     name: str
     module: nn.Module
+    parts: tuple[Part, ...]
     borrows: tuple[str, ...] = ()  # units whose parameters it reads too
     backward_needs_weight: bool = True
+    recomputed: bool = False  # whether backward runs its forward again
 
 
 class Embedding(nn.Module):
@@ -49,9 +77,20 @@ class Embedding(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.first_row = 0  # where `weight` is a slice: the id of its first token
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.look_up(tokens_BS)
+
+    def look_up(self, tokens_BS: Tensor) -> Tensor:
         return F.embedding(tokens_BS, self.weight)
+
+    def look_up_slice(self, tokens_BS: Tensor) -> Tensor:
+        """The vectors of the tokens in this slice, zeros for all others."""
+        row_BS = tokens_BS - self.first_row
+        elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
+        x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        return x_BSD.masked_fill(elsewhere_BS[..., None], 0.0)
 
 
 class Block(nn.Module):
@@ -82,10 +121,10 @@ class Block(nn.Module):
         return self._body(x_BSD, places, attend)
 
     def _body(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
-        x_BSD = x_BSD + self._attention(x_BSD, places, attend)
-        return x_BSD + self._mlp(x_BSD)
+        x_BSD = x_BSD + self.attention(x_BSD, places, attend)
+        return x_BSD + self.mlp(x_BSD)
 
-    def _attention(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
+    def attention(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         projections = normed_linears(x_BSD, self.attention_norm, epsilon, self.wq, self.wk, self.wv)
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
@@ -115,13 +154,13 @@ class Block(nn.Module):
     def attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         """Every position over those up to its own."""
         q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
-        grouped = self.config.num_query_groups != self.config.num_attention_heads
+        grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
         out_BNSH = F.scaled_dot_product_attention(
             q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped
         )
         return out_BNSH.transpose(1, 2)
 
-    def _mlp(self, x_BSD: Tensor) -> Tensor:
+    def mlp(self, x_BSD: Tensor) -> Tensor:
         epsilon = self.config.norm_epsilon
         gate_BSF, up_BSF = normed_linears(x_BSD, self.mlp_norm, epsilon, self.w_gate, self.w_up)
         return gated_linear(gate_BSF, up_BSF, self.w_down)
@@ -134,6 +173,7 @@ class Head(nn.Module):
         super().__init__()
         self.config = config
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
+        self.first_row = 0  # where `weight` is a slice: the token that its first row is for
         self.weight: nn.Parameter | None = None
         if not config.tie_embeddings_and_output_weights:
             self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -151,7 +191,21 @@ class Head(nn.Module):
         if labels_BS is None:
             return F.linear(x_BSD, weight_VD)
         assert token_weights_BS is not None, "a loss needs the weight of every token"
+        return self.loss(x_BSD, labels_BS, token_weights_BS, weight_VD)
+
+    def loss(
+        self, x_BSD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor, weight_VD: Tensor
+    ) -> Tensor:
         return linear_cross_entropy(x_BSD, weight_VD, labels_BS, token_weights_BS)
+
+    def score_slice(
+        self, x_BSD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What a slice of the vocabulary adds to the loss of every token, see `join_scores`."""
+        assert self.weight is not None, "no slice was put in the place of the weight"
+        return slice_scores(
+            x_BSD, self.weight, labels_BS, token_weights_BS, first_row=self.first_row
+        )
 
 
 class Llama(nn.Module):
@@ -205,18 +259,70 @@ class Llama(nn.Module):
     def units(self) -> list[UnitSpec]:
         """The units in forward order."""
         tied = self.config.tie_embeddings_and_output_weights
-        return [
+        recompute = self.config.recompute
+        embedding = UnitSpec(
+            name="embedding",
+            module=self.embedding,
+            parts=(_LOOK_UP,),
             # Its backward adds gradients up by token and reads no weight.
-            UnitSpec(name="embedding", module=self.embedding, backward_needs_weight=False),
-            *(UnitSpec(name=f"blocks.{i}", module=b) for i, b in enumerate(self.blocks)),
-            UnitSpec(name="head", module=self.head, borrows=("embedding",) if tied else ()),
-        ]
+            backward_needs_weight=False,
+        )
+        blocks = (
+            UnitSpec(
+                name=f"blocks.{layer}",
+                module=block,
+                parts=(_ATTENTION, _MLP),
+                recomputed=self._blocks_kept_together() > 1
+                or _recompute_of(recompute, layer) == "full",
+            )
+            for layer, block in enumerate(self.blocks)
+        )
+        borrows = ("embedding",) if tied else ()
+        head = UnitSpec(name="head", module=self.head, parts=(_LOSS,), borrows=borrows)
+        return [embedding, *blocks, head]
 
     def _blocks_kept_together(self) -> int:
         recompute = self.config.recompute
         if recompute and (recompute.granularity, recompute.method) == ("full", "uniform"):
             return recompute.num_layers
         return 1
+
+
+def _add(slices: Iterable[Callable[..., Tensor]], *args: Any) -> Tensor:
+    """The sum of what the slices give."""
+    total: Tensor | None = None
+    for run in slices:
+        partial = run(*args)
+        total = partial if total is None else total + partial
+    assert total is not None, "no slices"
+    return total
+
+
+def _join_losses(
+    slices: Iterable[Callable[..., tuple[Tensor, Tensor]]],
+    x_BSD: Tensor,
+    labels_BS: Tensor,
+    token_weights_BS: Tensor,
+    _weight_VD: Tensor,
+) -> Tensor:
+    scores = (run(x_BSD, labels_BS, token_weights_BS) for run in slices)
+    return join_scores(scores, token_weights_BS)
+
+
+_LOOK_UP = Part(
+    method="look_up", of_slice="look_up_slice", cuts=VOCABULARY_CUTS, join=_add, of_rows=True
+)
+_ATTENTION = Part(
+    method="attention",
+    of_slice="attention",
+    cuts=ATTENTION_CUTS,
+    beside=("attention_norm",),
+    join=_add,
+)
+_MLP = Part(method="mlp", of_slice="mlp", cuts=MLP_CUTS, beside=("mlp_norm",), join=_add)
+_LOSS = Part(
+    method="loss", of_slice="score_slice", cuts=VOCABULARY_CUTS, join=_join_losses, of_rows=True
+)
 
 
 def _recompute_of(recompute: RecomputeConfig | None, layer: int) -> str | None:

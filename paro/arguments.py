@@ -129,6 +129,13 @@ def _add_paro_args(parser: ArgumentParser) -> None:
     add("--paro-machine", metavar="FILE",
         help="how fast this machine's collectives are, for --paro-collective auto: a file that "
         "tools/bench_collectives.py --machine-file wrote on the same ranks and groups")
+    add("--paro-materialize", choices=("gather", "rotate"), default="gather",
+        help="how parameters come to where they are used: gather them unit by unit, or rotate: "
+        "every rank computes with the slice that it holds, and passes it on (needs params and "
+        "grads sharded over the same ranks of a group, as III and IIG have them)")
+    add("--paro-rotate-in-place", action="store_true",
+        help="with --paro-materialize rotate: exchange slices in place, in chunks; needs less "
+        "memory, but nothing is computed meanwhile")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
 

@@ -23,10 +23,15 @@ from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.machine_file import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
+from paro.rotation.engine import RotatedModel
+from paro.rotation.part import Progress
+from paro.rotation.ring import make_ring
+from paro.rotation.wrap import cut_into_parts, runs_beside_rotation
 from paro.runtime import Control, timeout_of
 from paro.sharding.buffers import Ledger
 from paro.sharding.engine import ShardedModel
-from paro.sharding.unit import ShardingContext, moves_of
+from paro.sharding.model import SpreadModel
+from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
 from paro.topology import make_topology
 from paro.traffic import Traffic
@@ -49,13 +54,11 @@ def build_training(
     """
     device = control.device
     traffic = traffic or Traffic()
-    context = _sharding_context(config, control, device, traffic)
     with torch.device("meta"):
         model = Llama(config.model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name))
-    nodes = cut_into_nodes(model, model.units(), context)
-    sharded = ShardedModel(model, nodes, prefetch_units=config.sharding.prefetch_units)
+    sharded = _spread(model, config, control, device, traffic)
     optimizer = ParoOptimizer(sharded, config.optim)
     if device.type != "meta":
         optimizer.initialize(_initializer(config))
@@ -77,41 +80,60 @@ def start_state(config: RunConfig) -> TrainState:
     return TrainState(loss_scale=start_loss_scale(config.loss_scale))
 
 
-def _sharding_context(
-    config: RunConfig, control: Control, device: torch.device, traffic: Traffic
-) -> ShardingContext:
-    strategy, precision, world = config.strategy, config.precision, control.world
+def _spread(
+    model: Llama, config: RunConfig, control: Control, device: torch.device, traffic: Traffic
+) -> SpreadModel:
+    """The model with its states over the ranks, and its parameters gathered or rotating."""
+    sharding, strategy, rank = config.sharding, config.strategy, control.world.rank
     topology = make_topology(
-        world_size=world.size, group_size=config.sharding.group_size, degrees=strategy.degrees
+        world_size=control.world.size, group_size=sharding.group_size, degrees=strategy.degrees
     )
+    rotates = sharding.materialize == "rotate"
     moves = moves_of(strategy, topology)
-    runs = moves.runs() if device.type != "meta" else dict.fromkeys(Use, frozenset[Run]())
+    runs = runs_beside_rotation(strategy, topology) if rotates else moves.runs()
+    is_planned = device.type == "meta"
+    if is_planned:
+        runs = dict.fromkeys(Use, frozenset[Run]())
     lanes = make_lanes(
         device,
-        overlap=config.sharding.prefetch_units > 0,
+        overlap=sharding.prefetch_units > 0,
         backend=config.runtime.distributed_backend,
     )
     collectives = make_collectives(
         _algorithm(config, control),
         topology=topology,
-        rank=world.rank,
+        rank=rank,
         runs=runs,
         lanes=lanes,
         traffic=traffic,
         timeout=timeout_of(config.runtime),
     )
-    return ShardingContext(
+    context = ShardingContext(
         topology=topology,
-        rank=world.rank,
+        rank=rank,
         strategy=strategy,
         moves=moves,
         collectives=collectives,
         device=device,
-        compute_type=TORCH_TYPES[precision.compute],
-        wire_type=TORCH_TYPES[precision.wire],
-        accumulate_type=TORCH_TYPES[precision.accumulate],
+        compute_type=TORCH_TYPES[config.precision.compute],
+        wire_type=TORCH_TYPES[config.precision.wire],
+        accumulate_type=TORCH_TYPES[config.precision.accumulate],
         ledger=Ledger(),
     )
+    if not rotates:
+        nodes = cut_into_nodes(model, model.units(), context)
+        return ShardedModel(model, nodes, prefetch_units=sharding.prefetch_units)
+    ring = make_ring(
+        strategy.params,
+        topology=topology,
+        rank=rank,
+        lanes=lanes,
+        traffic=traffic,
+        timeout=None if is_planned else timeout_of(config.runtime),
+    )
+    progress, in_place = Progress(), sharding.rotate_in_place
+    parts = cut_into_parts(model, model.units(), context, ring, progress, in_place=in_place)
+    return RotatedModel(model, parts, ring, progress)
 
 
 def _algorithm(config: RunConfig, control: Control) -> str | Choice:

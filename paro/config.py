@@ -17,6 +17,7 @@ from paro.config_checks import (
     check_given,
     check_intervals,
     check_load,
+    check_rotation,
     check_save,
     check_sequence,
 )
@@ -94,6 +95,7 @@ class RunConfig:
             launch=_take(LaunchConfig, args),
             notices=notices,
         )
+        check_rotation(config.sharding, config.strategy, config.model, world.size)
         check_sequence(config.model, config.data)
         check_intervals(config.train, config.checkpoint)
         if not config.launch.dry_run:  # the folders are those of the machine that will train
@@ -131,6 +133,8 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
         group_size=group_size,
         collective=args.paro_collective,
         prefetch_units=args.paro_prefetch_units,
+        materialize=args.paro_materialize,
+        rotate_in_place=args.paro_rotate_in_place,
         machine=_read_machine(args.paro_machine, world, group_size),
     )
     return sharding, strategy

@@ -11,6 +11,8 @@ from data.loader import DataConfig
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import find_checkpoint
+from paro.sharding.wrap import ShardingConfig
+from paro.strategy import FLAG, Strategy
 from paro.training import TrainConfig
 
 
@@ -26,6 +28,38 @@ def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
             f"--seq-length {data.seq_length} is above --max-position-embeddings "
             f"{model.max_position_embeddings}: shorten the one or raise the other"
         )
+
+
+def check_rotation(
+    sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig, world_size: int
+) -> None:
+    """Weights can rotate only within groups, and only if every rank there gets a slice of each."""
+    if sharding.materialize != "rotate":
+        return
+    degree, group_size = strategy.params, sharding.group_size
+    if not 1 < degree == strategy.grads <= group_size:
+        raise ValueError(
+            "--paro-materialize rotate needs params and grads sharded over the same 2 or more "
+            f"ranks of a group: {FLAG} {strategy.name} shards them over {degree} and "
+            f"{strategy.grads}, in groups of {group_size} of the {world_size} ranks; use III or "
+            "IIG in groups of 2 or more (--paro-group-size)"
+        )
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads % degree or groups % degree:
+        common = math.gcd(heads, groups)
+        fitting = [d for d in range(2, common + 1) if common % d == 0 and world_size % d == 0]
+        some = ", ".join(map(str, fitting)) or "none"
+        raise ValueError(
+            f"--paro-materialize rotate over {degree} ranks cannot cut --num-attention-heads "
+            f"{heads} with --num-query-groups {groups}: both must be multiples of {degree}; of "
+            f"these heads, numbers of ranks that would work: {some} (--paro-group-size)"
+        )
+    for flag, size in (
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--vocab-size", model.vocab_size),
+    ):
+        if size < degree:
+            raise ValueError(f"{flag} {size} is too small to rotate over {degree} ranks")
 
 
 def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 
@@ -16,13 +15,13 @@ from paro.assembly import build_training
 from paro.checkpoint.directory import find_checkpoint
 from paro.config import RunConfig
 from paro.placement import placement_lines, predict_memory
-from paro.planning.cost_model import model_state_bytes, traffic_per_step
+from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
 from paro.planning.llama import units_of
 from paro.planning.working_memory import Moment
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.runtime import PlannedControl, World
-from paro.sharding.wrap import Node
+from paro.sharding.shards import UnitShards
 from paro.training import Training
 
 USABLE = 0.9  # of a device: CUDA's context, communication buffers and fragmentation take the rest
@@ -126,11 +125,7 @@ def _model(plan: Plan) -> Iterator[str]:
 
 def _placement(plan: Plan) -> Iterator[str]:
     yield from placement_lines(plan.config, plan.training)
-    states = model_state_bytes(
-        plan.config.strategy,
-        units_of(plan.config.model, world_size=plan.world.size, is_trained=_is_trained(plan)),
-        plan.config.precision,
-    )
+    states = model_state_bytes(plan.config.strategy, _sizes(plan), plan.config.precision)
     held = plan.training.optimizer.model_state_bytes()
     assert held == states.total, f"rank 0 holds {held} bytes, the formula says {states.total}"
     yield f"> precision: {plan.config.precision.describe()}"
@@ -138,12 +133,14 @@ def _placement(plan: Plan) -> Iterator[str]:
 
 def _units(plan: Plan) -> Iterator[str]:
     """The units of the first rank as they were built, those alike in one line."""
-    nodes = plan.training.model.nodes
-    yield f"> rank 0 on the meta device, {len(nodes)} units: elements of each state that it holds"
+    units = plan.training.model.units
+    yield f"> rank 0 on the meta device, {len(units)} units: elements of each state that it holds"
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for unit in units:
+        alike.setdefault(_held_by(unit), []).append(unit.name)
     rows: list[tuple[str, ...]] = [("unit", "whole", "params", "grads", "optimizer")]
-    for sizes, alike in groupby(nodes, key=_held_by):
-        names = [node.name for node in alike]
-        name = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    for sizes, names in alike.items():
+        name = ", ".join(names) if len(names) < 3 else f"{names[0]} .. {names[-1]}"
         rows.append((name, *(f"{size:,}" for size in sizes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
@@ -151,13 +148,13 @@ def _units(plan: Plan) -> Iterator[str]:
         yield "  ".join((name.ljust(widths[0]), *right))
 
 
-def _held_by(node: Node) -> tuple[int, int, int, int]:
+def _held_by(unit: UnitShards) -> tuple[int, int, int, int]:
     """Elements of a unit, and of each of its states on this rank."""
     return (
-        sum(unit.layout.numel for unit in node.own),
-        sum(unit.param_shard.numel() for unit in node.own),
-        sum(unit.grad_shard.numel() for unit in node.own),
-        sum(unit.optim_grad.numel() for unit in node.own if unit.trainable),
+        unit.layout.numel,
+        unit.param_shard.numel(),
+        unit.grad_shard.numel(),
+        unit.optim_grad.numel() if unit.trainable else 0,
     )
 
 
@@ -168,12 +165,16 @@ def _memory(plan: Plan) -> Iterator[str]:
         "model states": memory.states,
         "whole parameters": memory.whole_params,
         "whole gradients": memory.whole_grads,
+        "travelling slices": memory.slices,
         "activations": memory.activations,
         "transient": memory.transient,
     }
     assert sum(parts.values()) == memory.total, f"{parts} are not all of {memory}"
+    rotates = plan.config.sharding.materialize == "rotate"
+    of_the_other_way = {"whole parameters", "whole gradients"} if rotates else {"travelling slices"}
     for name, num_bytes in parts.items():
-        yield f"    {name:<16}  {_size(num_bytes, like=memory.total):>9}"
+        if name not in of_the_other_way:
+            yield f"    {name:<17}  {_size(num_bytes, like=memory.total):>9}"
     limit = plan.config.launch.device_memory_gb
     if limit is not None and memory.total <= USABLE * limit * 1e9:
         yield f"> fits into the {USABLE * limit:.1f} GB that can be used of {limit:g} GB"
@@ -184,7 +185,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
     sent = traffic_per_step(
         config.strategy,
         context.topology,
-        units_of(config.model, world_size=plan.world.size, is_trained=_is_trained(plan)),
+        _sizes(plan),
         config.precision,
         plan.num_micro_batches,
     )
@@ -196,9 +197,15 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
 
 
-def _is_trained(plan: Plan) -> Callable[[str], bool]:
-    only_evaluate = plan.config.train.skip_train
-    return lambda _name: not only_evaluate
+def _sizes(plan: Plan) -> tuple[UnitSize, ...]:
+    """What the formulas take the units to be."""
+    config, only_evaluate = plan.config, plan.config.train.skip_train
+    return units_of(
+        config.model,
+        world_size=plan.world.size,
+        is_trained=lambda _name: not only_evaluate,
+        rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
+    )
 
 
 def _data(plan: Plan) -> Iterator[str]:

@@ -12,10 +12,11 @@ from paro.topology import Axis, Topology
 
 
 class Use(Enum):
-    """Gathers and reductions run in lanes, and so in groups, of their own."""
+    """Gathers, reductions and rotations run in lanes, and so in groups, of their own."""
 
     GATHER = "gather"
     REDUCE = "reduce"
+    ROTATE = "rotate"
 
 
 Run = tuple[Axis, ...]
@@ -48,7 +49,7 @@ def make_groups(
     """Creates the groups for `runs`, in one order on all ranks; collective over the world."""
     mine: dict[tuple[Use, Run], dist.ProcessGroup] = {}
     for use in Use:
-        for run in sorted(runs[use], key=lambda run: [axis.index for axis in run]):
+        for run in sorted(runs.get(use, ()), key=lambda run: [axis.index for axis in run]):
             seen: set[tuple[int, ...]] = set()
             for other in range(topology.world_size):
                 members = topology.members(run, other)

@@ -7,10 +7,13 @@ from collections import Counter
 from paro.config import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
 from paro.planning.llama import MicroBatch, activations_of, units_of
+from paro.planning.rotating_memory import rotating_peak
 from paro.planning.working_memory import Moment, peak_memory
 from paro.precision import BYTES_OF
+from paro.rotation.engine import RotatedModel
+from paro.sharding.shards import UnitShards
 from paro.sharding.unit import ShardedUnit
-from paro.strategy import Strategy, effective_letters
+from paro.strategy import Strategy, effective_letters, replicated
 from paro.training import Training
 
 
@@ -23,6 +26,9 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
         f"> strategy {strategy.name}: {topology.world_size} ranks in groups of "
         f"{topology.group_size}, collectives {config.sharding.collective}"
     )
+    if config.sharding.materialize == "rotate":
+        how = "in place" if config.sharding.rotate_in_place else "out of place"
+        title += f", weights rotate over {strategy.params} ranks {how}, norms are replicated"
     same = effective_letters(
         strategy, world_size=topology.world_size, group_size=topology.group_size
     )
@@ -35,12 +41,13 @@ def measured_units(training: Training) -> tuple[UnitSize, ...]:
     """The sizes of the units as they were built."""
     return tuple(
         UnitSize(
-            name=node.name,
-            trainable_numel=sum(unit.layout.numel for unit in node.own if unit.trainable),
-            frozen_numel=sum(unit.layout.numel for unit in node.own if not unit.trainable),
+            name=unit.name,
+            trainable_numel=unit.layout.numel if unit.trainable else 0,
+            frozen_numel=0 if unit.trainable else unit.layout.numel,
             gathers_per_micro_batch=0,  # sizes alone are asked for here
+            replicated=isinstance(training.model, RotatedModel) and isinstance(unit, ShardedUnit),
         )
-        for node in training.model.nodes
+        for unit in training.model.units
     )
 
 
@@ -50,26 +57,29 @@ def check_placement(config: RunConfig, training: Training) -> None:
     Collective. Every rank reports the range of each state that it really allocated; a state of
     degree d must come in d different ranges that tile the unit, each on n / d ranks.
     """
+    sizes = measured_units(training)
     everywhere = training.control.gather([_held(unit) for unit in training.model.units])
     for number, unit in enumerate(training.model.units):
-        for state, degree in _degrees(unit, config.strategy).items():
+        replicates = sizes[number].replicated
+        strategy = replicated(config.strategy) if replicates else config.strategy
+        for state, degree in _degrees(unit, strategy).items():
             size = unit.layout.numel // degree
             ranges = Counter(held[number][state] for held in everywhere)
             copies = training.control.world.size // degree
             wanted = {(index * size, size): copies for index in range(degree)}
             assert ranges == wanted, f"{state} of {unit.name} lie at {ranges}, asked: {wanted}"
-    total = model_state_bytes(config.strategy, measured_units(training), config.precision).total
+    total = model_state_bytes(config.strategy, sizes, config.precision).total
     held_bytes = training.optimizer.model_state_bytes()
     assert held_bytes == total, f"model states take {held_bytes} bytes, the formula says {total}"
 
 
-def _degrees(unit: ShardedUnit, strategy: Strategy) -> dict[str, int]:
+def _degrees(unit: UnitShards, strategy: Strategy) -> dict[str, int]:
     if not unit.trainable:
         return {"params": strategy.params}
     return {"params": strategy.params, "grads": strategy.grads, "optimizer": strategy.optim}
 
 
-def _held(unit: ShardedUnit) -> dict[str, tuple[int, int]]:
+def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
     """(first element, number of elements) of what this rank has allocated of each state."""
     held = {"params": (unit.param_start, unit.param_shard.numel())}
     if unit.trainable:
@@ -85,7 +95,10 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         span.box.name for unit in training.model.trainable_units for span in unit.layout.spans
     }
     units = units_of(
-        config.model, world_size=context.topology.world_size, is_trained=trained.__contains__
+        config.model,
+        world_size=context.topology.world_size,
+        is_trained=trained.__contains__,
+        rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
     )
     batch = MicroBatch(
         size=config.batches.micro_batch_size,
@@ -93,6 +106,11 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         compute_bytes=BYTES_OF[config.precision.compute],
         device_type=training.device.type,
     )
+    if config.sharding.materialize == "rotate":
+        in_place = config.sharding.rotate_in_place
+        return rotating_peak(
+            config.strategy, units, config.precision, config.model, batch, in_place=in_place
+        )
     return peak_memory(
         config.strategy,
         context.topology,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
@@ -35,6 +35,11 @@ class Strategy:
     @property
     def degrees(self) -> tuple[int, int, int]:
         return self.params, self.grads, self.optim
+
+
+def replicated(strategy: Strategy) -> Strategy:
+    """For what lies whole on every rank where all else rotates: norms."""
+    return replace(strategy, params=1, grads=1)
 
 
 def is_legal(letters: str) -> bool:

@@ -17,7 +17,7 @@ from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_s
 from paro.optim.lr_schedule import Schedule
 from paro.optim.optimizer import ParoOptimizer
 from paro.runtime import Control, UserMistakeError, one_line
-from paro.sharding.engine import ShardedModel
+from paro.sharding.model import SpreadModel
 from paro.traffic import Sent, Traffic
 
 
@@ -85,7 +85,7 @@ class Training:
     batches: BatchSchedule
     schedule: Schedule
     loss_scale: LossScaleConfig
-    model: ShardedModel
+    model: SpreadModel
     optimizer: ParoOptimizer
     control: Control
     traffic: Traffic
@@ -94,7 +94,7 @@ class Training:
     def close(self) -> None:
         """Ends what goes on beside the training thread; every rank calls it after its last step."""
         self.model.wait_published()
-        self.model.units[0].context.collectives.close()
+        self.model.close()
 
 
 def train_step(

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 tools/compare_peers.py --group-size 4 --plot peers.png
 
 Contenders: ddp, zero-redundancy, fsdp2, fsdp2-hybrid, deepspeed-1, -2, -3 and -hpz, and this
-project's strategies as paro:IIG, paro:4/4/8 or, with a collective of their own, paro:GGG@ho-ring.
+project's strategies as paro:IIG, paro:4/4/8 or, with a collective of their own, paro:GGG@ho-ring;
+with weights that rotate, out of place or in place, paro:IIG+rotate and paro:IIG+in-place.
 fsdp2-kept, fsdp2-hybrid-kept and deepspeed-3-kept give memory for speed: they keep parameters whole
 where they can. fsdp2-ahead and fsdp2-hybrid-ahead start gathers early where no CUDA streams do.
 

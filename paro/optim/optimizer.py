@@ -18,9 +18,9 @@ from torch import Tensor
 
 from paro.optim.adamw import attach_moments, find_apex, make_adamw, set_num_steps
 from paro.sharding.buffers import FlatShard
-from paro.sharding.engine import ShardedModel
 from paro.sharding.layout import UnitLayout, parameter_runs
-from paro.sharding.unit import ShardedUnit
+from paro.sharding.model import SpreadModel
+from paro.sharding.shards import UnitShards
 
 # (parameter's name, begin, end) -> the fp32 values of its flattened elements, on the CPU
 Initializer = Callable[[str, int, int], Tensor]
@@ -54,7 +54,7 @@ class UnitOptimizer:
     In fp32 the master is the parameter shard itself where the degrees are equal.
     """
 
-    def __init__(self, unit: ShardedUnit, config: OptimConfig) -> None:
+    def __init__(self, unit: UnitShards, config: OptimConfig) -> None:
         self.unit = unit
         grad = unit.optim_grad
         strategy = unit.context.strategy
@@ -119,7 +119,7 @@ class ParoOptimizer:
     awaited by the next use of each unit.
     """
 
-    def __init__(self, model: ShardedModel, config: OptimConfig) -> None:
+    def __init__(self, model: SpreadModel, config: OptimConfig) -> None:
         self.model = model
         self.config = config
         self.num_steps = 0
@@ -208,7 +208,7 @@ class ParoOptimizer:
                     start=unit.param_start,
                     values=unit.param_shard,
                     state="param",
-                    writes=context.rank < context.strategy.params,
+                    writes=context.rank < unit.context.strategy.params,
                 )
 
     @torch.no_grad()

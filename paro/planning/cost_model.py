@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.sharding.layout import Shape, make_layout, whole_box
-from paro.strategy import Strategy
+from paro.strategy import Strategy, replicated
 from paro.topology import Axis, Link, Topology
 from paro.traffic import Sent
 
@@ -35,6 +35,8 @@ class UnitSize:
     gathers_per_micro_batch: int
     borrows: tuple[str, ...] = ()
     gathered_for_backward: bool = True  # apart from its forward's gather
+    reductions_per_micro_batch: int = 1
+    replicated: bool = False  # params and grads lie whole on every rank, whatever the strategy
 
     @property
     def numel(self) -> int:
@@ -108,27 +110,33 @@ def traffic_per_step(
 ) -> Sent:
     """Bytes that a rank sends from one optimizer step to the next.
 
+    A pass of a rotation sends of a unit what a gather sends, or a reduction where gradients ride.
     Publishing is lazy: what the step before has updated travels in this one. So the first step
     of a run sends less.
     """
-    units = tuple(units)
-    gathered = sum(unit.numel * unit.gathers_per_micro_batch for unit in units)
-    trained = sum(unit.trainable_numel for unit in units)
     compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
-    params, grads, optim = strategy.degrees
     between, whole_world = topology.axes_between, topology.world_size
-    moves = (
-        (between(1, params), gathered * compute * num_micro_batches),  # before every use
-        (between(1, grads), trained * wire * num_micro_batches),  # after every backward
-        (between(grads, optim), trained * wire),  # finish
-        (between(optim, whole_world), 2 * trained * wire),  # all-reduce: in, and back
-        (between(params, optim), trained * compute),  # publish
-    )
     sent = dict.fromkeys(Link, 0)
-    for run, num_bytes in moves:
-        for axis in run:
-            sent[axis.link] += _sent_along(axis, num_bytes)
+    for unit in units:
+        params, grads, optim = _strategy_of(unit, strategy).degrees
+        gathered = unit.numel * unit.gathers_per_micro_batch * num_micro_batches
+        trained = unit.trainable_numel
+        reduced = trained * unit.reductions_per_micro_batch * num_micro_batches
+        moves = (
+            (between(1, params), gathered * compute),  # before every use
+            (between(1, grads), reduced * wire),  # after every backward
+            (between(grads, optim), trained * wire),  # finish
+            (between(optim, whole_world), 2 * trained * wire),  # all-reduce: in, and back
+            (between(params, optim), trained * compute),  # publish
+        )
+        for run, num_bytes in moves:
+            for axis in run:
+                sent[axis.link] += _sent_along(axis, num_bytes)
     return Sent(sent[Link.INTRA], sent[Link.INTER])
+
+
+def _strategy_of(unit: UnitSize, strategy: Strategy) -> Strategy:
+    return replicated(strategy) if unit.replicated else strategy
 
 
 def _sent_along(axis: Axis, num_bytes: int) -> int:
@@ -141,16 +149,15 @@ def model_state_bytes(
     strategy: Strategy, units: Iterable[UnitSize], precision: PrecisionConfig
 ) -> ModelStateBytes:
     """Shards of parameters, gradient accumulators, master parameters and Adam's two moments."""
-    units = tuple(units)
-    whole = sum(unit.numel for unit in units)
-    trained = sum(unit.trainable_numel for unit in units)
-    # In fp32 the master is the parameter shard itself where the degrees are equal.
-    has_master = precision.compute != "fp32" or strategy.params != strategy.optim
-    return ModelStateBytes(
-        params=whole // strategy.params * BYTES_OF[precision.compute],
-        grads=trained // strategy.grads * BYTES_OF[precision.accumulate],
-        optim=trained // strategy.optim * 4 * (3 if has_master else 2),
-    )
+    params = grads = optim = 0
+    for unit in units:
+        placed = _strategy_of(unit, strategy)
+        # In fp32 the master is the parameter shard itself where the degrees are equal.
+        has_master = precision.compute != "fp32" or placed.params != placed.optim
+        params += unit.numel // placed.params * BYTES_OF[precision.compute]
+        grads += unit.trainable_numel // placed.grads * BYTES_OF[precision.accumulate]
+        optim += unit.trainable_numel // placed.optim * 4 * (3 if has_master else 2)
+    return ModelStateBytes(params=params, grads=grads, optim=optim)
 
 
 def describe_placement(

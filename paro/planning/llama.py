@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from model.config import LlamaConfig, RecomputeConfig, loss_chunk_tokens, parameter_shapes
 from paro.planning.cost_model import UnitShapes, UnitSize, size_units
+from paro.planning.rotation import rotating_units_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,15 @@ def units_of(
     *,
     world_size: int,
     is_trained: Callable[[str], bool] = lambda _name: True,
+    rotated_over: int = 1,
 ) -> tuple[UnitSize, ...]:
-    """Embedding, blocks and head, as they are sharded over `world_size` ranks."""
+    """Embedding, blocks and head, as they are sharded over `world_size` ranks.
+
+    Where weights rotate, over 2 or more ranks, a block is two units, and norms make one of their
+    own.
+    """
+    if rotated_over > 1:
+        return rotating_units_of(config, rotated_over, world_size=world_size, is_trained=is_trained)
     shapes = parameter_shapes(config)
 
     def unit(name: str, *, borrows: tuple[str, ...] = (), needs_weight: bool = True) -> UnitShapes:
@@ -105,7 +113,7 @@ def _block(config: LlamaConfig, batch: MicroBatch, layer: int) -> UnitActivation
     # their product. Gate and up, then given up, make room for the gradients of what made them.
     transients = {
         "before_gradients": residual + 3 * ffn + weight,
-        "in_backward": max(residual + weight, _norm_backward(config, batch) + 2 * weight),
+        "in_backward": max(residual + weight, norm_backward(config, batch) + 2 * weight),
     }
     in_forward = residual + max(residual, ffn)
     first = _recomputed_from(config.recompute, layer)
@@ -151,7 +159,7 @@ def block_activations(config: LlamaConfig, batch: MicroBatch, *, with_core: bool
     return batch.num_tokens * (width * batch.compute_bytes + log_sum_exp)
 
 
-def _norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
+def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
     """What the backward of a norm and the linear layers behind it needs, but for their weights.
 
     The gradients of the block's output, of the normalized input and of the input, and the

@@ -33,21 +33,21 @@ class Moment:
     states: int
     whole_params: int = 0
     whole_grads: int = 0
+    slices: int = 0  # of parameters and gradients that rotate
     activations: int = 0
     transient: int = 0
 
     @property
     def total(self) -> int:
-        return (
-            self.states + self.whole_params + self.whole_grads + self.activations + self.transient
-        )
+        whole = self.whole_params + self.whole_grads
+        return self.states + whole + self.slices + self.activations + self.transient
 
     def describe(self) -> str:
         """One line with the parts in MB."""
+        whole = {"whole parameters": self.whole_params, "whole gradients": self.whole_grads}
         parts = {
             "model states": self.states,
-            "whole parameters": self.whole_params,
-            "whole gradients": self.whole_grads,
+            **({"slices under way": self.slices} if self.slices else whole),
             "activations": self.activations,
             "transient": self.transient,
         }

@@ -39,10 +39,11 @@ class Tally:
 
 @dataclass(slots=True)
 class Ledger:
-    """Unit-sized buffers alive on this rank, counted where storage is taken and given up."""
+    """Buffers that come and go on this rank, counted where storage is taken and given up."""
 
     whole_params: Tally = field(default_factory=Tally)
     whole_grads: Tally = field(default_factory=Tally)
+    slices: Tally = field(default_factory=Tally)  # of parameters or gradients, while they rotate
 
 
 class ElasticBuffer:
@@ -53,10 +54,17 @@ class ElasticBuffer:
     """
 
     def __init__(
-        self, layout: UnitLayout, *, dtype: torch.dtype, device: torch.device, tally: Tally
+        self,
+        numel: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        tally: Tally,
+        layout: UnitLayout | None = None,
     ) -> None:
-        self.values = torch.empty(layout.numel, dtype=dtype, device=device)
-        self.boxes = box_views(self.values, layout)  # made now: a view needs storage to be made
+        self.values = torch.empty(numel, dtype=dtype, device=device)
+        # Made now: a view needs storage to be made.
+        self.boxes = {} if layout is None else box_views(self.values, layout)
         self._num_bytes = self.values.untyped_storage().nbytes()
         self._tally = tally
         self.values.untyped_storage().resize_(0)

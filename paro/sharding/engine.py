@@ -113,6 +113,10 @@ class ShardedModel:
         for unit in self.units:
             unit.wait_published()
 
+    def close(self) -> None:
+        """Ends the lanes and groups; every rank calls it when nothing is under way."""
+        self.units[0].context.collectives.close()
+
     def _assert_idle(self) -> None:
         assert self._phase is Phase.IDLE, f"the model is in {self._phase}"
         assert not self._live, f"live outside a step: {[node.name for node in self._live]}"

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -40,6 +40,14 @@ class Box:
 def whole_box(name: str, shape: Shape) -> Box:
     """The box that holds a parameter entirely."""
     return Box(name=name, shape=shape, start=(0,) * len(shape), extent=shape)
+
+
+def slice_box(name: str, shape: Shape, *, dim: int, index: int, number: int) -> Box:
+    """One of `number` boxes that a parameter falls into along a dim, as equal as can be."""
+    low, high = (shape[dim] * i // number for i in (index, index + 1))
+    start, extent = [0] * len(shape), list(shape)
+    start[dim], extent[dim] = low, high - low
+    return Box(name=name, shape=shape, start=tuple(start), extent=tuple(extent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +87,15 @@ class UnitLayout:
             if low < high:
                 yield Piece(span.box, low - span.offset, high - span.offset, low)
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
-        """The ranges of the buffer that are padding."""
-        position = 0
-        for span in self.spans:
-            if position < span.offset:
-                yield position, span.offset
-            position = span.stop
-        if position < self.numel:
-            yield position, self.numel
+    def gaps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """The ranges within [start, stop) of the buffer that are padding."""
+        position, end = start, self.numel if stop is None else stop
+        for piece in self.pieces(start, end):
+            if position < piece.offset:
+                yield position, piece.offset
+            position = piece.offset + piece.high - piece.low
+        if position < end:
+            yield position, end
 
 
 def make_layout(boxes: list[Box], *, decayed: frozenset[str], world_size: int) -> UnitLayout:
@@ -100,6 +108,32 @@ def make_layout(boxes: list[Box], *, decayed: frozenset[str], world_size: int) -
         if box.name in decayed:
             decayed_stop = position
     return UnitLayout(tuple(spans), decayed_stop, _round_up(position, ALIGN * world_size))
+
+
+def make_sliced_layout(
+    shapes: Mapping[str, Shape], *, cuts: Mapping[str, int], number: int, world_size: int
+) -> UnitLayout:
+    """The layout of matrices slice by slice: the shard at degree `number` is one slice of each.
+
+    `cuts` tells the dim that each is cut along. Every slice is padded to the length of the longest.
+    """
+    slices = [
+        [
+            slice_box(name, shape, dim=cuts[name], index=index, number=number)
+            for name, shape in shapes.items()
+        ]
+        for index in range(number)
+    ]
+    longest = max(sum(_round_up(box.numel, ALIGN) for box in boxes) for boxes in slices)
+    assert world_size % number == 0, f"{number} slices on {world_size} ranks"
+    length = _round_up(longest, ALIGN * (world_size // number))
+    spans = []
+    for index, boxes in enumerate(slices):
+        position = index * length
+        for box in boxes:
+            spans.append(Span(box, position))
+            position = _round_up(position + box.numel, ALIGN)
+    return UnitLayout(tuple(spans), number * length, number * length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,20 +14,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
-import torch
 from torch import Tensor, nn
 
-from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
-from paro.groups import Run, Use
 from paro.lanes import DONE, Event
-from paro.sharding.buffers import ElasticBuffer, Ledger, box_views
+from paro.sharding.buffers import ElasticBuffer, box_views
 from paro.sharding.layout import UnitLayout
-from paro.strategy import Strategy
-from paro.topology import Topology
+from paro.sharding.shards import ShardingContext, UnitShards
 
 
 class UnitState(Enum):
@@ -38,52 +33,7 @@ class UnitState(Enum):
     WHOLE = "param_shard and param_U"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
-    """The runs of axes that a strategy moves states along (design: levels and moves)."""
-
-    gather: Run  # params: from their degree to 1, before every use
-    reduce: Run  # grads: from 1 to their degree, every micro-batch
-    finish: Run  # grads: on to the optimizer's degree, once a step
-    replicas: Run  # what is left: ranks with the same optimizer range, summed once a step
-    publish: Run  # params: from the optimizer's degree to theirs, once a step
-
-    def runs(self) -> dict[Use, frozenset[Run]]:
-        """The runs that need process groups."""
-        return {
-            Use.GATHER: frozenset({self.gather, self.publish}),
-            Use.REDUCE: frozenset({self.reduce, self.finish, self.replicas}),
-        }
-
-
-def moves_of(strategy: Strategy, topology: Topology) -> Moves:
-    """The moves of a strategy; a run is empty where its two degrees are equal."""
-    return Moves(
-        gather=topology.axes_between(1, strategy.params),
-        reduce=topology.axes_between(1, strategy.grads),
-        finish=topology.axes_between(strategy.grads, strategy.optim),
-        replicas=topology.axes_between(strategy.optim, topology.world_size),
-        publish=topology.axes_between(strategy.params, strategy.optim),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingContext:
-    """What all units of a model share."""
-
-    topology: Topology
-    rank: int
-    strategy: Strategy
-    moves: Moves
-    collectives: Collectives
-    device: torch.device
-    compute_type: torch.dtype
-    wire_type: torch.dtype
-    accumulate_type: torch.dtype
-    ledger: Ledger
-
-
-class ShardedUnit:
+class ShardedUnit(UnitShards):
     """The flat buffers of a unit's trainable, or of its frozen, parameters.
 
     The parameters given to `bind` are views of `param_U` for ever; they may be read between `use`
@@ -95,37 +45,30 @@ class ShardedUnit:
     def __init__(
         self, name: str, layout: UnitLayout, context: ShardingContext, *, trainable: bool
     ) -> None:
-        self.name = name
-        self.layout = layout
-        self.context = context
-        self.trainable = trainable
+        super().__init__(name, layout, context, trainable=trainable)
+        strategy, numel, device = context.strategy, layout.numel, context.device
         self._gather_run = context.moves.gather
-        self._published: Event = DONE
         self._gathered: Event = DONE
-        self._reduced: Event = DONE
         self._grad_U_read: Event = DONE
-        strategy, numel = context.strategy, layout.numel
-        device = context.device
-        self.param_shard = torch.zeros(
-            numel // strategy.params, dtype=context.compute_type, device=device
-        )
         self._param_U: ElasticBuffer | None = None
         if strategy.params > 1:
             self._param_U = ElasticBuffer(
-                layout, dtype=context.compute_type, tally=context.ledger.whole_params, device=device
+                numel,
+                layout=layout,
+                dtype=context.compute_type,
+                tally=context.ledger.whole_params,
+                device=device,
             )
         self.state = UnitState.SHARDED if self._param_U else UnitState.WHOLE
-        self.grad_shard = torch.zeros(
-            numel // strategy.grads if trainable else 0,
-            dtype=context.accumulate_type,
-            device=device,
-        )
         self._grad_U: ElasticBuffer | None = None
         if strategy.grads > 1 and trainable:
             self._grad_U = ElasticBuffer(
-                layout, dtype=context.wire_type, tally=context.ledger.whole_grads, device=device
+                numel,
+                layout=layout,
+                dtype=context.wire_type,
+                tally=context.ledger.whole_grads,
+                device=device,
             )
-        self._fresh = True  # the next gradient starts a step: it replaces what is accumulated
         self._grad_boxes = self._boxes(self.grad_shard, self._grad_U) if trainable else {}
         self.num_arrived = 0
 
@@ -140,37 +83,6 @@ class ShardedUnit:
 
     def _boxes(self, shard: Tensor, buffer_U: ElasticBuffer | None) -> dict[str, Tensor]:
         return box_views(shard, self.layout) if buffer_U is None else buffer_U.boxes
-
-    # Ranges #
-
-    @property
-    def param_start(self) -> int:
-        """The element of the unit that `param_shard` begins with."""
-        return self._start_at(self.context.strategy.params)
-
-    @property
-    def grad_start(self) -> int:
-        """The element of the unit that `grad_shard` begins with."""
-        return self._start_at(self.context.strategy.grads)
-
-    @property
-    def optim_start(self) -> int:
-        """The element of the unit that the optimizer's range begins with."""
-        return self._start_at(self.context.strategy.optim)
-
-    def _start_at(self, degree: int) -> int:
-        context = self.context
-        return context.topology.shard_start(context.rank, degree, self.layout.numel)
-
-    @property
-    def optim_param(self) -> Tensor:
-        """The optimizer's range inside `param_shard`."""
-        return shard_in(self.param_shard, self.context.moves.publish, self.context.rank)
-
-    @property
-    def optim_grad(self) -> Tensor:
-        """The optimizer's range inside `grad_shard`."""
-        return shard_in(self.grad_shard, self.context.moves.finish, self.context.rank)
 
     # Parameters #
 
@@ -212,16 +124,6 @@ class ShardedUnit:
         self._param_U.drop()
         self.state = UnitState.SHARDED
 
-    def publish(self) -> None:
-        """Queues the spreading of the optimizer's range of `param_shard` to the whole of it."""
-        self._published = self.context.collectives.all_gather(
-            self.param_shard, self.context.moves.publish
-        )
-
-    def wait_published(self) -> None:
-        self._published.wait()
-        self._published = DONE
-
     # Gradients #
 
     @property
@@ -247,12 +149,11 @@ class ShardedUnit:
 
     def reduce(self, *, last: bool) -> None:
         """Queues the reduction of this micro-batch; of the whole step where it is the last."""
-        context, moves = self.context, self.context.moves
-        collectives, travel = context.collectives, context.wire_type
+        context, moves, collectives = self.context, self.context.moves, self.context.collectives
         event: Event = DONE
         if self._grad_U is not None:
             grad_U, grad_shard, fresh = self._grad_U.values, self.grad_shard, self._fresh
-            event = collectives.reduce_scatter(grad_U, moves.reduce, travel)
+            event = collectives.reduce_scatter(grad_U, moves.reduce, context.wire_type)
 
             def accumulate() -> None:
                 own = shard_in(grad_U, moves.reduce, context.rank)
@@ -263,8 +164,7 @@ class ShardedUnit:
 
             event = self._grad_U_read = collectives.follow(moves.reduce, accumulate, after=event)
         if last:
-            event = collectives.reduce_scatter(self.grad_shard, moves.finish, travel, after=event)
-            event = collectives.all_reduce(self.optim_grad, moves.replicas, travel, after=event)
+            event = self._sum_over_world(event)
         self._reduced = event
         self._fresh = last
         self.num_arrived = 0
@@ -274,7 +174,3 @@ class ShardedUnit:
         assert self._grad_U is not None
         self._grad_U_read.wait()
         self._grad_U.drop()
-
-    def wait_reduced(self) -> None:
-        self._reduced.wait()
-        self._reduced = DONE

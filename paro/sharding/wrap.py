@@ -11,7 +11,8 @@ from torch import nn
 
 from paro.planning.machine import Machine
 from paro.sharding.layout import Box, UnitLayout, make_layout, whole_box
-from paro.sharding.unit import ShardedUnit, ShardingContext
+from paro.sharding.shards import ShardingContext
+from paro.sharding.unit import ShardedUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class ShardingConfig:
     collective: str = "native"
     prefetch_units: int = 1
     machine: Machine | None = None  # how fast collectives are, where that decides
+    materialize: str = "gather"  # or "rotate": how parameters come to where they are used
+    rotate_in_place: bool = False
 
     def __post_init__(self) -> None:
         if self.collective == "auto" and self.machine is None:
@@ -30,6 +33,8 @@ class ShardingConfig:
                 "--paro-collective auto chooses by what was measured: give --paro-machine FILE, "
                 "which tools/bench_collectives.py --machine-file FILE writes"
             )
+        if self.rotate_in_place and self.materialize != "rotate":
+            raise ValueError("--paro-rotate-in-place needs --paro-materialize rotate")
         if self.prefetch_units < 0:
             raise ValueError(f"--paro-prefetch-units {self.prefetch_units} is negative; 0 is off")
 
@@ -88,7 +93,9 @@ def cut_into_nodes(
         seen |= parameters.keys()
         own_units[spec.name] = tuple(_make_units(spec.name, parameters, context))
     assert seen == set(names.values()), f"in no unit: {set(names.values()) - seen}"
-    _bind(model, (unit for units in own_units.values() for unit in units), context)
+    bound = bind_empty(model, context)
+    for unit in (unit for units in own_units.values() for unit in units):
+        unit.bind(bound)
 
     first_trained = _first_trained([own_units[spec.name] for spec in specs])
     return [
@@ -123,15 +130,15 @@ def _layout_of(parameters: dict[str, nn.Parameter], world_size: int) -> UnitLayo
     return make_layout(boxes, decayed=decayed, world_size=world_size)
 
 
-def _bind(model: nn.Module, units: Iterable[ShardedUnit], context: ShardingContext) -> None:
+def bind_empty(model: nn.Module, context: ShardingContext) -> dict[str, nn.Parameter]:
+    """Replaces every parameter by an empty one of its name that units may bind."""
     bound: dict[str, nn.Parameter] = {}
     for name, old in list(model.named_parameters()):
         empty = torch.empty(0, dtype=context.compute_type, device=context.device)
         bound[name] = nn.Parameter(empty, requires_grad=old.requires_grad)
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, bound[name])
-    for unit in units:
-        unit.bind(bound)
+    return bound
 
 
 def _first_trained(units_of_node: list[tuple[ShardedUnit, ...]]) -> int:

@@ -16,6 +16,7 @@ from paro.config import RunConfig
 from paro.placement import check_placement
 from paro.runtime import Control, World, device_for
 from paro.sharding.buffers import Ledger
+from paro.sharding.layout import rectangles
 from paro.training import StepResult, Training, train_step
 
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
@@ -36,6 +37,7 @@ class Trained:
     parameters: dict[str, Tensor]  # whole, fp32: the optimizer's own where it has them
     model_state_bytes: int
     ledger: Ledger  # as it was after training
+    slice_bytes: int = 0  # of parameters, of the largest unit that rotates
 
 
 def train(
@@ -59,6 +61,7 @@ def train(
         before(training)
     steps = run_steps(config, training, build_data(config))
     ledger = training.model.units[0].context.ledger
+    largest = max((u.param_shard.nbytes for u in training.model.units), default=0)
     parameters = whole_parameters(training)
     training.close()
     return Trained(
@@ -66,6 +69,7 @@ def train(
         parameters=parameters,
         model_state_bytes=training.optimizer.model_state_bytes(),
         ledger=ledger,
+        slice_bytes=largest,
     )
 
 
@@ -79,15 +83,18 @@ def whole_parameters(training: Training) -> dict[str, Tensor]:
     """Every parameter, put together from what the ranks' optimizers hold."""
     training.model.wait_published()
     mine = [
-        (piece.box.name, piece.box.shape, piece.low, shard.values[begin : begin + size].clone())
+        (piece.box.name, piece.box.shape, part.start, shard.values[begin:end].view(part.extent))
         for shard in training.optimizer.flat_shards()
         if shard.state == "param" and shard.writes
         for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel())
-        for begin, size in [(piece.offset - shard.start, piece.high - piece.low)]
+        for part in rectangles(piece.box, piece.low, piece.high)
+        for begin in [piece.offset - shard.start + part.low - piece.low]
+        for end in [begin + part.high - part.low]
     ]
     whole: dict[str, Tensor] = {}
-    for pieces in training.control.gather(mine):
-        for name, shape, low, values in pieces:
-            flat = whole.setdefault(name, torch.full(shape, torch.nan)).view(-1)
-            flat[low : low + values.numel()] = values.cpu()
+    for pieces in training.control.gather([(*place, values.clone()) for *place, values in mine]):
+        for name, shape, start, values in pieces:
+            into = whole.setdefault(name, torch.full(shape, torch.nan))
+            corner = tuple(slice(a, a + b) for a, b in zip(start, values.shape, strict=True))
+            into[corner] = values.cpu()
     return whole

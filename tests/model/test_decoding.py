@@ -51,13 +51,13 @@ def test_a_decoder_starts_again() -> None:
 def test_a_token_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(CONFIGS["mha"]).requires_grad_(False)
     lengths = []
-    forward = type(model.blocks[0])._mlp
+    forward = type(model.blocks[0]).mlp
 
     def counted(self: object, x_BSD: Tensor) -> Tensor:
         lengths.append(x_BSD.shape[1])
         return forward(self, x_BSD)
 
-    monkeypatch.setattr(type(model.blocks[0]), "_mlp", counted)
+    monkeypatch.setattr(type(model.blocks[0]), "mlp", counted)
     decoder = Decoder(model)
     decoder.start([[1, 2, 3]])
     decoder.step(torch.tensor([4]))

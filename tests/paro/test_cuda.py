@@ -37,7 +37,13 @@ def test_losses_follow_the_cpu_s(more: str, tolerance: float) -> None:
 
 def test_dropped_buffers_give_memory_back() -> None:
     layout = make_layout([whole_box("w", (1024, 1024))], decayed=frozenset("w"), world_size=4)
-    buffer = ElasticBuffer(layout, dtype=torch.bfloat16, device=torch.device("cuda"), tally=Tally())
+    buffer = ElasticBuffer(
+        layout.numel,
+        layout=layout,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        tally=Tally(),
+    )
     before = torch.cuda.memory_allocated()
     buffer.take()
     buffer.boxes["w"].fill_(3.0)

@@ -115,6 +115,16 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
 
 
+def test_rotating_weights_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(
+        f"{MOCK} --paro-materialize rotate --dry-run --world-size 8 --ranks-per-node 4", capsys
+    )
+    assert "weights rotate over 4 ranks out of place, norms are replicated\n" in out
+    assert "\nblocks.0.attention .. blocks.3.attention " in out
+    assert "travelling slices" in out
+    assert "whole parameters" not in out
+
+
 def test_batches_that_grow_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{MOCK} --global-batch-size 64 --rampup-batch-size 16 16 96 --dry-run --world-size 8"
     out = printed(flags, capsys)

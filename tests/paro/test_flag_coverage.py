@@ -34,7 +34,9 @@ RENAMED = {
     "paro_collective": "sharding.collective",
     "paro_group_size": "sharding.group_size",
     "paro_machine": "sharding.machine",
+    "paro_materialize": "sharding.materialize",
     "paro_prefetch_units": "sharding.prefetch_units",
+    "paro_rotate_in_place": "sharding.rotate_in_place",
     "paro_strategy": "sharding.strategy",
     "recompute_activations": "model.recompute",
     "recompute_granularity": "model.recompute",
@@ -94,6 +96,11 @@ CASES = {
     "paro_collective": ((), "", "--paro-collective ho-ring"),
     "paro_group_size": ((), "", "--paro-group-size 4"),
     "paro_machine": ((), "", "--paro-machine machine.json"),
+    "paro_rotate_in_place": (
+        (),
+        "--paro-materialize rotate",
+        "--paro-materialize rotate --paro-rotate-in-place",
+    ),
     "per_split_data_args_path": (
         ("mock-data",),
         "--data-path corpus",

@@ -16,14 +16,22 @@ from paro.training import train_step
 from tools.peers.task import Outcome, Task
 
 PREFIX = "paro:"
+ROTATIONS = {
+    "rotate": ["--paro-materialize", "rotate"],
+    "in-place": ["--paro-materialize", "rotate", "--paro-rotate-in-place"],
+}
 
 
 def own_config(task: Task, name: str, world: World) -> RunConfig:
-    """The configuration of `paro:STRATEGY` or `paro:STRATEGY@COLLECTIVE`; `ValueError`."""
-    strategy, at, collective = name.removeprefix(PREFIX).partition("@")
+    """The configuration of `paro:STRATEGY[@COLLECTIVE][+rotate|+in-place]`; `ValueError`."""
+    named, plus, rotation = name.removeprefix(PREFIX).partition("+")
+    if plus and rotation not in ROTATIONS:
+        raise ValueError(f"--contenders {name}: +{rotation} is none of +{', +'.join(ROTATIONS)}")
+    strategy, at, collective = named.partition("@")
     strategy = strategy.replace("/", ",")  # degrees: a comma ends a name on the command line
     flags = [*task.flags, *task.own_flags, "--paro-strategy", strategy]
     flags += ["--paro-group-size", str(task.group_size)]
+    flags += ROTATIONS.get(rotation, [])
     if at:
         flags += ["--paro-collective", collective]
     return RunConfig.from_args(parse_args(flags), world)

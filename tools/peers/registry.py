@@ -26,8 +26,8 @@ def check_name(task: Task, name: str, world: World) -> None:
         own.own_config(task, name, world)
     elif name not in PEERS:
         raise ValueError(
-            f"--contenders knows {', '.join(PEERS)} and {own.PREFIX}STRATEGY[@COLLECTIVE], "
-            f"not {name!r}"
+            f"--contenders knows {', '.join(PEERS)} and "
+            f"{own.PREFIX}STRATEGY[@COLLECTIVE][+ROTATION], not {name!r}"
         )
 
 

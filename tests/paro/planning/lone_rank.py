@@ -19,9 +19,14 @@ from paro.groups import Groups
 from paro.lanes import InlineLanes
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.precision import PrecisionConfig
+from paro.rotation.engine import RotatedModel
+from paro.rotation.part import Progress
+from paro.rotation.ring import Ring
+from paro.rotation.wrap import cut_into_parts
 from paro.sharding.buffers import Ledger
 from paro.sharding.engine import ShardedModel
-from paro.sharding.unit import ShardingContext, moves_of
+from paro.sharding.model import SpreadModel
+from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
 from paro.strategy import Strategy
 from paro.topology import Topology
@@ -43,6 +48,12 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(whole: Tensor, shard: Tensor, group: None) -> None:
         whole.zero_()
 
+    def transfer(op: object, tensor: Tensor, *_: object) -> None:
+        if op is wire.dist.irecv:
+            tensor.zero_()
+
+    monkeypatch.setattr(wire.dist, "P2POp", transfer)
+    monkeypatch.setattr(wire.dist, "batch_isend_irecv", lambda transfers: [])
     monkeypatch.setattr(wire, "_all_gather", gather)
     monkeypatch.setattr(wire, "_reduce_scatter", lambda own, whole, group: None)
     monkeypatch.setattr(wire.dist, "all_reduce", lambda whole, group: None)
@@ -54,7 +65,7 @@ class LoneRank:
     """The model and the optimizer of one rank."""
 
     config: LlamaConfig
-    model: ShardedModel
+    model: SpreadModel
     optimizer: ParoOptimizer
     traffic: Traffic
 
@@ -84,29 +95,71 @@ def lone_rank(
     is_trained: Callable[[str], bool] = lambda _name: True,
 ) -> LoneRank:
     """Builds the last rank as training does; `silence` torch.distributed before it runs."""
+    context = _context(strategy, topology, precision, device)
+    llama = _empty_llama(config, is_trained)
+    nodes = cut_into_nodes(llama, llama.units(), context)
+    return _lone(config, ShardedModel(llama, nodes, prefetch_units=prefetch_units))
+
+
+def lone_rotating_rank(
+    config: LlamaConfig,
+    strategy: Strategy,
+    topology: Topology,
+    precision: PrecisionConfig,
+    *,
+    in_place: bool,
+    device: str = "cpu",
+    is_trained: Callable[[str], bool] = lambda _name: True,
+) -> LoneRank:
+    """The same with weights that rotate."""
+    context = _context(strategy, topology, precision, device)
+    llama = _empty_llama(config, is_trained)
+    collectives = context.collectives
+    assert isinstance(collectives, NativeCollectives)
+    (axis,) = topology.axes_between(1, strategy.params)
+    groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
+    ring = Ring(axis, groups, InlineLanes(), collectives._wire._traffic)
+    progress = Progress()
+    parts = cut_into_parts(llama, llama.units(), context, ring, progress, in_place=in_place)
+    return _lone(config, RotatedModel(llama, parts, ring, progress))
+
+
+def _context(
+    strategy: Strategy, topology: Topology, precision: PrecisionConfig, device: str
+) -> ShardingContext:
     rank = topology.world_size - 1
-    traffic = Traffic()
     groups = NoGroups(topology=topology, rank=rank, _by_use_and_run={})
-    context = ShardingContext(
+    return ShardingContext(
         topology=topology,
         rank=rank,
         strategy=strategy,
         moves=moves_of(strategy, topology),
-        collectives=NativeCollectives(groups, InlineLanes(), traffic),
+        collectives=NativeCollectives(groups, InlineLanes(), Traffic()),
         device=torch.device(device),
         compute_type=TYPES[precision.compute],
         wire_type=TYPES[precision.wire],
         accumulate_type=TYPES[precision.accumulate],
         ledger=Ledger(),
     )
+
+
+def _empty_llama(config: LlamaConfig, is_trained: Callable[[str], bool]) -> Llama:
     with torch.device("meta"):
         llama = Llama(config)
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(is_trained(name))
-    nodes = cut_into_nodes(llama, llama.units(), context)
-    model = ShardedModel(llama, nodes, prefetch_units=prefetch_units)
-    optimizer = ParoOptimizer(model, OptimConfig())
-    return LoneRank(config=config, model=model, optimizer=optimizer, traffic=traffic)
+    return llama
+
+
+def _lone(config: LlamaConfig, model: SpreadModel) -> LoneRank:
+    collectives = model.units[0].context.collectives
+    assert isinstance(collectives, NativeCollectives)
+    return LoneRank(
+        config=config,
+        model=model,
+        optimizer=ParoOptimizer(model, OptimConfig()),
+        traffic=collectives._wire._traffic,
+    )
 
 
 def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,21 +39,34 @@ def all_nics(control: Control) -> int:
     return int(control.sum([float(sent)])[0])
 
 
-def calibrate(control: Control) -> float:
-    """Bytes on the wire per byte sent, of one transfer between two nodes."""
-    before = all_nics(control)
+def all_loopbacks(control: Control) -> int:
+    """Bytes that ranks of one node have sent each other, once nothing is under way."""
+    control.barrier()
+    sent = sent_bytes(("lo",))["lo"] if os.environ["LOCAL_RANK"] == "0" else 0
+    control.barrier()
+    return int(control.sum([float(sent)])[0])
+
+
+def calibrate(control: Control, to: int, count: Callable[[Control], int]) -> float:
+    """Bytes on the wire per byte sent, of one transfer from rank 0."""
+    before = count(control)
     payload = torch.zeros(CALIBRATION_BYTES, dtype=torch.uint8)
     if control.world.rank == 0:
-        dist.send(payload, control.world.size - 1)
-    elif control.world.rank == control.world.size - 1:
+        dist.send(payload, to)
+    elif control.world.rank == to:
         dist.recv(payload, 0)
-    return (all_nics(control) - before) / CALIBRATION_BYTES
+    return (count(control) - before) / CALIBRATION_BYTES
 
 
 def measure(strategy: str, collective: str, control: Control) -> dict[str, float]:
-    """What the NICs sent in some steps, and what the code counted."""
+    """What the NICs and the loopbacks sent in some steps, and what the code counted.
+
+    With `+rotate` behind its name a strategy's weights do.
+    """
     world = control.world
-    words = f"{FLAGS} --paro-strategy {strategy} --paro-collective {collective} "
+    letters, rotates, _ = strategy.partition("+")
+    words = f"{FLAGS} --paro-strategy {letters} --paro-collective {collective} "
+    words += "--paro-materialize rotate " if rotates else ""
     words += f"--global-batch-size {2 * world.size}"
     config = RunConfig.from_args(parse_args(words.split()), world)
     training = build_training(config, control)
@@ -60,14 +74,16 @@ def measure(strategy: str, collective: str, control: Control) -> dict[str, float
     source = build_sources(config, build_data(config), training, state).train
     train_step(training, state, source)
     training.model.wait_published()
-    before = all_nics(control)
-    counted = 0
+    before, inside_before = all_nics(control), all_loopbacks(control)
+    counted = inside = 0
     for _ in range(STEPS):
-        counted += train_step(training, state, source).sent.inter
+        sent = train_step(training, state, source).sent
+        counted, inside = counted + sent.inter, inside + sent.intra
     training.model.wait_published()
-    nics = all_nics(control) - before
+    nics, loopbacks = all_nics(control) - before, all_loopbacks(control) - inside_before
     training.close()
-    return {"nics": nics, "counted": control.sum([float(counted)])[0]}
+    counts = control.sum([float(counted), float(inside)])
+    return {"nics": nics, "counted": counts[0], "loopbacks": loopbacks, "counted_inside": counts[1]}
 
 
 def main() -> None:
@@ -77,7 +93,10 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     control = Control(world, torch.device("cpu"))
-    found: dict[str, object] = {"calibration": calibrate(control)}
+    found: dict[str, object] = {
+        "calibration": calibrate(control, size - 1, all_nics),
+        "calibration_inside": calibrate(control, 1, all_loopbacks),
+    }
     for strategy in strategies.split(","):
         for collective in collectives.split(","):
             found[f"{strategy} {collective}"] = measure(strategy, collective, control)

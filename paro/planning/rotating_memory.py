@@ -1,0 +1,182 @@
+"""The most memory that a rank needs where weights rotate."""
+
+# As in working_memory.py a walk through a step, from part to part of rotation.py. Beside the model
+# states there are, for a while:
+#
+#   slices        those of the part that runs, as the note in rotation/unit.py lists them
+#   activations   of a block what it keeps anyway, whose slices add up: attention keeps x, q, k, v
+#                 and its output, the MLP its input, gate and up. The loss keeps its input and, per
+#                 token and slice, a label's row and a log-sum-exp, but no gradients
+#   transient     gradients of input and output, and what the computation with one slice needs: a
+#                 partial output beside the sum, the MLP's gradients and one matrix's of a slice
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from model.config import LlamaConfig, loss_chunk_tokens
+from paro.planning.cost_model import UnitSize, model_state_bytes
+from paro.planning.llama import MicroBatch, block_activations, norm_backward
+from paro.planning.working_memory import Moment
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.strategy import Strategy
+
+_CHUNK_BYTES = 512 << 10  # at most, and an eighth of a slice: see rotation/ring.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A part's place in the walk: what it keeps for backward, and what it needs besides."""
+
+    name: str
+    unit: UnitSize
+    kept: int
+    recomputed: int  # kept only from the recomputation to the end of its block's backward
+    in_forward: int
+    in_backward: int
+    returns: bool = True
+    copies: bool = False  # its first forward leaves this rank's own slice alone
+
+
+def rotating_peak(
+    strategy: Strategy,
+    units: Sequence[UnitSize],
+    precision: PrecisionConfig,
+    config: LlamaConfig,
+    batch: MicroBatch,
+    *,
+    in_place: bool,
+) -> Moment:
+    """The moment of a step at which a rank needs most; `units` are those of rotation.py."""
+    walk = _Walk(
+        strategy=strategy,
+        units=tuple(units),
+        precision=precision,
+        in_place=in_place,
+        parts=tuple(_parts(config, batch, {unit.name: unit for unit in units}, strategy.params)),
+    )
+    return max(walk.moments(), key=lambda moment: moment.total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Walk:
+    strategy: Strategy
+    units: tuple[UnitSize, ...]
+    precision: PrecisionConfig
+    in_place: bool
+    parts: tuple[_Part, ...]
+
+    def moments(self) -> Iterator[Moment]:
+        states = model_state_bytes(self.strategy, self.units, self.precision).total
+        kept = 0
+        for part in self.parts:
+            kept += part.kept
+            yield Moment(
+                name=f"the forward of {part.name}",
+                states=states,
+                slices=self._forward_slices(part),
+                activations=kept,
+                transient=part.in_forward,
+            )
+        recomputed = 0
+        for index in reversed(range(len(self.parts))):
+            part = self.parts[index]
+            if part.name.endswith(".mlp"):  # attention is computed again before it
+                recomputed = part.recomputed + self.parts[index - 1].recomputed
+            yield Moment(
+                name=f"the backward of {part.name}",
+                states=states,
+                slices=self._backward_slices(part),
+                activations=kept + recomputed,
+                transient=part.in_backward,
+            )
+            kept -= part.kept
+            recomputed -= min(recomputed, part.recomputed)
+        yield Moment(name="the update", states=states, transient=self._fp32_grads())
+
+    def _forward_slices(self, part: _Part) -> int:
+        slice_bytes = self._slice(part.unit.numel, self.precision.compute)
+        if self.in_place:
+            return self._chunk(slice_bytes) + (slice_bytes if part.copies else 0)
+        return slice_bytes * (2 if part.copies and self.strategy.params > 2 else 1)
+
+    def _backward_slices(self, part: _Part) -> int:
+        weights = self._slice(part.unit.numel, self.precision.compute) if part.returns else 0
+        grads = self._slice(part.unit.trainable_numel, self.precision.wire)
+        if self.in_place:
+            return self._chunk(weights) + grads + self._chunk(grads)
+        return weights + 2 * grads
+
+    def _slice(self, numel: int, kind: str) -> int:
+        return numel // self.strategy.params * BYTES_OF[kind]
+
+    def _chunk(self, slice_bytes: int) -> int:
+        return min(-(-slice_bytes // 8), _CHUNK_BYTES)
+
+    def _fp32_grads(self) -> int:
+        """The copy of a unit's gradients that the update reads."""
+        if self.precision.accumulate == "fp32":
+            return 0
+        return max(unit.trainable_numel for unit in self.units) // self.strategy.optim * 4
+
+
+def _parts(
+    config: LlamaConfig, batch: MicroBatch, units: dict[str, UnitSize], degree: int
+) -> Iterator[_Part]:
+    tokens, size = batch.num_tokens, batch.compute_bytes
+    residual = tokens * config.hidden_size * size
+    rows = -(-config.vocab_size // degree)
+    vocabulary = rows * config.hidden_size * size
+    yield _Part(
+        name="embedding",
+        unit=units["embedding"],
+        kept=tokens * 9 * degree,
+        recomputed=0,
+        in_forward=3 * residual,
+        in_backward=2 * residual + vocabulary,
+        returns=False,
+        copies=True,
+    )
+    for layer in range(config.num_layers):
+        yield from _block(config, batch, units, degree, layer)
+    head = "embedding" if config.tie_embeddings_and_output_weights else "head"
+    chunk = min(tokens, loss_chunk_tokens(batch.device_type)) * rows
+    total = 0 if chunk == tokens * rows or size == 4 else 2 * vocabulary  # summed in fp32
+    yield _Part(
+        name="head",
+        unit=units[head],
+        kept=2 * residual + tokens * (4 + 20 * degree),
+        recomputed=0,
+        in_forward=residual + chunk * (8 if size == 4 else 10),
+        in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + vocabulary + total),
+    )
+
+
+def _block(
+    config: LlamaConfig, batch: MicroBatch, units: dict[str, UnitSize], degree: int, layer: int
+) -> Iterator[_Part]:
+    tokens, size = batch.num_tokens, batch.compute_bytes
+    residual = tokens * config.hidden_size * size
+    columns = -(-config.ffn_hidden_size // degree)
+    ffn, matrix = tokens * columns * size, columns * config.hidden_size * size
+    recompute = config.recompute
+    core = recompute is None or recompute.granularity == "full"
+    everything = block_activations(config, batch, with_core=core)
+    mlp = residual + 2 * tokens * config.ffn_hidden_size * size
+    again = recompute is not None and recompute.granularity == "full"
+    if again and recompute is not None and recompute.method == "block":
+        again = layer < recompute.num_layers
+    norm = norm_backward(config, batch)
+    in_backward = max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix)
+    for part, keeps in (("attention", everything - mlp), ("mlp", mlp)):
+        at_first = residual if part == "attention" else 0
+        yield _Part(
+            name=f"blocks.{layer}.{part}",
+            unit=units[f"blocks.{layer}.{part}"],
+            kept=at_first if again else keeps,
+            recomputed=keeps - at_first if again else 0,
+            in_forward=2 * residual + max(residual, ffn) + (keeps if again else 0),
+            in_backward=in_backward,
+            copies=again,
+        )

@@ -1,0 +1,126 @@
+"""What LLaMA's units hold, and how often they travel, where weights rotate."""
+
+# A pass carries every slice to every rank of the ring: d - 1 shifts of a slice. A matrix makes one
+# in forward, one in backward, and its gradient one; one more where its block is computed again. The
+# embedding's backward reads no weight. A tied head uses the embedding's.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from model.config import (
+    ATTENTION_CUTS,
+    MLP_CUTS,
+    VOCABULARY_CUTS,
+    LlamaConfig,
+    parameter_shapes,
+)
+from paro.planning.cost_model import UnitSize
+from paro.sharding.layout import Shape, make_layout, make_sliced_layout, whole_box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """A part of the model and the matrices that it reads, in forward order."""
+
+    unit: str
+    matrices: Mapping[str, int]  # their names, by the dim along which they are cut
+    beside: tuple[str, ...]
+    returns: bool = True  # backward reads them
+    recomputed: bool = False
+
+
+def rotating_units_of(
+    config: LlamaConfig,
+    degree: int,
+    *,
+    world_size: int,
+    is_trained: Callable[[str], bool] = lambda _name: True,
+) -> tuple[UnitSize, ...]:
+    """Embedding, attentions and MLPs, an untied head and all norms, over rings of `degree` ranks.
+
+    Parameters train unless `is_trained` denies their name; below the first that does there is no
+    backward. Names are those of sharding: `blocks.0.attention`.
+    """
+    shapes = parameter_shapes(config)
+    passes: dict[str, int] = {}
+    reductions: dict[str, int] = {}
+    matrices: dict[str, Mapping[str, int]] = {}
+    follows = False  # whether backward comes as far as the part
+    for use in _uses(config):
+        follows = follows or any(map(is_trained, (*use.matrices, *use.beside)))
+        num_passes = 1 + (follows and use.returns) + (follows and use.recomputed)
+        passes[use.unit] = passes.get(use.unit, 0) + num_passes
+        reductions[use.unit] = reductions.get(use.unit, 0) + 1
+        matrices[use.unit] = use.matrices
+
+    def numel(names: Mapping[str, int]) -> int:
+        if not names:
+            return 0
+        own: dict[str, Shape] = {name: shapes[name] for name in names}
+        layout = make_sliced_layout(own, cuts=names, number=degree, world_size=world_size)
+        return layout.numel
+
+    units = [
+        UnitSize(
+            name=name,
+            trainable_numel=numel({n: dim for n, dim in own.items() if is_trained(n)}),
+            frozen_numel=numel({n: dim for n, dim in own.items() if not is_trained(n)}),
+            gathers_per_micro_batch=passes[name],
+            reductions_per_micro_batch=reductions[name],
+        )
+        for name, own in matrices.items()
+    ]
+    return (*units, _norms(shapes, world_size, is_trained))
+
+
+def _norms(
+    shapes: Mapping[str, Shape], world_size: int, is_trained: Callable[[str], bool]
+) -> UnitSize:
+    def numel(trained: bool) -> int:
+        boxes = [
+            whole_box(name, shape)
+            for name, shape in shapes.items()
+            if len(shape) == 1 and is_trained(name) is trained
+        ]
+        return make_layout(boxes, decayed=frozenset(), world_size=world_size).numel
+
+    return UnitSize(
+        name="norms",
+        trainable_numel=numel(True),
+        frozen_numel=numel(False),
+        gathers_per_micro_batch=0,
+        replicated=True,
+    )
+
+
+def _uses(config: LlamaConfig) -> list[_Use]:
+    def named(prefix: str, cuts: Mapping[str, int]) -> dict[str, int]:
+        return {f"{prefix}.{name}": dim for name, dim in cuts.items()}
+
+    uses = [
+        _Use(
+            unit="embedding",
+            matrices=named("embedding", VOCABULARY_CUTS),
+            beside=(),
+            returns=False,
+        )
+    ]
+    recompute = config.recompute
+    for layer in range(config.num_layers):
+        full = recompute is not None and recompute.granularity == "full"
+        if recompute is not None and recompute.method == "block":
+            full = full and layer < recompute.num_layers
+        for part, cuts in (("attention", ATTENTION_CUTS), ("mlp", MLP_CUTS)):
+            uses.append(
+                _Use(
+                    unit=f"blocks.{layer}.{part}",
+                    matrices=named(f"blocks.{layer}", cuts),
+                    beside=(f"blocks.{layer}.{part}_norm",),
+                    recomputed=full,
+                )
+            )
+    holder = "embedding" if config.tie_embeddings_and_output_weights else "head"
+    uses.append(_Use(unit=holder, matrices=named(holder, VOCABULARY_CUTS), beside=("head.norm",)))
+    return uses

@@ -1,0 +1,107 @@
+"""Runs a model whose weights rotate: every part slice by slice, forwards and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paro.rotation.part import Phase, Progress
+from paro.rotation.ring import Ring
+from paro.rotation.wrap import Parts
+from paro.sharding.shards import UnitShards
+from paro.sharding.unit import ShardedUnit
+
+
+class RotatedModel:
+    """A model of which no rank ever holds more than slices, and its norms.
+
+    A rank computes its own micro-batch with the slice of a part that it has, and passes it on; the
+    parts see to that themselves, wherever the model calls them. After an exception the model is
+    unusable.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts, ring: Ring, progress: Progress) -> None:
+        self.model = model
+        self.units: list[UnitShards] = [*parts.rotating, *parts.beside]
+        self.trainable_units = [unit for unit in self.units if unit.trainable]
+        self._parts = parts.parts
+        self._beside = parts.beside
+        self._ring = ring
+        self._progress = progress
+        parameters = dict(model.named_parameters())
+        for unit in parts.beside:
+            for span in unit.layout.spans if unit.trainable else ():
+                self._hook_gradient(unit, span.box.name, parameters[span.box.name])
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Says how many micro-batches make the step that starts now."""
+        self._assert_idle()
+
+    def forward_backward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        weights_BS: Tensor,
+        *,
+        last: bool,
+        **documents: Any,
+    ) -> Tensor:
+        """Accumulates the gradients of one micro-batch and returns its weighted loss.
+
+        `documents` is what the model takes by name.
+        """
+        self._begin(Phase.FORWARD)
+        self._progress.last = last
+        loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
+        self._progress.phase = Phase.BACKWARD
+        loss.backward()
+        for part in self._parts:
+            part.finish_backward()
+        self._progress.phase = Phase.IDLE
+        return loss.detach()
+
+    def finish_gradients(self) -> None:
+        """Waits until every gradient is summed in the optimizer's range of its unit."""
+        self._assert_idle()
+        for unit in self.trainable_units:
+            unit.wait_reduced()
+
+    @torch.no_grad()
+    def evaluate(
+        self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any
+    ) -> Tensor:
+        """The weighted loss of a batch; keeps no gradient."""
+        self._begin(Phase.EVALUATION)
+        loss: Tensor = self.model(tokens_BS, labels_BS, weights_BS, **documents)
+        self._progress.phase = Phase.IDLE
+        return loss
+
+    def wait_published(self) -> None:
+        """Waits until every rank's `param_shard` holds the last update."""
+        for unit in self.units:
+            unit.wait_published()
+
+    def close(self) -> None:
+        """Ends the lanes and groups; every rank calls it when nothing is under way."""
+        self.units[0].context.collectives.close()
+        self._ring.close()
+
+    def _begin(self, phase: Phase) -> None:
+        self._assert_idle()
+        self._progress.phase = phase
+        for unit in self._beside:
+            unit.use()
+
+    def _assert_idle(self) -> None:
+        assert self._progress.phase is Phase.IDLE, f"the model is in {self._progress.phase}"
+
+    def _hook_gradient(self, unit: ShardedUnit, name: str, parameter: nn.Parameter) -> None:
+        def arrived(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None, f"{name} got no gradient"
+            if unit.receive(name, gradient):
+                unit.reduce(last=self._progress.last)
+
+        parameter.register_post_accumulate_grad_hook(arrived)

@@ -1,0 +1,125 @@
+"""A ring of point-to-point transfers along one axis: what a rank holds, its neighbour gets."""
+
+# Ranks along the axis stand at places 0 .. d - 1. Clockwise, a rank sends to the next place and
+# receives from the one before; counter-clockwise the other way round. Four places, each with its
+# own slice at first, and what they hold after one and two shifts clockwise:
+#
+#     place        0  1  2  3
+#     at first     0  1  2  3
+#     clockwise    3  0  1  2
+#     clockwise    2  3  0  1
+
+from __future__ import annotations
+
+from datetime import timedelta
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from paro.collectives.wire import Wire
+from paro.groups import Groups, Run, Use, make_groups
+from paro.lanes import Event, Job, Lanes
+from paro.topology import Axis, Topology
+from paro.traffic import Traffic
+
+_TAGS = 1 << 31  # what a backend's tag can hold
+
+
+class Turn(Enum):
+    """Which way slices travel: by how many places a shift moves them."""
+
+    CLOCKWISE = 1
+    COUNTER_CLOCKWISE = -1
+
+
+class Ring:
+    """This rank's place among those along `axis`, with a lane and a process group of its own.
+
+    Every rank calls `shift` alike and in one order. Buffers belong to the ring from the call to
+    the end of the event that it returns; after an exception the ring is unusable.
+    """
+
+    def __init__(self, axis: Axis, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
+        self._run = (axis,)
+        self._groups = groups
+        self._lanes = lanes
+        self._wire = Wire(groups, traffic)
+        self._members = groups.topology.members(self._run, groups.rank)
+        self._next_tag = 0
+        self.size = axis.size
+        self.place = axis.digit(groups.rank)
+
+    def home_of(self, num_shifts: int) -> int:
+        """The place whose slice is here after so many shifts clockwise."""
+        return (self.place - num_shifts) % self.size
+
+    def shift(self, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
+        """Queues one step: `outgoing` to the one neighbour, into `incoming` from the other."""
+        assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs room beside"
+        tag = self._take_tags(1)
+        return self._submit(lambda: self._exchange(outgoing, incoming, turn, tag))
+
+    def shift_in_place(self, values: Tensor, beside: Tensor, turn: Turn) -> Event:
+        """Queues one step within one buffer, in chunks as long as `beside`, where they land."""
+        step = beside.numel()
+        begins = range(0, values.numel(), step)
+        first_tag = self._take_tags(len(begins))
+
+        def job() -> None:
+            for number, begin in enumerate(begins):
+                chunk = values[begin : begin + step]
+                landed = beside[: chunk.numel()]
+                self._exchange(chunk, landed, turn, first_tag + number)
+                chunk.copy_(landed)
+
+        return self._submit(job)
+
+    def close(self) -> None:
+        """Gives the process group back; its lane ends with the others'."""
+        self._groups.close()
+
+    def _exchange(self, outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
+        to = self._members[(self.place + turn.value) % self.size]
+        source = self._members[(self.place - turn.value) % self.size]
+        self._wire.exchange(
+            Use.ROTATE, self._run, (outgoing, to), (incoming, source), tag=tag % _TAGS
+        )
+
+    def _take_tags(self, number: int) -> int:
+        first = self._next_tag
+        self._next_tag += number
+        return first
+
+    def _submit(self, job: Job) -> Event:
+        return self._lanes.submit((Use.ROTATE, self._run[0].index), job)
+
+
+def make_ring(
+    degree: int,
+    *,
+    topology: Topology,
+    rank: int,
+    lanes: Lanes,
+    traffic: Traffic,
+    timeout: timedelta | None,
+) -> Ring:
+    """The ring of the ranks that hold one full copy at `degree`; collective over the world.
+
+    Without a timeout nothing is connected: that is for a rank which is planned and never runs.
+    """
+    run = topology.axes_between(1, degree)
+    assert len(run) == 1, f"{degree} ranks are no axis of {topology}"
+    runs: dict[Use, frozenset[Run]] = {} if timeout is None else {Use.ROTATE: frozenset({run})}
+    groups = make_groups(topology, rank, runs, timeout or timedelta())
+    return Ring(run[0], groups, lanes, traffic)
+
+
+def chunk_numel(numel: int, dtype: torch.dtype) -> int:
+    """How much room an exchange in place takes beside a buffer of so many elements."""
+    return max(1, min(-(-numel // _LEAST_CHUNKS), _CHUNK_BYTES // dtype.itemsize))
+
+
+# Long enough to outweigh the cost of a message, and little beside a slice.
+_CHUNK_BYTES = 512 << 10
+_LEAST_CHUNKS = 8

@@ -1,0 +1,250 @@
+"""One rotating unit's slices: their way round the ring forwards, and back with their gradients."""
+
+# [Note: the slots of a slice]
+# Step t of a pass computes with the slice of the rank t places before. `param_shard` is the slot S
+# that is always there; E and F are spare slots, X and Y those of the gradients that travel.
+#
+# A forward that backward will follow moves the slices themselves: after it the slice of the next
+# rank lies in S, and backward brings this rank's own one home, d - 1 shifts each way. Autograd
+# keeps the slices as views of their slots, so backward finds each one in the slot of its forward:
+# S at the last step and every second before it, E at the others. An even d copies the first slice
+# from S to E, and back at the end.
+#
+# A forward that nothing follows (evaluation; blocks that will be computed again; below the first
+# trained parameter; the embedding, whose backward reads no weight) leaves S alone, and copies of
+# the slices travel through E and F.
+#
+#                    out of place                            in place
+#   forward          S E (S E ..)  1 slice                   S              a chunk
+#   forward, copies  S E F (E F ..)  2 slices                S E (E ..)     1 slice and a chunk
+#   backward         E X Y  3 slices                         X              1 slice and a chunk
+#
+# Out of place a shift runs under the computation with the slice that it takes away. In backward the
+# lane carries, in this order, the gradients that come with slice t, and the weights of step t - 1:
+# the former are waited for when the first gradient of step t is there to be added to them.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paro.lanes import DONE, Event
+from paro.rotation.ring import Ring, Turn, chunk_numel
+from paro.sharding.buffers import ElasticBuffer
+from paro.sharding.layout import Piece, UnitLayout
+from paro.sharding.shards import ShardingContext, UnitShards
+
+
+class RotatingUnit(UnitShards):
+    """The trainable, or the frozen, matrices of a part of the model, of which one slice is here.
+
+    Forward: `begin`, then for every step `arrive` and `depart`, then `end`. Backward, from the
+    last step to the first: `return_to`, `receive` for every gradient, `leave`. What lies in a slot
+    may be read from `arrive` to `depart`, and from `return_to` to `leave`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: UnitLayout,
+        context: ShardingContext,
+        ring: Ring,
+        *,
+        trainable: bool,
+        in_place: bool,
+    ) -> None:
+        super().__init__(name, layout, context, trainable=trainable)
+        self._ring = ring
+        self._in_place = in_place
+        self.num_steps = ring.size
+        numel = layout.numel // ring.size
+        self._pieces = [
+            tuple(layout.pieces(index * numel, (index + 1) * numel)) for index in range(ring.size)
+        ]
+        self._gaps = [
+            [
+                (low - index * numel, high - index * numel)
+                for low, high in layout.gaps(index * numel, (index + 1) * numel)
+            ]
+            for index in range(ring.size)
+        ]
+        compute, wire = context.compute_type, context.wire_type
+        self._E, self._F = self._spare(numel, compute), self._spare(numel, compute)
+        self._X, self._Y = self._spare(numel, wire), self._spare(numel, wire)
+        self._beside = self._spare(chunk_numel(numel, compute), compute)
+        self._beside_grads = self._spare(chunk_numel(numel, wire), wire)
+        self._moves_home = False  # whether this forward moves the slices, and backward brings back
+        self._is_away = False  # S holds the slice of the next rank
+        self._arrived: Event = DONE
+        self._grads_arrived: Event = DONE
+        self._leaving_for: int | None = None  # the step whose weights are on their way back
+        self._num_received = 0  # gradients of this step of backward
+
+    def _spare(self, numel: int, dtype: torch.dtype) -> ElasticBuffer:
+        context = self.context
+        tally = context.ledger.slices
+        return ElasticBuffer(numel, dtype=dtype, tally=tally, device=context.device)
+
+    # Forward #
+
+    def begin(self, *, moves_home: bool) -> None:
+        """Starts a forward; one with `moves_home` is followed by a backward that needs slices."""
+        assert not self._is_away, f"{self.name} has not come home"
+        self.wait_published()
+        self._moves_home = moves_home
+        self._arrived = DONE
+        if self._in_place:
+            self._beside.take()
+            if not moves_home:
+                self._E.take()
+            return
+        self._E.take()
+        if not moves_home and self.num_steps > 2:
+            self._F.take()
+        if moves_home and self._slot(0) is self._E.values:
+            self._E.values.copy_(self.param_shard)
+
+    def arrive(self, step: int) -> dict[str, tuple[Piece, nn.Parameter]]:
+        """The boxes of this step's slice as leaves of autograd, by parameter."""
+        self._arrived.wait()
+        self._arrived = DONE
+        if self._moves_home and step + 1 == self.num_steps:
+            self._is_away = True
+        slot = self._slot(step)
+        if not self._in_place and step + 1 < self.num_steps:
+            self._arrived = self._ring.shift(slot, self._slot(step + 1), Turn.CLOCKWISE)
+        return self._leaves(slot, step)
+
+    def depart(self, step: int) -> None:
+        """The computation with this step's slice is through."""
+        if not self._in_place or step + 1 == self.num_steps:
+            return
+        slot, following = self._slot(step), self._slot(step + 1)
+        if slot is following:
+            self._ring.shift_in_place(slot, self._beside.values, Turn.CLOCKWISE).wait()
+        else:
+            self._ring.shift(slot, following, Turn.CLOCKWISE).wait()
+
+    def end(self) -> None:
+        """Gives the spare slots up."""
+        for spare in (self._E, self._F, self._beside):
+            if spare.alive:
+                spare.drop()
+
+    def _slot(self, step: int) -> Tensor:
+        if self._moves_home:
+            at_home = self._in_place or (self.num_steps - 1 - step) % 2 == 0
+            return self.param_shard if at_home else self._E.values
+        if step == 0:
+            return self.param_shard
+        return self._E.values if self._in_place or step % 2 else self._F.values
+
+    def _leaves(self, slot: Tensor, step: int) -> dict[str, tuple[Piece, nn.Parameter]]:
+        index = self._ring.home_of(step)
+        return {
+            piece.box.name: (
+                piece,
+                # `data`: the slot is written while autograd keeps the leaf, on purpose.
+                nn.Parameter(self._box(slot, piece, index).data, requires_grad=self.trainable),
+            )
+            for piece in self._pieces[index]
+        }
+
+    def _box(self, slot: Tensor, piece: Piece, index: int) -> Tensor:
+        begin = piece.offset - index * slot.numel()
+        return slot[begin : begin + piece.high - piece.low].view(piece.box.extent)
+
+    # Backward #
+
+    def return_to(self, step: int) -> None:
+        """This step's slice may be read; the one before sets out.
+
+        Does nothing as long as the forward is still to be computed again.
+        """
+        if not self._is_away or self._leaving_for == step - 1:
+            return
+        if step + 1 == self.num_steps:
+            spare = self._beside if self._in_place else self._E
+            if not spare.alive:  # else its forward was computed again, and stopped short
+                spare.take()
+        self._arrived.wait()
+        self._arrived = DONE
+        self._leaving_for = step - 1
+        if not self._in_place and step:
+            slot, before = self._slot(step), self._slot(step - 1)
+            self._arrived = self._ring.shift(slot, before, Turn.COUNTER_CLOCKWISE)
+
+    def receive(self, step: int, name: str, gradient: Tensor) -> None:
+        """Adds this rank's gradient of a box to what the slice has brought along."""
+        is_first_here, slot = self._num_received == 0, self._grad_slot(step)
+        index = self._ring.home_of(step)
+        if is_first_here:
+            self._meet_gradients(step, index)
+        (piece,) = (piece for piece in self._pieces[index] if piece.box.name == name)
+        box = self._box(slot, piece, index)
+        if step + 1 == self.num_steps:
+            box.copy_(gradient)
+        else:
+            box.add_(gradient)
+        self._num_received += 1
+
+    def has_all(self, step: int) -> bool:
+        """Whether every gradient of this step's slice has been received."""
+        wanted = len(self._pieces[self._ring.home_of(step)]) if self.trainable else 0
+        return self._num_received == wanted
+
+    def _meet_gradients(self, step: int, index: int) -> None:
+        if step + 1 < self.num_steps:
+            self._grads_arrived.wait()
+            self._grads_arrived = DONE
+            return
+        self._X.take()
+        (self._beside_grads if self._in_place else self._Y).take()
+        for low, high in self._gaps[index]:
+            self._X.values[low:high].zero_()
+
+    def _grad_slot(self, step: int) -> Tensor:
+        in_x = self._in_place or (self.num_steps - 1 - step) % 2 == 0
+        return self._X.values if in_x else self._Y.values
+
+    def leave(self, step: int) -> None:
+        """The backward of this step is through: its gradients set out, or are at home."""
+        self.return_to(step)  # where nothing else has said so
+        self._num_received = 0
+        if step == 0:
+            self._settle()
+            return
+        turn = Turn.COUNTER_CLOCKWISE
+        if self._in_place and self._is_away:
+            self._ring.shift_in_place(self.param_shard, self._beside.values, turn).wait()
+        if not self.trainable:
+            return
+        slot, before = self._grad_slot(step), self._grad_slot(step - 1)
+        if self._in_place:
+            self._ring.shift_in_place(slot, self._beside_grads.values, turn).wait()
+        else:
+            self._grads_arrived = self._ring.shift(slot, before, turn)
+
+    def _settle(self) -> None:
+        """Weights and gradients have come home."""
+        if self._is_away:
+            if self._slot(0) is self._E.values:
+                self.param_shard.copy_(self._E.values)
+            self.end()
+            self._is_away, self._leaving_for = False, None
+        if not self.trainable:
+            return
+        came_home = self._grad_slot(0)
+        if self._fresh:
+            self.grad_shard.copy_(came_home)
+        else:
+            self.grad_shard.add_(came_home)
+        self._fresh = False
+        for spare in (self._X, self._Y, self._beside_grads):
+            if spare.alive:
+                spare.drop()
+
+    def finish(self) -> None:
+        """Queues what is left to sum once a step, when the last gradients have come home."""
+        self._reduced = self._sum_over_world(DONE)
+        self._fresh = True

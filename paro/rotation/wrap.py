@@ -1,0 +1,136 @@
+"""Cuts a model into parts whose weights rotate, and units of what lies whole beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import nn
+
+from paro.groups import Run, Use
+from paro.rotation.part import Course, PartSpec, Progress, RotatingPart
+from paro.rotation.ring import Ring
+from paro.rotation.unit import RotatingUnit
+from paro.sharding import wrap
+from paro.sharding.layout import Shape, make_layout, make_sliced_layout, whole_box
+from paro.sharding.shards import ShardingContext, moves_of
+from paro.sharding.unit import ShardedUnit
+from paro.strategy import Strategy, replicated
+from paro.topology import Topology
+
+
+class UnitSpec(wrap.UnitSpec, Protocol):
+    """What a model says of one of its units, in forward order."""
+
+    @property
+    def parts(self) -> Sequence[PartSpec]:
+        """Its methods that may be computed slice by slice; matrices belong to one of them."""
+
+    @property
+    def recomputed(self) -> bool: ...
+
+
+def runs_beside_rotation(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[Run]]:
+    """The runs that states are moved along where weights rotate: all that is done once a step."""
+    runs: dict[Use, frozenset[Run]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
+    for moves in (moves_of(strategy, topology), moves_of(replicated(strategy), topology)):
+        runs[Use.GATHER] |= {moves.publish}
+        runs[Use.REDUCE] |= {moves.finish, moves.replicas}
+    return runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A model whose parts rotate, and the units that hold its parameters."""
+
+    parts: tuple[RotatingPart, ...]
+    rotating: tuple[RotatingUnit, ...]
+    beside: tuple[ShardedUnit, ...]  # norms: whole on every rank
+
+
+def cut_into_parts(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    context: ShardingContext,
+    ring: Ring,
+    progress: Progress,
+    *,
+    in_place: bool,
+) -> Parts:
+    """The parts of a model built on the meta device; nothing is allocated but the shards.
+
+    The matrices of a part lie in units of their own, slice by slice. A part of a unit that borrows
+    has those of the borrowed one, as a tied head does. What belongs to no part is replicated.
+    """
+    original = dict(model.named_parameters())
+    bound = wrap.bind_empty(model, context)
+    units: dict[str, tuple[RotatingUnit, ...]] = {}  # by the parameters' common prefix and part
+    parts = []
+    borrowed = {name for spec in specs for name in spec.borrows}
+    for spec in specs:
+        for part in spec.parts:
+            holder = spec.borrows[0] if spec.borrows else spec.name
+            own = {f"{holder}.{name}": dim for name, dim in part.cuts.items()}
+            key = next(iter(own))
+            if key not in units:
+                label = spec.name if len(spec.parts) == 1 else f"{spec.name}.{part.method}"
+                matrices = {name: original[name] for name in own}
+                made = _rotating_units(label, matrices, own, context, ring, in_place=in_place)
+                units[key] = tuple(made)
+            course = Course(
+                returns=spec.backward_needs_weight,
+                recomputed=spec.recomputed,
+                completes=not spec.borrows or holder not in borrowed,
+            )
+            parts.append(RotatingPart(spec.module, part, units[key], course, progress))
+    rotating = tuple(unit for made in units.values() for unit in made)
+    held = {span.box.name for unit in rotating for span in unit.layout.spans}
+    beside = tuple(
+        _units_beside({n: p for n, p in original.items() if n not in held}, bound, context)
+    )
+    return Parts(parts=tuple(parts), rotating=rotating, beside=beside)
+
+
+def _rotating_units(
+    label: str,
+    matrices: Mapping[str, nn.Parameter],
+    cuts: Mapping[str, int],
+    context: ShardingContext,
+    ring: Ring,
+    *,
+    in_place: bool,
+) -> Iterator[RotatingUnit]:
+    for trainable, shapes in _by_training(matrices):
+        layout = make_sliced_layout(
+            shapes, cuts=cuts, number=ring.size, world_size=context.topology.world_size
+        )
+        name = label if trainable else f"{label} (frozen)"
+        yield RotatingUnit(name, layout, context, ring, trainable=trainable, in_place=in_place)
+
+
+def _units_beside(
+    parameters: Mapping[str, nn.Parameter],
+    bound: dict[str, nn.Parameter],
+    context: ShardingContext,
+) -> Iterator[ShardedUnit]:
+    strategy = replicated(context.strategy)
+    moves = moves_of(strategy, context.topology)
+    whole = replace(context, strategy=strategy, moves=moves)
+    for trainable, shapes in _by_training(parameters):
+        boxes = [whole_box(name, shape) for name, shape in shapes.items()]
+        decayed = frozenset(name for name, shape in shapes.items() if len(shape) > 1)
+        layout = make_layout(boxes, decayed=decayed, world_size=context.topology.world_size)
+        name = "norms" if trainable else "norms (frozen)"
+        unit = ShardedUnit(name, layout, whole, trainable=trainable)
+        unit.bind(bound)
+        yield unit
+
+
+def _by_training(
+    parameters: Mapping[str, nn.Parameter],
+) -> Iterator[tuple[bool, dict[str, Shape]]]:
+    for trainable in (True, False):
+        chosen = {n: tuple(p.shape) for n, p in parameters.items() if p.requires_grad is trainable}
+        if chosen:
+            yield trainable, chosen

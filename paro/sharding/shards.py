@@ -1,0 +1,145 @@
+"""What a rank always holds of a unit: its shards of parameters and gradients, and their ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paro.collectives.interface import Collectives
+from paro.collectives.wire import shard_in
+from paro.groups import Run, Use
+from paro.lanes import DONE, Event
+from paro.sharding.buffers import Ledger
+from paro.sharding.layout import UnitLayout
+from paro.strategy import Strategy
+from paro.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """The runs of axes that a strategy moves states along (design: levels and moves)."""
+
+    gather: Run  # params: from their degree to 1, before every use
+    reduce: Run  # grads: from 1 to their degree, every micro-batch
+    finish: Run  # grads: on to the optimizer's degree, once a step
+    replicas: Run  # what is left: ranks with the same optimizer range, summed once a step
+    publish: Run  # params: from the optimizer's degree to theirs, once a step
+
+    def runs(self) -> dict[Use, frozenset[Run]]:
+        """The runs that need process groups."""
+        return {
+            Use.GATHER: frozenset({self.gather, self.publish}),
+            Use.REDUCE: frozenset({self.reduce, self.finish, self.replicas}),
+        }
+
+
+def moves_of(strategy: Strategy, topology: Topology) -> Moves:
+    """The moves of a strategy; a run is empty where its two degrees are equal."""
+    return Moves(
+        gather=topology.axes_between(1, strategy.params),
+        reduce=topology.axes_between(1, strategy.grads),
+        finish=topology.axes_between(strategy.grads, strategy.optim),
+        replicas=topology.axes_between(strategy.optim, topology.world_size),
+        publish=topology.axes_between(strategy.params, strategy.optim),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingContext:
+    """What all units of a model share."""
+
+    topology: Topology
+    rank: int
+    strategy: Strategy
+    moves: Moves
+    collectives: Collectives
+    device: torch.device
+    compute_type: torch.dtype
+    wire_type: torch.dtype
+    accumulate_type: torch.dtype
+    ledger: Ledger
+
+
+class UnitShards:
+    """The flat shards of a unit's trainable, or of its frozen, parameters.
+
+    They stay for as long as the run; how the parameters get to where they are used, and their
+    gradients from there to `grad_shard`, is told by who inherits. After an exception the unit is
+    unusable.
+    """
+
+    def __init__(
+        self, name: str, layout: UnitLayout, context: ShardingContext, *, trainable: bool
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.context = context
+        self.trainable = trainable
+        strategy, numel, device = context.strategy, layout.numel, context.device
+        self.param_shard = torch.zeros(
+            numel // strategy.params, dtype=context.compute_type, device=device
+        )
+        self.grad_shard = torch.zeros(
+            numel // strategy.grads if trainable else 0,
+            dtype=context.accumulate_type,
+            device=device,
+        )
+        self._fresh = True  # the next gradient starts a step: it replaces what is accumulated
+        self._published: Event = DONE
+        self._reduced: Event = DONE
+
+    # Ranges #
+
+    @property
+    def param_start(self) -> int:
+        """The element of the unit that `param_shard` begins with."""
+        return self._start_at(self.context.strategy.params)
+
+    @property
+    def grad_start(self) -> int:
+        """The element of the unit that `grad_shard` begins with."""
+        return self._start_at(self.context.strategy.grads)
+
+    @property
+    def optim_start(self) -> int:
+        """The element of the unit that the optimizer's range begins with."""
+        return self._start_at(self.context.strategy.optim)
+
+    def _start_at(self, degree: int) -> int:
+        context = self.context
+        return context.topology.shard_start(context.rank, degree, self.layout.numel)
+
+    @property
+    def optim_param(self) -> Tensor:
+        """The optimizer's range inside `param_shard`."""
+        return shard_in(self.param_shard, self.context.moves.publish, self.context.rank)
+
+    @property
+    def optim_grad(self) -> Tensor:
+        """The optimizer's range inside `grad_shard`."""
+        return shard_in(self.grad_shard, self.context.moves.finish, self.context.rank)
+
+    # Moves that are made once a step #
+
+    def publish(self) -> None:
+        """Queues the spreading of the optimizer's range of `param_shard` to the whole of it."""
+        self._published = self.context.collectives.all_gather(
+            self.param_shard, self.context.moves.publish
+        )
+
+    def wait_published(self) -> None:
+        self._published.wait()
+        self._published = DONE
+
+    def _sum_over_world(self, event: Event) -> Event:
+        """Queues the last of a step's moves of gradients, behind `event`."""
+        context, moves = self.context, self.context.moves
+        collectives, travel = context.collectives, context.wire_type
+        event = collectives.reduce_scatter(self.grad_shard, moves.finish, travel, after=event)
+        return collectives.all_reduce(self.optim_grad, moves.replicas, travel, after=event)
+
+    def wait_reduced(self) -> None:
+        self._reduced.wait()
+        self._reduced = DONE

@@ -1,0 +1,113 @@
+"""Parts computed slice by slice equal the whole, forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model.config import LlamaConfig, RecomputeConfig
+from model.llama import Llama, Part, UnitSpec
+from paro.sharding.layout import make_sliced_layout, slice_box
+from tests.model.test_llama import CONFIGS, MHA, assert_near, build, train_once
+
+GROUPED = replace(MHA, num_query_groups=2)
+CASES: dict[str, tuple[LlamaConfig, int]] = {
+    "heads": (MHA, 4),
+    "grouped heads": (GROUPED, 2),
+    "tied": (CONFIGS["tied"], 4),
+    "uneven feed-forward and vocabulary": (replace(MHA, ffn_hidden_size=77, vocab_size=102), 4),
+    "one slice": (MHA, 1),
+    "recomputed attention": (replace(MHA, recompute=RecomputeConfig(granularity="selective")), 2),
+    "recomputed blocks": (
+        replace(GROUPED, recompute=RecomputeConfig(granularity="full", num_layers=2)),
+        2,
+    ),
+}
+
+
+def run_in_slices(model: Llama, number: int) -> None:
+    """Has every part of the model computed slice by slice of its own weights."""
+    for spec in model.units():
+        for part in spec.parts:
+            weights = weights_of(model, spec, part)
+            whole = getattr(spec.module, part.of_slice)
+
+            def slices(
+                module: nn.Module = spec.module,
+                part: Part = part,
+                weights: dict[str, Tensor] = weights,
+                whole: Any = whole,
+            ) -> Iterator[Any]:
+                for index in range(number):
+                    yield partial(run_slice, module, part, weights, (index, number), whole)
+
+            def joined(*args: Any, part: Part = part, slices: Any = slices) -> Tensor:
+                return part.join(slices(), *args)
+
+            setattr(spec.module, part.method, joined)
+
+
+def weights_of(model: Llama, spec: UnitSpec, part: Part) -> dict[str, Tensor]:
+    holder = model.get_submodule(spec.borrows[0]) if spec.borrows else spec.module
+    return {name: holder.get_parameter(name) for name in part.cuts}
+
+
+def run_slice(
+    module: nn.Module,
+    part: Part,
+    weights: dict[str, Tensor],
+    place: tuple[int, int],
+    whole: Any,
+    *args: Any,
+) -> Any:
+    index, number = place
+    kept = {name: module.__dict__["_parameters"].pop(name, None) for name in part.cuts}
+    for name, dim in part.cuts.items():
+        shape = tuple(weights[name].shape)
+        box = slice_box(name, shape, dim=dim, index=index, number=number)
+        if part.of_rows:
+            module.first_row = box.start[0]  # type: ignore[assignment]
+        module.__dict__[name] = weights[name].narrow(dim, box.start[dim], box.extent[dim])
+    out = whole(*args)
+    for name, parameter in kept.items():
+        del module.__dict__[name]
+        module.register_parameter(name, parameter)
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_slices_of_every_part_make_the_whole(name: str) -> None:
+    config, number = CASES[name]
+    if config.vocab_size < 102:
+        config = replace(config, vocab_size=102)
+    model = build(config)
+    wanted_loss, wanted = train_once(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    run_in_slices(model, number)
+    loss, gradients = train_once(model)
+    assert_near(loss, wanted_loss, "loss")
+    for parameter, gradient in gradients.items():
+        assert_near(gradient, wanted[parameter], parameter)
+
+
+def test_a_sliced_layout_holds_every_element_once() -> None:
+    shapes = {"wq": (12, 7), "wo": (7, 12), "w_up": (13, 3)}
+    layout = make_sliced_layout(shapes, cuts={"wq": 0, "wo": 1, "w_up": 0}, number=4, world_size=8)
+    assert layout.numel % (8 * 8) == 0
+    seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for index in range(4):
+        start = index * layout.numel // 4
+        for piece in layout.pieces(start, start + layout.numel // 4):
+            assert piece.low == 0, "a box is cut by the end of its slice"
+            corner, extent = piece.box.start, piece.box.extent
+            assert piece.high == piece.box.numel
+            where = tuple(slice(a, a + b) for a, b in zip(corner, extent, strict=True))
+            seen[piece.box.name][where] += 1
+    assert all(bool((counts == 1).all()) for counts in seen.values())

@@ -1,0 +1,136 @@
+"""What one rank of a ring counts, stores and allocates, against the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from model.config import LlamaConfig, RecomputeConfig
+from paro.planning.cost_model import model_state_bytes, traffic_per_step
+from paro.planning.llama import MicroBatch, units_of
+from paro.planning.rotating_memory import rotating_peak
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.rotation.ring import chunk_numel
+from tests.paro.planning.lone_rank import allocated_at_most, lone_rotating_rank, silence
+from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.test_llama import SMALL as GROUPED
+from tests.paro.planning.test_llama import keep_norms_and_embedding, upper_half
+
+SMALL = replace(GROUPED, num_query_groups=4)
+TIED = replace(SMALL, tie_embeddings_and_output_weights=True)
+MODES = (False, True)  # in place?
+CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
+    "untied": (SMALL, lambda _name: True),
+    "tied": (TIED, lambda _name: True),
+    "recomputed": (replace(SMALL, recompute=RecomputeConfig(granularity="full")), lambda _: True),
+    "parts of units frozen": (SMALL, keep_norms_and_embedding),
+    "lower units frozen": (SMALL, upper_half),
+    "tied, embedding frozen": (TIED, upper_half),
+}
+
+
+@pytest.mark.parametrize(("case", "in_place"), [*product(CASES, MODES)])
+@pytest.mark.parametrize("letters", ["III", "IIG", "2,2,8"])
+def test_formulas_equal_what_a_rank_counts_and_stores(
+    monkeypatch: pytest.MonkeyPatch, case: str, in_place: bool, letters: str
+) -> None:
+    config, is_trained = CASES[case]
+    strategy, topology = on_ranks(letters, world_size=8, group_size=4)
+    precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True)
+    units = units_of(config, world_size=8, is_trained=is_trained, rotated_over=strategy.params)
+    silence(monkeypatch)
+    rank = lone_rotating_rank(
+        config, strategy, topology, precision, is_trained=is_trained, in_place=in_place
+    )
+    assert rank.optimizer.model_state_bytes() == model_state_bytes(strategy, units, precision).total
+    rank.step(2)  # sends no update yet
+    for num_micro_batches in (1, 3):
+        expected = traffic_per_step(strategy, topology, units, precision, num_micro_batches)
+        assert rank.step(num_micro_batches) == expected
+
+
+WIDE = replace(SMALL, hidden_size=128, ffn_hidden_size=4096, num_layers=2, vocab_size=8192)
+
+
+@pytest.mark.parametrize("in_place", MODES)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_no_rank_ever_holds_a_whole_block(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool, degree: int
+) -> None:
+    """Weights outweigh activations: what a step allocates is slices, and matrices of a slice."""
+    strategy, topology = on_ranks(f"{degree},{degree},8", world_size=8, group_size=4)
+    precision = PrecisionConfig(compute="fp32")
+    silence(monkeypatch)
+    rank = lone_rotating_rank(WIDE, strategy, topology, precision, in_place=in_place)
+    slices = [unit.layout.numel // degree * 4 for unit in rank.model.trainable_units]
+    largest = max(slices)
+    peak = allocated_at_most(lambda: rank.step(2, size=1, seq_length=4))
+    held = rank.model.units[0].context.ledger.slices
+    chunk = chunk_numel(largest // 4, torch.float32) * 4
+    bound = largest + 2 * chunk if in_place else 3 * largest
+    assert held.peak_bytes <= bound
+    # Beside them one gradient on its way to the slice it is added to, and little else.
+    matrix = max(
+        span.box.numel * 4 for unit in rank.model.trainable_units for span in unit.layout.spans
+    )
+    assert peak < bound + 2.5 * matrix
+
+
+@pytest.mark.parametrize("in_place", MODES)
+def test_building_allocates_little_beside_what_stays(in_place: bool) -> None:
+    strategy, topology = on_ranks("4,4,8", world_size=8, group_size=4)
+    precision = PrecisionConfig(compute="fp32")
+    built = []
+
+    def build() -> None:
+        rank = lone_rotating_rank(WIDE, strategy, topology, precision, in_place=in_place)
+        rank.optimizer.initialize(lambda _name, begin, end: torch.zeros(end - begin))
+        built.append(rank)
+
+    peak = allocated_at_most(build)
+    (rank,) = built
+    longest = max(unit.param_shard.nbytes for unit in rank.model.units)
+    assert peak < rank.optimizer.model_state_bytes() + 3 * longest
+
+
+FP32, BF16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")
+EACH = RecomputeConfig(granularity="full")
+PEAKS: dict[str, tuple[LlamaConfig, PrecisionConfig, int, str]] = {  # config, type, batch, moment
+    "activations": (replace(SMALL, hidden_size=64, kv_channels=16), FP32, 32, "backward"),
+    "activations in bf16": (replace(SMALL, hidden_size=64, kv_channels=16), BF16, 32, "backward"),
+    "recomputed": (
+        replace(SMALL, num_layers=8, hidden_size=64, kv_channels=16, recompute=EACH),
+        FP32,
+        32,
+        "backward",
+    ),
+    "slices": (WIDE, FP32, 1, "backward"),
+    "slices in bf16": (WIDE, BF16, 1, "backward"),
+    "vocabulary": (replace(WIDE, vocab_size=32768, ffn_hidden_size=64), FP32, 1, "backward"),
+}
+
+
+@pytest.mark.parametrize("in_place", MODES)
+@pytest.mark.parametrize("name", PEAKS)
+def test_prediction_is_what_a_rank_allocates(
+    monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool
+) -> None:
+    config, precision, size, moment = PEAKS[name]
+    config = replace(config, max_position_embeddings=64)
+    strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
+    silence(monkeypatch)
+    batch = MicroBatch(
+        size=size, seq_length=16, compute_bytes=BYTES_OF[precision.compute], device_type="cpu"
+    )
+    units = units_of(config, world_size=8, rotated_over=4)
+    predicted = rotating_peak(strategy, units, precision, config, batch, in_place=in_place)
+    assert moment in predicted.name
+    rank = lone_rotating_rank(config, strategy, topology, precision, in_place=in_place)
+    rank.step(2, size=size, seq_length=16)
+    peak = allocated_at_most(lambda: rank.step(2, size=size, seq_length=16))
+    measured = rank.optimizer.model_state_bytes() + peak
+    assert measured == pytest.approx(predicted.total, rel=0.05), predicted.describe()

@@ -1,0 +1,103 @@
+"""The ring: who holds which slice after every shift, gradients that ride along, and the bytes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paro.lanes import make_lanes
+from paro.rotation.ring import Ring, Turn, chunk_numel, make_ring
+from paro.topology import make_topology
+from paro.traffic import Sent, Traffic
+from tests.helpers.ranks import run_ranks
+
+NUMEL = 1003  # several chunks, the last one shorter
+SHAPES = [(2, 2), (3, 3), (4, 4), (4, 2), (6, 3), (6, 6), (8, 8), (8, 4)]  # world, degree
+
+
+def slice_of(place: int, group: int) -> Tensor:
+    return torch.arange(NUMEL, dtype=torch.float32) + 10_000 * place + 100_000 * group
+
+
+class Traveller:
+    """A buffer that shifts in place, or between two."""
+
+    def __init__(self, ring: Ring, values: Tensor, *, in_place: bool) -> None:
+        self._ring = ring
+        self._in_place = in_place
+        self.values = values.clone()
+        size = chunk_numel(NUMEL, values.dtype) if in_place else NUMEL
+        self._other = torch.full((size,), -1.0)
+
+    def shift(self, turn: Turn) -> None:
+        if self._in_place:
+            self._ring.shift_in_place(self.values, self._other, turn).wait()
+        else:
+            self._ring.shift(self.values, self._other, turn).wait()
+            self.values, self._other = self._other, self.values
+
+
+def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Sent]:
+    """A forward's and a backward's worth of shifts; says what was not where it belongs."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    topology = make_topology(world_size=size, group_size=degree, degrees=(degree,))
+    lanes = make_lanes(torch.device("cpu"), overlap=overlap, backend="gloo")
+    traffic = Traffic()
+    ring = make_ring(
+        degree,
+        topology=topology,
+        rank=rank,
+        lanes=lanes,
+        traffic=traffic,
+        timeout=timedelta(seconds=30),
+    )
+    group, wrong = rank // degree, []
+    weights = Traveller(ring, slice_of(ring.place, group), in_place=in_place)
+    for step in range(degree):
+        if step:
+            weights.shift(Turn.CLOCKWISE)
+        if not torch.equal(weights.values, slice_of((ring.place - step) % degree, group)):
+            wrong.append(f"forward, step {step}")
+        assert ring.home_of(step) == (ring.place - step) % degree
+    # Back, every rank adding what it makes of the slice it holds.
+    gradient = Traveller(ring, torch.zeros(NUMEL), in_place=in_place)
+    for step in reversed(range(degree)):
+        if not torch.equal(weights.values, slice_of(ring.home_of(step), group)):
+            wrong.append(f"backward, step {step}")
+        gradient.values += weights.values * (1 + ring.place)
+        if step:
+            weights.shift(Turn.COUNTER_CLOCKWISE)
+            gradient.shift(Turn.COUNTER_CLOCKWISE)
+    total = slice_of(ring.place, group) * (degree * (degree + 1) // 2)
+    if not torch.equal(gradient.values, total):
+        wrong.append("a gradient came home without every rank's part")
+    lanes.close()
+    ring.close()
+    return wrong, traffic.take()
+
+
+def rotate_all_ways(degree: int) -> list[tuple[list[str], Sent]]:
+    return [
+        rotate(degree, in_place=in_place, overlap=overlap)
+        for in_place, overlap in product((False, True), repeat=2)
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "degree"), SHAPES)
+def test_slices_travel_round_and_gradients_come_home(world_size: int, degree: int) -> None:
+    for by_rank in run_ranks(rotate_all_ways, world_size, degree):
+        for wrong, sent in by_rank:
+            assert not wrong
+            assert sent == Sent(intra=3 * (degree - 1) * NUMEL * 4, inter=0)
+
+
+def test_chunks_are_short_beside_the_slice() -> None:
+    assert chunk_numel(80, torch.float32) == 10
+    assert chunk_numel(1, torch.float32) == 1
+    assert chunk_numel(10**9, torch.bfloat16) * 2 == 512 << 10

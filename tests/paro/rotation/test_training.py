@@ -1,0 +1,130 @@
+"""Rotated runs beside gathered ones: types, evaluation, checkpoints, what is printed at start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paro.arguments import parse_args
+from paro.assembly import build_data, build_sources, build_training, start_state
+from paro.checkpoint.load import load_checkpoint
+from paro.checkpoint.save import save_checkpoint
+from paro.config import RunConfig
+from paro.placement import check_placement, placement_lines, predict_memory
+from paro.runtime import Control, World, device_for
+from paro.training import Training, evaluate
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Trained, run_steps, train, whole_parameters
+from tests.paro.test_parity_rotation import MODEL
+
+ROTATED = f"{MODEL} --num-attention-heads 4 --global-batch-size 16 --micro-batch-size 2"
+GATHERED = ROTATED.replace("rotate", "gather")
+BF16 = [
+    "--bf16 --paro-strategy IIG",
+    "--bf16 --paro-strategy IIG --paro-rotate-in-place",
+    "--bf16 --paro-strategy III --grad-reduce-in-bf16",
+    "--bf16 --paro-strategy IIG --accumulate-allreduce-grads-in-fp32",
+    "--fp16 --loss-scale 1024 --paro-strategy III",
+]
+
+
+def built(flags: str, group_size: int) -> tuple[RunConfig, Training]:
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    argv = [*flags.split(), "--paro-group-size", str(group_size)]
+    config = RunConfig.from_args(parse_args(argv), world)
+    training = build_training(config, Control(world, device_for(config.runtime, world)))
+    check_placement(config, training)
+    return config, training
+
+
+def train_all(base: str, flag_lists: Sequence[str]) -> list[Trained]:
+    return [train(f"{base} --train-iters 4 {flags}", group_size=2) for flags in flag_lists]
+
+
+@pytest.mark.ranks
+def test_two_byte_types_follow_the_gathered_run() -> None:
+    rotated = run_ranks(train_all, 4, ROTATED, BF16, timeout=300)
+    gathered = run_ranks(train_all, 4, GATHERED, [f.replace(IN_PLACE, "") for f in BF16])
+    for number, flags in enumerate(BF16):
+        wanted = gathered[0][number]
+        for by_rank in rotated:
+            for step, step_wanted in zip(by_rank[number].steps, wanted.steps, strict=True):
+                assert step.loss == pytest.approx(step_wanted.loss, rel=0.01), flags
+                assert step.grad_norm == pytest.approx(step_wanted.grad_norm, rel=0.03), flags
+                # Gathers of the embedding and of the head differ; steps between groups do not.
+                assert step.sent.inter == pytest.approx(step_wanted.sent.inter, rel=0.2), flags
+
+
+IN_PLACE = "--paro-rotate-in-place"
+
+
+class Kept(NamedTuple):
+    """What a rank knows of a run after saving or loading it."""
+
+    parameters: dict[str, Tensor]
+    held_out: float
+    following: list[float]  # losses of the steps that come next
+
+
+def save_or_load(flags: str, root: Path, *, load: bool) -> Kept:
+    config, training = built(f"{flags} --train-iters 3", 2)
+    datasets = build_data(config)
+    optimizer = training.optimizer
+    if load:
+        common = load_checkpoint(root, optimizer.flat_shards())
+        assert common is not None
+        optimizer.loaded(num_steps=common["num_steps"])
+    else:
+        run_steps(config, training, datasets)
+        save_checkpoint(root, 3, optimizer.flat_shards(), {"num_steps": optimizer.num_steps})
+    parameters = whole_parameters(training)
+    sources = build_sources(config, datasets, training, start_state(config))
+    held_out = evaluate(training, sources.train, 2)
+    following = [step.loss for step in run_steps(config, training, datasets)]
+    training.close()
+    return Kept(parameters, held_out, following)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (f"{ROTATED} --paro-strategy IIG", f"{GATHERED} --paro-strategy GGG"),
+        (f"{GATHERED} --paro-strategy NIG", f"{ROTATED} --paro-strategy III {IN_PLACE}"),
+    ],
+    ids=["to gathered", "from gathered"],
+)
+def test_a_checkpoint_moves_between_rotated_and_gathered(
+    tmp_path: Path, saved: str, loaded: str
+) -> None:
+    before = run_ranks(save_or_load, 4, saved, tmp_path, load=False)[0]
+    after = run_ranks(save_or_load, 4, loaded, tmp_path, load=True)[0]
+    assert before.parameters.keys() == after.parameters.keys()
+    for name, values in before.parameters.items():
+        assert torch.equal(values, after.parameters[name]), name
+    assert after.held_out == pytest.approx(before.held_out, rel=1e-5)
+    # Moments and the number of steps came along, or Adam would go another way.
+    assert after.following == pytest.approx(before.following, rel=1e-5)
+
+
+def what_is_printed(flags: str) -> tuple[list[str], str]:
+    config, training = built(f"{flags} --train-iters 1", 2)
+    lines = placement_lines(config, training)
+    moment = predict_memory(config, training).describe()
+    training.close()
+    return lines, moment
+
+
+@pytest.mark.ranks
+def test_the_start_says_that_weights_rotate() -> None:
+    flags = f"{ROTATED} --paro-strategy IIG {IN_PLACE}"
+    for lines, moment in run_ranks(what_is_printed, 4, flags):
+        assert "weights rotate over 2 ranks in place, norms are replicated" in lines[0]
+        assert any(line.startswith("params") and " I " in line for line in lines)
+        assert "slices" in moment

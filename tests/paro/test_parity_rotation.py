@@ -1,0 +1,183 @@
+"""Rotating weights train as one process does, send what the formula says and hold few slices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paro.arguments import parse_args
+from paro.config import RunConfig
+from paro.planning.cost_model import traffic_per_step
+from paro.planning.llama import units_of
+from paro.rotation.ring import chunk_numel
+from paro.runtime import World
+from paro.topology import make_topology
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Trained, train
+from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, MICRO_BATCHES, SAMPLES, assert_same
+
+# Feed-forward and vocabulary that no number of ranks divides; heads for rings of every size.
+MODEL = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 58 "
+    "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --kv-channels 4 "
+    "--ffn-hidden-size 37 --seq-length 12 --num-workers 0 --lr 0.002 "
+    "--lr-decay-style constant --weight-decay 0.1 --init-method-std 0.1 --paro-materialize rotate"
+)
+ALONE = "--paro-materialize gather --paro-strategy GGG"
+TIED = "--tie-embeddings-and-output-weights"
+GROUPED = "--group-query-attention --num-query-groups"
+IN_PLACE = "--paro-rotate-in-place"
+FULL = "--recompute-granularity full"
+FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
+BELOW = ("embedding.weight", *(f"blocks.0.{n}" for n in ("attention_norm", "wq", "wk", "wv", "wo")))
+NO_EFFECT = ("--paro", "--recompute")  # on what is computed
+
+Case = tuple[str, str, tuple[str, ...]]  # strategy, further flags, what is frozen
+
+
+def flags_for(strategy: str, heads: int, more: str, *, world_size: int, steps: int) -> str:
+    return (
+        f"{MODEL} --num-attention-heads {heads} --train-iters {steps} "
+        f"--global-batch-size {SAMPLES} --paro-strategy {strategy} {more} "
+        f"--micro-batch-size {SAMPLES // (world_size * MICRO_BATCHES)}"
+    )
+
+
+def train_cases(cases: list[tuple[str, tuple[str, ...]]], group_size: int) -> list[Trained]:
+    return [train(flags, group_size=group_size, frozen=frozen) for flags, frozen in cases]
+
+
+def reference(
+    known: dict[object, Trained], heads: int, more: str, frozen: tuple[str, ...], steps: int
+) -> Trained:
+    """One process, gathered, under the flags that change what is computed; made once."""
+    words = more.split()
+    kept = []
+    while words:
+        word = words.pop(0)
+        if word.startswith(NO_EFFECT):
+            while words and not words[0].startswith("--"):
+                words.pop(0)
+        else:
+            kept.append(word)
+    more = " ".join(kept)
+    key = (heads, more, frozen, steps)
+    if key not in known:
+        flags = flags_for("GGG", heads, f"{more} {ALONE}", world_size=1, steps=steps)
+        known[key] = train(flags, frozen=frozen)
+    return known[key]
+
+
+def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: int) -> None:
+    config = RunConfig.from_args(
+        parse_args([*flags.split(), "--paro-group-size", str(group_size)]),
+        World(rank=0, size=world_size),
+    )
+    degree = config.strategy.params
+    units = units_of(config.model, world_size=world_size, rotated_over=degree)
+    topology = make_topology(
+        world_size=world_size, group_size=group_size, degrees=config.strategy.degrees
+    )
+    expected = traffic_per_step(config.strategy, topology, units, config.precision, MICRO_BATCHES)
+    for step in trained.steps[1:]:
+        assert step.sent == expected, flags
+    # Three passes of every matrix, but two of the embedding; four of a block computed again.
+    passes = {"embedding": 5 if TIED in flags else 2, "head": 3}
+    blocks = 4 if FULL in flags else 3
+    each = (degree - 1) * MICRO_BATCHES * 4
+    rotated = sum(
+        passes.get(unit.name, blocks) * unit.numel // degree * each
+        for unit in units
+        if not unit.replicated
+    )
+    norms = next(unit.numel for unit in units if unit.replicated)
+    assert 0 <= expected.intra - rotated <= 2 * norms * 4, flags
+
+
+def assert_few_slices(trained: Trained, flags: str) -> None:
+    slices, one = trained.ledger.slices, trained.slice_bytes
+    chunk = chunk_numel(one // 4, torch.float32) * 4
+    limit = one + 2 * chunk if IN_PLACE in flags else 3 * one
+    assert 0 < slices.peak_bytes <= limit, flags
+    assert slices.count == slices.num_bytes == 0, flags
+    ledger = trained.ledger
+    assert ledger.whole_params.peak_count == ledger.whole_grads.peak_count == 0, flags
+
+
+def check(
+    known: dict[object, Trained],
+    world_size: int,
+    group_size: int,
+    heads: int,
+    cases: list[Case],
+    steps: int = FEW_STEPS,
+) -> None:
+    runs = [
+        (flags_for(strategy, heads, more, world_size=world_size, steps=steps), frozen)
+        for strategy, more, frozen in cases
+    ]
+    results = run_ranks(train_cases, world_size, runs, group_size, timeout=900)
+    for number, (flags, frozen) in enumerate(runs):
+        wanted = reference(known, heads, cases[number][1], frozen, steps)
+        for by_rank in results:
+            trained = by_rank[number]
+            assert_same(trained, wanted, flags)
+            assert_few_slices(trained, flags)
+            if not frozen:
+                assert_formulas(trained, flags, world_size, group_size)
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[object, Trained]:
+    return {}
+
+
+@pytest.mark.ranks
+def test_rings_in_groups_train_as_one_process_does(known: dict[object, Trained]) -> None:
+    cases: list[Case] = [
+        ("IIG", "", ()),
+        ("III", f"{IN_PLACE} {TIED}", ()),
+        ("IIG", FULL, ()),
+        ("IIG", "", FROZEN),
+    ]
+    check(known, 4, 2, 4, cases)
+
+
+@pytest.mark.ranks
+def test_a_ring_of_all_ranks_trains_as_one_process_does(known: dict[object, Trained]) -> None:
+    cases: list[Case] = [
+        ("GGG", f"{GROUPED} 3", ()),
+        ("GGG", f"{FULL} --recompute-num-layers 2 {IN_PLACE}", ()),
+        ("GGG", "--recompute-granularity selective --paro-prefetch-units 0", BELOW),
+    ]
+    check(known, 3, 3, 6, cases)
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world_size", "group_size"),
+    [(8, 4), (8, 2), (6, 3), (2, 2), (4, 4), (6, 6), (8, 8)],
+)
+def test_all_rings_train_as_one_process_does(
+    known: dict[object, Trained], world_size: int, group_size: int
+) -> None:
+    heads = 2 * group_size
+    strategies = ("GGG",) if group_size == world_size else ("III", "IIG")
+    variants: list[tuple[str, tuple[str, ...]]] = [
+        ("", ()),
+        (f"{GROUPED} {group_size}", ()),
+        (TIED, ()),
+        (FULL, ()),
+        (f"{FULL} --recompute-num-layers 2", ()),
+        ("", FROZEN),
+        ("", BELOW),
+    ]
+    # In place and out of place in turn, and in the other order for the second strategy.
+    places = ("", IN_PLACE)
+    cases: list[Case] = [
+        (strategy, f"{more} {places[(number + turn) % 2]}".strip(), frozen)
+        for turn, strategy in enumerate(strategies)
+        for number, (more, frozen) in enumerate([*variants, variants[0]])
+    ]
+    check(known, world_size, group_size, heads, cases, MANY_STEPS)
