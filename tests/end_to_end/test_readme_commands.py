@@ -170,7 +170,9 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     (folder / ".venv").mkdir()
-    (folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    for name in ("bin", "lib", "lib64", "pyvenv.cfg"):
+        if (Path(sys.prefix) / name).exists():
+            (folder / ".venv" / name).symlink_to(Path(sys.prefix) / name)
     (folder / ".venv" / "installed").touch()  # `make setup` finds nothing to do
     return folder
 
@@ -237,7 +239,7 @@ def test_the_quickstart_as_printed(scratch: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_the_emulated_cluster_as_printed(scratch: Path) -> None:
     out = type_in(scratch, of("A cluster on one machine"), seconds=3500)
-    assert re.search(r"iteration +20/ +20 \|", out)
+    assert re.search(r"iteration +5/ +5 \|", out)
     for name in ("machine.json", "collectives.png", "peers.png"):
         assert (scratch / name).stat().st_size > 0
 
