@@ -49,9 +49,10 @@ from paro.runtime import (
     user_mistakes,
 )
 from paro.topology import Link, Topology, make_topology
-from tools.collective_timing.plot import check_can_plot, plot
+from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race
 from tools.collective_timing.trial import Move
+from tools.picture import check_can_draw
 
 DESCRIPTION = """\
 Times all-gather, reduce-scatter and all-reduce of the whole world by several algorithms, and checks
@@ -136,7 +137,7 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
         check_can_write(flag, path)
     if args.plot is not None:
         check_can_write("--plot", args.plot)
-        check_can_plot(args.plot)
+        check_can_draw(args.plot)
     backend = args.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     return Settings(
         ops=tuple(map(Op, chosen("--ops", args.ops, [op.value for op in Op]))),

@@ -43,10 +43,11 @@ from tools.peers.figures import (
     summarize,
     summary_table,
 )
-from tools.peers.plot import check_can_plot, plot
+from tools.peers.plot import plot
 from tools.peers.registry import check_name, reason_to_leave_out
 from tools.peers.task import Task
 from tools.peers.turn import in_own_process, take_turn
+from tools.picture import check_can_draw
 
 CONTENDERS = (
     "ddp,zero-redundancy,fsdp2,fsdp2-ahead,fsdp2-hybrid,deepspeed-1,deepspeed-2,deepspeed-3,"
@@ -208,7 +209,7 @@ def check_files(args: argparse.Namespace) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"--{flag} {path}: there is no folder {path.absolute().parent}")
     if args.plot is not None:
-        check_can_plot(args.plot)
+        check_can_draw(args.plot)
 
 
 def race(args: argparse.Namespace, task: Task, plan: Plan, world: World) -> Rounds:

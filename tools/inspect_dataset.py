@@ -20,7 +20,6 @@ from paro.arguments import parse_args
 from paro.runtime import run_script, user_mistakes
 from tools.inspection.lengths import (
     Bin,
-    check_can_draw,
     document_lengths,
     draw_picture,
     draw_text,
@@ -28,6 +27,7 @@ from tools.inspection.lengths import (
     histogram,
 )
 from tools.inspection.training_samples import dump
+from tools.picture import check_can_draw
 
 PATH_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 SHOWN_CHARACTERS = 300
@@ -150,7 +150,7 @@ def inspect(own: Namespace, args: Namespace) -> None:
     if own.documents < 0:
         raise ValueError(f"--documents {own.documents} must be 0 or more")
     if own.histogram is not None:
-        check_can_draw(own.histogram)
+        check_can_draw(own.histogram, "--histogram")
     prefixes = prefixes_of(args)
     tokenizer = tokenizer_of(args)
     by_name = {}

@@ -30,7 +30,8 @@ from paro.planning.machine import bits_per_second, rate_text
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
-from tools.collective_timing.plot import check_can_plot, plot_gains
+from tools.collective_timing.plot import plot_gains
+from tools.picture import check_can_draw
 
 DESCRIPTION = """\
 Times an all-gather by ring, h-ring and ho-ring in emulated clusters whose links inside a node are
@@ -173,7 +174,7 @@ def execute(args: argparse.Namespace) -> None:
     if not all(0 < ratio < float("inf") for ratio in ratios):
         raise ValueError(f"--ratios {args.ratios}: give positive numbers, joined by commas")
     if args.plot:
-        check_can_plot(args.plot)
+        check_can_draw(args.plot)
     shape = Shape(
         nodes=args.nodes,
         ranks_per_node=args.ranks_per_node,

@@ -147,7 +147,7 @@ def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:
     ("flags", "told"),
     [
         ("--json nowhere/a.json", "--json nowhere/a.json: there is no folder .*nowhere"),
-        ("--plot peers.txt", "--plot peers.txt: its name must end in png, svg, pdf"),
+        ("--plot peers.txt", "--plot peers.txt: the name must end in .png, .svg, .pdf"),
     ],
 )
 def test_a_file_that_could_not_be_written_is_refused_at_the_start(flags: str, told: str) -> None:

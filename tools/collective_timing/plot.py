@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.atomic_file import replacing
+from tools.picture import drawing
 
-FORMATS = (".png", ".svg", ".pdf")
 Row = Mapping[str, Any]
-
-
-def check_can_plot(path: Path) -> None:
-    """`ValueError` for what would come to light only after everything was measured."""
-    if path.suffix not in FORMATS:
-        raise ValueError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install -r requirements.txt")
 
 
 def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Writes the picture of rows of one run of axes."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")  # no screen is needed
-    pyplot = importlib.import_module("matplotlib.pyplot")
     ops = list(dict.fromkeys(row["op"] for row in rows))
-    size = (5 * len(ops), 4.5)
-    figure, panels = pyplot.subplots(1, len(ops), figsize=size, squeeze=False, layout="constrained")
-    figure.suptitle(title, fontsize="medium")
-    for panel, op in zip(panels[0], ops, strict=True):
-        _draw(panel, op, [row for row in rows if row["op"] == op])
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
-    pyplot.close(figure)
+    with drawing(path, 1, len(ops), size=(5 * len(ops), 4.5)) as (figure, panels):
+        figure.suptitle(title, fontsize="medium")
+        for panel, op in zip(panels[0], ops, strict=True):
+            _draw(panel, op, [row for row in rows if row["op"] == op])
 
 
 def _draw(panel: Any, op: str, rows: Sequence[Row]) -> None:
@@ -65,28 +47,24 @@ def plot_gains(path: Path, title: str, curves: Sequence[Row]) -> None:
 
     `curves` has rows of nic, other, ratio, measured and model: a panel per nic, a line per other.
     """
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     nics = list(dict.fromkeys(row["nic"] for row in curves))
-    figure, panels = pyplot.subplots(
-        1, len(nics), figsize=(5 * len(nics), 4.5), squeeze=False, sharey=True, layout="constrained"
-    )
-    figure.suptitle(title, fontsize="medium")
-    for panel, nic in zip(panels[0], nics, strict=True):
-        rows = sorted((row for row in curves if row["nic"] == nic), key=lambda row: row["ratio"])
-        for number, other in enumerate(dict.fromkeys(row["other"] for row in rows)):
-            mine = [row for row in rows if row["other"] == other]
-            ratios = [row["ratio"] for row in mine]
-            measured, model = ([100 * row[key] for row in mine] for key in ("measured", "model"))
-            color = f"C{number}"
-            panel.plot(ratios, measured, marker="o", color=color, label=f"than {other}, measured")
-            panel.plot(ratios, model, linestyle="--", color=color, label=f"than {other}, model")
-        panel.axhspan(25, 40, color="gray", alpha=0.2, label="published, than ring")
-        panel.set(title=f"NIC {nic}", xlabel="speed inside a node by speed between nodes, per rank")
-        panel.set(xscale="log", ylabel="HO-Ring takes less time, %")
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
-    pyplot.close(figure)
+    with drawing(path, 1, len(nics), size=(5 * len(nics), 4.5), sharey=True) as (figure, panels):
+        figure.suptitle(title, fontsize="medium")
+        for panel, nic in zip(panels[0], nics, strict=True):
+            _draw_gains(panel, nic, [row for row in curves if row["nic"] == nic])
+
+
+def _draw_gains(panel: Any, nic: str, curves: Sequence[Row]) -> None:
+    rows = sorted(curves, key=lambda row: row["ratio"])
+    for number, other in enumerate(dict.fromkeys(row["other"] for row in rows)):
+        mine = [row for row in rows if row["other"] == other]
+        ratios = [row["ratio"] for row in mine]
+        measured, model = ([100 * row[key] for row in mine] for key in ("measured", "model"))
+        color = f"C{number}"
+        panel.plot(ratios, measured, marker="o", color=color, label=f"than {other}, measured")
+        panel.plot(ratios, model, linestyle="--", color=color, label=f"than {other}, model")
+    panel.axhspan(25, 40, color="gray", alpha=0.2, label="published, than ring")
+    panel.set(title=f"NIC {nic}", xlabel="speed inside a node by speed between nodes, per rank")
+    panel.set(xscale="log", ylabel="HO-Ring takes less time, %")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize="small")

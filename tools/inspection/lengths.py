@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.atomic_file import replacing
 from data.indexed_dataset import IndexedDataset
+from tools.picture import drawing
 
-FORMATS = (".png", ".svg", ".pdf")
 BAR = 40  # characters of the longest
 
 
@@ -73,27 +70,10 @@ def draw_text(bins: list[Bin]) -> list[str]:
     ]
 
 
-def check_can_draw(path: Path) -> None:
-    """`ValueError` for what would come to light only after everything was counted."""
-    if path.suffix not in FORMATS:
-        raise ValueError(f"--histogram {path}: the name must end in {', '.join(FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--histogram needs matplotlib: pip install -r requirements.txt")
-
-
 def draw_picture(path: Path, by_name: dict[str, list[Bin]]) -> None:
     """Writes a panel per data set."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")  # no screen is needed
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    size = (8, 3.5 * len(by_name))
-    figure, panels = pyplot.subplots(len(by_name), 1, figsize=size, squeeze=False,
-                                     layout="constrained")  # fmt: skip
-    for panel, (name, bins) in zip(panels[:, 0], by_name.items(), strict=True):
-        panel.bar([item.label for item in bins], [item.documents for item in bins])
-        panel.set(title=name, xlabel="tokens of a document", ylabel="documents")
-        panel.tick_params(axis="x", rotation=45)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
-    pyplot.close(figure)
+    with drawing(path, len(by_name), 1, size=(8, 3.5 * len(by_name))) as (_, panels):
+        for panel, (name, bins) in zip(panels[:, 0], by_name.items(), strict=True):
+            panel.bar([item.label for item in bins], [item.documents for item in bins])
+            panel.set(title=name, xlabel="tokens of a document", ylabel="documents")
+            panel.tick_params(axis="x", rotation=45)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.atomic_file import replacing
 from tools.peers.figures import Rounds, Summary
+from tools.picture import drawing
 
 OURS, THEIRS = "tab:orange", "tab:blue"
 PANELS = (
@@ -21,36 +19,21 @@ PANELS = (
 )
 
 
-FORMATS = ("png", "svg", "pdf")
-
-
-def check_can_plot(path: Path) -> None:
-    """Raises `ValueError` for a file that could not be drawn, before anything is measured."""
-    if path.suffix.removeprefix(".") not in FORMATS:
-        raise ValueError(f"--plot {path}: its name must end in {', '.join(FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install -r requirements.txt")
-
-
 def plot(path: Path, title: str, summaries: Sequence[Summary], rounds: Rounds) -> None:
     """Writes the picture; what was not measured leaves its panel empty."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")  # no screen is needed
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(2, 3, figsize=(16, 9), layout="constrained")
-    figure.suptitle(title)
-    *bars, curves = axes.flat
-    for axis, (label, field, unit) in zip(bars, PANELS, strict=True):
-        _draw_bars(axis, label, {row.contender: _scaled(row, field, unit) for row in summaries})
-    for above, (name, turns) in enumerate(reversed(rounds.items())):
-        # They lie on each other: wide ones below.
-        steps, width = range(1, len(turns[0].losses) + 1), 2 * (len(rounds) - above)
-        curves.plot(steps, turns[0].losses, linewidth=width, label=name)
-    curves.set(title="loss", xlabel="step")
-    curves.legend(fontsize="x-small")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix("."))
-    pyplot.close(figure)
+    with drawing(path, 2, 3, size=(16, 9)) as (figure, panels):
+        figure.suptitle(title)
+        *bars, curves = panels.flat
+        for panel, (label, field, unit) in zip(bars, PANELS, strict=True):
+            _draw_bars(
+                panel, label, {row.contender: _scaled(row, field, unit) for row in summaries}
+            )
+        for above, (name, turns) in enumerate(reversed(rounds.items())):
+            # They lie on each other: wide ones below.
+            steps, width = range(1, len(turns[0].losses) + 1), 2 * (len(rounds) - above)
+            curves.plot(steps, turns[0].losses, linewidth=width, label=name)
+        curves.set(title="loss", xlabel="step")
+        curves.legend(fontsize="x-small")
 
 
 def _scaled(row: Summary, field: str, unit: float) -> float | None:

@@ -1,0 +1,45 @@
+"""Pictures of figures: which files can be drawn, and a drawing that is written whole or not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from data.atomic_file import replacing
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_can_draw(path: Path, flag: str = "--plot") -> None:
+    """`ValueError` for what would come to light only after everything was measured."""
+    if path.suffix not in FORMATS:
+        raise ValueError(f"{flag} {path}: the name must end in {', '.join(FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{flag} needs matplotlib: pip install -r requirements.txt")
+
+
+@contextmanager
+def drawing(
+    path: Path, rows: int, columns: int, *, size: tuple[float, float], **subplots: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A figure of `size` inches and its panels [rows, columns], written when the block ends well.
+
+    What else matplotlib's `subplots` takes may be given too.
+    """
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("agg")  # no screen is needed
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, panels = pyplot.subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained", **subplots
+    )
+    try:
+        yield figure, panels
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
+    finally:
+        pyplot.close(figure)
