@@ -16,7 +16,7 @@ from paro.assembly import build_training
 from paro.checkpoint.directory import find_checkpoint
 from paro.config import RunConfig
 from paro.placement import placement_lines, predict_memory
-from paro.planning.cost_model import model_state_bytes, traffic_per_step
+from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
 from paro.planning.llama import units_of
 from paro.planning.working_memory import Moment
 from paro.report.log import Log
@@ -40,6 +40,18 @@ class Plan:
     @property
     def num_micro_batches(self) -> int:
         return self.config.batches.num_micro_batches_at(0)
+
+    @property
+    def units(self) -> tuple[UnitSize, ...]:
+        """The units as the formulas know them, with what was built to be trained."""
+        trained = {
+            span.box.name
+            for unit in self.training.model.trainable_units
+            for span in unit.layout.spans
+        }
+        return units_of(
+            self.config.model, world_size=self.world.size, is_trained=trained.__contains__
+        )
 
 
 def plan_run(config: RunConfig, world: World) -> Plan:
@@ -126,11 +138,7 @@ def _model(plan: Plan) -> Iterator[str]:
 
 def _placement(plan: Plan) -> Iterator[str]:
     yield from placement_lines(plan.config, plan.training)
-    states = model_state_bytes(
-        plan.config.strategy,
-        units_of(plan.config.model, world_size=plan.world.size, is_trained=_is_trained(plan)),
-        plan.config.precision,
-    )
+    states = model_state_bytes(plan.config.strategy, plan.units, plan.config.precision)
     held = plan.training.optimizer.model_state_bytes()
     assert held == states.total, f"rank 0 holds {held} bytes, the formula says {states.total}"
     yield f"> precision: {plan.config.precision.describe()}"
@@ -184,7 +192,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
     sent = traffic_per_step(
         config.strategy,
         context.topology,
-        units_of(config.model, world_size=plan.world.size, is_trained=_is_trained(plan)),
+        plan.units,
         config.precision,
         plan.num_micro_batches,
     )
@@ -194,11 +202,6 @@ def _traffic(plan: Plan) -> Iterator[str]:
     )
     if config.sharding.collective in ("flat", "ring"):
         yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
-
-
-def _is_trained(plan: Plan) -> Callable[[str], bool]:
-    only_evaluate = plan.config.train.skip_train
-    return lambda _name: not only_evaluate
 
 
 def _data(plan: Plan) -> Iterator[str]:
