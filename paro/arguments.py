@@ -67,7 +67,7 @@ class _HelpFormatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:  # laid out by hand
             return textwrap.indent(text, indent)
-        return super()._fill_text(text, width, indent)
+        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
