@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import NoReturn
@@ -31,12 +32,42 @@ from paro.model_arguments import (
 )
 from paro.yaml_flags import read_flags
 
+_ABOUT = """\
+Pre-trains a LLaMA whose parameters, gradients and optimizer state each lie where you say.
+
+  it needs         sizes (--llama-preset NAME, or --num-layers, --hidden-size and
+                   --num-attention-heads), --seq-length, --micro-batch-size, --lr,
+                   --train-iters, and data: --data-path and a tokenizer, or --mock-data
+  to try it        on any machine, in seconds, one process:
+                     python pretrain_llama.py --distributed-backend gloo --mock-data \\
+                         --vocab-size 999 --num-layers 2 --hidden-size 64 \\
+                         --num-attention-heads 4 --seq-length 64 --micro-batch-size 8 \\
+                         --train-iters 20 --lr 1e-2 --log-interval 5 --eval-iters 1
+  on GPUs          torchrun --nproc-per-node 8 pretrain_llama.py ..., or under SLURM
+                   srun python pretrain_llama.py ...; examples/ has whole scripts
+  before that      the same flags with --dry-run --world-size 64: do they agree, does it
+                   fit, what is sent? No GPU needed
+  strategies       --paro-strategy, the first that fits: NNI NNG NIG IIG IGG GGG
+  short of memory  a smaller --micro-batch-size, --recompute-activations,
+                   --recompute-granularity full, the next strategy, --grad-reduce-in-bf16
+  to go on         give --save and --load the same folder: a run resumes by itself
+
+A mistake ends the run with status 2 and one line that says what to do. Flags in groups:"""
+
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Adds the default to a help text where there is one to tell."""
+    """Adds the default to a help text where there is one to tell, and keeps flags in one piece."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:  # laid out by hand
+            return textwrap.indent(text, indent)
+        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -56,7 +87,7 @@ def build_parser() -> ArgumentParser:
     """The parser of pretrain_llama.py."""
     parser = _Parser(
         usage="%(prog)s [flag ...]",  # all of them would fill a screen
-        description="Pre-train a LLaMA model; every model state has its own redundancy level.",
+        description=_ABOUT,
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
@@ -142,7 +173,9 @@ def _add_paro_args(parser: ArgumentParser) -> None:
 
 
 def _add_distributed_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("distributed").add_argument
+    add = parser.add_argument_group(
+        "distributed", "How many ranks there are, torchrun or srun says; how they talk, these."
+    ).add_argument
     add("--distributed-backend", choices=("nccl", "gloo"), default="nccl",
         help="nccl: one GPU per rank; gloo: CPU ranks")
     add("--distributed-timeout-minutes", type=int, default=10, metavar="MINUTES",

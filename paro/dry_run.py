@@ -40,6 +40,22 @@ class Plan:
     def num_micro_batches(self) -> int:
         return self.config.batches.num_micro_batches_at(0)
 
+    @property
+    def units(self) -> tuple[UnitSize, ...]:
+        """The units as the formulas know them, with what was built to be trained."""
+        trained = {
+            span.box.name
+            for unit in self.training.model.trainable_units
+            for span in unit.layout.spans
+        }
+        rotates = self.config.sharding.materialize == "rotate"
+        return units_of(
+            self.config.model,
+            world_size=self.world.size,
+            is_trained=trained.__contains__,
+            rotated_over=self.config.strategy.params if rotates else 1,
+        )
+
 
 def plan_run(config: RunConfig, world: World) -> Plan:
     """Builds one rank on the meta device; `ValueError` for what cannot be built."""
@@ -125,7 +141,7 @@ def _model(plan: Plan) -> Iterator[str]:
 
 def _placement(plan: Plan) -> Iterator[str]:
     yield from placement_lines(plan.config, plan.training)
-    states = model_state_bytes(plan.config.strategy, _sizes(plan), plan.config.precision)
+    states = model_state_bytes(plan.config.strategy, plan.units, plan.config.precision)
     held = plan.training.optimizer.model_state_bytes()
     assert held == states.total, f"rank 0 holds {held} bytes, the formula says {states.total}"
     yield f"> precision: {plan.config.precision.describe()}"
@@ -185,7 +201,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
     sent = traffic_per_step(
         config.strategy,
         context.topology,
-        _sizes(plan),
+        plan.units,
         config.precision,
         plan.num_micro_batches,
     )
@@ -195,17 +211,6 @@ def _traffic(plan: Plan) -> Iterator[str]:
     )
     if config.sharding.collective in ("flat", "ring"):
         yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
-
-
-def _sizes(plan: Plan) -> tuple[UnitSize, ...]:
-    """What the formulas take the units to be."""
-    config, only_evaluate = plan.config, plan.config.train.skip_train
-    return units_of(
-        config.model,
-        world_size=plan.world.size,
-        is_trained=lambda _name: not only_evaluate,
-        rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
-    )
 
 
 def _data(plan: Plan) -> Iterator[str]:

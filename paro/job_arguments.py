@@ -11,7 +11,10 @@ from data.tokenizer import TOKENIZER_TYPES
 
 
 def add_data_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("data").add_argument
+    add = parser.add_argument_group(
+        "data", "Corpora as tools/preprocess_data.py and Megatron-LM write them; needed, or "
+        "--mock-data.",
+    ).add_argument
     add("--data-path", nargs="*", default=(), metavar="PREFIX",
         help="a corpus as tools/preprocess_data.py writes it, PREFIX.bin and PREFIX.idx; or "
         "several, each behind its weight (0.3 A 0.7 B), or without weights: by their sizes")
@@ -40,7 +43,9 @@ def add_data_args(parser: ArgumentParser) -> None:
 
 
 def add_tokenizer_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("tokenizer").add_argument
+    add = parser.add_argument_group(
+        "tokenizer", "The one that made the corpus: it sets the vocabulary and ends documents.",
+    ).add_argument
     add("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE",
         help=f"needed except with --mock-data: {' '.join(TOKENIZER_TYPES)}")
     add("--tokenizer-model", metavar="FILE", help="the tokenizer's file, folder or name")

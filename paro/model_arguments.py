@@ -56,7 +56,10 @@ def add_model_args(parser: ArgumentParser) -> None:
 
 
 def add_training_args(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("training")
+    group = parser.add_argument_group(
+        "training",
+        "A step takes --global-batch-size samples: ranks x micro-batches x --micro-batch-size.",
+    )
     add = group.add_argument
     add("--micro-batch-size", type=int, metavar="SAMPLES",
         help="samples per rank and forward pass; needed")
@@ -106,7 +109,9 @@ def add_recompute_args(parser: ArgumentParser) -> None:
 
 
 def add_regularization_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("regularization").add_argument
+    add = parser.add_argument_group(
+        "regularization", "AdamW. LLaMA's recipe: --weight-decay 0.1 --adam-beta2 0.95.",
+    ).add_argument
     add("--weight-decay", type=float, metavar="X", default=0.01,
         help="decoupled weight decay, norms excluded")
     add("--start-weight-decay", type=float, metavar="X",

@@ -1,5 +1,7 @@
 """The parser: Megatron's defaults, mistakes as one line, flags from a file."""
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paro.arguments import build_parser, parse_args
+from tests.helpers.ranks import ROOT
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,31 @@ def test_help_works_without_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--paro-strategy" in done.stdout
+
+
+def test_help_teaches_a_command_that_trains(tmp_path: Path) -> None:
+    text = build_parser().format_help()
+    (command,) = re.findall(r"^ +(python pretrain_llama(?:.*\\\n)+.*)$", text, re.M)
+    script = str(ROOT / "pretrain_llama.py")
+    words = shlex.split(command.replace("\\\n", " ").replace("pretrain_llama.py", script))
+    done = subprocess.run(
+        [sys.executable, *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
+    assert len(losses) == 5  # the first and every fifth
+    assert losses[-1] < losses[0] - 1
+
+
+def test_flags_in_help_are_in_one_piece() -> None:
+    text = build_parser().format_help()
+    assert not re.search(r"--[a-z-]*-\n", text)
+    preamble = text[: text.index("\noptions:\n")]
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    named = set(re.findall(r"--[a-z][a-z0-9-]+", preamble)) - {"--nproc-per-node"}
+    assert len(named) > 15
+    assert named <= known
+    assert max(map(len, preamble.splitlines())) <= 90
 
 
 @pytest.mark.parametrize(

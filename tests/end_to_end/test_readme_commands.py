@@ -1,0 +1,252 @@
+"""Every command that the README prints is run, as it is printed, here or by what CI calls.
+
+A section's commands run in one shell, in a scratch copy of the repository, where small stand-ins
+lie under the names of what a reader would bring. A command that is in no list below fails a test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from data.tokenizer_json import write_tokenizer_json
+from tests.helpers.ranks import ROOT
+from tests.paro.checkpoint.convert.folders import save_folder
+from tests.tools.test_generate import SIZES, save_untrained
+from tools.train_tokenizer import main as train_tokenizer
+
+# Sections whose commands `make test` runs, those together that build on each other.
+QUICK = (
+    ("Train on your own text",),
+    ("Continue from a Hugging Face model", "Checkpoints"),
+    ("Launch on a cluster",),
+)
+# Sections whose commands take minutes: `make verify` runs them.
+LONG = ("The quickstart, command by command", "A cluster on one machine")
+# Commands of other sections: by whom they are run.
+BY_CI = ("make test", "make lint")  # the one that CI calls, and what it needs
+BY_VERIFY = (
+    "make quickstart",
+    '.venv/bin/python -m pytest -m "not ranks and not root and not verify"',
+)
+
+PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\S*python\d?|torchrun|make|bash|sbatch|srun|sudo|pytest|pip) "
+
+# What stands for a launcher of GPU ranks: the same command as a dry run.
+LAUNCHER = """#!/bin/sh
+while [ "$1" != pretrain_llama.py ]; do shift; done
+exec python "$@" --dry-run --world-size 32
+"""
+SBATCH = """#!/bin/sh
+[ "$1" = --nodes ] || exit 9
+export SLURM_JOB_NUM_NODES=$2 SLURM_NTASKS_PER_NODE=8 SLURM_JOB_NODELIST=n SLURM_SUBMIT_DIR=$PWD
+shift 2
+exec bash "$@"
+"""
+
+
+class Command(NamedTuple):
+    """A command as printed, continued lines included and trailing comments left out."""
+
+    section: str
+    text: str
+
+
+def blocks(text: str) -> list[tuple[str, str, str]]:
+    """The section, language and contents of every fenced block."""
+    found = []
+    section = ""
+    for part in re.finditer(r"^#{1,2} ([^\n]*)$|^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+        if part[1]:
+            section = part[1]
+        else:
+            found.append((section, part[2], part[3]))
+    return found
+
+
+def commands(text: str) -> list[Command]:
+    return [
+        Command(section, re.sub(r" +#.*", "", line).strip())
+        for section, language, content in blocks(text)
+        if language == "bash"
+        for line in re.split(r"(?<!\\)\n", content)
+        if line.strip()
+    ]
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = commands(README)
+
+
+def of(*sections: str) -> str:
+    """What a reader would type who goes through these sections."""
+    lines = [command.text for command in COMMANDS if command.section in sections]
+    assert lines, f"no commands under {sections}"
+    return "\n".join(lines)
+
+
+def type_in(folder: Path, lines: str, *, seconds: int, **environment: str) -> str:
+    """What one shell prints that is given these lines, and stops at the first that fails."""
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", lines],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PATH": f"{folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+# Nothing is left out
+
+
+def test_every_command_is_run_by_somebody() -> None:
+    sections = {section for group in QUICK for section in group} | set(LONG)
+    left = [command for command in COMMANDS if command.section not in sections]
+    others = [command.text for command in left if command.text not in (*BY_CI, *BY_VERIFY)]
+    assert not others, f"{others} of the README are run by nobody: see {Path(__file__).name}"
+    assert sections <= {command.section for command in COMMANDS}
+    assert {*BY_CI, *BY_VERIFY} == {command.text for command in left}
+
+
+def test_what_looks_like_a_command_is_fenced_as_one() -> None:
+    for section, language, content in blocks(README):
+        if language != "bash":
+            found = re.search(rf"^(?:\$ )?{PROGRAMS}.*", content, re.M)
+            assert found is None or section == "Files", f"{section}: {found} is not in ```bash"
+
+
+def test_a_new_command_would_be_noticed() -> None:
+    text = (
+        README + "\n## New\n\n```bash\npython tools/new.py \\\n    --flag 1  # why\nmake x\n```\n"
+    )
+    assert commands(text)[-2:] == [
+        Command("New", "python tools/new.py \\\n    --flag 1"),
+        Command("New", "make x"),
+    ]
+
+
+def test_what_ci_runs_needs_the_other_targets() -> None:
+    assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.M)
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^test: lint\b", makefile, re.M)
+    assert re.search(r"^lint: setup\b", makefile, re.M)
+
+
+# Commands of seconds
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository with an environment in it."""
+    folder = tmp_path_factory.mktemp("readme") / "llama-paro"
+    folder.mkdir()
+    ours = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in ours.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (folder / ".venv").mkdir()
+    for name in ("bin", "lib", "lib64", "pyvenv.cfg"):
+        if (Path(sys.prefix) / name).exists():
+            (folder / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    (folder / ".venv" / "installed").touch()  # `make setup` finds nothing to do
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(scratch: Path) -> Path:
+    """The same with what readers bring, small, and with launchers that start nothing."""
+    text = "some words to make pieces of, naïve ones and 雪 too\n"
+    (scratch / "text.txt").write_text(text * 40, encoding="utf-8")
+    pieces = scratch / "pieces"
+    flags = ["--input", str(scratch / "text.txt"), "--output-prefix", str(pieces)]
+    assert train_tokenizer([*flags, "--vocab-size", "300"]) == 0
+    shutil.copy(f"{pieces}.model", scratch / "TOKENIZER_MODEL")
+    assert write_tokenizer_json(Path(f"{pieces}.model"), scratch)
+
+    (scratch / "crawl").mkdir()
+    lines = f'{{"text": "{text.strip()}"}}\n' * 50
+    packed = pyarrow.compress(lines.encode(), codec="zstd", asbytes=True)
+    (scratch / "crawl" / "part-0.jsonl.zst").write_bytes(packed)
+    parquet.write_table(pyarrow.table({"text": [text] * 50}), scratch / "books.parquet")
+
+    save_folder(scratch / "Llama-2-7b-hf", 1, vocab_size=300)
+    assert write_tokenizer_json(Path(f"{pieces}.model"), scratch / "Llama-2-7b-hf")
+    save_untrained(
+        scratch / "runs" / "quickstart" / "checkpoints",
+        f"{SIZES} --tokenizer-type SentencePieceTokenizer --tokenizer-model {pieces}.model",
+    )
+    (scratch / "bin").mkdir()
+    for name, script in (("torchrun", LAUNCHER), ("srun", LAUNCHER), ("sbatch", SBATCH)):
+        (scratch / "bin" / name).write_text(script)
+        (scratch / "bin" / name).chmod(0o755)
+    (scratch / "bin" / "scontrol").write_text("#!/bin/sh\necho node0\n")
+    (scratch / "bin" / "scontrol").chmod(0o755)
+    return scratch
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sections", QUICK, ids=" and ".join)
+def test_commands_do_what_they_say(prepared: Path, sections: tuple[str, ...]) -> None:
+    lines = of(*sections)
+    out = type_in(prepared, lines, seconds=600)
+    started = len(re.findall(r"^(?:[A-Z_]+=\S+ )*(?:torchrun|sbatch|bash examples)", lines, re.M))
+    planned = started + lines.count("--dry-run")
+    assert out.count("> the launch is sound; nothing was started and nothing written\n") == planned
+
+
+# Commands of minutes
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.timeout(3600)
+def test_the_quickstart_as_printed(scratch: Path) -> None:
+    made = type_in(scratch, "make quickstart", seconds=3000)
+    assert re.search(r"on held-out text after training 4\.\d\d: 3\.\d\d nats gained", made)
+    out = type_in(scratch, of("The quickstart, command by command"), seconds=3000)
+    assert "successfully loaded checkpoint" in out
+
+
+@pytest.mark.verify
+@pytest.mark.root
+@pytest.mark.ranks
+@pytest.mark.timeout(3600)
+def test_the_emulated_cluster_as_printed(scratch: Path) -> None:
+    out = type_in(scratch, of("A cluster on one machine"), seconds=3500)
+    assert re.search(r"iteration +5/ +5 \|", out)
+    for name in ("machine.json", "collectives.png", "peers.png"):
+        assert (scratch / name).stat().st_size > 0
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(3600)
+def test_the_everyday_tests_as_printed(scratch: Path) -> None:
+    command = next(command for command in BY_VERIFY if "pytest" in command)
+    out = type_in(scratch, f"git init --quiet && git add . && {command}", seconds=3500)
+    assert re.search(r"\d+ passed", out)
