@@ -105,7 +105,9 @@ class _Walk:
         weights = self._slice(part.unit.numel, self.precision.compute) if part.returns else 0
         grads = self._slice(part.unit.trainable_numel, self.precision.wire)
         if self.in_place:
-            return self._chunk(weights) + grads + self._chunk(grads)
+            chunks = (self._chunk(weights), self._chunk(grads))
+            alike = self.precision.compute == self.precision.wire
+            return grads + (max(chunks) if alike else sum(chunks))
         return weights + 2 * grads
 
     def _slice(self, numel: int, kind: str) -> int:

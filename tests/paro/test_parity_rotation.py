@@ -97,7 +97,7 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
 def assert_few_slices(trained: Trained, flags: str) -> None:
     slices, one = trained.ledger.slices, trained.slice_bytes
     chunk = chunk_numel(one // 4, torch.float32) * 4
-    limit = one + 2 * chunk if IN_PLACE in flags else 3 * one
+    limit = one + chunk if IN_PLACE in flags else 3 * one
     assert 0 < slices.peak_bytes <= limit, flags
     assert slices.count == slices.num_bytes == 0, flags
     ledger = trained.ledger
