@@ -17,7 +17,7 @@ from paro.planning.llama import MicroBatch, units_of
 from paro.planning.rotating_memory import rotating_peak
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.rotation.engine import RotatedModel
-from paro.rotation.ring import chunk_numel
+from paro.rotation.ring import room_beside
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rotating_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_llama import SMALL as GROUPED
@@ -73,7 +73,7 @@ def test_no_rank_ever_holds_a_whole_block(
     largest = max(slices)
     peak = allocated_at_most(lambda: rank.step(2, size=1, seq_length=4))
     held = rank.model.units[0].context.ledger.slices
-    chunk = chunk_numel(largest // 4, torch.float32) * 4
+    chunk = room_beside(largest // 4, torch.float32) * 4
     bound = largest + chunk if in_place else 3 * largest
     assert held.peak_bytes <= bound
     # Beside them one gradient on its way to the slice it is added to, and little else.
