@@ -22,7 +22,7 @@ from paro.planning.working_memory import Moment
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
-_CHUNK_BYTES = 512 << 10  # at most, and an eighth of a slice: see rotation/ring.py
+_CHUNK_BYTES = 512 << 10  # at most, and at most an eighth of a slice: see rotation/ring.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +98,23 @@ class _Walk:
     def _forward_slices(self, part: _Part) -> int:
         slice_bytes = self._slice(part.unit.numel, self.precision.compute)
         if self.in_place:
-            return self._chunk(slice_bytes) + (slice_bytes if part.copies else 0)
+            return self._room(slice_bytes) + (slice_bytes if part.copies else 0)
         return slice_bytes * (2 if part.copies and self.strategy.params > 2 else 1)
 
     def _backward_slices(self, part: _Part) -> int:
         weights = self._slice(part.unit.numel, self.precision.compute) if part.returns else 0
         grads = self._slice(part.unit.trainable_numel, self.precision.wire)
         if self.in_place:
-            return self._chunk(weights) + grads + self._chunk(grads)
+            rooms = (self._room(weights), self._room(grads))
+            alike = self.precision.compute == self.precision.wire
+            return grads + (max(rooms) if alike else sum(rooms))
         return weights + 2 * grads
 
     def _slice(self, numel: int, kind: str) -> int:
         return numel // self.strategy.params * BYTES_OF[kind]
 
-    def _chunk(self, slice_bytes: int) -> int:
-        return min(-(-slice_bytes // 8), _CHUNK_BYTES)
+    def _room(self, slice_bytes: int) -> int:
+        return 2 * min(-(-slice_bytes // 8), _CHUNK_BYTES)
 
     def _fp32_grads(self) -> int:
         """The copy of a unit's gradients that the update reads."""

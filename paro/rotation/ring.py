@@ -11,13 +11,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from paro.collectives.wire import Wire
+from paro.collectives.wire import Pending, Wire
 from paro.groups import Groups, Run, Use, make_groups
 from paro.lanes import Event, Job, Lanes
 from paro.topology import Axis, Topology
@@ -61,30 +63,63 @@ class Ring:
         return self._submit(lambda: self._exchange(outgoing, incoming, turn, tag))
 
     def shift_in_place(self, values: Tensor, beside: Tensor, turn: Turn) -> Event:
-        """Queues one step within one buffer, in chunks as long as `beside`, where they land."""
-        step = beside.numel()
-        begins = range(0, values.numel(), step)
-        first_tag = self._take_tags(len(begins))
+        """Queues one step within one buffer, in chunks that land in `beside`, two at a time.
+
+        A chunk is overwritten when it has left. Where jobs have threads, all chunks set out at
+        once and the next one lands while one is copied; on streams each is one grouped exchange.
+        """
+        step = beside.numel() // 2
+        chunks = values.split(step)
+        landings = [
+            beside[number % 2 * step :][: chunk.numel()] for number, chunk in enumerate(chunks)
+        ]
+        first_tag = self._take_tags(len(chunks))
 
         def job() -> None:
-            for number, begin in enumerate(begins):
-                chunk = values[begin : begin + step]
-                landed = beside[: chunk.numel()]
+            for number, (chunk, landed) in enumerate(zip(chunks, landings, strict=True)):
                 self._exchange(chunk, landed, turn, first_tag + number)
                 chunk.copy_(landed)
 
-        return self._submit(job)
+        def pipelined() -> None:
+            self._exchange_ahead(chunks, landings, turn, first_tag)
+
+        return self._submit(pipelined if self._lanes.run_at_the_same_time else job)
+
+    def _exchange_ahead(
+        self, chunks: Sequence[Tensor], landings: Sequence[Tensor], turn: Turn, first_tag: int
+    ) -> None:
+        to, source = self._neighbours(turn)
+
+        def post(number: int) -> Pending:
+            tag = (first_tag + number) % _TAGS
+            return self._wire.receive(Use.ROTATE, self._run, landings[number], source, tag)
+
+        arriving = deque(post(number) for number in range(min(2, len(chunks))))
+        leaving = [
+            self._wire.send(Use.ROTATE, self._run, chunk, to, (first_tag + number) % _TAGS)
+            for number, chunk in enumerate(chunks)
+        ]
+        for number, chunk in enumerate(chunks):
+            arriving.popleft().wait()
+            leaving[number].wait()
+            chunk.copy_(landings[number])
+            if number + 2 < len(chunks):
+                arriving.append(post(number + 2))
 
     def close(self) -> None:
         """Gives the process group back; its lane ends with the others'."""
         self._groups.close()
 
     def _exchange(self, outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
-        to = self._members[(self.place + turn.value) % self.size]
-        source = self._members[(self.place - turn.value) % self.size]
+        to, source = self._neighbours(turn)
         self._wire.exchange(
             Use.ROTATE, self._run, (outgoing, to), (incoming, source), tag=tag % _TAGS
         )
+
+    def _neighbours(self, turn: Turn) -> tuple[int, int]:
+        """To whom, and from whom."""
+        to = self._members[(self.place + turn.value) % self.size]
+        return to, self._members[(self.place - turn.value) % self.size]
 
     def _take_tags(self, number: int) -> int:
         first = self._next_tag
@@ -115,9 +150,9 @@ def make_ring(
     return Ring(run[0], groups, lanes, traffic)
 
 
-def chunk_numel(numel: int, dtype: torch.dtype) -> int:
-    """How much room an exchange in place takes beside a buffer of so many elements."""
-    return max(1, min(-(-numel // _LEAST_CHUNKS), _CHUNK_BYTES // dtype.itemsize))
+def room_beside(numel: int, dtype: torch.dtype) -> int:
+    """How many elements an exchange in place takes beside a buffer of so many: two chunks."""
+    return 2 * max(1, min(-(-numel // _LEAST_CHUNKS), _CHUNK_BYTES // dtype.itemsize))
 
 
 # Long enough to outweigh the cost of a message, and little beside a slice.

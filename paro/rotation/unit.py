@@ -15,9 +15,12 @@
 # the slices travel through E and F.
 #
 #                    out of place                            in place
-#   forward          S E (S E ..)  1 slice                   S              a chunk
-#   forward, copies  S E F (E F ..)  2 slices                S E (E ..)     1 slice and a chunk
-#   backward         E X Y  3 slices                         X              1 slice and a chunk
+#   forward          S E (S E ..)  1 slice                   S              room for 2 chunks
+#   forward, copies  S E F (E F ..)  2 slices                S E (E ..)     1 slice and room
+#   backward         E X Y  3 slices                         X              1 slice and room
+#
+# (room for each where weights and gradients travel in different types; a chunk is 1/8 slice, or
+# less).
 #
 # Out of place a shift runs under the computation with the slice that it takes away. In backward the
 # lane carries, in this order, the gradients that come with slice t, and the weights of step t - 1:
@@ -29,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from paro.lanes import DONE, Event
-from paro.rotation.ring import Ring, Turn, chunk_numel
+from paro.rotation.ring import Ring, Turn, room_beside
 from paro.sharding.buffers import ElasticBuffer
 from paro.sharding.layout import Piece, UnitLayout
 from paro.sharding.shards import ShardingContext, UnitShards
@@ -71,8 +74,10 @@ class RotatingUnit(UnitShards):
         compute, wire = context.compute_type, context.wire_type
         self._E, self._F = self._spare(numel, compute), self._spare(numel, compute)
         self._X, self._Y = self._spare(numel, wire), self._spare(numel, wire)
-        self._beside = self._spare(chunk_numel(numel, compute), compute)
-        self._beside_grads = self._spare(chunk_numel(numel, wire), wire)
+        self._beside = self._spare(room_beside(numel, compute), compute)
+        self._beside_grads = self._beside  # they are exchanged one after the other
+        if wire != compute:
+            self._beside_grads = self._spare(room_beside(numel, wire), wire)
         self._moves_home = False  # whether this forward moves the slices, and backward brings back
         self._is_away = False  # S holds the slice of the next rank
         self._arrived: Event = DONE
@@ -198,8 +203,9 @@ class RotatingUnit(UnitShards):
             self._grads_arrived.wait()
             self._grads_arrived = DONE
             return
-        self._X.take()
-        (self._beside_grads if self._in_place else self._Y).take()
+        for spare in (self._X, self._beside_grads if self._in_place else self._Y):
+            if not spare.alive:
+                spare.take()
         for low, high in self._gaps[index]:
             self._X.values[low:high].zero_()
 

@@ -9,7 +9,7 @@ from paro.arguments import parse_args
 from paro.config import RunConfig
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.llama import units_of
-from paro.rotation.ring import chunk_numel
+from paro.rotation.ring import room_beside
 from paro.runtime import World
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
@@ -96,8 +96,8 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
 
 def assert_few_slices(trained: Trained, flags: str) -> None:
     slices, one = trained.ledger.slices, trained.slice_bytes
-    chunk = chunk_numel(one // 4, torch.float32) * 4
-    limit = one + 2 * chunk if IN_PLACE in flags else 3 * one
+    chunk = room_beside(one // 4, torch.float32) * 4
+    limit = one + chunk if IN_PLACE in flags else 3 * one
     assert 0 < slices.peak_bytes <= limit, flags
     assert slices.count == slices.num_bytes == 0, flags
     ledger = trained.ledger

@@ -130,7 +130,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--contenders ddp,horovod", "not 'horovod'"),
         ("--contenders paro:GNI", "GNI is not legal"),
-        ("--contenders paro:IIG+twirl", "+twirl is none of +rotate, +in-place"),
+        ("--contenders paro:IIG+twirl", "twirl is none of"),
         ("--contenders paro:IIG@sideways", "invalid choice: 'sideways'"),
         ("--contenders ,", "nobody is left: no name is given"),
         ("--contenders ddp --baselines fsdp2", "--baselines fsdp2: not among ddp"),

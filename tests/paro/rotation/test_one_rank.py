@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 from model.config import LlamaConfig, RecomputeConfig
+from paro.lanes import Event, InlineLanes, Job
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.llama import MicroBatch, units_of
 from paro.planning.rotating_memory import rotating_peak
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.rotation.ring import chunk_numel
+from paro.rotation.engine import RotatedModel
+from paro.rotation.ring import room_beside
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rotating_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_llama import SMALL as GROUPED
@@ -70,8 +73,8 @@ def test_no_rank_ever_holds_a_whole_block(
     largest = max(slices)
     peak = allocated_at_most(lambda: rank.step(2, size=1, seq_length=4))
     held = rank.model.units[0].context.ledger.slices
-    chunk = chunk_numel(largest // 4, torch.float32) * 4
-    bound = largest + 2 * chunk if in_place else 3 * largest
+    chunk = room_beside(largest // 4, torch.float32) * 4
+    bound = largest + chunk if in_place else 3 * largest
     assert held.peak_bytes <= bound
     # Beside them one gradient on its way to the slice it is added to, and little else.
     matrix = max(
@@ -95,6 +98,58 @@ def test_building_allocates_little_beside_what_stays(in_place: bool) -> None:
     (rank,) = built
     longest = max(unit.param_shard.nbytes for unit in rank.model.units)
     assert peak < rank.optimizer.model_state_bytes() + 3 * longest
+
+
+class Noted(InlineLanes):
+    """Writes down when a job is submitted."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        self._notes.append("shift")
+        return super().submit(lane, job, after=after)
+
+
+@pytest.mark.parametrize(
+    ("in_place", "forwards"),
+    [
+        # Three shifts for four slices: under way while the slice that leaves is computed with.
+        (False, ["shift", "slice"] * 3 + ["slice"]),
+        (True, ["slice", "shift"] * 3 + ["slice"]),
+    ],
+)
+def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool, forwards: list[str]
+) -> None:
+    strategy, topology = on_ranks("4,4,8", world_size=8, group_size=4)
+    silence(monkeypatch)
+    rank = lone_rotating_rank(
+        SMALL, strategy, topology, PrecisionConfig(compute="fp32"), in_place=in_place
+    )
+    model, notes = rank.model, list[str]()
+    assert isinstance(model, RotatedModel)
+    model._ring._lanes = Noted(notes)
+    attention = next(part for part in model._parts if part.spec.method == "attention")
+    computed = attention._of_slice
+
+    def noted(*args: Any) -> Any:
+        notes.append("slice")
+        return computed(*args)
+
+    attention._of_slice = noted
+    whole = attention.__call__
+
+    def alone(*args: Any) -> Any:
+        notes.clear()
+        out = whole(*args)
+        assert notes == forwards
+        return out
+
+    attention.module.attention = alone  # type: ignore[assignment]
+    notes.append("not yet run")
+    rank.step(1)
+    assert "not yet run" not in notes
 
 
 FP32, BF16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.lanes import make_lanes
-from paro.rotation.ring import Ring, Turn, chunk_numel, make_ring
+from paro.rotation.ring import Ring, Turn, make_ring, room_beside
 from paro.topology import make_topology
 from paro.traffic import Sent, Traffic
 from tests.helpers.ranks import run_ranks
@@ -31,7 +31,7 @@ class Traveller:
         self._ring = ring
         self._in_place = in_place
         self.values = values.clone()
-        size = chunk_numel(NUMEL, values.dtype) if in_place else NUMEL
+        size = room_beside(NUMEL, values.dtype) if in_place else NUMEL
         self._other = torch.full((size,), -1.0)
 
     def shift(self, turn: Turn) -> None:
@@ -98,6 +98,6 @@ def test_slices_travel_round_and_gradients_come_home(world_size: int, degree: in
 
 
 def test_chunks_are_short_beside_the_slice() -> None:
-    assert chunk_numel(80, torch.float32) == 10
-    assert chunk_numel(1, torch.float32) == 1
-    assert chunk_numel(10**9, torch.bfloat16) * 2 == 512 << 10
+    assert room_beside(80, torch.float32) == 2 * 10
+    assert room_beside(1, torch.float32) == 2
+    assert room_beside(10**9, torch.bfloat16) * 2 == 1 << 20

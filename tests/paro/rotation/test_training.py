@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,12 +18,15 @@ from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import save_checkpoint
 from paro.config import RunConfig
 from paro.placement import check_placement, placement_lines, predict_memory
+from paro.rotation.engine import RotatedModel
+from paro.rotation.ring import Turn
 from paro.runtime import Control, World, device_for
 from paro.training import Training, evaluate
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, run_steps, train, whole_parameters
 from tests.paro.test_parity_rotation import MODEL
 
+IN_PLACE = "--paro-rotate-in-place"
 ROTATED = f"{MODEL} --num-attention-heads 4 --global-batch-size 16 --micro-batch-size 2"
 GATHERED = ROTATED.replace("rotate", "gather")
 BF16 = [
@@ -59,9 +63,6 @@ def test_two_byte_types_follow_the_gathered_run() -> None:
                 assert step.grad_norm == pytest.approx(step_wanted.grad_norm, rel=0.03), flags
                 # Gathers of the embedding and of the head differ; steps between groups do not.
                 assert step.sent.inter == pytest.approx(step_wanted.sent.inter, rel=0.2), flags
-
-
-IN_PLACE = "--paro-rotate-in-place"
 
 
 class Kept(NamedTuple):
@@ -111,6 +112,42 @@ def test_a_checkpoint_moves_between_rotated_and_gathered(
     assert after.held_out == pytest.approx(before.held_out, rel=1e-5)
     # Moments and the number of steps came along, or Adam would go another way.
     assert after.following == pytest.approx(before.following, rel=1e-5)
+
+
+def delay_shifts(training: Training) -> None:
+    """Makes every slice come long after the training thread has gone on."""
+    model = training.model
+    assert isinstance(model, RotatedModel)
+    exchange = model._ring._exchange
+
+    def late(outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
+        time.sleep(0.003)
+        exchange(outgoing, incoming, turn, tag)
+
+    model._ring._exchange = late  # type: ignore[method-assign]
+
+
+def train_late(flags: str) -> tuple[Trained, Trained, Trained]:
+    flags = f"{ROTATED} --train-iters 2 {flags}"
+    dist_size = dist.get_world_size()
+    return (
+        train(flags, group_size=dist_size),
+        train(flags, group_size=dist_size, before=delay_shifts),
+        train(f"{flags} --paro-prefetch-units 0", group_size=dist_size),
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("more", ["--tie-embeddings-and-output-weights", IN_PLACE])
+def test_late_slices_change_nothing(more: str) -> None:
+    """Not a bit: sums have one order, whoever is late, and without overlap too."""
+    for prompt, late, without in run_ranks(train_late, 4, f"--paro-strategy III {more}"):
+        for other in (late, without):
+            for step, wanted in zip(other.steps, prompt.steps, strict=True):
+                assert (step.loss, step.grad_norm) == (wanted.loss, wanted.grad_norm)
+                assert step.sent == wanted.sent
+            for name, values in prompt.parameters.items():
+                assert torch.equal(values, other.parameters[name]), name
 
 
 def what_is_printed(flags: str) -> tuple[list[str], str]:
