@@ -9,7 +9,12 @@ from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.config import RunConfig
 from paro.loop import Loop, Saving
-from paro.placement import check_placement, placement_lines, predict_memory
+from paro.placement import (
+    check_placement,
+    placement_lines,
+    predict_memory,
+    predicted_bytes,
+)
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.report.memory import MemoryForecast, resident_bytes
@@ -68,16 +73,16 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         state.consumed_valid_samples = 0  # the same samples whenever the checkpoint was saved
     sources = build_sources(config, datasets, training, state)
 
+    moment = predict_memory(config, training)
     with control.agreed():
         report = open_report(
             config.report.without_records() if only_evaluate else config.report,
-            run_facts(config, training),
+            run_facts(config, training, predicted_bytes(moment)),
             log,
             device=training.device,
             start_iteration=state.iteration,
             arguments=vars(args),
         )
-    moment = predict_memory(config, training)
     report.start({"precision": config.precision.describe(), "memory": moment.describe()})
     forecast = MemoryForecast(
         predicted_bytes=moment.total, states_bytes=moment.states, bytes_before=bytes_before

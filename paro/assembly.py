@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 
 import torch
@@ -14,6 +14,7 @@ from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.auto import Choice, choice_by
 from paro.config import RunConfig
+from paro.exposure import Exposure
 from paro.lanes import make_lanes
 from paro.loop import HeldOut, Sources
 from paro.optim.loss_scale import start_loss_scale
@@ -27,6 +28,7 @@ from paro.sharding.buffers import Ledger
 from paro.sharding.engine import ShardedModel
 from paro.sharding.unit import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
+from paro.timers import make_timers
 from paro.topology import make_topology
 from paro.traffic import Traffic
 from paro.training import Training, TrainState
@@ -54,7 +56,10 @@ def build_training(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name))
     nodes = cut_into_nodes(model, model.units(), context)
-    sharded = ShardedModel(model, nodes, prefetch_units=config.sharding.prefetch_units)
+    timers = make_timers(config.report.timing_log_level, device)
+    sharded = ShardedModel(
+        model, nodes, prefetch_units=config.sharding.prefetch_units, timers=timers
+    )
     optimizer = ParoOptimizer(sharded, config.optim)
     optimizer.initialize(_initializer(config))
     return Training(
@@ -67,6 +72,8 @@ def build_training(
         control=control,
         traffic=traffic,
         device=device,
+        checks=config.checks,
+        timers=timers,
     )
 
 
@@ -83,10 +90,13 @@ def _sharding_context(
         world_size=world.size, group_size=config.sharding.group_size, degrees=strategy.degrees
     )
     moves = moves_of(strategy, topology)
+    backend = config.runtime.distributed_backend
+    exposure = Exposure(topology, on_streams=device.type == "cuda" and backend == "nccl")
     lanes = make_lanes(
         device,
         overlap=config.sharding.prefetch_units > 0,
-        backend=config.runtime.distributed_backend,
+        backend=backend,
+        note=exposure.note,
     )
     collectives = make_collectives(
         _algorithm(config, control),
@@ -108,6 +118,7 @@ def _sharding_context(
         wire_type=TORCH_TYPES[precision.wire],
         accumulate_type=TORCH_TYPES[precision.accumulate],
         ledger=Ledger(),
+        exposure=exposure,
     )
 
 
@@ -191,8 +202,10 @@ def build_data(config: RunConfig) -> Datasets:
     return build_datasets(config.data, count_samples(config), config.vocab_size)
 
 
-def run_facts(config: RunConfig, training: Training) -> RunFacts:
-    """What turns seconds into throughput; collective."""
+def run_facts(
+    config: RunConfig, training: Training, predicted: Mapping[str, int] | None = None
+) -> RunFacts:
+    """What turns seconds into throughput, and what memory was `predicted`; collective."""
     seq_length = config.data.seq_length
     return RunFacts(
         world_size=training.control.world.size,
@@ -207,4 +220,5 @@ def run_facts(config: RunConfig, training: Training) -> RunFacts:
             control=training.control,
         ),
         model_state_bytes=training.optimizer.model_state_bytes(),
+        predicted=predicted or {},
     )

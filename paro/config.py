@@ -19,11 +19,13 @@ from paro.config_checks import (
     check_load,
     check_save,
     check_sequence,
+    check_trackers,
 )
 from paro.config_model import take_model
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
+from paro.optim.step_checks import StepChecksConfig
 from paro.planning.machine import Machine
 from paro.planning.machine_file import read_machine
 from paro.precision import PrecisionConfig
@@ -52,6 +54,7 @@ class RunConfig:
     schedule: ScheduleConfig
     loss_scale: LossScaleConfig
     train: TrainConfig
+    checks: StepChecksConfig
     data: DataConfig
     tokenizer: TokenizerConfig
     vocab_size: int  # the tokenizer's; the model's is padded
@@ -83,6 +86,7 @@ class RunConfig:
             schedule=_take_schedule(args, batches, train),
             loss_scale=_take_loss_scale(args),
             train=train,
+            checks=_take(StepChecksConfig, args),
             data=data,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
@@ -96,6 +100,7 @@ class RunConfig:
         check_intervals(config.train, config.checkpoint)
         check_load(config.checkpoint)
         check_save(config.checkpoint)
+        check_trackers(config.report)
         return config
 
 

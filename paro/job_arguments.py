@@ -87,6 +87,18 @@ def add_logging_args(parser: ArgumentParser) -> None:
         "memory, bytes sent")
     add("--peak-tflops", type=float, metavar="X",
         help="what one device can compute, for MFU; default: a table of GPUs, else timed at start")
+    add("--timing-log-level", type=int, choices=(0, 1, 2), default=0, metavar="LEVEL",
+        help="time more than the iteration, and print it with the line: 1, the parts of a step; 2, "
+        "those of each micro-batch; on a GPU a timer waits for the device, which costs overlap")
+    add("--timing-log-option", choices=("max", "minmax", "all"), default="minmax",
+        help="of every timer the slowest rank, the fastest and the slowest, or all ranks")
+    add("--log-timers-to-tensorboard", action="store_true",
+        help="write the timers of --timing-log-level to TensorBoard and W&B too, as <timer>-time")
+    add("--log-straggler", action="store_true",
+        help="print with the line which rank the others wait for, and whether computing, data or "
+        "communication is the cause")
+    add("--log-memory-interval", type=int, metavar="N",
+        help="print measured and predicted memory every N iterations, not only after the first")
     add("--tensorboard-dir", metavar="DIR", help="write TensorBoard events to DIR")
     add("--tensorboard-log-interval", type=int, default=1, metavar="N",
         help="write to TensorBoard and W&B every N iterations")

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
+from paro.exposure import Exposure, Kind
 from paro.groups import Run, Use
 from paro.lanes import DONE, Event
 from paro.sharding.buffers import ElasticBuffer, Ledger, box_views
@@ -81,6 +82,7 @@ class ShardingContext:
     wire_type: torch.dtype
     accumulate_type: torch.dtype
     ledger: Ledger
+    exposure: Exposure = field(default_factory=Exposure)
 
 
 class ShardedUnit:
@@ -185,12 +187,13 @@ class ShardedUnit:
             return
         assert self.state is UnitState.SHARDED, f"gather of {self.name}, which is {self.state}"
         self._param_U.take()
-        self._gathered = self.context.collectives.all_gather(
-            self._param_U.values,
-            self._gather_run,
-            shard=self.param_shard,
-            after=self._published,
-        )
+        with self.context.exposure.submitting(Kind.GATHER):
+            self._gathered = self.context.collectives.all_gather(
+                self._param_U.values,
+                self._gather_run,
+                shard=self.param_shard,
+                after=self._published,
+            )
         self.state = UnitState.GATHERING
 
     def use(self) -> None:
@@ -200,7 +203,8 @@ class ShardedUnit:
             return
         assert self.state is not UnitState.SHARDED, f"use of {self.name} without a gather"
         if self.state is UnitState.GATHERING:
-            self._gathered.wait()
+            self.context.exposure.wait(Kind.PUBLISH, self._published)
+            self.context.exposure.wait(Kind.GATHER, self._gathered)
             self._published = self._gathered = DONE
             self.state = UnitState.WHOLE
 
@@ -214,12 +218,13 @@ class ShardedUnit:
 
     def publish(self) -> None:
         """Queues the spreading of the optimizer's range of `param_shard` to the whole of it."""
-        self._published = self.context.collectives.all_gather(
-            self.param_shard, self.context.moves.publish
-        )
+        with self.context.exposure.submitting(Kind.PUBLISH):
+            self._published = self.context.collectives.all_gather(
+                self.param_shard, self.context.moves.publish
+            )
 
     def wait_published(self) -> None:
-        self._published.wait()
+        self.context.exposure.wait(Kind.PUBLISH, self._published)
         self._published = DONE
 
     # Gradients #
@@ -247,6 +252,12 @@ class ShardedUnit:
 
     def reduce(self, *, last: bool) -> None:
         """Queues the reduction of this micro-batch; of the whole step where it is the last."""
+        with self.context.exposure.submitting(Kind.REDUCE):
+            self._reduced = self._queue_reduction(last=last)
+        self._fresh = last
+        self.num_arrived = 0
+
+    def _queue_reduction(self, *, last: bool) -> Event:
         context, moves = self.context, self.context.moves
         collectives, travel = context.collectives, context.wire_type
         event: Event = DONE
@@ -265,16 +276,14 @@ class ShardedUnit:
         if last:
             event = collectives.reduce_scatter(self.grad_shard, moves.finish, travel, after=event)
             event = collectives.all_reduce(self.optim_grad, moves.replicas, travel, after=event)
-        self._reduced = event
-        self._fresh = last
-        self.num_arrived = 0
+        return event
 
     def drop_whole_grad(self) -> None:
         """Gives the whole gradient buffer up once it has been read."""
         assert self._grad_U is not None
-        self._grad_U_read.wait()
+        self.context.exposure.wait(Kind.REDUCE, self._grad_U_read)
         self._grad_U.drop()
 
     def wait_reduced(self) -> None:
-        self._reduced.wait()
+        self.context.exposure.wait(Kind.REDUCE, self._reduced)
         self._reduced = DONE
