@@ -18,8 +18,8 @@ from tools.run_report.page import page
 from tools.run_report.runs import read_runs
 
 DESCRIPTION = """\
-Writes a report of one or several runs, side by side: curves, throughput, MFU, memory, communication,
-configuration and environment. The page needs no network and no file beside it.
+Writes a report of one or several runs, side by side: curves, throughput, MFU, memory,
+communication, configuration and environment. The page needs no network and no file beside it.
 
   python tools/report.py runs/iig.jsonl runs/ggg.jsonl --output report.html --png-dir pictures
 """

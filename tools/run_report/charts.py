@@ -68,25 +68,34 @@ class Chart:
     wide: bool = False
 
 
-def _curves(field: str, label: str, *, scale: float = 1.0, log: bool = False) -> Draw:
+def _curves(field: str, label: str, *, agree: bool, log: bool = False) -> Draw:
     def draw(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
         for index, run in enumerate(runs):
-            x, y = run.series(field, scale=scale)
-            axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=1.6)
+            x, y = run.series(field)
+            width = _width(index, runs) if agree else 1.6
+            axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=width)
         if log:
-            axis.set_yscale("log")
+            axis.set_yscale("log", subs=(2, 5))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
         axis.set_ylabel(label)
         axis.set_xlabel("iteration")
 
     return draw
 
 
+def _width(index: int, runs: Sequence[Run]) -> float:
+    """Runs that agree lie on each other: wide ones below."""
+    return 1.6 + 1.2 * (len(runs) - 1 - index)
+
+
 def _draw_loss(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     for index, run in enumerate(runs):
         x, y = run.series("lm_loss")
-        axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=1.6)
+        axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=_width(index, runs))
         x, y = run.validation_series()
-        axis.plot(x, y, "o--", color=palette.of(index), linewidth=1.0, markersize=3.5)
+        size = 3.5 + 2.5 * (len(runs) - 1 - index)
+        axis.plot(x, y, "o--", color=palette.of(index), linewidth=1.0, markersize=size)
     axis.set_ylabel("nats per token")
     axis.set_xlabel("iteration")
 
@@ -102,6 +111,7 @@ def _draw_mfu(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     axis.set_ylim(bottom=0)
 
 
+_FIRST_KIND = 3  # the first colours are those of the runs
 Part = tuple[str, list[float | None]]
 
 
@@ -111,10 +121,19 @@ def _stacked(axis: Any, runs: Sequence[Run], parts: Sequence[Part], palette: Pal
     left = [0.0] * len(runs)
     for index, (label, values) in enumerate(parts):
         widths = [value or 0.0 for value in values]
-        axis.barh(places, widths, left=left, height=0.6, color=palette.of(index), label=label)
+        colour = palette.of(index + _FIRST_KIND)
+        axis.barh(places, widths, left=left, height=0.6, color=colour, label=label)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     for place, total in zip(places, left, strict=True):
-        axis.text(total, place, f" {total:.4g}", va="center", color=palette.ink, fontsize=9)
+        axis.annotate(
+            f"{total:.4g}",
+            (total, place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            color=palette.ink,
+            fontsize=9,
+        )
     axis.set_yticks(list(places), [run.name for run in runs])
     axis.invert_yaxis()
     axis.margins(x=0.14)
@@ -182,9 +201,9 @@ def _draw_iteration(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     whole = [run.typical("iteration_time_ms") or 0.0 for run in runs]
     rest = [max(0.0, t - e - d) for t, e, d in zip(whole, exposed, data, strict=True)]
     parts: list[Part] = [
-        ("computing and the rest", list(rest)),
-        ("exposed communication", list(exposed)),
-        ("waiting for data", list(data)),
+        ("computing", list(rest)),
+        ("communication", list(exposed)),
+        ("data", list(data)),
     ]
     _stacked(axis, runs, parts, palette)
     axis.set_xlabel("ms per iteration")
@@ -196,7 +215,7 @@ CHARTS = (
         "throughput",
         "Throughput",
         "Tokens per second of all ranks, means since the line before.",
-        _curves("tokens_per_second", "tokens/s"),
+        _curves("tokens_per_second", "tokens/s", agree=False),
     ),
     Chart(
         "mfu",
@@ -204,12 +223,19 @@ CHARTS = (
         "Solid: attention counted in full. Dotted: causal attention counted half.",
         _draw_mfu,
     ),
-    Chart("grad_norm", "Gradient norm", "Before clipping.", _curves("grad_norm", "norm", log=True)),
-    Chart("learning_rate", "Learning rate", "", _curves("learning_rate", "learning rate")),
+    Chart(
+        "grad_norm",
+        "Gradient norm",
+        "Before clipping.",
+        _curves("grad_norm", "norm", agree=True, log=True),
+    ),
+    Chart(
+        "learning_rate", "Learning rate", "", _curves("learning_rate", "learning rate", agree=True)
+    ),
     Chart(
         "iteration",
         "Where an iteration goes",
-        "Medians. Exposed is communication that computing waited for; what overlaps is not in it.",
+        "Medians: waiting for communication and for batches, and the rest, which is computing.",
         _draw_iteration,
     ),
     Chart("exposed", "Exposed communication", "By what was waited for; medians.", _draw_exposed),

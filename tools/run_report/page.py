@@ -46,10 +46,11 @@ svg {{ display: block; width: 100%; height: auto; }}
   border-radius: 8px; }}
 table {{ border-collapse: collapse; width: 100%; font-size: 0.88rem; }}
 th, td {{ padding: 0.45rem 0.8rem; text-align: right; border-bottom: 1px solid var(--grid);
-  font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }}
+  font-variant-numeric: tabular-nums; }}
 th {{ font-weight: 600; vertical-align: bottom; }}
 th:first-child, td:first-child {{ text-align: left; }}
-table.text td, table.text th {{ text-align: left; vertical-align: top; }}
+table.text td, table.text th {{ text-align: left; vertical-align: top; overflow-wrap: anywhere; }}
+td:first-child {{ white-space: nowrap; }}
 tr:last-child td {{ border-bottom: 0; }}
 thead th {{ color: var(--muted); }}
 code {{ font: 0.92em ui-monospace, "SF Mono", Menlo, monospace; }}
@@ -113,7 +114,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    return "-" if value is None else format(value, form)
 
 
 def _figures(runs: Sequence[Run]) -> str:
@@ -166,7 +167,7 @@ def _millions(value: float | None) -> float | None:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}%"
+    return "-" if value is None else f"{value:.2f}%"
 
 
 def _exposed_percent(run: Run) -> float | None:
@@ -203,9 +204,9 @@ def _configuration(runs: Sequence[Run]) -> str:
 def _environment(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.environment)
     rows = [
-        [escape(name), *(escape(run.environment.get(name, "–")) for run in runs)] for name in names
+        [escape(name), *(escape(run.environment.get(name, "-")) for run in runs)] for name in names
     ]
-    peaks = [(run.facts.get("peak") or {}).get("source", "–") for run in runs]
+    peaks = [(run.facts.get("peak") or {}).get("source", "-") for run in runs]
     rows.append(["peak of a device", *map(escape, peaks)])
     if not names:
         return '<p class="note">No record lies beside the metrics files.</p>'
