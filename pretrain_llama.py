@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from datetime import datetime
 
+from model.config import num_parameters
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.config import RunConfig
@@ -18,7 +19,11 @@ from paro.placement import (
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.report.memory import MemoryForecast, resident_bytes
+from paro.report.observer import Observer
+from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.report import open_report
+from paro.report.terminal import Terminal, live_is_wanted
+from paro.report.watchdog import Watchdog
 from paro.resume import load_run, save_run
 from paro.runtime import (
     Control,
@@ -43,7 +48,10 @@ def main() -> None:
 def run(args: Namespace, config: RunConfig, control: Control) -> None:
     """Builds the parts, says what was built, and trains to the end or evaluates alone."""
     only_evaluate = config.train.skip_train
-    log = Log(rank=control.world.rank, world_size=control.world.size)
+    terminal = Terminal()
+    is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
+    rank, world_size = control.world.rank, control.world.size
+    log = Log(rank=rank, world_size=world_size, one_speaker=is_live, show=terminal.show)
     log.log0(arguments_block(vars(args)))
     seed_everything(config.train.seed)
 
@@ -60,7 +68,8 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     bytes_before = resident_bytes(control.device)
     # What is only evaluated has no gradients and no optimizer state.
     training = build_training(config, control, is_trained=lambda _name: not only_evaluate)
-    for line in (*config.notices, *datasets.describe(), *placement_lines(config, training)):
+    placement = placement_lines(config, training)
+    for line in (*config.notices, *datasets.describe(), *placement):
         log.log0(line)
     check_placement(config, training)
 
@@ -74,10 +83,12 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     sources = build_sources(config, datasets, training, state)
 
     moment = predict_memory(config, training)
+    facts = run_facts(config, training, predicted_bytes(moment))
     with control.agreed():
+        observers = observers_of(config, log, training)
         report = open_report(
             config.report.without_records() if only_evaluate else config.report,
-            run_facts(config, training, predicted_bytes(moment)),
+            facts,
             log,
             device=training.device,
             start_iteration=state.iteration,
@@ -94,11 +105,32 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         report,
         saving=saving_of(config, training, log, loaded),
         forecast=forecast,
+        observers=observers,
     )
+    report.is_live = is_live
+    if is_live and rank == 0:
+        report.view = terminal.open_view(facts, title=title_of(config), placement=placement)
     loop.run()
     report.close()
     if control.device.type == "cuda":
         training.close()  # gloo's groups go with the process
+
+
+def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
+    """What watches the loop beside the report."""
+    folder = config.report.tensorboard_dir or config.checkpoint.save
+    minutes = config.runtime.distributed_timeout_minutes
+    return (
+        Watchdog(config.watch, rank=log.rank, timeout_minutes=minutes),
+        Profiler(config.profile, log, folder=folder),
+        MemoryHistory(config.profile, log, training.device),
+    )
+
+
+def title_of(config: RunConfig) -> str:
+    """The run in a few words."""
+    millions = num_parameters(config.model) / 1e6
+    return f"LLaMA, {millions:,.1f}M parameters, {config.strategy.name}"
 
 
 def saving_of(

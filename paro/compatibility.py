@@ -234,10 +234,6 @@ RULES = (
     _switch("--log-batch-size-to-tensorboard", "the batch size is always written"),
     _unheard("--no-log-loss-scale-to-tensorboard", "the loss scale is always written"),
     _unheard("--log-progress", "progress.txt is not written"),
-    _unheard("--profile", "no profile is recorded"),
-    _unheard("--use-pytorch-profiler", "no profile is recorded"),
-    _unheard("--profile-step-start", "no profile is recorded", int),
-    _unheard("--profile-step-end", "no profile is recorded", int),
 )
 
 

@@ -17,6 +17,7 @@ from paro.config_checks import (
     check_given,
     check_intervals,
     check_load,
+    check_profile,
     check_save,
     check_sequence,
     check_trackers,
@@ -30,6 +31,8 @@ from paro.planning.machine import Machine
 from paro.planning.machine_file import read_machine
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
+from paro.report.profiler import ProfileConfig
+from paro.report.watchdog import WatchConfig
 from paro.runtime import RuntimeConfig, World
 from paro.sharding.wrap import ShardingConfig
 from paro.strategy import Strategy, check_group_size, parse_strategy
@@ -61,6 +64,8 @@ class RunConfig:
     eod: int  # the token that ends a document
     checkpoint: CheckpointConfig
     report: ReportConfig
+    profile: ProfileConfig
+    watch: WatchConfig
     runtime: RuntimeConfig
     notices: tuple[str, ...]  # flags that were accepted and have no effect, a line each
 
@@ -93,6 +98,8 @@ class RunConfig:
             eod=built.eod,
             checkpoint=_take(CheckpointConfig, args),
             report=_take(ReportConfig, args),
+            profile=_take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks)),
+            watch=_take(WatchConfig, args),
             runtime=_take(RuntimeConfig, args),
             notices=notices,
         )
@@ -101,6 +108,7 @@ class RunConfig:
         check_load(config.checkpoint)
         check_save(config.checkpoint)
         check_trackers(config.report)
+        check_profile(config.profile, config.report, config.checkpoint)
         return config
 
 

@@ -13,6 +13,7 @@ from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import find_checkpoint
 from paro.report.config import ReportConfig
+from paro.report.profiler import ProfileConfig
 from paro.training import TrainConfig
 
 
@@ -77,6 +78,13 @@ def check_trackers(report: ReportConfig) -> None:
         _check_writable("--tensorboard-dir", report.tensorboard_dir)
     if report.wandb_save_dir is not None:
         _check_writable("--wandb-save-dir", report.wandb_save_dir)
+
+
+def check_profile(
+    profile: ProfileConfig, report: ReportConfig, checkpoint: CheckpointConfig
+) -> None:
+    if profile.use_pytorch_profiler and not (report.tensorboard_dir or checkpoint.save):
+        raise ValueError("--use-pytorch-profiler needs --tensorboard-dir, or --save, for its trace")
 
 
 def _check_writable(flag: str, place: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
@@ -13,6 +13,7 @@ from types import FrameType
 from data.loader import Batch
 from paro.optim.step_checks import Expectation, Verdict, reason_to_stop
 from paro.report.memory import MemoryForecast, allocator_bytes
+from paro.report.observer import Observer
 from paro.report.rank_times import RankTimes
 from paro.report.record import IterationRecord
 from paro.report.report import Report
@@ -83,12 +84,14 @@ class Loop:
         *,
         saving: Saving | None,
         forecast: MemoryForecast,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.training = training
         self.state = state
         self._sources = sources
         self._report = report
         self._saving = saving
+        self._observers = observers
         self._forecast = forecast
         self._is_first = True
         self._times = RankTimes()  # since the last line
@@ -103,6 +106,7 @@ class Loop:
         if config.skip_train:
             self._report.log.log0("skipping training (--skip-train is on) ...")
             self._evaluate_at_end()
+            self._end()
             return
         if config.exit_signal_handler:
             self._signal.listen(config.exit_signal)
@@ -120,10 +124,20 @@ class Loop:
         self._save()
         if reason is not None:
             self._report.log.log0(f"[exiting program after {reason}] datetime: {datetime.now()}")
-            return
-        self._evaluate_at_end()
+        else:
+            self._evaluate_at_end()
+        self._end()
+
+    def _begin(self, what: str) -> None:
+        for observer in self._observers:
+            observer.begins(what, self.state.iteration)
+
+    def _end(self) -> None:
+        for observer in self._observers:
+            observer.ends()
 
     def _iteration(self) -> StepResult:
+        self._begin("training")
         training, state = self.training, self.state
         scale = state.loss_scale.scale
         batch_size = training.batches.batch_size_at(state.consumed_train_samples)
@@ -242,6 +256,7 @@ class Loop:
         if self.training.config.eval_iters == 0:
             return False
         for held_out in sets:
+            self._begin("evaluating")
             self._report.validation(
                 iteration=self.state.iteration,
                 samples=self.state.consumed_train_samples,
@@ -259,6 +274,7 @@ class Loop:
 
     def _save(self) -> None:
         if self._saving is not None:
+            self._begin("saving")
             self.training.model.wait_published()
             self._saving.save(self.state)
 

@@ -26,6 +26,7 @@ class ReportConfig:
     log_timers_to_tensorboard: bool = False
     log_straggler: bool = False
     log_memory_interval: int | None = None
+    terminal: str = "auto"
 
     def __post_init__(self) -> None:
         for flag, value in (

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-def _print(message: str) -> None:
+def print_line(message: str) -> None:
+    """Print to standard output."""
     # One write: with a separate one for the end of the line, ranks' lines would run together.
     print(message + "\n", end="", flush=True)
 
@@ -18,7 +19,7 @@ class Log:
     rank: int = 0
     world_size: int = 1
     one_speaker: bool = False  # the first rank prints what the last one would, too
-    show: Callable[[str], None] = _print
+    show: Callable[[str], None] = print_line
 
     @property
     def is_last(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from paro.report.config import ReportConfig
-from paro.report.dashboards import Dashboards, open_dashboards
+from paro.report.dashboards import Dashboards, one_line, open_dashboards
 from paro.report.log import Log
 from paro.report.log_line import iteration_line, perplexity, validation_block
 from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
@@ -78,7 +78,8 @@ class Report:
     ) -> None:
         self.log = log
         self.config = config
-        self.view: View | None = None
+        self.view: View | None = None  # on the rank that draws
+        self.is_live = False
         self._facts = facts
         self._device = device
         self._records = records
@@ -115,8 +116,7 @@ class Report:
         alone = self._summarize([record])
         self._totals["skipped-iterations"] += alone.skipped_iterations
         self._totals["nan-iterations"] += alone.nan_iterations
-        if self.view is not None:
-            self.view.iteration(record, alone)
+        self._show(record, alone)
         if due or record.iteration % self.config.tensorboard_log_interval == 0:
             self._write_dashboards(record, alone)
         if not due:
@@ -129,7 +129,7 @@ class Report:
             with_throughput=self.config.log_throughput,
             now=datetime.now(),
         )
-        if self.view is None:
+        if not self.is_live:
             self.log.log_last(line)
         self._records.write(metrics)
         self._interval.clear()
@@ -181,6 +181,14 @@ class Report:
             self.view.close()
         self._records.close()
         self._dashboards.close()
+
+    def _show(self, record: IterationRecord, alone: Metrics) -> None:
+        try:
+            if self.view is not None:
+                self.view.iteration(record, alone)
+        except Exception as error:  # of a terminal that is gone, say
+            self.view = None
+            self.log.log_last(f"--terminal live is left out from here on: {one_line(error)}")
 
     def _summarize(self, interval: Sequence[IterationRecord]) -> Metrics:
         memory = peak_memory_bytes(self._device)

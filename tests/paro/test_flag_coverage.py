@@ -60,6 +60,7 @@ UNOWNED = {
 }
 FULL = "--recompute-granularity full"
 CORPUS = "--data-path corpus"
+PROFILE = "--profile --tensorboard-dir board"
 TRAIN = "--train-data-path corpus"
 VALID = f"{TRAIN} --valid-data-path corpus"
 COSINE = "--weight-decay-incr-style cosine"
@@ -96,6 +97,8 @@ CASES = {
         "--data-path corpus",
         "--per-split-data-args-path splits.json",
     ),
+    "profile_ranks": ((), "", "--profile-ranks 1 2"),
+    "profile_step_start": ((), "", "--profile-step-start 5"),
     "rampup_batch_size": ((), "", "--rampup-batch-size 8 8 96"),
     "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
     "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
@@ -105,6 +108,7 @@ CASES = {
     "tokenizer_type": ((), "", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt"),
     "train_data_path": (("mock-data",), "--data-path corpus", TRAIN),
     "train_samples": (("train-iters",), "--train-iters 10", "--train-samples 96"),
+    "use_pytorch_profiler": ((), PROFILE, f"{PROFILE} --use-pytorch-profiler"),
     "valid_data_path": (("mock-data",), TRAIN, f"{TRAIN} --valid-data-path corpus"),
     "weight_decay_incr_style": ((), f"{RISING} 0.5", f"{RISING} 0.5 {COSINE}"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,6 +16,7 @@ from paro.loop import Loop, Saving
 from paro.optim.optimizer import ParoOptimizer
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
+from paro.report.observer import Observer
 from paro.report.record import IterationRecord
 from paro.report.report import open_report
 from paro.runtime import Control, UserMistakeError, World
@@ -33,7 +35,13 @@ class Run:
     saved: list[int] = field(default_factory=list)
 
 
-def run_loop(flags: str, *, save_interval: int | None = None, base: str = TINY) -> Run:
+def run_loop(
+    flags: str,
+    *,
+    save_interval: int | None = None,
+    base: str = TINY,
+    observers: Sequence[Observer] = (),
+) -> Run:
     config = RunConfig.from_args(parse_args(f"{base} --log-interval 1 {flags}".split()), World())
     training = build_training(config, Control(World(), torch.device("cpu")))
     state = start_state(config)
@@ -66,6 +74,7 @@ def run_loop(flags: str, *, save_interval: int | None = None, base: str = TINY) 
         report,
         saving=Saving(write=lambda at: run.saved.append(at.iteration), interval=save_interval),
         forecast=MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0),
+        observers=observers,
     ).run()
     return run
 
