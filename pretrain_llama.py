@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from datetime import datetime
 
+from data.loader import Datasets
 from model.config import num_parameters
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
@@ -55,15 +56,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     log.log0(arguments_block(vars(args)))
     seed_everything(config.train.seed)
 
-    with control.agreed():
-        datasets = build_data(config)
-        if only_evaluate and not (datasets.valid or datasets.named_valid or datasets.test):
-            split = config.data.split_in_use
-            flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
-            raise ValueError(
-                f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or "
-                "test"
-            )
+    datasets = open_data(config, control)
     log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     bytes_before = resident_bytes(control.device)
     # What is only evaluated has no gradients and no optimizer state.
@@ -114,6 +107,21 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     report.close()
     if control.device.type == "cuda":
         training.close()  # gloo's groups go with the process
+
+
+def open_data(config: RunConfig, control: Control) -> Datasets:
+    """The data sets of the run, which must leave something to do."""
+    with control.agreed():
+        datasets = build_data(config)
+        held_out = datasets.valid or datasets.named_valid or datasets.test
+        if config.train.skip_train and not held_out:
+            split = config.data.split_in_use
+            flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
+            raise ValueError(
+                f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or "
+                "test"
+            )
+    return datasets
 
 
 def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:

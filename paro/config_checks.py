@@ -69,6 +69,7 @@ def check_trackers(report: ReportConfig) -> None:
     for flag, given, package in (
         ("--tensorboard-dir", report.tensorboard_dir, "tensorboard"),
         ("--wandb-project", report.wandb_project, "wandb"),
+        ("--terminal live", report.terminal if report.terminal == "live" else None, "rich"),
     ):
         if given is not None and importlib.util.find_spec(package) is None:
             raise ValueError(

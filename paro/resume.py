@@ -56,6 +56,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
         return None
     with training.traffic.paused():
         training.optimizer.loaded(num_steps=common.get("num_optimizer_steps", 0))
+    training.exposure.take()  # what loading waited for is no part of a step
     if common.get("parameters_only"):
         log.log0(f"--load {config.checkpoint.load} is a converted model: training begins with it")
         return None

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_training import MODEL, SCRIPT, mistake, read_metrics
+from tests.end_to_end.test_training import MODEL, SCRIPT, mistake, on_ranks, read_metrics
+from tests.end_to_end.test_training import RUN as SCRIPT_RUN
 from tests.helpers.ranks import ROOT
 
 RUN = [sys.executable, SCRIPT, *MODEL, "--mock-data"]
@@ -194,6 +195,26 @@ def test_what_cannot_be_written_is_refused_at_the_start(
         told = mistake([*train, flag, tmp_path / "file" / "below"])
         assert told == f"{flag} {tmp_path}/file/below: {tmp_path}/file is a file, not a folder"
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    for flag, package in (("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")):
-        told = mistake([*train, flag, "x"])
-        assert told == f"{flag} needs the package {package}: pip install {package}, or leave it out"
+    for flags, package in (
+        ("--tensorboard-dir x", "tensorboard"),
+        ("--wandb-project x", "wandb"),
+        ("--terminal live", "rich"),
+    ):
+        told = mistake([*train, *flags.split()])
+        assert f"needs the package {package}: pip install {package}, or leave it out" in told
+        assert told.startswith(flags.removesuffix(" x"))
+
+
+@pytest.mark.ranks
+def test_ranks_tell_what_communication_cost_and_who_was_slowest(tmp_path: Path) -> None:
+    flags = [*SCRIPT_RUN, "--train-iters", "3", "--paro-strategy", "IIG", "--paro-group-size", "2"]
+    flags += ["--timing-log-level", "1", "--timing-log-option", "all", "--log-straggler"]
+    printed = on_ranks([*flags, "--metrics-file", tmp_path / "metrics.jsonl"], 4)
+    assert (
+        len(re.findall(r"^ slowest rank: [0-3] \| compute \(ms\): .* cause: ", printed, re.M)) == 3
+    )
+    assert len(re.findall(r"^     rank  3: \d+\.\d\d$", printed, re.M)) >= 3 * 8
+    for line in read_metrics(tmp_path / "metrics.jsonl"):
+        by_kind = sum(line[f"exposed_{kind}_ms"] for kind in ("gather", "reduce", "publish"))
+        by_link = line["exposed_intra_ms"] + line["exposed_inter_ms"]
+        assert 0.0 < by_link <= by_kind < line["iteration_time_ms"]
