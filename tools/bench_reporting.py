@@ -1,7 +1,8 @@
 """What dashboards and the terminal's view cost a training step: in turns with a bare report."""
 
 # The quickstart's model trains in one process, once, and its report changes from step to step:
-# none, all of it, none ... So neighbours in time are compared, and the machine's drift falls out.
+# none, all of it, all of it, none ... So neighbours in time are compared, either first in turns,
+# and the machine's drift falls out.
 # CPU time counts all threads of the process, those that write to the dashboards included. wandb's
 # service is a process of its own beside it: it shows in the wall clock where cores are short.
 
@@ -66,7 +67,7 @@ class Cost:
 
 
 class Alternating(Report):
-    """A bare report that hands every second iteration to one with everything, and times both."""
+    """A bare report that hands every other iteration to one with everything, and times both."""
 
     full: Report
 
@@ -77,7 +78,7 @@ class Alternating(Report):
 
     def iteration(self, record: IterationRecord) -> None:
         before = _now()
-        if len(self.steps) % 2:
+        if is_reported(len(self.steps)):
             self.full.iteration(record)
         else:
             super().iteration(record)
@@ -92,15 +93,22 @@ def _now() -> dict[str, float]:
     return {"wall": time.perf_counter(), "cpu": time.process_time()}
 
 
+def is_reported(number: int) -> bool:
+    """Whether a step is one with everything: of each two, in turns the second and the first."""
+    return number % 4 in (1, 2)
+
+
 def costs(steps: Sequence[dict[str, float]]) -> list[Cost]:
     """By each clock, the first round left out: it sets everything up."""
-    kept = steps[2 : len(steps) // 2 * 2]
+    numbers = range(2, len(steps) // 2 * 2)
+    bare = [steps[number] for number in numbers if not is_reported(number)]
+    reported = [steps[number] for number in numbers if is_reported(number)]
     return [
         Cost(
             clock=clock,
-            bare=[step[clock] for step in kept[::2]],
-            reported=[step[clock] for step in kept[1::2]],
-            in_report=[step[f"{clock} in report"] for step in kept[1::2]],
+            bare=[step[clock] for step in bare],
+            reported=[step[clock] for step in reported],
+            in_report=[step[f"{clock} in report"] for step in reported],
         )
         for clock in ("wall", "cpu")
     ]

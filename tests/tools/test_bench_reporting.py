@@ -10,7 +10,7 @@ import pytest
 from paro.runtime import UserMistakeError
 from tests.helpers.training import TINY
 from tools import bench_reporting
-from tools.bench_reporting import costs, main
+from tools.bench_reporting import costs, is_reported, main
 
 
 def step(wall: float, inside: float) -> dict[str, float]:
@@ -20,7 +20,8 @@ def step(wall: float, inside: float) -> dict[str, float]:
 def test_neighbours_are_compared_and_the_first_round_is_left_out() -> None:
     steps = [step(99.0, 0.0), step(99.0, 9.0)]
     for drift in (1.0, 2.0, 4.0):
-        steps += [step(drift, 0.0), step(drift * 1.01, 0.02)]
+        pair = [step(drift, 0.0), step(drift * 1.01, 0.02)]
+        steps += pair[:: 1 if is_reported(len(steps) + 1) else -1]
     wall, cpu = costs([*steps, step(50.0, 0.0)])
     assert (wall.clock, cpu.clock) == ("wall", "cpu")
     assert wall.bare == [1.0, 2.0, 4.0]
