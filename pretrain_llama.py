@@ -51,8 +51,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     only_evaluate = config.train.skip_train
     terminal = Terminal()
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
-    rank, world_size = control.world.rank, control.world.size
-    log = Log(rank=rank, world_size=world_size, one_speaker=is_live, show=terminal.show)
+    log = log_of(control, terminal, one_speaker=is_live)
     log.log0(arguments_block(vars(args)))
     seed_everything(config.train.seed)
 
@@ -101,12 +100,17 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         observers=observers,
     )
     report.is_live = is_live
-    if is_live and rank == 0:
+    if is_live and log.is_last:
         report.view = terminal.open_view(facts, title=title_of(config), placement=placement)
     loop.run()
     report.close()
     if control.device.type == "cuda":
         training.close()  # gloo's groups go with the process
+
+
+def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
+    rank, world_size = control.world.rank, control.world.size
+    return Log(rank=rank, world_size=world_size, one_speaker=one_speaker, show=terminal.show)
 
 
 def open_data(config: RunConfig, control: Control) -> Datasets:
