@@ -5,16 +5,27 @@ from __future__ import annotations
 from argparse import Namespace
 from datetime import datetime
 
+from data.loader import Datasets
+from model.config import num_parameters
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.config import RunConfig, take_world
 from paro.dry_run import run_dry
 from paro.loop import Loop, Saving
-from paro.placement import check_placement, placement_lines, predict_memory
+from paro.placement import (
+    check_placement,
+    placement_lines,
+    predict_memory,
+    predicted_bytes,
+)
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.report.memory import MemoryForecast, resident_bytes
+from paro.report.observer import Observer
+from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.report import open_report
+from paro.report.terminal import Terminal, live_is_wanted
+from paro.report.watchdog import Watchdog
 from paro.resume import load_run, save_run
 from paro.runtime import (
     Control,
@@ -41,24 +52,19 @@ def main() -> None:
 def run(args: Namespace, config: RunConfig, control: Control) -> None:
     """Builds the parts, says what was built, and trains to the end or evaluates alone."""
     only_evaluate = config.train.skip_train
-    log = Log(rank=control.world.rank, world_size=control.world.size)
+    terminal = Terminal()
+    is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
+    log = log_of(control, terminal, one_speaker=is_live)
     log.log0(arguments_block(vars(args)))
     seed_everything(config.train.seed)
 
-    with control.agreed():
-        datasets = build_data(config)
-        if only_evaluate and not (datasets.valid or datasets.named_valid or datasets.test):
-            split = config.data.split_in_use
-            flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
-            raise ValueError(
-                f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or "
-                "test"
-            )
+    datasets = open_data(config, control)
     log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     bytes_before = resident_bytes(control.device)
     # What is only evaluated has no gradients and no optimizer state.
     training = build_training(config, control, is_trained=lambda _name: not only_evaluate)
-    for line in (*config.notices, *datasets.describe(), *placement_lines(config, training)):
+    placement = placement_lines(config, training)
+    for line in (*config.notices, *datasets.describe(), *placement):
         log.log0(line)
     check_placement(config, training)
 
@@ -71,16 +77,18 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         state.consumed_valid_samples = 0  # the same samples whenever the checkpoint was saved
     sources = build_sources(config, datasets, training, state)
 
+    moment = predict_memory(config, training)
+    facts = run_facts(config, training, predicted_bytes(moment))
     with control.agreed():
+        observers = observers_of(config, log, training)
         report = open_report(
             config.report.without_records() if only_evaluate else config.report,
-            run_facts(config, training),
+            facts,
             log,
             device=training.device,
             start_iteration=state.iteration,
             arguments=vars(args),
         )
-    moment = predict_memory(config, training)
     report.start({"precision": config.precision.describe(), "memory": moment.describe()})
     forecast = MemoryForecast(
         predicted_bytes=moment.total, states_bytes=moment.states, bytes_before=bytes_before
@@ -92,11 +100,52 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         report,
         saving=saving_of(config, training, log, loaded),
         forecast=forecast,
+        observers=observers,
     )
+    report.is_live = is_live
+    if is_live and log.is_last:
+        report.view = terminal.open_view(facts, title=title_of(config), placement=placement)
     loop.run()
     report.close()
     if control.device.type == "cuda":
         training.close()  # gloo's groups go with the process
+
+
+def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
+    rank, world_size = control.world.rank, control.world.size
+    return Log(rank=rank, world_size=world_size, one_speaker=one_speaker, show=terminal.show)
+
+
+def open_data(config: RunConfig, control: Control) -> Datasets:
+    """The data sets of the run, which must leave something to do."""
+    with control.agreed():
+        datasets = build_data(config)
+        held_out = datasets.valid or datasets.named_valid or datasets.test
+        if config.train.skip_train and not held_out:
+            split = config.data.split_in_use
+            flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
+            raise ValueError(
+                f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or "
+                "test"
+            )
+    return datasets
+
+
+def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
+    """What watches the loop beside the report."""
+    folder = config.report.tensorboard_dir or config.checkpoint.save
+    minutes = config.runtime.distributed_timeout_minutes
+    return (
+        Watchdog(config.watch, rank=log.rank, timeout_minutes=minutes),
+        Profiler(config.profile, log, folder=folder),
+        MemoryHistory(config.profile, log, training.device),
+    )
+
+
+def title_of(config: RunConfig) -> str:
+    """The run in a few words."""
+    millions = num_parameters(config.model) / 1e6
+    return f"LLaMA, {millions:,.1f}M parameters, {config.strategy.name}"
 
 
 def saving_of(

@@ -19,6 +19,7 @@ from paro.job_arguments import (
     add_checkpointing_args,
     add_data_args,
     add_logging_args,
+    add_profiling_args,
     add_tokenizer_args,
     add_validation_args,
 )
@@ -110,6 +111,7 @@ def build_parser() -> ArgumentParser:
     add_validation_args(parser)
     add_checkpointing_args(parser)
     add_logging_args(parser)
+    add_profiling_args(parser)
     add_compatibility_args(parser)
     return parser
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 
 import torch
@@ -14,6 +14,7 @@ from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.auto import Choice, choice_by
 from paro.config import RunConfig
+from paro.exposure import Exposure
 from paro.groups import Run, Use
 from paro.lanes import make_lanes
 from paro.loop import HeldOut, Sources
@@ -33,6 +34,7 @@ from paro.sharding.engine import ShardedModel
 from paro.sharding.model import SpreadModel
 from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
+from paro.timers import Timers, make_timers
 from paro.topology import make_topology
 from paro.traffic import Traffic
 from paro.training import Training, TrainState
@@ -58,7 +60,8 @@ def build_training(
         model = Llama(config.model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name))
-    sharded = _spread(model, config, control, device, traffic)
+    timers = make_timers(config.report.timing_log_level, device)
+    sharded = _spread(model, config, control, traffic, timers)
     optimizer = ParoOptimizer(sharded, config.optim)
     if device.type != "meta":
         optimizer.initialize(_initializer(config))
@@ -72,6 +75,8 @@ def build_training(
         control=control,
         traffic=traffic,
         device=device,
+        checks=config.checks,
+        timers=timers,
     )
 
 
@@ -81,10 +86,11 @@ def start_state(config: RunConfig) -> TrainState:
 
 
 def _spread(
-    model: Llama, config: RunConfig, control: Control, device: torch.device, traffic: Traffic
+    model: Llama, config: RunConfig, control: Control, traffic: Traffic, timers: Timers
 ) -> SpreadModel:
     """The model with its states over the ranks, and its parameters gathered or rotating."""
     sharding, strategy, rank = config.sharding, config.strategy, control.world.rank
+    device, backend = control.device, config.runtime.distributed_backend
     topology = make_topology(
         world_size=control.world.size, group_size=sharding.group_size, degrees=strategy.degrees
     )
@@ -94,10 +100,9 @@ def _spread(
     is_planned = device.type == "meta"
     if is_planned:
         runs = dict.fromkeys(Use, frozenset[Run]())
+    exposure = Exposure(topology, on_streams=device.type == "cuda" and backend == "nccl")
     lanes = make_lanes(
-        device,
-        overlap=sharding.prefetch_units > 0,
-        backend=config.runtime.distributed_backend,
+        device, overlap=sharding.prefetch_units > 0, backend=backend, note=exposure.note
     )
     collectives = make_collectives(
         _algorithm(config, control),
@@ -119,10 +124,11 @@ def _spread(
         wire_type=TORCH_TYPES[config.precision.wire],
         accumulate_type=TORCH_TYPES[config.precision.accumulate],
         ledger=Ledger(),
+        exposure=exposure,
     )
     if not rotates:
         nodes = cut_into_nodes(model, model.units(), context)
-        return ShardedModel(model, nodes, prefetch_units=sharding.prefetch_units)
+        return ShardedModel(model, nodes, prefetch_units=sharding.prefetch_units, timers=timers)
     ring = make_ring(
         strategy.params,
         topology=topology,
@@ -133,7 +139,7 @@ def _spread(
     )
     progress, in_place = Progress(), sharding.rotate_in_place
     parts = cut_into_parts(model, model.units(), context, ring, progress, in_place=in_place)
-    return RotatedModel(model, parts, ring, progress)
+    return RotatedModel(model, parts, ring, progress, timers=timers)
 
 
 def _algorithm(config: RunConfig, control: Control) -> str | Choice:
@@ -216,8 +222,10 @@ def build_data(config: RunConfig) -> Datasets:
     return build_datasets(config.data, count_samples(config), config.vocab_size)
 
 
-def run_facts(config: RunConfig, training: Training) -> RunFacts:
-    """What turns seconds into throughput; collective."""
+def run_facts(
+    config: RunConfig, training: Training, predicted: Mapping[str, int] | None = None
+) -> RunFacts:
+    """What turns seconds into throughput, and what memory was `predicted`; collective."""
     seq_length = config.data.seq_length
     return RunFacts(
         world_size=training.control.world.size,
@@ -232,4 +240,5 @@ def run_facts(config: RunConfig, training: Training) -> RunFacts:
             control=training.control,
         ),
         model_state_bytes=training.optimizer.model_state_bytes(),
+        predicted=predicted or {},
     )

@@ -232,16 +232,8 @@ RULES = (
     _switch("--log-memory-to-tensorboard", "memory is always written"),
     _switch("--log-world-size-to-tensorboard", "the number of ranks is always written"),
     _switch("--log-batch-size-to-tensorboard", "the batch size is always written"),
-    _unheard("--log-timers-to-tensorboard", "iteration-time is the one timer written"),
-    _unheard("--timing-log-level", "the time per iteration is the one timer", int),
-    _unheard("--timing-log-option", "the time per iteration is the one timer", str),
     _unheard("--no-log-loss-scale-to-tensorboard", "the loss scale is always written"),
-    _unheard("--log-memory-interval", "memory is printed after the first iteration", int),
     _unheard("--log-progress", "progress.txt is not written"),
-    _unheard("--profile", "no profile is recorded"),
-    _unheard("--use-pytorch-profiler", "no profile is recorded"),
-    _unheard("--profile-step-start", "no profile is recorded", int),
-    _unheard("--profile-step-end", "no profile is recorded", int),
 )
 
 

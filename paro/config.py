@@ -17,18 +17,23 @@ from paro.config_checks import (
     check_given,
     check_intervals,
     check_load,
+    check_profile,
     check_rotation,
     check_save,
     check_sequence,
+    check_trackers,
 )
 from paro.config_model import take_model
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
+from paro.optim.step_checks import StepChecksConfig
 from paro.planning.machine import Machine
 from paro.planning.machine_file import read_machine
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
+from paro.report.profiler import ProfileConfig
+from paro.report.watchdog import WatchConfig
 from paro.runtime import LaunchConfig, RuntimeConfig, World
 from paro.sharding.wrap import ShardingConfig
 from paro.strategy import Strategy, check_group_size, parse_strategy
@@ -53,12 +58,15 @@ class RunConfig:
     schedule: ScheduleConfig
     loss_scale: LossScaleConfig
     train: TrainConfig
+    checks: StepChecksConfig
     data: DataConfig
     tokenizer: TokenizerConfig
     vocab_size: int  # the tokenizer's; the model's is padded
     eod: int  # the token that ends a document
     checkpoint: CheckpointConfig
     report: ReportConfig
+    profile: ProfileConfig
+    watch: WatchConfig
     runtime: RuntimeConfig
     launch: LaunchConfig
     notices: tuple[str, ...]  # flags that were accepted and have no effect, a line each
@@ -85,12 +93,15 @@ class RunConfig:
             schedule=_take_schedule(args, batches, train),
             loss_scale=_take_loss_scale(args),
             train=train,
+            checks=_take(StepChecksConfig, args),
             data=data,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             eod=built.eod,
             checkpoint=_take(CheckpointConfig, args),
             report=_take(ReportConfig, args),
+            profile=_take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks)),
+            watch=_take(WatchConfig, args),
             runtime=_take(RuntimeConfig, args),
             launch=_take(LaunchConfig, args),
             notices=notices,
@@ -98,9 +109,11 @@ class RunConfig:
         check_rotation(config.sharding, config.strategy, config.model, world.size)
         check_sequence(config.model, config.data)
         check_intervals(config.train, config.checkpoint)
-        if not config.launch.dry_run:  # the folders are those of the machine that will train
+        check_profile(config.profile, config.report, config.checkpoint)
+        if not config.launch.dry_run:  # folders and packages are the training machine's
             check_load(config.checkpoint)
             check_save(config.checkpoint)
+            check_trackers(config.report)
         return config
 
 

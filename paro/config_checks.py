@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import tempfile
 from argparse import Namespace
@@ -11,6 +12,8 @@ from data.loader import DataConfig
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import find_checkpoint
+from paro.report.config import ReportConfig
+from paro.report.profiler import ProfileConfig
 from paro.sharding.wrap import ShardingConfig
 from paro.strategy import FLAG, Strategy
 from paro.training import TrainConfig
@@ -91,17 +94,42 @@ def check_load(checkpoint: CheckpointConfig) -> None:
 
 def check_save(checkpoint: CheckpointConfig) -> None:
     """Fail now rather than after hours: write a nameless file into the nearest folder there is."""
-    if checkpoint.save is None:
-        return
-    folder = Path(checkpoint.save).absolute()
+    if checkpoint.save is not None:
+        _check_writable("--save", checkpoint.save)
+
+
+def check_trackers(report: ReportConfig) -> None:
+    """A package that is missing, or a folder that cannot be written, is told before the start."""
+    for flag, given, package in (
+        ("--tensorboard-dir", report.tensorboard_dir, "tensorboard"),
+        ("--wandb-project", report.wandb_project, "wandb"),
+        ("--terminal live", report.terminal if report.terminal == "live" else None, "rich"),
+    ):
+        if given is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"{flag} needs the package {package}: pip install {package}, or leave it out"
+            )
+    if report.tensorboard_dir is not None:
+        _check_writable("--tensorboard-dir", report.tensorboard_dir)
+    if report.wandb_save_dir is not None:
+        _check_writable("--wandb-save-dir", report.wandb_save_dir)
+
+
+def check_profile(
+    profile: ProfileConfig, report: ReportConfig, checkpoint: CheckpointConfig
+) -> None:
+    if profile.use_pytorch_profiler and not (report.tensorboard_dir or checkpoint.save):
+        raise ValueError("--use-pytorch-profiler needs --tensorboard-dir, or --save, for its trace")
+
+
+def _check_writable(flag: str, place: str) -> None:
+    folder = Path(place).absolute()
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise ValueError(f"--save {checkpoint.save}: {folder} is a file, not a folder")
+        raise ValueError(f"{flag} {place}: {folder} is a file, not a folder")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(
-            f"--save {checkpoint.save} cannot be written: {folder}: {error.strerror}"
-        ) from error
+        raise ValueError(f"{flag} {place} cannot be written: {folder}: {error.strerror}") from error

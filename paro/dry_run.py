@@ -177,20 +177,8 @@ def _held_by(unit: UnitShards) -> tuple[int, int, int, int]:
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     yield f"> memory of a rank: {_size(memory.total)} at most, at {memory.name}"
-    parts = {
-        "model states": memory.states,
-        "whole parameters": memory.whole_params,
-        "whole gradients": memory.whole_grads,
-        "travelling slices": memory.slices,
-        "activations": memory.activations,
-        "transient": memory.transient,
-    }
-    assert sum(parts.values()) == memory.total, f"{parts} are not all of {memory}"
-    rotates = plan.config.sharding.materialize == "rotate"
-    of_the_other_way = {"whole parameters", "whole gradients"} if rotates else {"travelling slices"}
-    for name, num_bytes in parts.items():
-        if name not in of_the_other_way:
-            yield f"    {name:<17}  {_size(num_bytes, like=memory.total):>9}"
+    for name, num_bytes in memory.parts().items():
+        yield f"    {name:<16}  {_size(num_bytes, like=memory.total):>9}"
     limit = plan.config.launch.device_memory_gb
     if limit is not None and memory.total <= USABLE * limit * 1e9:
         yield f"> fits into the {USABLE * limit:.1f} GB that can be used of {limit:g} GB"

@@ -92,6 +92,26 @@ def add_logging_args(parser: ArgumentParser) -> None:
         "memory, bytes sent")
     add("--peak-tflops", type=float, metavar="X",
         help="what one device can compute, for MFU; default: a table of GPUs, else timed at start")
+    add("--timing-log-level", type=int, choices=(0, 1, 2), default=0, metavar="LEVEL",
+        help="time more than the iteration, and print it with the line: 1, the parts of a step; 2, "
+        "those of each micro-batch; on a GPU a timer waits for the device, which costs overlap")
+    add("--timing-log-option", choices=("max", "minmax", "all"), default="minmax",
+        help="of every timer the slowest rank, the fastest and the slowest, or all ranks")
+    add("--log-timers-to-tensorboard", action="store_true",
+        help="write the timers of --timing-log-level to TensorBoard and W&B too, as <timer>-time")
+    add("--terminal", choices=("auto", "lines", "live"), default="auto",
+        help="live: a view with progress, loss, throughput, memory and placement instead of log "
+        "lines, drawn by the first rank; auto: live on a terminal that the ranks of one node share")
+    add("--heartbeat-file", metavar="FILE",
+        help="a small file that is written anew while training goes on, every second at most")
+    add("--hang-dump-minutes", type=float, metavar="MINUTES",
+        help="after so long without progress every rank prints where its threads stand; default: "
+        "half of --distributed-timeout-minutes; 0: never")
+    add("--log-straggler", action="store_true",
+        help="print with the line which rank the others wait for, and whether computing, data or "
+        "communication is the cause")
+    add("--log-memory-interval", type=int, metavar="N",
+        help="print measured and predicted memory every N iterations, not only after the first")
     add("--tensorboard-dir", metavar="DIR", help="write TensorBoard events to DIR")
     add("--tensorboard-log-interval", type=int, default=1, metavar="N",
         help="write to TensorBoard and W&B every N iterations")
@@ -101,3 +121,21 @@ def add_logging_args(parser: ArgumentParser) -> None:
     add("--wandb-entity", metavar="NAME", help="the user or team it belongs to")
     add("--wandb-exp-name", metavar="NAME", help="name of the run there")
     add("--wandb-save-dir", metavar="DIR", help="where its files lie on this machine")
+
+
+def add_profiling_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("profiling").add_argument
+    add("--profile", action="store_true",
+        help="profile some iterations: for nsys (--capture-range cudaProfilerApi), or by torch")
+    add("--use-pytorch-profiler", action="store_true",
+        help="with --profile: torch's profiler; the trace goes to --tensorboard-dir, or --save")
+    add("--profile-step-start", type=int, default=10, metavar="N",
+        help="profile from after N iterations")
+    add("--profile-step-end", type=int, default=12, metavar="N", help="to after N iterations")
+    add("--profile-ranks", type=int, nargs="+", default=[0], metavar="RANK",
+        help="the ranks that are profiled")
+    add("--record-memory-history", action="store_true",
+        help="record every allocation on the GPUs of --profile-ranks; the snapshot is for "
+        "pytorch.org/memory_viz")
+    add("--memory-snapshot-path", default="snapshot.pickle", metavar="FILE",
+        help="where it is written, at every save, when memory runs out, and at the end")

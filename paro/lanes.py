@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +29,12 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Makes the training thread (on CUDA: its stream) wait; raises what the job raised."""
+
+    def stages(self) -> Iterator[Stage]:
+        """The unfinished jobs that this one waits for and itself, in order, with their lanes."""
+
+
+Stage = tuple[Hashable, Event]
 
 
 class Lanes(Protocol):
@@ -52,6 +59,9 @@ class DoneEvent:
     def wait(self) -> None:
         return
 
+    def stages(self) -> Iterator[Stage]:
+        return iter(())
+
 
 DONE = DoneEvent()
 
@@ -66,15 +76,25 @@ class AllEvents:
         for event in self._events:
             event.wait()
 
+    def stages(self) -> Iterator[Stage]:
+        for event in self._events:
+            yield from event.stages()
+
 
 class InlineLanes:
-    """No overlap: a job runs at once, on the training thread."""
+    """No overlap: a job runs at once, on the training thread; `note` hears how long it took."""
 
     run_at_the_same_time = False
 
+    def __init__(self, note: Callable[[Hashable, float], None] | None = None) -> None:
+        self._note = note
+
     def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        begin = time.perf_counter()
         with torch.no_grad():
             job()
+        if self._note is not None:
+            self._note(lane, time.perf_counter() - begin)
         return DONE
 
     def close(self) -> None:
@@ -85,8 +105,10 @@ _GLANCE_SECONDS = 0.5  # how often one that waits looks whether another lane has
 
 
 class _ThreadEvent:
-    def __init__(self, failures: list[BaseException]) -> None:
+    def __init__(self, lane: Hashable, after: Event | None, failures: list[BaseException]) -> None:
         self.finished = threading.Event()
+        self._lane = lane
+        self._after = after
         self._failures = failures
 
     def wait(self) -> None:
@@ -95,6 +117,17 @@ class _ThreadEvent:
             pass
         if self._failures:
             raise RuntimeError("a collective failed on this rank") from self._failures[0]
+
+    def stages(self) -> Iterator[Stage]:
+        after = self._after
+        if not self.finished.is_set():
+            if after is not None:
+                yield from after.stages()
+            yield self._lane, self
+
+    def finish(self) -> None:
+        self._after = None  # else every event would keep all before it
+        self.finished.set()
 
 
 _Task = tuple[Job, Event | None, _ThreadEvent]
@@ -122,7 +155,7 @@ class ThreadLanes:
             thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
-        event = _ThreadEvent(self._failures)
+        event = _ThreadEvent(lane, after, self._failures)
         self._queues[lane].put((job, after, event))
         return event
 
@@ -147,7 +180,7 @@ class ThreadLanes:
                 if not self._failures:  # else it is the first one, met again while waiting
                     self._failures.append(failure)
             finally:
-                event.finished.set()
+                event.finish()
 
 
 class _StreamEvent:
@@ -156,6 +189,9 @@ class _StreamEvent:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
+
+    def stages(self) -> Iterator[Stage]:
+        return iter(())  # a stream cannot tell when it went from one to the next
 
 
 class StreamLanes:
@@ -182,10 +218,19 @@ class StreamLanes:
             stream.synchronize()
 
 
-def make_lanes(device: torch.device, *, overlap: bool, backend: str) -> Lanes:
-    """The lanes for a device; without overlap every job runs where it is submitted."""
+def make_lanes(
+    device: torch.device,
+    *,
+    overlap: bool,
+    backend: str,
+    note: Callable[[Hashable, float], None] | None = None,
+) -> Lanes:
+    """The lanes for a device; without overlap every job runs where it is submitted.
+
+    `note` hears how long such a job took.
+    """
     if not overlap:
-        return InlineLanes()
+        return InlineLanes(note)
     if device.type == "cuda" and backend == "nccl":
         return StreamLanes()
     return ThreadLanes(device)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
 
 from data.loader import Batch
-from paro.report.memory import MemoryForecast
+from paro.optim.step_checks import Expectation, Verdict, reason_to_stop
+from paro.report.memory import MemoryForecast, allocator_bytes
+from paro.report.observer import Observer
+from paro.report.rank_times import RankTimes
 from paro.report.record import IterationRecord
 from paro.report.report import Report
+from paro.runtime import UserMistakeError
 from paro.training import StepResult, Training, TrainState, evaluate, train_step
 
 
@@ -80,15 +84,21 @@ class Loop:
         *,
         saving: Saving | None,
         forecast: MemoryForecast,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.training = training
         self.state = state
         self._sources = sources
         self._report = report
         self._saving = saving
-        self._forecast: MemoryForecast | None = forecast
+        self._observers = observers
+        self._forecast = forecast
+        self._is_first = True
+        self._times = RankTimes()  # since the last line
+        self._num_timed = 0
         self._started = time.monotonic()
         self._signal = ExitSignal()
+        self._states = training.optimizer.state_bytes()
 
     def run(self) -> None:
         """Trains, saves the end state, and evaluates it unless the run was cut short."""
@@ -96,6 +106,7 @@ class Loop:
         if config.skip_train:
             self._report.log.log0("skipping training (--skip-train is on) ...")
             self._evaluate_at_end()
+            self._end()
             return
         if config.exit_signal_handler:
             self._signal.listen(config.exit_signal)
@@ -113,10 +124,20 @@ class Loop:
         self._save()
         if reason is not None:
             self._report.log.log0(f"[exiting program after {reason}] datetime: {datetime.now()}")
-            return
-        self._evaluate_at_end()
+        else:
+            self._evaluate_at_end()
+        self._end()
+
+    def _begin(self, what: str) -> None:
+        for observer in self._observers:
+            observer.begins(what, self.state.iteration)
+
+    def _end(self) -> None:
+        for observer in self._observers:
+            observer.ends()
 
     def _iteration(self) -> StepResult:
+        self._begin("training")
         training, state = self.training, self.state
         scale = state.loss_scale.scale
         batch_size = training.batches.batch_size_at(state.consumed_train_samples)
@@ -131,28 +152,92 @@ class Loop:
         collect_every = training.config.manual_gc_interval if training.config.manual_gc else 0
         if collect_every > 0 and state.iteration % collect_every == 0:
             gc.collect()
-        self._report.iteration(
-            IterationRecord(
-                iteration=state.iteration,
-                consumed_samples=state.consumed_train_samples,
-                global_batch_size=batch_size,
-                lm_loss=result.loss,
-                grad_norm=result.grad_norm,
-                learning_rate=training.schedule.lr_at(state.scheduled_samples),
-                loss_scale=scale,
-                iteration_time_ms=(time.perf_counter() - begin) * 1000.0,
-                skipped=result.skipped,
-                intra_bytes=result.sent.intra,
-                inter_bytes=result.sent.inter,
-                num_zeros=result.num_zeros,
-                params_norm=result.params_norm,
-                data_wait_ms=result.data_wait_seconds * 1000.0,
-            )
+        seconds = time.perf_counter() - begin
+        self._take_times(result, seconds)
+        due = self._report.is_due(state.iteration)
+        record = IterationRecord(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_train_samples,
+            global_batch_size=batch_size,
+            lm_loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=training.schedule.lr_at(state.scheduled_samples),
+            loss_scale=scale,
+            iteration_time_ms=seconds * 1000.0,
+            skipped=result.skipped,
+            intra_bytes=result.sent.intra,
+            inter_bytes=result.sent.inter,
+            num_zeros=result.num_zeros,
+            params_norm=result.params_norm,
+            data_wait_ms=result.data_wait_seconds * 1000.0,
+            exposed=result.exposed,
+            held=self._held(),
+            allocator=allocator_bytes(training.device),
         )
-        if self._forecast is not None:  # after the first iteration, when all buffers have been
+        self._report.iteration(record)
+        if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS):
+            self._report.log.log_last(_leap_line(record, result, state.expected))
+        if due:
+            self._report_ranks(record)
+        interval = self._report.config.log_memory_interval
+        # After the first iteration all buffers have been.
+        if self._is_first or (interval and state.iteration % interval == 0):
             self._report.memory(iteration=state.iteration, forecast=self._forecast)
-            self._forecast = None
+        self._is_first = False
+        self._stop_if_wrong(result)
         return result
+
+    def _stop_if_wrong(self, result: StepResult) -> None:
+        """Ends a run that goes wrong, without saving: it resumes from before the trouble."""
+        training, state = self.training, self.state
+        reason = reason_to_stop(
+            training.checks, state.expected, result.verdict, iteration=state.iteration
+        )
+        if reason is None:
+            return
+        finite = training.control.gather(result.own.loss_is_finite)
+        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        where = f"; the loss is not finite on ranks {', '.join(ranks)}" if ranks else ""
+        raise UserMistakeError(f"{reason}{where}; nothing was saved since")
+
+    def _held(self) -> dict[str, int]:
+        ledger = self.training.model.units[0].context.ledger
+        return {
+            **self._states,
+            "whole-parameters": ledger.whole_params.peak_bytes,
+            "whole-gradients": ledger.whole_grads.peak_bytes,
+        }
+
+    def _take_times(self, result: StepResult, seconds: float) -> None:
+        own = result.own
+        self._num_timed += 1
+        self._times += RankTimes(
+            step=seconds,
+            data=own.data,
+            communication=own.exposed.total,
+            agreement=own.agreement,
+        )
+        timers = self.training.timers
+        timers.add("interval-time", seconds, level=1)
+        for name, exposed in (
+            ("paro-gather-exposed", own.exposed.gather),
+            ("paro-reduce-exposed", own.exposed.reduce),
+            ("paro-publish-exposed", own.exposed.publish),
+        ):
+            timers.add(name, exposed, level=1)
+
+    def _report_ranks(self, record: IterationRecord) -> None:
+        """Collective where timers or the slowest rank are asked for."""
+        config, timers = self._report.config, self.training.timers.take()
+        if config.timing_log_level > 0 or config.log_straggler:
+            everywhere = self.training.control.gather((timers, self._times))
+            self._report.ranks(
+                record,
+                timers=[timers for timers, _ in everywhere],
+                times=[times for _, times in everywhere],
+                iterations=self._num_timed,
+            )
+        self._times, self._num_timed = RankTimes(), 0
 
     def _evaluate_if_due(self) -> None:
         config, state = self.training.config, self.state
@@ -171,6 +256,7 @@ class Loop:
         if self.training.config.eval_iters == 0:
             return False
         for held_out in sets:
+            self._begin("evaluating")
             self._report.validation(
                 iteration=self.state.iteration,
                 samples=self.state.consumed_train_samples,
@@ -188,6 +274,7 @@ class Loop:
 
     def _save(self) -> None:
         if self._saving is not None:
+            self._begin("saving")
             self.training.model.wait_published()
             self._saving.save(self.state)
 
@@ -204,3 +291,11 @@ class Loop:
         if config.exit_interval and iteration % config.exit_interval == 0:
             return f"iteration {iteration}"
         return None
+
+
+def _leap_line(record: IterationRecord, result: StepResult, expected: Expectation) -> str:
+    return (
+        f" iteration {record.iteration} is skipped: {result.verdict.value} | "
+        f"lm loss: {record.lm_loss:.6E}, usual {expected.loss:.6E} | "
+        f"grad norm: {record.grad_norm:.3f}, usual {expected.grad_norm:.3f} |"
+    )

@@ -84,6 +84,18 @@ def add_training_args(parser: ArgumentParser) -> None:
     add("--exit-signal-handler", action="store_true",
         help="save and leave when any rank gets --exit-signal")
     add("--exit-signal", choices=EXIT_SIGNALS, default="SIGTERM", help="that signal")
+    add("--check-for-nan-in-loss-and-grad", action="store_true",
+        help="stop at the first loss or gradient that is not finite, fp16 overflows apart, and "
+        "name the ranks; without it such a step is skipped on all ranks")
+    add("--check-for-spiky-loss", action="store_true",
+        help="skip a step whose loss lies 6 standard deviations and a tenth above the mean of the "
+        "last 50 or so, from iteration 100 on")
+    add("--check-for-large-grads", action="store_true",
+        help="skip a step whose gradient norm is 10 times the mean of the last 50 or so, from "
+        "iteration 100 on")
+    add("--exit-after-skipped-iterations", type=int, metavar="N",
+        help="stop without saving after N skipped steps in a row, fp16 overflows apart; default: "
+        "go on")
     add("--manual-gc", action="store_true",
         help="keep Python's garbage collector from running by itself, at another time on each rank")
     add("--manual-gc-interval", type=int, default=0, metavar="N",

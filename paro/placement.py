@@ -120,3 +120,9 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         prefetch_units=config.sharding.prefetch_units,
         num_micro_batches=config.batches.num_micro_batches_at(0),
     )
+
+
+def predicted_bytes(moment: Moment) -> dict[str, int]:
+    """The parts of a moment under the names of dashboards."""
+    parts = {name.replace(" ", "-"): size for name, size in moment.parts().items()}
+    return {**parts, "total": moment.total}

@@ -9,6 +9,7 @@ from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import save_checkpoint
 from paro.config import RunConfig
 from paro.optim.loss_scale import LossScaleState
+from paro.optim.step_checks import Expectation
 from paro.report.log import Log
 from paro.runtime import user_mistakes
 from paro.training import Training, TrainState
@@ -55,11 +56,16 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
         return None
     with training.traffic.paused():
         training.optimizer.loaded(num_steps=common.get("num_optimizer_steps", 0))
+    training.exposure.take()  # what loading waited for is no part of a step
     if common.get("parameters_only"):
         log.log0(f"--load {config.checkpoint.load} is a converted model: training begins with it")
         return None
     saved: dict[str, Any] = common["state"]
-    return TrainState(**(saved | {"loss_scale": LossScaleState(**saved["loss_scale"])}))
+    own_types = {
+        "loss_scale": LossScaleState(**saved["loss_scale"]),
+        "expected": Expectation(**saved.get("expected", {})),
+    }
+    return TrainState(**(saved | own_types))
 
 
 def _model_fields(config: RunConfig) -> dict[str, Any]:

@@ -6,18 +6,22 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from data.loader import Batch
 from paro.batch_schedule import BatchSchedule
+from paro.exposure import Exposed, Exposure
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
 from paro.optim.lr_schedule import Schedule
 from paro.optim.optimizer import ParoOptimizer
+from paro.optim.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.runtime import Control, UserMistakeError, one_line
 from paro.sharding.model import SpreadModel
+from paro.timers import Timers
 from paro.traffic import Sent, Traffic
 
 
@@ -60,6 +64,17 @@ class TrainState:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     scheduled_samples: int = 0  # what the learning rate has seen: skipped steps do not count
+    expected: Expectation = field(default_factory=Expectation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnTimes:
+    """What this rank spent a step on, in seconds; the rest of it is computing."""
+
+    data: float = 0.0  # waiting for batches
+    exposed: Exposed = field(default_factory=Exposed)
+    agreement: float = 0.0  # until all ranks had come to the sum of their gradient norms
+    loss_is_finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +83,20 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    skipped: bool  # a gradient was not finite, on whichever rank: no rank updated
+    verdict: Verdict  # the same on all ranks
     sent: Sent
     num_zeros: float | None = None  # of the gradients' elements, where asked for and not skipped
     params_norm: float | None = None  # of all parameters after the step, where asked for
     num_signalled: int = 0  # ranks that got the exit signal
     num_late: int = 0  # ranks whose time is over
     data_wait_seconds: float = 0.0  # how long a rank waited for its batches, in the mean
+    exposed: Exposed = field(default_factory=Exposed)  # for which a rank stood still, in the mean
+    own: OwnTimes = field(default_factory=OwnTimes)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether no rank updated."""
+        return self.verdict is not Verdict.FINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +112,34 @@ class Training:
     control: Control
     traffic: Traffic
     device: torch.device
+    checks: StepChecksConfig = field(default_factory=StepChecksConfig)
+    timers: Timers = field(default_factory=Timers)
+
+    @property
+    def exposure(self) -> Exposure:
+        return self.model.units[0].context.exposure
 
     def close(self) -> None:
         """Ends what goes on beside the training thread; every rank calls it after its last step."""
         self.model.wait_published()
         self.model.close()
+
+
+class _Sums(NamedTuple):
+    """What a step adds up over the ranks, in one message."""
+
+    square_sum: float
+    loss: float
+    num_tokens: float
+    num_zeros: float
+    data_wait: float
+    gather: float
+    reduce: float
+    publish: float
+    intra: float
+    inter: float
+    signalled: float
+    late: float
 
 
 def train_step(
@@ -105,52 +150,110 @@ def train_step(
     signalled: bool = False,
     late: bool = False,
 ) -> StepResult:
-    """One optimizer step: micro-batches, sums over the ranks, and the update unless one overflowed.
+    """One optimizer step: micro-batches, sums over the ranks, and the update unless it is skipped.
 
     `signalled` and `late` are this rank's reasons to stop; they travel with the sums.
     """
-    optimizer = training.optimizer
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
-    timed = _TimedBatches(micro_batches, training.device)
+    timed = _TimedBatches(micro_batches, training.device, training.timers)
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches)
     _empty_cache(training, from_level=1)
-    zeros = optimizer.local_num_zeros() if training.config.log_num_zeros_in_grad else 0.0
-    sums = [optimizer.local_square_sum(), float(loss_sum), weigh.num_tokens(), zeros, timed.seconds]
-    square_sum, scaled_loss, num_tokens, num_zeros, waited, *reasons = training.control.sum(
-        [*sums, signalled, late]
+    reasons = {"signalled": float(signalled), "late": float(late)}
+    sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)
+    unscale = weigh.unscale(sums.num_tokens)
+    loss = sums.loss * unscale
+    grad_norm = math.sqrt(sums.square_sum) * unscale if sums.square_sum >= 0 else math.nan
+    can_fall = training.loss_scale.dynamic and (
+        state.loss_scale.scale > training.loss_scale.min_loss_scale
     )
-    unscale = weigh.unscale(num_tokens)
-    grad_norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
-    skipped = not math.isfinite(grad_norm)
+    verdict = judge(
+        training.checks, state.expected, loss=loss, grad_norm=grad_norm, scale_can_fall=can_fall
+    )
     sent = training.traffic.take()  # publishing, queued below, belongs to the step that reads it
-    if not skipped:
-        optimizer.step(
+    if verdict is Verdict.FINE:
+        _update(training, state, grad_norm=grad_norm, unscale=unscale)
+        state.scheduled_samples += batch_size
+    _empty_cache(training, from_level=2)
+    state.iteration += 1
+    state.consumed_train_samples += batch_size
+    state.expected = expect_after(state.expected, verdict, loss=loss, grad_norm=grad_norm)
+    nonfinite = verdict in (Verdict.OVERFLOW, Verdict.NOT_FINITE)
+    state.loss_scale = update_loss_scale(
+        training.loss_scale, state.loss_scale, found_nonfinite=nonfinite
+    )
+    return StepResult(
+        loss=loss,
+        grad_norm=grad_norm,
+        verdict=verdict,
+        sent=sent,
+        num_zeros=sums.num_zeros
+        if training.config.log_num_zeros_in_grad and not nonfinite
+        else None,
+        params_norm=_params_norm(training) if training.config.log_params_norm else None,
+        num_signalled=int(sums.signalled),
+        num_late=int(sums.late),
+        data_wait_seconds=sums.data_wait / training.control.world.size,
+        exposed=exposed,
+        own=own,
+    )
+
+
+def _add_up(
+    training: Training,
+    loss_sum: Tensor,
+    num_tokens: float,
+    data_wait: float,
+    reasons: dict[str, float],
+) -> tuple[_Sums, Exposed, OwnTimes]:
+    """The sums over all ranks, exposed communication in the mean, and this rank's own times."""
+    optimizer, num_ranks = training.optimizer, training.control.world.size
+    zeros = optimizer.local_num_zeros() if training.config.log_num_zeros_in_grad else 0.0
+    with training.timers.measure("optimizer-clip-main-grad"):
+        square_sum = optimizer.local_square_sum()
+    own_loss = float(loss_sum)  # a GPU has come to here now
+    own = training.exposure.take()
+    mine = _Sums(
+        square_sum=square_sum,
+        loss=own_loss,
+        num_tokens=num_tokens,
+        num_zeros=zeros,
+        data_wait=data_wait,
+        gather=own.gather,
+        reduce=own.reduce,
+        publish=own.publish,
+        intra=own.intra or 0.0,
+        inter=own.inter or 0.0,
+        **reasons,
+    )
+    begin = time.perf_counter()
+    sums = _Sums(*training.control.sum(list(mine)))
+    agreement = time.perf_counter() - begin
+    exposed = Exposed(
+        gather=sums.gather / num_ranks,
+        reduce=sums.reduce / num_ranks,
+        publish=sums.publish / num_ranks,
+        intra=None if own.intra is None else sums.intra / num_ranks,
+        inter=None if own.inter is None else sums.inter / num_ranks,
+    )
+    times = OwnTimes(
+        data=data_wait,
+        exposed=own,
+        agreement=agreement,
+        loss_is_finite=math.isfinite(own_loss),
+    )
+    return sums, exposed, times
+
+
+def _update(training: Training, state: TrainState, *, grad_norm: float, unscale: float) -> None:
+    with training.timers.measure("optimizer"):
+        training.optimizer.step(
             lr=training.schedule.lr_at(state.scheduled_samples),
             weight_decay=training.schedule.weight_decay_at(state.scheduled_samples),
             grad_norm=grad_norm,
             unscale=unscale,
         )
-        state.scheduled_samples += batch_size
-    _empty_cache(training, from_level=2)
-    state.iteration += 1
-    state.consumed_train_samples += batch_size
-    state.loss_scale = update_loss_scale(
-        training.loss_scale, state.loss_scale, found_nonfinite=skipped
-    )
-    num_signalled, num_late = (int(number) for number in reasons)
-    return StepResult(
-        loss=scaled_loss * unscale,
-        grad_norm=grad_norm,
-        skipped=skipped,
-        sent=sent,
-        num_zeros=num_zeros if training.config.log_num_zeros_in_grad and not skipped else None,
-        params_norm=_params_norm(training) if training.config.log_params_norm else None,
-        num_signalled=num_signalled,
-        num_late=num_late,
-        data_wait_seconds=waited / training.control.world.size,
-    )
 
 
 def _forward_backward(
@@ -160,16 +263,18 @@ def _forward_backward(
     model = training.model
     model.begin_step(num_micro_batches)
     loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
-    for index in range(num_micro_batches):
-        batch = next(micro_batches)
-        loss_sum += model.forward_backward(
-            batch.tokens_BS,
-            batch.labels_BS,
-            weigh(batch.loss_mask_BS),
-            last=index + 1 == num_micro_batches,
-            **batch.documents(),
-        )
-    model.finish_gradients()
+    with training.timers.measure("forward-backward"):
+        for index in range(num_micro_batches):
+            batch = next(micro_batches)
+            loss_sum += model.forward_backward(
+                batch.tokens_BS,
+                batch.labels_BS,
+                weigh(batch.loss_mask_BS),
+                last=index + 1 == num_micro_batches,
+                **batch.documents(),
+            )
+    with training.timers.measure("all-grads-sync"):
+        model.finish_gradients()
     return loss_sum
 
 
@@ -186,15 +291,17 @@ def _params_norm(training: Training) -> float:
 class _TimedBatches(Iterator[Batch]):
     """Micro-batches on their device, and how long the training thread has waited for them."""
 
-    def __init__(self, source: Iterator[Batch], device: torch.device) -> None:
+    def __init__(self, source: Iterator[Batch], device: torch.device, timers: Timers) -> None:
         self._source = source
         self._device = device
+        self._timers = timers
         self.seconds = 0.0
 
     def __next__(self) -> Batch:
         begin = time.perf_counter()
         try:
-            batch = next(self._source)
+            with self._timers.measure("batch-generator", level=2):
+                batch = next(self._source)
         # An id above the vocabulary, say, in a file too large to scan; or a worker that is gone.
         except (ValueError, ChildProcessError) as error:
             raise UserMistakeError(one_line(error), on_this_rank=True) from error
@@ -259,7 +366,7 @@ def evaluate(
     model.wait_published()
     weigh = _Weights(training, num_micro_batches, scale=1.0, per_token=per_token)
     loss_sum = torch.zeros((), dtype=torch.float64, device=training.device)
-    batches = _TimedBatches(micro_batches, training.device)
+    batches = _TimedBatches(micro_batches, training.device, Timers())
     with training.traffic.paused():
         for _ in range(num_micro_batches):
             batch = next(batches)
@@ -268,4 +375,5 @@ def evaluate(
                 batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents()
             )
     loss, num_tokens = training.control.sum([float(loss_sum), weigh.num_tokens()])
+    training.exposure.take()  # what an evaluation waits for is no part of a step
     return loss * weigh.unscale(num_tokens)

@@ -224,9 +224,16 @@ class ParoOptimizer:
 
     def model_state_bytes(self) -> int:
         """Parameters, gradients, master parameters and moments that stay on this rank."""
+        return sum(self.state_bytes().values())
+
+    def state_bytes(self) -> dict[str, int]:
+        """The same by kind."""
         units = self.model.units
-        shards = sum(unit.param_shard.nbytes + unit.grad_shard.nbytes for unit in units)
-        return shards + sum(part.num_bytes for part in self._parts)
+        return {
+            "parameters": sum(unit.param_shard.nbytes for unit in units),
+            "gradients": sum(unit.grad_shard.nbytes for unit in units),
+            "optimizer": sum(part.num_bytes for part in self._parts),
+        }
 
 
 def _square_sum(ranges: Iterable[Tensor]) -> float:

@@ -42,16 +42,19 @@ class Moment:
         whole = self.whole_params + self.whole_grads
         return self.states + whole + self.slices + self.activations + self.transient
 
-    def describe(self) -> str:
-        """One line with the parts in MB."""
+    def parts(self) -> dict[str, int]:
+        """What the total is made of, in bytes."""
         whole = {"whole parameters": self.whole_params, "whole gradients": self.whole_grads}
-        parts = {
+        return {
             "model states": self.states,
             **({"slices under way": self.slices} if self.slices else whole),
             "activations": self.activations,
             "transient": self.transient,
         }
-        listed = ", ".join(f"{name} {num_bytes / 1e6:.1f}" for name, num_bytes in parts.items())
+
+    def describe(self) -> str:
+        """One line with the parts in MB."""
+        listed = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in self.parts().items())
         return f"{self.total / 1e6:.1f} MB at {self.name}: {listed}"
 
 

@@ -21,14 +21,21 @@ class ReportConfig:
     wandb_entity: str | None = None
     wandb_exp_name: str | None = None
     wandb_save_dir: str | None = None
+    timing_log_level: int = 0
+    timing_log_option: str = "minmax"
+    log_timers_to_tensorboard: bool = False
+    log_straggler: bool = False
+    log_memory_interval: int | None = None
+    terminal: str = "auto"
 
     def __post_init__(self) -> None:
         for flag, value in (
             ("--log-interval", self.log_interval),
             ("--tensorboard-log-interval", self.tensorboard_log_interval),
             ("--tensorboard-queue-size", self.tensorboard_queue_size),
+            ("--log-memory-interval", self.log_memory_interval),
         ):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{flag} {value} must be at least 1")
         if self.peak_tflops is not None and not 0.0 < self.peak_tflops < math.inf:
             raise ValueError(f"--peak-tflops {self.peak_tflops} must be a positive number")

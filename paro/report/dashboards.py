@@ -1,17 +1,26 @@
 """TensorBoard and Weights & Biases, each on its own, under Megatron's tags."""
 
-# Both packages are optional and both talk to disks and networks: a missing package or a failing
-# write costs one printed line and that dashboard, never the training.
+# Both packages are optional and both talk to disks and networks. Each is written to by a thread of
+# its own, from a bounded queue: one that fails or hangs costs one printed line and that dashboard,
+# never the training.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
+from data.atomic_file import replacing
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 
 Scalars = Mapping[str, float]
+
+_QUEUE_LENGTH = 1000  # writes that a dashboard may lag behind
+_CLOSE_SECONDS = 60.0  # for what is still to be written, or uploaded, at the end
+RUN_ID_FILE = "wandb_run_id.txt"
 
 
 class Dashboard(Protocol):
@@ -44,26 +53,100 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Each tag over iterations, with the samples beside it."""
+    """Each tag over iterations, with the samples beside it.
+
+    A run that goes on after `start_iteration` is the run whose id lies in `place`; what it has of
+    later iterations stays as it is, since they come out the same.
+    """
 
     name = "Weights & Biases"
 
-    def __init__(self, config: ReportConfig, arguments: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        config: ReportConfig,
+        arguments: Mapping[str, object],
+        *,
+        start_iteration: int,
+        place: Path | None,
+    ) -> None:
         import wandb
 
+        known = read_run_id(place) if start_iteration > 0 else None
         self._run: Any = wandb.init(
             project=config.wandb_project,
             entity=config.wandb_entity,
             name=config.wandb_exp_name,
             dir=config.wandb_save_dir,
             config=dict(arguments),
+            id=known,
+            resume=None if known is None else "allow",
+            # No thread of its own reads what ranks print: it would break with the service.
+            settings=wandb.Settings(console="off"),
         )
+        if place is not None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(place) as temporary:
+                temporary.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
-        self._run.log({**scalars, "samples vs steps": samples}, step=iteration)
+        if iteration >= self._run.step:
+            self._run.log({**scalars, "samples vs steps": samples}, step=iteration)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def read_run_id(place: Path | None) -> str | None:
+    """The id that an earlier start of the run left, if it did."""
+    try:
+        return None if place is None else place.read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
+
+
+def run_id_place(config: ReportConfig, save: str | None) -> Path | None:
+    """Where the id of a run lies: with its checkpoints, else with wandb's own files."""
+    folder = save or config.wandb_save_dir
+    return None if folder is None else Path(folder) / RUN_ID_FILE
+
+
+_Write = tuple[Scalars, int, int]
+
+
+class _Writer:
+    """A thread that writes to one dashboard, and what went wrong there."""
+
+    def __init__(self, board: Dashboard) -> None:
+        self.name = board.name
+        self.failure: str | None = None
+        self._board = board
+        self._writes: queue.Queue[_Write | None] = queue.Queue(_QUEUE_LENGTH)
+        self._thread = threading.Thread(target=self._work, name=board.name, daemon=True)
+        self._thread.start()
+
+    def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
+        try:
+            self._writes.put_nowait((scalars, iteration, samples))
+        except queue.Full:
+            self.failure = f"it is {_QUEUE_LENGTH} writes behind"
+
+    def close(self, seconds: float) -> None:
+        try:
+            self._writes.put(None, timeout=seconds)
+            self._thread.join(seconds)
+        except queue.Full:
+            pass
+        if self._thread.is_alive() and self.failure is None:
+            self.failure = f"it did not end within {seconds:.0f} seconds"
+
+    def _work(self) -> None:
+        try:
+            while (write := self._writes.get()) is not None:
+                scalars, iteration, samples = write
+                self._board.write(scalars, iteration=iteration, samples=samples)
+            self._board.close()
+        except Exception as error:
+            self.failure = one_line(error)
 
 
 class Dashboards:
@@ -71,44 +154,64 @@ class Dashboards:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._open: list[Dashboard] = []
+        self._open: list[_Writer] = []
+
+    @property
+    def any_open(self) -> bool:
+        return bool(self._open)
 
     def open(self, flag: str, make: Callable[[], Dashboard]) -> None:
         """Add what `make` returns, or say why `flag` has no effect."""
         try:
-            self._open.append(make())
-        except ImportError as error:
-            self._log.log_last(f"{flag} has no effect: install {error.name} to use it")
+            self._open.append(_Writer(make()))
         except Exception as error:
-            self._log.log_last(f"{flag} has no effect: {_one_line(error)}")
+            self._log.log_last(f"{flag} has no effect: {one_line(error)}")
 
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
-        self._each(lambda board: board.write(scalars, iteration=iteration, samples=samples))
+        for writer in self._open:
+            writer.write(scalars, iteration=iteration, samples=samples)
+        self._leave_out_failed()
 
-    def close(self) -> None:
-        self._each(lambda board: board.close())
+    def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
+        """Waits until all is written, for so long at most."""
+        for writer in self._open:
+            writer.close(seconds)
+        self._leave_out_failed()
+        self._open.clear()
 
-    def _each(self, action: Callable[[Dashboard], None]) -> None:
-        for board in tuple(self._open):
-            try:
-                action(board)
-            except Exception as error:
-                self._open.remove(board)
-                self._log.log_last(f"{board.name} is left out from here on: {_one_line(error)}")
+    def _leave_out_failed(self) -> None:
+        for writer in tuple(self._open):
+            if writer.failure is not None:
+                self._open.remove(writer)
+                self._log.log_last(f"{writer.name} is left out from here on: {writer.failure}")
 
 
-def open_dashboards(config: ReportConfig, log: Log, arguments: Mapping[str, object]) -> Dashboards:
-    """The dashboards that were asked for; they live on the last rank alone."""
+def open_dashboards(
+    config: ReportConfig,
+    log: Log,
+    arguments: Mapping[str, object],
+    *,
+    start_iteration: int = 0,
+    save: str | None = None,
+) -> Dashboards:
+    """The dashboards that were asked for; they live on the rank that prints the log line."""
     dashboards = Dashboards(log)
-    if log.rank != log.world_size - 1:
+    if not log.is_last:
         return dashboards
     if config.tensorboard_dir is not None:
         folder, queue_size = config.tensorboard_dir, config.tensorboard_queue_size
         dashboards.open("--tensorboard-dir", lambda: TensorBoard(folder, queue_size=queue_size))
     if config.wandb_project is not None:
-        dashboards.open("--wandb-project", lambda: WeightsAndBiases(config, arguments))
+        place = run_id_place(config, save)
+        dashboards.open(
+            "--wandb-project",
+            lambda: WeightsAndBiases(
+                config, arguments, start_iteration=start_iteration, place=place
+            ),
+        )
     return dashboards
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An exception of someone else's code, with its kind."""
     return " ".join(f"{type(error).__name__}: {error}".split())

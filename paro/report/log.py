@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+
+def print_line(message: str) -> None:
+    """Print to standard output."""
+    # One write: with a separate one for the end of the line, ranks' lines would run together.
+    print(message + "\n", end="", flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,13 +18,20 @@ class Log:
 
     rank: int = 0
     world_size: int = 1
+    one_speaker: bool = False  # the first rank prints what the last one would, too
+    show: Callable[[str], None] = print_line
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank prints the log line."""
+        return self.rank == (0 if self.one_speaker else self.world_size - 1)
 
     def log0(self, message: str) -> None:
         """Print on the first rank."""
         if self.rank == 0:
-            print(message, flush=True)
+            self.show(message)
 
     def log_last(self, message: str) -> None:
         """Print on the last rank, which is where scripts look for the log line."""
-        if self.rank == self.world_size - 1:
-            print(message, flush=True)
+        if self.is_last:
+            self.show(message)

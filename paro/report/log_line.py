@@ -49,10 +49,8 @@ def iteration_line(
         fields.append(f"num zeros: {last.num_zeros}")
     if last.params_norm is not None:
         fields.append(f"params norm: {last.params_norm:.3f}")
-    num_skipped = sum(record.skipped for record in interval)
-    num_nan = sum(not math.isfinite(record.lm_loss) for record in interval)
-    fields.append(f"number of skipped iterations: {num_skipped:3d}")
-    fields.append(f"number of nan iterations: {num_nan:3d}")
+    fields.append(f"number of skipped iterations: {metrics.skipped_iterations:3d}")
+    fields.append(f"number of nan iterations: {metrics.nan_iterations:3d}")
     fields.append(f"tokens/s: {metrics.tokens_per_second:.1f}")
     fields.append(f"MFU: {100.0 * metrics.mfu:.2f}%")
     return "".join(field + " | " for field in fields).rstrip(" ")

@@ -19,6 +19,18 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def allocator_bytes(device: torch.device) -> dict[str, int]:
+    """What Megatron shows of CUDA's allocator beside the peak; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "reserved-bytes": stats["reserved_bytes.all.current"],
+        "allocated-bytes": stats["allocated_bytes.all.current"],
+        "allocated-count": stats["allocation.all.current"],
+    }
+
+
 def resident_bytes(device: torch.device) -> int:
     """What this process takes already: nothing on a GPU, interpreter and libraries on CPU."""
     return 0 if device.type == "cuda" else peak_memory_bytes(device)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paro.exposure import Exposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,9 @@ class IterationRecord:
     num_zeros: float | None = None  # of the gradients' elements; None: not counted, or skipped
     params_norm: float | None = None  # after the update; None: not computed
     data_wait_ms: float = 0.0  # how long a rank waited for its batches, in the mean over ranks
+    exposed: Exposed = field(default_factory=Exposed)  # for which a rank stood still, in the mean
+    held: Mapping[str, int] = field(default_factory=dict)  # bytes on this rank by kind
+    allocator: Mapping[str, int] = field(default_factory=dict)  # CUDA's own figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,7 @@ class RunFacts:
     flops_per_token_causal: float  # the same with causal attention counted half
     peak: Peak
     model_state_bytes: int  # parameters, gradients, master parameters and moments of this rank
+    predicted: Mapping[str, int] = field(default_factory=dict)  # bytes by kind, at the peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +73,13 @@ class Metrics:
     model_state_bytes: int
     intra_bytes: int
     inter_bytes: int
+    exposed_gather_ms: float
+    exposed_reduce_ms: float
+    exposed_publish_ms: float
+    exposed_intra_ms: float | None  # None: not measured
+    exposed_inter_ms: float | None
+    skipped_iterations: int
+    nan_iterations: int
 
 
 def mean_loss(interval: Sequence[IterationRecord]) -> float:
@@ -104,4 +117,20 @@ def summarize(
         model_state_bytes=facts.model_state_bytes,
         intra_bytes=last.intra_bytes,
         inter_bytes=last.inter_bytes,
+        exposed_gather_ms=_mean_ms([record.exposed.gather for record in interval]),
+        exposed_reduce_ms=_mean_ms([record.exposed.reduce for record in interval]),
+        exposed_publish_ms=_mean_ms([record.exposed.publish for record in interval]),
+        exposed_intra_ms=_mean_ms_if_measured([record.exposed.intra for record in interval]),
+        exposed_inter_ms=_mean_ms_if_measured([record.exposed.inter for record in interval]),
+        skipped_iterations=sum(record.skipped for record in interval),
+        nan_iterations=sum(not math.isfinite(record.lm_loss) for record in interval),
     )
+
+
+def _mean_ms(seconds: Sequence[float]) -> float:
+    return math.fsum(seconds) * 1000.0 / len(seconds)
+
+
+def _mean_ms_if_measured(seconds: Sequence[float | None]) -> float | None:
+    measured = [value for value in seconds if value is not None]
+    return _mean_ms(measured) if measured else None

@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Protocol
 
 import torch
 
 from paro.report.config import ReportConfig
-from paro.report.dashboards import Dashboards, open_dashboards
+from paro.report.dashboards import Dashboards, one_line, open_dashboards
 from paro.report.log import Log
 from paro.report.log_line import iteration_line, perplexity, validation_block
 from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
 from paro.report.metrics import MetricsFile
+from paro.report.rank_times import RankTimes, straggler_line, timer_lines
 from paro.report.record import IterationRecord, Metrics, RunFacts, summarize
+from paro.report.run_record import RunRecord, run_record_path
+from paro.report.tags import scalars_of
+
+
+class View(Protocol):
+    """What shows a run on a terminal instead of log lines."""
+
+    def iteration(self, record: IterationRecord, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Records:
+    """The files that the first rank writes; one that fails is named once and left out."""
+
+    def __init__(self, log: Log, metrics: MetricsFile | None, run: RunRecord | None) -> None:
+        self._log = log
+        self._metrics = metrics
+        self._run = run
+
+    def write(self, metrics: Metrics) -> None:
+        if self._metrics is None:
+            return
+        try:
+            self._metrics.write(metrics)
+        except OSError as error:  # a full disk: the model matters more than its metrics
+            self._log.log0(f"--metrics-file is left out from here on: {error}")
+            self._metrics = None
+
+    def validation(self, *, iteration: int, data_set: str, lm_loss: float) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.validation(iteration=iteration, data_set=data_set, lm_loss=lm_loss)
+        except OSError as error:
+            self._log.log0(f"the record beside --metrics-file is left out from here on: {error}")
+            self._run = None
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
 
 
 class Report:
@@ -30,17 +73,20 @@ class Report:
         log: Log,
         *,
         device: torch.device,
-        metrics_file: MetricsFile | None,
+        records: Records,
         dashboards: Dashboards,
     ) -> None:
         self.log = log
-        self._config = config
+        self.config = config
+        self.view: View | None = None  # on the rank that draws
+        self.is_live = False
         self._facts = facts
         self._device = device
-        self._metrics_file = metrics_file
+        self._records = records
         self._dashboards = dashboards
         self._interval: list[IterationRecord] = []
         self._is_first = True
+        self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
 
     def start(self, choices: Mapping[str, str]) -> None:
         """Print the choices a reader needs to judge the numbers, one line each."""
@@ -59,36 +105,70 @@ class Report:
         for name, text in lines.items():
             self.log.log0(f"> {name}: {text}")
 
+    def is_due(self, iteration: int) -> bool:
+        """Whether an iteration that comes next is logged; the same on all ranks."""
+        return self._is_first or iteration % self.config.log_interval == 0
+
     def iteration(self, record: IterationRecord) -> None:
         """Take in one iteration; print and write where that is due."""
         self._interval.append(record)
-        due = self._is_first or record.iteration % self._config.log_interval == 0
-        if due or record.iteration % self._config.tensorboard_log_interval == 0:
-            self._write_dashboards(record)
+        due = self.is_due(record.iteration)
+        alone = self._summarize([record])
+        self._totals["skipped-iterations"] += alone.skipped_iterations
+        self._totals["nan-iterations"] += alone.nan_iterations
+        self._show(record, alone)
+        if due or record.iteration % self.config.tensorboard_log_interval == 0:
+            self._write_dashboards(record, alone)
         if not due:
             return
-        memory = peak_memory_bytes(self._device)
-        metrics = summarize(self._interval, self._facts, peak_memory_bytes=memory)
+        metrics = self._summarize(self._interval)
         line = iteration_line(
             self._interval,
             metrics,
             self._facts,
-            with_throughput=self._config.log_throughput,
+            with_throughput=self.config.log_throughput,
             now=datetime.now(),
         )
-        self.log.log_last(line)
-        self._write_metrics(metrics)
+        if not self.is_live:
+            self.log.log_last(line)
+        self._records.write(metrics)
         self._interval.clear()
         self._is_first = False
+
+    def ranks(
+        self,
+        record: IterationRecord,
+        *,
+        timers: Sequence[Mapping[str, float]],
+        times: Sequence[RankTimes],
+        iterations: int,
+    ) -> None:
+        """Print what all ranks measured since the last line, as far as it was asked for."""
+        config = self.config
+        if any(timers):
+            option = config.timing_log_option
+            self.log.log_last(timer_lines(timers, option=option, iterations=iterations))
+        if config.log_straggler:
+            self.log.log_last(straggler_line(times, iterations=iterations))
+        if config.log_timers_to_tensorboard:
+            names = dict.fromkeys(name for own in timers for name in own)
+            slowest = {
+                f"{name}-time": max(own.get(name, 0.0) for own in timers) / iterations
+                for name in names
+            }
+            self._dashboards.write(
+                slowest, iteration=record.iteration, samples=record.consumed_samples
+            )
 
     def validation(
         self, *, iteration: int, samples: int, lm_loss: float, data_set: str | None = None
     ) -> None:
         """Print an evaluation; `data_set` names it where there are several, or after training."""
         self.log.log_last(validation_block(iteration=iteration, lm_loss=lm_loss, data_set=data_set))
-        tag = f"lm loss {data_set or 'validation'}"
-        scalars = {tag: lm_loss, f"{tag} ppl": perplexity(lm_loss)}
+        name = data_set or "validation"
+        scalars = {f"lm loss {name}": lm_loss, f"lm loss {name} ppl": perplexity(lm_loss)}
         self._dashboards.write(scalars, iteration=iteration, samples=samples)
+        self._records.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
 
     def memory(self, *, iteration: int, forecast: MemoryForecast) -> None:
         """Print memory as measured beside what was predicted, on the first rank."""
@@ -97,41 +177,30 @@ class Report:
 
     def close(self) -> None:
         """Finish files and dashboards; nothing is written afterwards."""
-        if self._metrics_file is not None:
-            self._metrics_file.close()
+        if self.view is not None:
+            self.view.close()
+        self._records.close()
         self._dashboards.close()
 
-    def _write_metrics(self, metrics: Metrics) -> None:
-        if self._metrics_file is None:
-            return
+    def _show(self, record: IterationRecord, alone: Metrics) -> None:
         try:
-            self._metrics_file.write(metrics)
-        except OSError as error:  # a full disk: the model matters more than its metrics
-            self.log.log0(f"--metrics-file is left out from here on: {error}")
-            self._metrics_file = None
+            if self.view is not None:
+                self.view.iteration(record, alone)
+        except Exception as error:  # of a terminal that is gone, say
+            self.view = None
+            self.log.log_last(f"--terminal live is left out from here on: {one_line(error)}")
 
-    def _write_dashboards(self, record: IterationRecord) -> None:
+    def _summarize(self, interval: Sequence[IterationRecord]) -> Metrics:
         memory = peak_memory_bytes(self._device)
-        metrics = summarize([record], self._facts, peak_memory_bytes=memory)
-        scalars = {
-            "learning-rate": record.learning_rate,
-            "batch-size": record.global_batch_size,
-            "loss-scale": record.loss_scale,
-            "world-size": self._facts.world_size,
-            "grad-norm": record.grad_norm,
-            "iteration-time": record.iteration_time_ms / 1000.0,
-            "data-wait-time": record.data_wait_ms / 1000.0,
-            "throughput": metrics.tflops_per_device,
-            "tokens-per-second": metrics.tokens_per_second,
-            "mfu": metrics.mfu,
-            "mem-max-allocated-bytes": memory,
-        }
-        if not record.skipped:
-            scalars["lm loss"] = record.lm_loss
-        for tag, value in (("num-zeros", record.num_zeros), ("params-norm", record.params_norm)):
-            if value is not None:
-                scalars[tag] = value
-        self._dashboards.write(scalars, iteration=record.iteration, samples=record.consumed_samples)
+        return summarize(interval, self._facts, peak_memory_bytes=memory)
+
+    def _write_dashboards(self, record: IterationRecord, alone: Metrics) -> None:
+        if self._dashboards.any_open:
+            self._dashboards.write(
+                scalars_of(record, alone, self._facts, totals=self._totals),
+                iteration=record.iteration,
+                samples=record.consumed_samples,
+            )
 
 
 def open_report(
@@ -144,14 +213,19 @@ def open_report(
     arguments: Mapping[str, object],
 ) -> Report:
     """The report of a run that goes on after `start_iteration`; 0 for a fresh one."""
-    metrics_file = None
+    metrics_file = run_record = None
     if log.rank == 0 and config.metrics_file is not None:
         metrics_file = MetricsFile(config.metrics_file, start_iteration=start_iteration)
-    return Report(
+        place = run_record_path(config.metrics_file)
+        run_record = RunRecord(place, start_iteration=start_iteration)
+        run_record.start(arguments, facts, device)
+    save = arguments.get("save")
+    dashboards = open_dashboards(
         config,
-        facts,
         log,
-        device=device,
-        metrics_file=metrics_file,
-        dashboards=open_dashboards(config, log, arguments),
+        arguments,
+        start_iteration=start_iteration,
+        save=None if save is None else str(save),
     )
+    records = Records(log, metrics_file, run_record)
+    return Report(config, facts, log, device=device, records=records, dashboards=dashboards)

@@ -12,6 +12,7 @@ from paro.rotation.ring import Ring
 from paro.rotation.wrap import Parts
 from paro.sharding.shards import UnitShards
 from paro.sharding.unit import ShardedUnit
+from paro.timers import Timers
 
 
 class RotatedModel:
@@ -22,13 +23,22 @@ class RotatedModel:
     unusable.
     """
 
-    def __init__(self, model: nn.Module, parts: Parts, ring: Ring, progress: Progress) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Parts,
+        ring: Ring,
+        progress: Progress,
+        *,
+        timers: Timers | None = None,
+    ) -> None:
         self.model = model
         self.units: list[UnitShards] = [*parts.rotating, *parts.beside]
         self.trainable_units = [unit for unit in self.units if unit.trainable]
         self._parts = parts.parts
         self._beside = parts.beside
         self._ring = ring
+        self._timers = timers or Timers()
         self._progress = progress
         parameters = dict(model.named_parameters())
         for unit in parts.beside:
@@ -54,9 +64,11 @@ class RotatedModel:
         """
         self._begin(Phase.FORWARD)
         self._progress.last = last
-        loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
+        with self._timers.measure("forward-compute", level=2):
+            loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
         self._progress.phase = Phase.BACKWARD
-        loss.backward()
+        with self._timers.measure("backward-compute", level=2):
+            loss.backward()
         for part in self._parts:
             part.finish_backward()
         self._progress.phase = Phase.IDLE

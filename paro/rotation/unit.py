@@ -31,6 +31,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from paro.exposure import Kind
 from paro.lanes import DONE, Event
 from paro.rotation.ring import Ring, Turn, room_beside
 from paro.sharding.buffers import ElasticBuffer
@@ -111,7 +112,7 @@ class RotatingUnit(UnitShards):
 
     def arrive(self, step: int) -> dict[str, tuple[Piece, nn.Parameter]]:
         """The boxes of this step's slice as leaves of autograd, by parameter."""
-        self._arrived.wait()
+        self.context.exposure.wait(Kind.GATHER, self._arrived)
         self._arrived = DONE
         if self._moves_home and step + 1 == self.num_steps:
             self._is_away = True
@@ -126,9 +127,10 @@ class RotatingUnit(UnitShards):
             return
         slot, following = self._slot(step), self._slot(step + 1)
         if slot is following:
-            self._ring.shift_in_place(slot, self._beside.values, Turn.CLOCKWISE).wait()
+            moved = self._ring.shift_in_place(slot, self._beside.values, Turn.CLOCKWISE)
         else:
-            self._ring.shift(slot, following, Turn.CLOCKWISE).wait()
+            moved = self._ring.shift(slot, following, Turn.CLOCKWISE)
+        self.context.exposure.wait(Kind.GATHER, moved)
 
     def end(self) -> None:
         """Gives the spare slots up."""
@@ -172,7 +174,7 @@ class RotatingUnit(UnitShards):
             spare = self._beside if self._in_place else self._E
             if not spare.alive:  # else its forward was computed again, and stopped short
                 spare.take()
-        self._arrived.wait()
+        self.context.exposure.wait(Kind.GATHER, self._arrived)
         self._arrived = DONE
         self._leaving_for = step - 1
         if not self._in_place and step:
@@ -200,7 +202,7 @@ class RotatingUnit(UnitShards):
 
     def _meet_gradients(self, step: int, index: int) -> None:
         if step + 1 < self.num_steps:
-            self._grads_arrived.wait()
+            self.context.exposure.wait(Kind.REDUCE, self._grads_arrived)
             self._grads_arrived = DONE
             return
         for spare in (self._X, self._beside_grads if self._in_place else self._Y):
@@ -222,12 +224,14 @@ class RotatingUnit(UnitShards):
             return
         turn = Turn.COUNTER_CLOCKWISE
         if self._in_place and self._is_away:
-            self._ring.shift_in_place(self.param_shard, self._beside.values, turn).wait()
+            moved = self._ring.shift_in_place(self.param_shard, self._beside.values, turn)
+            self.context.exposure.wait(Kind.GATHER, moved)
         if not self.trainable:
             return
         slot, before = self._grad_slot(step), self._grad_slot(step - 1)
         if self._in_place:
-            self._ring.shift_in_place(slot, self._beside_grads.values, turn).wait()
+            moved = self._ring.shift_in_place(slot, self._beside_grads.values, turn)
+            self.context.exposure.wait(Kind.REDUCE, moved)
         else:
             self._grads_arrived = self._ring.shift(slot, before, turn)
 

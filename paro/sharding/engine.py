@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paro.sharding.unit import ShardedUnit, UnitState
 from paro.sharding.wrap import Node
+from paro.timers import Timers
 
 
 class Phase(Enum):
@@ -33,9 +34,17 @@ class ShardedModel:
     whole for their reduction. After an exception the model is unusable.
     """
 
-    def __init__(self, model: nn.Module, nodes: list[Node], *, prefetch_units: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        nodes: list[Node],
+        *,
+        prefetch_units: int,
+        timers: Timers | None = None,
+    ) -> None:
         self.model = model
         self.nodes = nodes
+        self._timers = timers or Timers()
         self.units = [unit for node in nodes for unit in node.own]
         self.trainable_units = [unit for unit in self.units if unit.trainable]
         self._max_live = 1 + prefetch_units
@@ -77,9 +86,11 @@ class ShardedModel:
         for node in self.nodes:
             node.input_grad_made = False
             node.num_units_to_arrive = len(node.trainable())
-        loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
+        with self._timers.measure("forward-compute", level=2):
+            loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
         self._phase = Phase.BACKWARD
-        loss.backward()
+        with self._timers.measure("backward-compute", level=2):
+            loss.backward()
         for node in self.nodes:
             assert node.num_units_to_arrive == 0, f"{node.name} received no gradient"
             if node.held_for_backward:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
+from paro.exposure import Exposure, Kind
 from paro.groups import Run, Use
 from paro.lanes import DONE, Event
 from paro.sharding.buffers import Ledger
@@ -60,6 +61,7 @@ class ShardingContext:
     wire_type: torch.dtype
     accumulate_type: torch.dtype
     ledger: Ledger
+    exposure: Exposure = field(default_factory=Exposure)
 
 
 class UnitShards:
@@ -125,12 +127,13 @@ class UnitShards:
 
     def publish(self) -> None:
         """Queues the spreading of the optimizer's range of `param_shard` to the whole of it."""
-        self._published = self.context.collectives.all_gather(
-            self.param_shard, self.context.moves.publish
-        )
+        with self.context.exposure.submitting(Kind.PUBLISH):
+            self._published = self.context.collectives.all_gather(
+                self.param_shard, self.context.moves.publish
+            )
 
     def wait_published(self) -> None:
-        self._published.wait()
+        self.context.exposure.wait(Kind.PUBLISH, self._published)
         self._published = DONE
 
     def _sum_over_world(self, event: Event) -> Event:
@@ -141,5 +144,5 @@ class UnitShards:
         return collectives.all_reduce(self.optim_grad, moves.replicas, travel, after=event)
 
     def wait_reduced(self) -> None:
-        self._reduced.wait()
+        self.context.exposure.wait(Kind.REDUCE, self._reduced)
         self._reduced = DONE

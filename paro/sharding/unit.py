@@ -19,6 +19,7 @@ from enum import Enum
 from torch import Tensor, nn
 
 from paro.collectives.wire import shard_in
+from paro.exposure import Kind
 from paro.lanes import DONE, Event
 from paro.sharding.buffers import ElasticBuffer, box_views
 from paro.sharding.layout import UnitLayout
@@ -97,12 +98,13 @@ class ShardedUnit(UnitShards):
             return
         assert self.state is UnitState.SHARDED, f"gather of {self.name}, which is {self.state}"
         self._param_U.take()
-        self._gathered = self.context.collectives.all_gather(
-            self._param_U.values,
-            self._gather_run,
-            shard=self.param_shard,
-            after=self._published,
-        )
+        with self.context.exposure.submitting(Kind.GATHER):
+            self._gathered = self.context.collectives.all_gather(
+                self._param_U.values,
+                self._gather_run,
+                shard=self.param_shard,
+                after=self._published,
+            )
         self.state = UnitState.GATHERING
 
     def use(self) -> None:
@@ -112,7 +114,8 @@ class ShardedUnit(UnitShards):
             return
         assert self.state is not UnitState.SHARDED, f"use of {self.name} without a gather"
         if self.state is UnitState.GATHERING:
-            self._gathered.wait()
+            self.context.exposure.wait(Kind.PUBLISH, self._published)
+            self.context.exposure.wait(Kind.GATHER, self._gathered)
             self._published = self._gathered = DONE
             self.state = UnitState.WHOLE
 
@@ -149,6 +152,12 @@ class ShardedUnit(UnitShards):
 
     def reduce(self, *, last: bool) -> None:
         """Queues the reduction of this micro-batch; of the whole step where it is the last."""
+        with self.context.exposure.submitting(Kind.REDUCE):
+            self._reduced = self._queue_reduction(last=last)
+        self._fresh = last
+        self.num_arrived = 0
+
+    def _queue_reduction(self, *, last: bool) -> Event:
         context, moves, collectives = self.context, self.context.moves, self.context.collectives
         event: Event = DONE
         if self._grad_U is not None:
@@ -165,12 +174,10 @@ class ShardedUnit(UnitShards):
             event = self._grad_U_read = collectives.follow(moves.reduce, accumulate, after=event)
         if last:
             event = self._sum_over_world(event)
-        self._reduced = event
-        self._fresh = last
-        self.num_arrived = 0
+        return event
 
     def drop_whole_grad(self) -> None:
         """Gives the whole gradient buffer up once it has been read."""
         assert self._grad_U is not None
-        self._grad_U_read.wait()
+        self.context.exposure.wait(Kind.REDUCE, self._grad_U_read)
         self._grad_U.drop()

@@ -121,7 +121,7 @@ def test_rotating_weights_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert "weights rotate over 4 ranks out of place, norms are replicated\n" in out
     assert "\nblocks.0.attention .. blocks.3.attention " in out
-    assert "travelling slices" in out
+    assert "slices under way" in out
     assert "whole parameters" not in out
 
 

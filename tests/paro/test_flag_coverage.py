@@ -63,6 +63,7 @@ UNOWNED = {
 DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
 CORPUS = "--data-path corpus"
+PROFILE = "--profile --tensorboard-dir board"
 TRAIN = "--train-data-path corpus"
 VALID = f"{TRAIN} --valid-data-path corpus"
 COSINE = "--weight-decay-incr-style cosine"
@@ -106,6 +107,8 @@ CASES = {
         "--data-path corpus",
         "--per-split-data-args-path splits.json",
     ),
+    "profile_ranks": ((), "", "--profile-ranks 1 2"),
+    "profile_step_start": ((), "", "--profile-step-start 5"),
     "rampup_batch_size": ((), "", "--rampup-batch-size 8 8 96"),
     "ranks_per_node": ((), DRY, f"{DRY} --ranks-per-node 2"),
     "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
@@ -116,6 +119,7 @@ CASES = {
     "tokenizer_type": ((), "", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt"),
     "train_data_path": (("mock-data",), "--data-path corpus", TRAIN),
     "train_samples": (("train-iters",), "--train-iters 10", "--train-samples 96"),
+    "use_pytorch_profiler": ((), PROFILE, f"{PROFILE} --use-pytorch-profiler"),
     "valid_data_path": (("mock-data",), TRAIN, f"{TRAIN} --valid-data-path corpus"),
     "world_size": ((), DRY, "--dry-run --world-size 8"),
     "weight_decay_incr_style": ((), f"{RISING} 0.5", f"{RISING} 0.5 {COSINE}"),

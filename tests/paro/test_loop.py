@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,11 +13,13 @@ from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.config import RunConfig
 from paro.loop import Loop, Saving
+from paro.optim.optimizer import ParoOptimizer
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
+from paro.report.observer import Observer
 from paro.report.record import IterationRecord
 from paro.report.report import open_report
-from paro.runtime import Control, World
+from paro.runtime import Control, UserMistakeError, World
 from paro.training import TrainState
 from tests.helpers.training import TINY
 
@@ -31,7 +35,13 @@ class Run:
     saved: list[int] = field(default_factory=list)
 
 
-def run_loop(flags: str, *, save_interval: int | None = None, base: str = TINY) -> Run:
+def run_loop(
+    flags: str,
+    *,
+    save_interval: int | None = None,
+    base: str = TINY,
+    observers: Sequence[Observer] = (),
+) -> Run:
     config = RunConfig.from_args(parse_args(f"{base} --log-interval 1 {flags}".split()), World())
     training = build_training(config, Control(World(), torch.device("cpu")))
     state = start_state(config)
@@ -64,6 +74,7 @@ def run_loop(flags: str, *, save_interval: int | None = None, base: str = TINY) 
         report,
         saving=Saving(write=lambda at: run.saved.append(at.iteration), interval=save_interval),
         forecast=MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0),
+        observers=observers,
     ).run()
     return run
 
@@ -128,3 +139,51 @@ def test_ramp_up_takes_growing_batches() -> None:
     )
     assert [record.global_batch_size for record in run.records] == [2] * 5 + [5] * 2 + [8] * 2
     assert [record.consumed_samples for record in run.records] == [2, 4, 6, 8, 10, 15, 20, 28, 36]
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, iterations: range, value: float) -> None:
+    """Makes the gradient norm of some iterations what it should not be."""
+    square_sum, calls = ParoOptimizer.local_square_sum, iter(range(1, 1000))
+
+    def spoiled(self: ParoOptimizer) -> float:
+        return value if next(calls) in iterations else square_sum(self)
+
+    monkeypatch.setattr(ParoOptimizer, "local_square_sum", spoiled)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, range(2, 4), math.nan)
+    run = run_loop("--train-iters 5 --eval-iters 0 --exit-after-skipped-iterations 3")
+    assert [record.skipped for record in run.records] == [False, True, True, False, False]
+    assert run.state.expected.skipped_in_a_row == 0
+    assert run.state.scheduled_samples == 3
+
+
+def test_a_run_that_goes_wrong_stops_and_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, range(3, 100), math.inf)
+    limit = "--exit-after-skipped-iterations 3"
+    with pytest.raises(UserMistakeError, match=r"last 3 iterations up to 5 .*nothing was saved"):
+        run_loop(f"--train-iters 9 --eval-iters 0 {limit}")
+    monkeypatch.undo()
+    spoil(monkeypatch, range(3, 100), math.nan)
+    with pytest.raises(UserMistakeError, match="iteration 3 has a loss or gradient"):
+        run_loop("--train-iters 9 --eval-iters 0 --check-for-nan-in-loss-and-grad")
+
+
+def test_a_leap_is_skipped_and_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, range(103, 104), 1e9)
+    run = run_loop("--train-iters 104 --eval-iters 0 --check-for-large-grads")
+    assert [record.iteration for record in run.records if record.skipped] == [103]
+    printed = capsys.readouterr().out
+    assert " iteration 103 is skipped: large gradients | lm loss: " in printed
+
+
+def test_timers_and_the_slowest_rank_follow_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    run_loop("--train-iters 2 --eval-iters 0 --timing-log-level 2 --log-straggler")
+    printed = capsys.readouterr().out
+    for name in ("interval-time", "forward-backward", "forward-compute", "batch-generator"):
+        assert printed.count(f"    {name} ..") == 2
+    assert printed.count("(min, max) time across ranks (ms):") == 2
+    assert printed.count(" slowest rank: 0 | compute (ms): ") == 2

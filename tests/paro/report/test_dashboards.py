@@ -1,6 +1,8 @@
 """TensorBoard and W&B: independent of each other, and never a reason to stop training."""
 
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from paro.report.config import ReportConfig
-from paro.report.dashboards import Dashboards, open_dashboards
+from paro.report.dashboards import RUN_ID_FILE, Dashboards, open_dashboards
 from paro.report.log import Log
 
 
@@ -17,6 +19,8 @@ class FakeWandb(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("wandb")
+        self.id = "abc123"
+        self.step = 0
         self.settings: dict[str, Any] = {}
         self.logged: list[tuple[dict[str, float], int]] = []
         self.finished = False
@@ -24,6 +28,9 @@ class FakeWandb(ModuleType):
     def init(self, **settings: Any) -> "FakeWandb":
         self.settings = settings
         return self
+
+    def Settings(self, **settings: str) -> dict[str, str]:  # noqa: N802
+        return settings
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         self.logged.append((scalars, step))
@@ -39,9 +46,11 @@ class Broken:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.failed = threading.Event()
 
     def write(self, scalars: object, *, iteration: int, samples: int) -> None:
         self.calls += 1
+        self.failed.set()
         raise OSError("no space\nleft")
 
     def close(self) -> None:
@@ -57,6 +66,7 @@ def test_wandb_needs_no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     boards.close()
     assert wandb.settings == {
         "project": "p", "entity": "e", "name": "n", "dir": None, "config": {"lr": 0.1},
+        "id": None, "resume": None, "settings": {"console": "off"},
     }  # fmt: skip
     assert wandb.logged == [({"lm loss": 2.0, "samples vs steps": 24}, 3)]
     assert wandb.finished
@@ -81,29 +91,6 @@ def test_only_the_last_rank_opens_any(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.modules["wandb"].logged == []
 
 
-@pytest.mark.parametrize(
-    ("config", "module", "flag"),
-    [
-        (ReportConfig(wandb_project="p"), "wandb", "--wandb-project"),
-        (ReportConfig(tensorboard_dir="d"), "torch.utils.tensorboard", "--tensorboard-dir"),
-    ],
-)
-def test_a_missing_package_costs_one_line(
-    config: ReportConfig,
-    module: str,
-    flag: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    boards = open_dashboards(config, Log(), {})
-    boards.write({"lm loss": 2.0}, iteration=1, samples=8)
-    boards.close()
-    text = capsys.readouterr().out
-    assert text.startswith(f"{flag} has no effect")
-    assert text.count("\n") == 1
-
-
 def test_a_dashboard_that_fails_is_left_out_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,9 +99,66 @@ def test_a_dashboard_that_fails_is_left_out_and_the_others_go_on(
     boards = open_dashboards(ReportConfig(wandb_project="p"), Log(), {})
     assert isinstance(boards, Dashboards)
     boards.open("--broken", lambda: broken)
-    for iteration in (1, 2):
-        boards.write({"lm loss": 2.0}, iteration=iteration, samples=8)
+    boards.write({"lm loss": 2.0}, iteration=1, samples=8)
+    assert broken.failed.wait(10.0)
+    time.sleep(0.05)
+    boards.write({"lm loss": 2.0}, iteration=2, samples=8)
     boards.close()
     assert broken.calls == 1
     assert len(wandb.logged) == 2
     assert capsys.readouterr().out == ("Broken is left out from here on: OSError: no space left\n")
+
+
+class Stuck:
+    """A dashboard that hangs in its first write until it is let go."""
+
+    name = "Stuck"
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def write(self, scalars: object, *, iteration: int, samples: int) -> None:
+        self.released.wait()
+
+    def close(self) -> None:
+        return
+
+
+def test_one_that_hangs_holds_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    stuck, boards = Stuck(), Dashboards(Log())
+    boards.open("--stuck", lambda: stuck)
+    begin = time.perf_counter()
+    for iteration in range(2000):
+        boards.write({"lm loss": 2.0}, iteration=iteration, samples=8)
+    assert time.perf_counter() - begin < 2.0
+    assert capsys.readouterr().out == "Stuck is left out from here on: it is 1000 writes behind\n"
+    boards.open("--stuck", lambda: stuck)
+    boards.write({"lm loss": 2.0}, iteration=1, samples=8)
+    boards.close(seconds=0.1)
+    assert "it did not end within 0 seconds" in capsys.readouterr().out
+    stuck.released.set()
+
+
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = ReportConfig(wandb_project="p")
+
+    def start(iteration: int) -> dict[str, Any]:
+        boards = open_dashboards(
+            config, Log(), {}, start_iteration=iteration, save=str(tmp_path / "ckpt")
+        )
+        for step in (iteration + 1, iteration + 2):
+            boards.write({"lm loss": 2.0}, iteration=step, samples=8)
+        boards.close()
+        return wandb.settings
+
+    assert start(0)["id"] is None
+    assert (tmp_path / "ckpt" / RUN_ID_FILE).read_text() == "abc123\n"
+    wandb.step, wandb.logged = 7, []  # the service got further than the checkpoint
+    settings = start(5)
+    assert (settings["id"], settings["resume"]) == ("abc123", "allow")
+    assert [step for _, step in wandb.logged] == [7]
+    assert start(0)["id"] is None  # a fresh run is another one

@@ -26,6 +26,13 @@ LINE = Metrics(
     model_state_bytes=10**8,
     intra_bytes=123,
     inter_bytes=45,
+    exposed_gather_ms=1.0,
+    exposed_reduce_ms=2.0,
+    exposed_publish_ms=3.0,
+    exposed_intra_ms=None,
+    exposed_inter_ms=4.0,
+    skipped_iterations=0,
+    nan_iterations=0,
 )
 
 
@@ -59,6 +66,13 @@ def test_fields_and_their_order(tmp_path: Path) -> None:
         "model_state_bytes",
         "intra_bytes",
         "inter_bytes",
+        "exposed_gather_ms",
+        "exposed_reduce_ms",
+        "exposed_publish_ms",
+        "exposed_intra_ms",
+        "exposed_inter_ms",
+        "skipped_iterations",
+        "nan_iterations",
     ]
 
 

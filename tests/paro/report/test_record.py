@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from paro.exposure import Exposed
 from paro.report.record import IterationRecord, Peak, RunFacts, summarize
 
 FACTS = RunFacts(
@@ -29,6 +30,7 @@ FIRST = IterationRecord(
     intra_bytes=5,
     inter_bytes=6,
     data_wait_ms=2.0,
+    exposed=Exposed(gather=0.05, inter=0.01),
 )
 SECOND = IterationRecord(
     iteration=2,
@@ -64,6 +66,13 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
         "model_state_bytes": 77,
         "intra_bytes": 7,
         "inter_bytes": 8,
+        "exposed_gather_ms": 25.0,
+        "exposed_reduce_ms": 0.0,
+        "exposed_publish_ms": 0.0,
+        "exposed_intra_ms": None,
+        "exposed_inter_ms": 10.0,
+        "skipped_iterations": 0,
+        "nan_iterations": 0,
     }
 
 

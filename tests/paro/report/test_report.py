@@ -133,6 +133,7 @@ def test_zeros_and_the_norm_of_parameters_have_megatrons_tags(
         written.append(scalars)
 
     monkeypatch.setattr("paro.report.dashboards.Dashboards.write", write)
+    monkeypatch.setattr("paro.report.dashboards.Dashboards.any_open", True)
     report = make(ReportConfig())
     report.iteration(replace(record(1), num_zeros=7.0, params_norm=2.5))
     report.iteration(record(2))

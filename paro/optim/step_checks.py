@@ -1,0 +1,114 @@
+"""Which steps are left out: gradients that are not finite, and losses and norms that leap."""
+
+# What a step is held against is what came before it: running means of the loss, of its variance
+# and of the gradient norm. They are part of a run's state, so that a resumed run judges alike, and
+# they follow steps that were left out as well: a loss that stays high becomes the usual one.
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+
+_MEMORY = 50.0  # steps that a running mean looks back on
+_WARMUP_STEPS = 100  # before which nothing is judged
+_DEVIATIONS = 6.0  # a loss leaps above its mean by so many standard deviations,
+_LEAST_RISE = 0.1  # and by at least so large a part of the mean
+_LARGE_NORM = 10.0  # times its mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChecksConfig:
+    """Megatron's checks of a step, and when a run that goes wrong ends."""
+
+    check_for_nan_in_loss_and_grad: bool = False
+    check_for_spiky_loss: bool = False
+    check_for_large_grads: bool = False
+    exit_after_skipped_iterations: int | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.exit_after_skipped_iterations
+        if limit is not None and limit < 1:
+            raise ValueError(f"--exit-after-skipped-iterations {limit} must be at least 1")
+
+
+class Verdict(Enum):
+    """What a step is; all but the first leave out its update."""
+
+    FINE = "fine"
+    OVERFLOW = "fp16 overflow"  # the loss scale falls, and the next step is tried
+    NOT_FINITE = "not finite"
+    SPIKY_LOSS = "spiky loss"
+    LARGE_GRADS = "large gradients"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What the steps so far lead one to expect."""
+
+    num_steps: int = 0  # finite ones
+    loss: float = 0.0
+    loss_variance: float = 0.0
+    grad_norm: float = 0.0
+    skipped_in_a_row: int = 0  # but overflows
+
+
+def judge(
+    config: StepChecksConfig,
+    expected: Expectation,
+    *,
+    loss: float,
+    grad_norm: float,
+    scale_can_fall: bool,
+) -> Verdict:
+    """What a step is, from figures that all ranks have alike."""
+    if not math.isfinite(grad_norm) or not math.isfinite(loss):
+        return Verdict.OVERFLOW if scale_can_fall and math.isfinite(loss) else Verdict.NOT_FINITE
+    if expected.num_steps < _WARMUP_STEPS:
+        return Verdict.FINE
+    rise = max(_DEVIATIONS * math.sqrt(expected.loss_variance), _LEAST_RISE * expected.loss)
+    if config.check_for_spiky_loss and loss > expected.loss + rise:
+        return Verdict.SPIKY_LOSS
+    if config.check_for_large_grads and grad_norm > _LARGE_NORM * expected.grad_norm:
+        return Verdict.LARGE_GRADS
+    return Verdict.FINE
+
+
+def expect_after(
+    expected: Expectation, verdict: Verdict, *, loss: float, grad_norm: float
+) -> Expectation:
+    """What to expect after a step that was judged so."""
+    if verdict is Verdict.OVERFLOW:
+        return expected
+    in_a_row = 0 if verdict is Verdict.FINE else expected.skipped_in_a_row + 1
+    if verdict is Verdict.NOT_FINITE:
+        return replace(expected, skipped_in_a_row=in_a_row)
+    num_steps = expected.num_steps + 1
+    part = 1.0 / min(num_steps, _MEMORY)  # a plain mean at first
+    away = loss - expected.loss
+    return Expectation(
+        num_steps=num_steps,
+        loss=expected.loss + part * away,
+        loss_variance=(1.0 - part) * (expected.loss_variance + part * away * away),
+        grad_norm=expected.grad_norm + part * (grad_norm - expected.grad_norm),
+        skipped_in_a_row=in_a_row,
+    )
+
+
+def reason_to_stop(
+    config: StepChecksConfig, expected: Expectation, verdict: Verdict, *, iteration: int
+) -> str | None:
+    """Why a run should not go on after a step, if it should not."""
+    if verdict is Verdict.NOT_FINITE and config.check_for_nan_in_loss_and_grad:
+        return (
+            f"iteration {iteration} has a loss or gradient that is not finite, and "
+            "--check-for-nan-in-loss-and-grad says to stop there"
+        )
+    limit = config.exit_after_skipped_iterations
+    if limit is not None and expected.skipped_in_a_row >= limit:
+        return (
+            f"the last {limit} iterations up to {iteration} were skipped "
+            f"(the last one: {verdict.value}), and --exit-after-skipped-iterations {limit} says "
+            "to stop there"
+        )
+    return None

@@ -1,0 +1,134 @@
+"""Profiles of some iterations on some ranks, and records of a GPU's memory, by Megatron's flags."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.atomic_file import replacing
+from paro.report.log import Log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """Megatron's profiling flags."""
+
+    profile: bool = False
+    use_pytorch_profiler: bool = False
+    profile_step_start: int = 10
+    profile_step_end: int = 12
+    profile_ranks: tuple[int, ...] = (0,)
+    record_memory_history: bool = False
+    memory_snapshot_path: str = "snapshot.pickle"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.profile_step_start < self.profile_step_end:
+            raise ValueError(
+                f"--profile-step-start {self.profile_step_start} must lie below --profile-step-end "
+                f"{self.profile_step_end}, and not below 0"
+            )
+        if self.use_pytorch_profiler and not self.profile:
+            raise ValueError("--use-pytorch-profiler needs --profile")
+
+
+class Profiler:
+    """Profiles iterations start + 1 to end on the ranks that were named.
+
+    torch's profiler writes a trace that chrome://tracing and TensorBoard read. Without it the
+    range is marked for a profiler that watches from outside: nsys profile --capture-range
+    cudaProfilerApi.
+    """
+
+    def __init__(self, config: ProfileConfig, log: Log, *, folder: str | None) -> None:
+        self._config = config
+        self._log = log
+        self._folder = folder
+        self._is_here = config.profile and log.rank in config.profile_ranks
+        if self._is_here and not config.use_pytorch_profiler and not torch.cuda.is_available():
+            log.show("--profile has no effect without a GPU: add --use-pytorch-profiler")
+            self._is_here = False
+        self._profile: torch.profiler.profile | None = None
+        self._running = False
+
+    def begins(self, what: str, iteration: int) -> None:
+        if not self._is_here or what != "training":
+            return
+        if iteration == self._config.profile_step_start:
+            self._start()
+        elif iteration == self._config.profile_step_end:
+            self._stop(iteration)
+
+    def ends(self) -> None:
+        self._stop(self._config.profile_step_end)
+
+    def _start(self) -> None:
+        self._running = True
+        if not self._config.use_pytorch_profiler:
+            torch.cuda.profiler.start()
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.start()
+
+    def _stop(self, iteration: int) -> None:
+        if not self._running:
+            return
+        self._running = False
+        if self._profile is None:
+            torch.cuda.profiler.stop()
+            return
+        self._profile.stop()
+        assert self._folder is not None, "a profile without a place"
+        name = f"rank{self._log.rank}.steps{self._config.profile_step_start}-{iteration}"
+        place = Path(self._folder) / f"{name}.pt.trace.json"
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(place))
+            self._log.show(f"[Rank {self._log.rank}] profile written to {place}")
+        except (OSError, RuntimeError) as error:
+            self._log.show(f"[Rank {self._log.rank}] the profile is lost: {error}")
+        self._profile = None
+
+
+class MemoryHistory:
+    """Every allocation of a GPU, written when the run ends, when memory runs out, or at the end."""
+
+    def __init__(self, config: ProfileConfig, log: Log, device: torch.device) -> None:
+        here = config.record_memory_history and log.rank in config.profile_ranks
+        self._is_on = here and device.type == "cuda"
+        if here and not self._is_on:
+            log.show("--record-memory-history has no effect without a GPU")
+        self._log = log
+        name = Path(config.memory_snapshot_path)
+        # Ranks must not write over each other.
+        self._place = name if log.rank == 0 else name.with_name(f"rank{log.rank}.{name.name}")
+        if self._is_on:
+            torch.cuda.memory._record_memory_history()
+            attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+            if attach is not None:
+                attach(self._out_of_memory)
+
+    def begins(self, what: str, iteration: int) -> None:
+        if self._is_on and what == "saving":
+            self._write()
+
+    def ends(self) -> None:
+        if self._is_on:
+            self._write()
+
+    def _out_of_memory(self, *_: Any) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            self._place.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self._place) as temporary:
+                temporary.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+        except OSError as error:
+            self._log.show(f"[Rank {self._log.rank}] no memory snapshot: {error}")

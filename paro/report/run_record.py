@@ -1,0 +1,101 @@
+"""What a metrics file does not repeat in every line, beside it: FILE.run.json."""
+
+# {"starts": [{"iteration", "time", "arguments", "facts", "environment"}, ...],
+#  "validations": [{"iteration", "data_set", "lm_loss"}, ...]}
+# A run that resumes adds its start, and drops evaluations of iterations that it runs again.
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.atomic_file import replacing
+from paro.report.record import RunFacts
+
+SUFFIX = ".run.json"
+
+
+def run_record_path(metrics_file: str | Path) -> Path:
+    """Where the record of a metrics file lies."""
+    return Path(f"{metrics_file}{SUFFIX}")
+
+
+class RunRecord:
+    """Written by the first rank, whole at every change."""
+
+    def __init__(self, path: Path, *, start_iteration: int) -> None:
+        self._path = path
+        known = _read(path) if start_iteration > 0 else {}
+        self._starts = [
+            start for start in known.get("starts", []) if start["iteration"] < start_iteration
+        ]
+        self._validations = [
+            at for at in known.get("validations", []) if at["iteration"] <= start_iteration
+        ]
+        self._start_iteration = start_iteration
+
+    def start(self, arguments: Mapping[str, object], facts: RunFacts, device: torch.device) -> None:
+        """Adds this start of the run."""
+        self._starts.append(
+            {
+                "iteration": self._start_iteration,
+                "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "arguments": dict(arguments),
+                "facts": asdict(facts),
+                "environment": environment(device),
+            }
+        )
+        self._write()
+
+    def validation(self, *, iteration: int, data_set: str, lm_loss: float) -> None:
+        """Adds an evaluation."""
+        finite = lm_loss if math.isfinite(lm_loss) else None
+        self._validations.append({"iteration": iteration, "data_set": data_set, "lm_loss": finite})
+        self._write()
+
+    def _write(self) -> None:
+        record = {"starts": self._starts, "validations": self._validations}
+        with replacing(self._path) as temporary:
+            temporary.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What the figures of a run depend on beside its flags."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        "threads of a rank": str(torch.get_num_threads()),
+    }
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["CUDA"] = str(torch.version.cuda)
+    else:
+        found["device"] = f"CPU, {_cpu_name()}"
+    return found
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,220 @@
+"""Dashboards as their own libraries read them, and what a tracker that fails costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_training import MODEL, SCRIPT, mistake, on_ranks, read_metrics
+from tests.end_to_end.test_training import RUN as SCRIPT_RUN
+from tests.helpers.ranks import ROOT
+
+RUN = [sys.executable, SCRIPT, *MODEL, "--mock-data"]
+ENVIRONMENT = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+MEGATRON = {
+    *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm"),
+    *("iteration-time", "throughput", "mem-max-allocated-bytes", "num-zeros", "params-norm"),
+    *("lm loss validation", "lm loss validation ppl"),
+    *("interval-time-time", "forward-backward-time", "optimizer-time"),
+}
+OURS = {
+    *("throughput/tokens-per-second", "throughput/tokens-per-second-per-device"),
+    *("throughput/tflops-per-device", "throughput/mfu-attention-in-full"),
+    "throughput/mfu-causal-attention-halved",
+    *("memory/peak-measured-bytes", "memory/model-states-bytes"),
+    *(f"memory/measured-{kind}-bytes" for kind in ("parameters", "gradients", "optimizer")),
+    *(f"memory/measured-whole-{kind}-bytes" for kind in ("parameters", "gradients")),
+    *(
+        f"memory/predicted-{kind}-bytes"
+        for kind in ("model-states", "whole-parameters", "whole-gradients", "activations")
+    ),
+    *("memory/predicted-transient-bytes", "memory/predicted-total-bytes"),
+    *("communication/intra-bytes", "communication/inter-bytes"),
+    *(f"communication/exposed-{kind}-ms" for kind in ("gather", "reduce", "publish")),
+    *("communication/exposed-intra-ms", "communication/exposed-inter-ms"),
+    *("data/wait-ms", "steps/skipped-iterations", "steps/nan-iterations"),
+}
+
+
+def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
+    """Values by step of every tag."""
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulators.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        tag: {event.step: event.value for event in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def read_wandb(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
+    """Values by step of every tag, of each run by its id, as the offline files have them."""
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    runs: dict[str, dict[str, dict[int, float]]] = {}
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        values = runs.setdefault(path.stem.removeprefix("run-"), {})
+        for data in logged(path.read_bytes()):
+            record = messages.Record()
+            record.ParseFromString(data)
+            items = record.history.item
+            row = {item.key or "/".join(item.nested_key): item.value_json for item in items}
+            for tag, value in row.items():
+                number = json.loads(value)
+                if isinstance(number, int | float):
+                    values.setdefault(tag, {})[int(row["_step"])] = float(number)
+    return runs
+
+
+def logged(content: bytes) -> Iterator[bytes]:
+    """The messages of a file in LevelDB's log format, behind wandb's header of 7 bytes."""
+    whole, last, block = {1}, {1, 4}, 32768
+    message, at = b"", 7
+    while at + 7 <= len(content):
+        if block - at % block < 7:  # too little for a chunk's header: zeros
+            at += block - at % block
+            continue
+        size, kind = struct.unpack_from("<HB", content, at + 4)
+        part = content[at + 7 : at + 7 + size]
+        message = part if kind in whole else message + part
+        at += 7 + size
+        if kind in last:
+            yield message
+            message = b""
+
+
+def train(folder: Path, *flags: object) -> str:
+    """What a run with both trackers prints; one process on one thread."""
+    boards = ["--tensorboard-dir", folder / "board", "--wandb-project", "p"]
+    files = ["--wandb-save-dir", folder, "--metrics-file", folder / "metrics.jsonl"]
+    command = [*RUN, *boards, *files, "--save", folder / "ckpt", "--load", folder / "ckpt", *flags]
+    done = subprocess.run(
+        [str(word) for word in command], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.ranks
+def test_both_hold_every_tag_and_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    flags = ["--train-iters", 4, "--eval-iters", 1, "--eval-interval", 2, "--log-params-norm"]
+    flags += ["--log-num-zeros-in-grad", "--timing-log-level", 2, "--log-timers-to-tensorboard"]
+    train(tmp_path, *flags, "--exit-interval", 2)
+    train(tmp_path, *flags)
+
+    board = read_tensorboard(tmp_path / "board")
+    wanted = MEGATRON | OURS
+    assert wanted <= board.keys()
+    assert {f"{tag} vs samples" for tag in wanted} <= board.keys()
+    (values,) = read_wandb(tmp_path).values()  # one run, in two files
+    assert wanted | {"samples vs steps"} <= values.keys()
+    for line in read_metrics(tmp_path / "metrics.jsonl"):
+        step = line["iteration"]
+        assert board["lm loss"][step] == pytest.approx(line["lm_loss"], rel=1e-6)
+        assert values["lm loss"][step] == pytest.approx(line["lm_loss"], rel=1e-6)
+        assert values["samples vs steps"][step] == line["consumed_samples"]
+    assert sorted(values["lm loss"]) == [1, 2, 3, 4]
+    panels = {tag.partition("/")[0] for tag in OURS}
+    assert panels == {"throughput", "memory", "communication", "data", "steps"}
+
+
+def descendants(process: int) -> list[int]:
+    """A process and all below it."""
+    found = [process]
+    for task in Path(f"/proc/{process}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += descendants(int(child))
+    return found
+
+
+def service_of(process: int) -> int:
+    """wandb's own process."""
+    for child in descendants(process):
+        if Path(f"/proc/{child}/comm").read_text().strip().startswith("wandb-core"):
+            return child
+    raise AssertionError("wandb has no process of its own")
+
+
+@pytest.mark.ranks
+def test_killed_and_unwritable_trackers_cost_one_line_each(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    command = [*RUN, "--tensorboard-dir", tmp_path / "board", "--wandb-project", "p"]
+    command += ["--wandb-save-dir", tmp_path, "--metrics-file", tmp_path / "metrics.jsonl"]
+    command += ["--train-iters", 100000, "--tensorboard-queue-size", 1, "--exit-signal-handler"]
+    with subprocess.Popen(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        lost: list[str] = []
+        last = 0
+        for line in process.stdout:
+            found = re.search(r" iteration +(\d+)/", line)
+            last = int(found[1]) if found else last
+            if found and last == 3:
+                os.kill(service_of(process.pid), signal.SIGKILL)
+                shutil.rmtree(tmp_path / "board")
+                (tmp_path / "board").write_text("no folder any more")
+            if "is left out from here on" in line:
+                lost.append(line)
+            if len(lost) == 2 and found:
+                process.send_signal(signal.SIGTERM)
+                break
+        rest = process.stdout.read()
+        stopped = time.monotonic()
+        assert process.wait(timeout=60) == 0, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() - stopped < 30
+    assert {line.split(" is left out")[0] for line in lost} == {"Weights & Biases", "TensorBoard"}
+    assert "is left out" not in rest
+    iterations = [line["iteration"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert iterations == list(range(1, len(iterations) + 1))
+    assert len(iterations) >= last
+
+
+def test_what_cannot_be_written_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    train = ["--mock-data", "--train-iters", "2"]
+    for flag in ("--tensorboard-dir", "--wandb-save-dir"):
+        told = mistake([*train, flag, tmp_path / "file" / "below"])
+        assert told == f"{flag} {tmp_path}/file/below: {tmp_path}/file is a file, not a folder"
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    for flags, package in (
+        ("--tensorboard-dir x", "tensorboard"),
+        ("--wandb-project x", "wandb"),
+        ("--terminal live", "rich"),
+    ):
+        told = mistake([*train, *flags.split()])
+        assert f"needs the package {package}: pip install {package}, or leave it out" in told
+        assert told.startswith(flags.removesuffix(" x"))
+
+
+@pytest.mark.ranks
+def test_ranks_tell_what_communication_cost_and_who_was_slowest(tmp_path: Path) -> None:
+    flags = [*SCRIPT_RUN, "--train-iters", "3", "--paro-strategy", "IIG", "--paro-group-size", "2"]
+    flags += ["--timing-log-level", "1", "--timing-log-option", "all", "--log-straggler"]
+    printed = on_ranks([*flags, "--metrics-file", tmp_path / "metrics.jsonl"], 4)
+    assert (
+        len(re.findall(r"^ slowest rank: [0-3] \| compute \(ms\): .* cause: ", printed, re.M)) == 3
+    )
+    assert len(re.findall(r"^     rank  3: \d+\.\d\d$", printed, re.M)) >= 3 * 8
+    for line in read_metrics(tmp_path / "metrics.jsonl"):
+        by_kind = sum(line[f"exposed_{kind}_ms"] for kind in ("gather", "reduce", "publish"))
+        by_link = line["exposed_intra_ms"] + line["exposed_inter_ms"]
+        assert 0.0 < by_link <= by_kind < line["iteration_time_ms"]

@@ -1,0 +1,101 @@
+"""Which steps are left out, what is expected after them, and when a run stops."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from paro.optim.step_checks import (
+    Expectation,
+    StepChecksConfig,
+    Verdict,
+    expect_after,
+    judge,
+    reason_to_stop,
+)
+
+CHECKS = StepChecksConfig(check_for_spiky_loss=True, check_for_large_grads=True)
+
+
+def verdict_on(
+    expected: Expectation,
+    *,
+    loss: float = 4.0,
+    grad_norm: float = 1.0,
+    config: StepChecksConfig = CHECKS,
+    scale_can_fall: bool = False,
+) -> Verdict:
+    return judge(config, expected, loss=loss, grad_norm=grad_norm, scale_can_fall=scale_can_fall)
+
+
+def after(num_steps: int, *, start: float = 4.0) -> Expectation:
+    """Ordinary training: a loss that falls slowly with noise."""
+    noise, expected = random.Random(1), Expectation()
+    for step in range(num_steps):
+        loss = start - 0.002 * step + noise.gauss(0, 0.05)
+        norm = 1.0 + noise.gauss(0, 0.1)
+        verdict = verdict_on(expected, loss=loss, grad_norm=norm)
+        assert verdict is Verdict.FINE, f"step {step}"
+        expected = expect_after(expected, verdict, loss=loss, grad_norm=norm)
+    return expected
+
+
+def test_ordinary_training_is_never_skipped_and_its_mean_is_followed() -> None:
+    expected = after(1000, start=8.0)
+    assert expected.loss == pytest.approx(8.0 - 0.002 * 950, abs=0.05)
+    # The noise, and that the mean lags behind a falling loss.
+    assert 0.04 < math.sqrt(expected.loss_variance) < 0.15
+    assert expected.grad_norm == pytest.approx(1.0, abs=0.05)
+
+
+def test_leaps_are_seen_where_they_are_asked_for() -> None:
+    expected = after(200)
+    assert verdict_on(expected, loss=5.5) is Verdict.SPIKY_LOSS
+    assert verdict_on(expected, loss=expected.loss, grad_norm=11.0) is Verdict.LARGE_GRADS
+    for loss, grad_norm in ((5.5, 1.0), (3.6, 11.0)):
+        silent = verdict_on(expected, loss=loss, grad_norm=grad_norm, config=StepChecksConfig())
+        assert silent is Verdict.FINE
+    assert verdict_on(after(99), loss=50.0, grad_norm=50.0) is Verdict.FINE  # too early to tell
+
+
+def test_a_loss_that_stays_high_becomes_the_usual_one() -> None:
+    expected, skipped = after(200), 0
+    for _ in range(100):
+        verdict = verdict_on(expected, loss=5.0)
+        skipped += verdict is Verdict.SPIKY_LOSS
+        expected = expect_after(expected, verdict, loss=5.0, grad_norm=1.0)
+    assert 1 <= skipped < 20
+    assert expected.skipped_in_a_row == 0
+
+
+def test_an_overflow_is_told_from_a_loss_that_is_no_number() -> None:
+    expected = Expectation(skipped_in_a_row=2)
+    overflow = verdict_on(expected, grad_norm=math.inf, scale_can_fall=True)
+    assert overflow is Verdict.OVERFLOW
+    assert expect_after(expected, overflow, loss=4.0, grad_norm=math.inf) == expected
+    for loss, can_fall in ((4.0, False), (math.nan, True)):
+        verdict = verdict_on(expected, loss=loss, grad_norm=math.nan, scale_can_fall=can_fall)
+        assert verdict is Verdict.NOT_FINITE
+        now = expect_after(expected, verdict, loss=loss, grad_norm=math.nan)
+        assert now == Expectation(skipped_in_a_row=3)
+
+
+def test_when_to_stop() -> None:
+    expected = Expectation(skipped_in_a_row=3)
+    never = StepChecksConfig()
+    assert reason_to_stop(never, expected, Verdict.NOT_FINITE, iteration=7) is None
+    third = StepChecksConfig(exit_after_skipped_iterations=3)
+    told = reason_to_stop(third, expected, Verdict.SPIKY_LOSS, iteration=7)
+    assert told is not None
+    assert "last 3 iterations up to 7 were skipped (the last one: spiky loss)" in told
+    fourth = StepChecksConfig(exit_after_skipped_iterations=4)
+    assert reason_to_stop(fourth, expected, Verdict.NOT_FINITE, iteration=7) is None
+    first = StepChecksConfig(check_for_nan_in_loss_and_grad=True)
+    assert reason_to_stop(first, expected, Verdict.OVERFLOW, iteration=7) is None
+    told = reason_to_stop(first, expected, Verdict.NOT_FINITE, iteration=7)
+    assert told is not None
+    assert "iteration 7" in told
+    with pytest.raises(ValueError, match="--exit-after-skipped-iterations 0"):
+        StepChecksConfig(exit_after_skipped_iterations=0)

@@ -1,0 +1,101 @@
+"""Profiles of the iterations and ranks that were named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from paro.report.log import Log
+from paro.report.profiler import MemoryHistory, ProfileConfig, Profiler
+from tests.paro.test_loop import run_loop
+
+
+def config(**changes: object) -> ProfileConfig:
+    values: dict[str, object] = {
+        "profile": True,
+        "use_pytorch_profiler": True,
+        "profile_step_start": 1,
+        "profile_step_end": 3,
+    }
+    return ProfileConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_the_trace_has_the_iterations_asked_for_with_ranges_named_like_the_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiler = Profiler(config(), Log(), folder=str(tmp_path))
+    run_loop("--train-iters 5 --eval-iters 0", observers=[profiler])
+    place = tmp_path / "rank0.steps1-3.pt.trace.json"
+    events = json.loads(place.read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert names.count("paro/forward-backward") == names.count("paro/optimizer") == 2
+    assert {"paro/update", "paro/forward-compute", "paro/backward-compute"} <= set(names)
+    assert any(name.startswith("paro/reduce:") for name in names)
+    assert f"profile written to {place}" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_before_keeps_what_it_has(tmp_path: Path) -> None:
+    profiler = Profiler(config(), Log(), folder=str(tmp_path))
+    run_loop("--train-iters 2 --eval-iters 0", observers=[profiler])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_other_ranks_are_left_alone(tmp_path: Path) -> None:
+    profiler = Profiler(config(profile_ranks=(1,)), Log(), folder=str(tmp_path))
+    for iteration in range(5):
+        profiler.begins("training", iteration)
+    profiler.ends()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_for_a_profiler_outside_the_range_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.profiler.start", lambda: marks.append("start"))
+    monkeypatch.setattr("torch.cuda.profiler.stop", lambda: marks.append("stop"))
+    profiler = Profiler(config(use_pytorch_profiler=False), Log(), folder=None)
+    for iteration in range(5):
+        marks.append(str(iteration))
+        profiler.begins("training", iteration)
+    profiler.ends()
+    assert marks == ["0", "1", "start", "2", "3", "stop", "4"]
+
+
+def test_without_a_gpu_there_is_nothing_to_mark_or_to_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Profiler(config(use_pytorch_profiler=False), Log(), folder=None).begins("training", 1)
+    place = tmp_path / "snapshot.pickle"
+    recording = config(record_memory_history=True, memory_snapshot_path=str(place))
+    MemoryHistory(recording, Log(), torch.device("cpu")).ends()
+    printed = capsys.readouterr().out
+    assert "--profile has no effect" in printed
+    assert "--record-memory-history has no effect" in printed
+    assert not place.exists()
+
+
+@pytest.mark.gpu
+def test_a_gpus_allocations_are_written(tmp_path: Path) -> None:
+    place = tmp_path / "snapshot.pickle"
+    recording = config(record_memory_history=True, memory_snapshot_path=str(place))
+    history = MemoryHistory(recording, Log(), torch.device("cuda"))
+    kept = torch.ones(1000, device="cuda")
+    history.ends()
+    assert kept.sum() == 1000
+    assert place.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"profile_step_start": 3}, "--profile-step-start 3 must lie below"),
+        ({"profile": False}, "--use-pytorch-profiler needs --profile"),
+    ],
+)
+def test_impossible_settings_are_told(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        config(**changes)

@@ -1,0 +1,109 @@
+"""A heartbeat while something goes on, and stacks of all threads when nothing does."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from paro.report.watchdog import WatchConfig, Watchdog
+from tests.helpers.ranks import ROOT
+
+
+class Stream(io.StringIO):
+    """Text that knows when something was written; real files alone take Python's own dumps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.written.set()
+        return super().write(text)
+
+    def fileno(self) -> int:
+        return 2
+
+
+def test_a_standstill_shows_once_where_every_thread_stands() -> None:
+    stream, gate = Stream(), threading.Event()
+    stuck = threading.Thread(target=gate.wait, name="lane of a peer", daemon=True)
+    stuck.start()
+    config = WatchConfig(hang_dump_minutes=0.2 / 60)
+    dog = Watchdog(config, rank=3, timeout_minutes=10.0, stream=stream)
+    dog.begins("training", 7)
+    assert stream.written.wait(30)
+    time.sleep(0.5)
+    gate.set()
+    dog.ends()
+    text = stream.getvalue()
+    assert text.count("[Rank 3] no progress for 0 s while training, after iteration 7") == 1
+    assert "[Rank 3] thread lane of a peer:" in text
+    assert "[Rank 3] thread MainThread:" in text
+    assert "time.sleep(0.5)" in text or "stream.written.wait(30)" in text
+    assert all(line.startswith("[Rank 3]") for line in text.splitlines())
+
+
+def test_progress_is_no_standstill() -> None:
+    stream = Stream()
+    config = WatchConfig(hang_dump_minutes=5.0 / 60)
+    dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
+    for iteration in range(5):
+        dog.begins("training", iteration)
+        time.sleep(0.02)
+    dog.ends()
+    assert stream.getvalue() == ""
+
+
+def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "beat.json"
+    config = WatchConfig(heartbeat_file=str(path), hang_dump_minutes=0.0)
+    dogs = [Watchdog(config, rank=rank, timeout_minutes=10.0) for rank in (0, 1)]
+    for dog in dogs:
+        dog.begins("training", 12)
+        dog.ends()
+    beat = json.loads(path.read_text())
+    assert (beat["iteration"], beat["doing"]) == (12, "training")
+    assert abs(beat["time"] - time.time()) < 60
+    assert [child.name for child in path.parent.iterdir()] == ["beat.json"]
+
+
+def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = WatchConfig(heartbeat_file=str(tmp_path / "file" / "beat"))
+    with pytest.raises(ValueError, match="--heartbeat-file"):
+        Watchdog(config, rank=0, timeout_minutes=10.0)
+    stream = Stream()
+    config = WatchConfig(heartbeat_file=str(tmp_path), hang_dump_minutes=0.0)  # a folder
+    dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
+    dog.begins("training", 1)
+    dog.ends()
+    assert stream.getvalue().count("--heartbeat-file is left out from here on") == 1
+    with pytest.raises(ValueError, match="--hang-dump-minutes -1"):
+        WatchConfig(hang_dump_minutes=-1.0)
+
+
+HOLDS_THE_LOCK = """
+import ctypes, sys, time
+from paro.report.watchdog import WatchConfig, Watchdog
+dog = Watchdog(WatchConfig(hang_dump_minutes=0.2 / 60), rank=0, timeout_minutes=10.0)
+dog.begins("training", 1)
+time.sleep(0.1)
+ctypes.PyDLL(None).usleep(1500000)  # a library that keeps the interpreter's lock
+dog.ends()
+"""
+
+
+def test_a_library_that_keeps_the_interpreters_lock_is_shown_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDS_THE_LOCK], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Timeout (" in done.stderr
+    assert 'File "<string>", line 7' in done.stderr

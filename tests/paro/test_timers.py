@@ -1,0 +1,43 @@
+"""Timers of the levels asked for; every one is a range of a profile."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from paro.timers import Timers, make_timers
+
+
+def test_names_up_to_the_level_are_timed_and_taken_once() -> None:
+    timers = Timers(1)
+    for _ in range(2):
+        with timers.measure("forward-backward"), timers.measure("forward-compute", level=2):
+            time.sleep(0.01)
+    timers.add("interval-time", 2.0)
+    timers.add("detail", 2.0, level=2)
+    taken = timers.take()
+    assert list(taken) == ["forward-backward", "interval-time"]
+    assert taken["forward-backward"] >= 0.02
+    assert timers.take() == {}
+
+
+def test_a_timer_waits_for_the_device_before_and_after() -> None:
+    calls: list[str] = []
+    timers = Timers(1, synchronize=lambda: calls.append("wait"))
+    with timers.measure("optimizer"):
+        calls.append("work")
+    with timers.measure("batch-generator", level=2):
+        calls.append("unmeasured")
+    assert calls == ["wait", "work", "wait", "unmeasured"]
+    assert make_timers(0, torch.device("cpu")).take() == {}
+
+
+def test_every_timer_is_a_range_of_a_profile() -> None:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with (
+        torch.profiler.profile(activities=[cpu]) as profile,
+        Timers(0).measure("forward-compute", level=2),
+    ):
+        torch.ones(3).sum()
+    assert "paro/forward-compute" in {event.key for event in profile.key_averages()}

@@ -1,0 +1,49 @@
+"""What reporting costs is compared between neighbouring steps, in a run that really reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paro.runtime import UserMistakeError
+from tests.helpers.training import TINY
+from tools import bench_reporting
+from tools.bench_reporting import costs, is_reported, main
+
+
+def step(wall: float, inside: float) -> dict[str, float]:
+    return {"wall": wall, "cpu": 2 * wall, "wall in report": inside, "cpu in report": inside}
+
+
+def test_neighbours_are_compared_and_the_first_round_is_left_out() -> None:
+    steps = [step(99.0, 0.0), step(99.0, 9.0)]
+    for drift in (1.0, 2.0, 4.0):
+        pair = [step(drift, 0.0), step(drift * 1.01, 0.02)]
+        steps += pair[:: 1 if is_reported(len(steps) + 1) else -1]
+    wall, cpu = costs([*steps, step(50.0, 0.0)])
+    assert (wall.clock, cpu.clock) == ("wall", "cpu")
+    assert wall.bare == [1.0, 2.0, 4.0]
+    assert wall.part == pytest.approx(0.01)
+    assert wall.part_in_report == pytest.approx(0.01)
+
+
+def test_every_second_step_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags = f"{TINY} --eval-iters 0 --peak-tflops 1 --log-interval 1"
+    monkeypatch.setattr(bench_reporting, "MODEL", flags)
+    main(["--rounds", "3", "--json", str(tmp_path / "cost.json")])
+    rows = json.loads((tmp_path / "cost.json").read_text())
+    assert [row["clock"] for row in rows] == ["wall", "cpu"]
+    assert all(len(row["bare"]) == len(row["reported"]) == 3 for row in rows)
+    assert min(rows[0]["in_report"]) > 0.0
+    assert "with TensorBoard, W&B and the view" in capsys.readouterr().out
+
+
+def test_too_few_rounds_are_a_mistake() -> None:
+    with pytest.raises(UserMistakeError, match="--rounds 0 must be at least 1"):
+        main(["--rounds", "0"])

@@ -1,0 +1,178 @@
+"""The report of runs: what it says, that it stands alone, and that a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paro.runtime import UserMistakeError
+from tools.report import main
+from tools.run_report.charts import CHARTS, PLACEHOLDERS
+from tools.run_report.runs import differences, read_runs
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def write_run(path: Path, strategy: str, *, speed: float = 1000.0, record: bool = True) -> Path:
+    """A run of 20 logged iterations as the trainer records one."""
+    lines = [
+        {
+            "iteration": iteration,
+            "lm_loss": 8.0 / iteration if iteration != 3 else None,
+            "grad_norm": 1.0 + 1.0 / iteration,
+            "learning_rate": 1e-3,
+            "iteration_time_ms": 100.0,
+            "tokens_per_second": speed if iteration > 2 else 1.0,
+            "data_wait_ms": 1.0,
+            "mfu": 0.4,
+            "mfu_causal": 0.35,
+            "peak_memory_bytes": 300_000_000,
+            "model_state_bytes": 7_000_000,
+            "intra_bytes": 2_000_000,
+            "inter_bytes": 1_000_000,
+            "exposed_gather_ms": 10.0,
+            "exposed_reduce_ms": 14.0,
+            "exposed_publish_ms": 1.0,
+        }
+        for iteration in range(1, 21)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if record:
+        predicted = {"model-states": 7_000_000, "activations": 2_000_000, "total": 9_000_000}
+        start: dict[str, Any] = {
+            "iteration": 0,
+            "arguments": {"paro_strategy": strategy, "lr": 1e-3, "save": str(path), "bf16": True},
+            "facts": {"world_size": 4, "predicted": predicted, "peak": {"source": "typed <in>"}},
+            "environment": {"torch": "2.13.0", "device": "CPU"},
+        }
+        validations = [
+            {"iteration": 10, "data_set": "validation", "lm_loss": 1.25},
+            {"iteration": 20, "data_set": "validation", "lm_loss": None},
+            {"iteration": 20, "data_set": "test", "lm_loss": 9.0},
+        ]
+        found = {"starts": [start], "validations": validations}
+        Path(f"{path}.run.json").write_text(json.dumps(found))
+    return path
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> list[Path]:
+    fast = write_run(tmp_path / "a.jsonl", "IIG", speed=2000.0)
+    return [fast, write_run(tmp_path / "b.jsonl", "GGG")]
+
+
+def report(files: list[Path], folder: Path, *flags: str) -> str:
+    main([*map(str, files), "--output", str(folder / "report.html"), *flags])
+    return (folder / "report.html").read_text()
+
+
+def test_runs_are_named_by_strategy_and_compared(two_runs: list[Path], tmp_path: Path) -> None:
+    page = report(two_runs, tmp_path)
+    assert re.findall(r"</span>(\w+)</li>", page) == ["IIG", "GGG"]
+    rows = re.findall(r"<tr><td><span.*?</tr>", page)
+    cells = [re.findall(r"<td>(.*?)</td>", row)[1:] for row in rows]
+    assert cells[0] == [
+        *("4", "20", "0.400", "1.250", "2,000", "500", "40.00%", "35.00%", "25.00%"),
+        *("7.0", "300.0"),
+    ]
+    assert cells[1][4] == "1,000"
+    assert "<code>--paro-strategy</code></td><td><code>IIG</code></td><td><code>GGG</code>" in page
+    assert "typed &lt;in&gt;" in page
+
+
+def test_differences_leave_out_what_a_run_writes(two_runs: list[Path]) -> None:
+    assert differences(read_runs(two_runs, ())) == {"--paro-strategy": ["IIG", "GGG"]}
+
+
+def test_the_page_stands_alone_and_follows_light_and_dark(
+    two_runs: list[Path], tmp_path: Path
+) -> None:
+    page = report(two_runs, tmp_path)
+    assert not re.findall(r'(?:src|href)="(?!#)', page.replace("http://www.w3.org", "#"))
+    assert "<script" not in page
+    assert page.count("<svg") == len(CHARTS)
+    for colour in (PLACEHOLDERS.ink, PLACEHOLDERS.muted, PLACEHOLDERS.grid, *PLACEHOLDERS.series):
+        assert colour not in page
+    used = set(re.findall(r"var\((--\w+)\)", page))
+    dark = page[page.index("prefers-color-scheme: dark") :].partition("}")[0]
+    assert used <= set(re.findall(r"(--\w+):", dark))
+    names = re.findall(r'\bid="([^"]+)"', page)
+    repeated = {name for name in names if names.count(name) > 1}
+    assert not {name for name in repeated if f"#{name}" in page}
+    HTMLParser().feed(page)
+
+
+def test_pictures_of_every_chart(two_runs: list[Path], tmp_path: Path) -> None:
+    report(two_runs, tmp_path, "--png-dir", str(tmp_path / "png"))
+    pictures = {path.stem: path.read_bytes() for path in (tmp_path / "png").iterdir()}
+    assert pictures.keys() == {chart.name for chart in CHARTS}
+    assert all(content.startswith(b"\x89PNG") for content in pictures.values())
+
+
+def test_metrics_alone_are_enough(tmp_path: Path) -> None:
+    page = report([write_run(tmp_path / "m.jsonl", "IIG", record=False)], tmp_path)
+    assert "No record lies beside the metrics files." in page
+    assert ">m</li>" in page
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "cannot be read: No such file"),
+        ("", "is empty"),
+        ("loss 4\n", "line 1 is no line of a metrics file"),
+        ('{"iteration": 1}\n', "line 1 has no lm_loss"),
+    ],
+)
+def test_files_that_are_no_metrics(content: str | None, told: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "m.jsonl").write_text(content)
+    with pytest.raises(UserMistakeError, match=told):
+        report([tmp_path / "m.jsonl"], tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_names_must_fit(two_runs: list[Path], tmp_path: Path) -> None:
+    assert ">one</li>" in report(two_runs, tmp_path, "--names", "one", "two")
+    with pytest.raises(UserMistakeError, match="1 names for 2 metrics files"):
+        report(two_runs, tmp_path, "--names", "one")
+    with pytest.raises(UserMistakeError, match="must differ"):
+        report(two_runs, tmp_path, "--names", "one", "one")
+
+
+@pytest.mark.browser
+def test_a_browser_shows_it_in_light_and_in_the_dark(two_runs: list[Path], tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"needs a headless Chromium: one of {', '.join(BROWSERS)}")
+    image = pytest.importorskip("matplotlib.image")
+    report(two_runs, tmp_path)
+    brightness = []
+    for scheme in (0, 1):  # dark, light
+        picture = tmp_path / f"{scheme}.png"
+        done = subprocess.run(
+            [
+                *(browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+                *("--enable-logging=stderr", "--window-size=1200,2400"),
+                *(f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={picture}"),
+                *(f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/report.html"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert picture.exists(), done.stderr
+        assert "CONSOLE" not in done.stderr, done.stderr
+        pixels = image.imread(picture)[..., :3]
+        brightness.append(float(pixels.mean()))
+        assert pixels.std() > 0.02  # something is drawn
+    assert brightness[0] < 0.3 < 0.7 < brightness[1]
+    assert all(math.isfinite(value) for value in brightness)

@@ -1,0 +1,72 @@
+"""The saved view shows tags that runs have, and nothing is sent without an account."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paro.runtime import UserMistakeError
+from tests.end_to_end.test_trackers import MEGATRON, OURS
+from tools import wandb_dashboard
+from tools.wandb_dashboard import SECTIONS, describe, main, make_workspace
+
+WORDS = ["--wandb-project", "llama", "--wandb-entity", "team"]
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_every_panel_shows_tags_that_runs_write() -> None:
+    shown = {tag for panels in SECTIONS.values() for panel in panels for tag in panel.tags}
+    assert shown <= MEGATRON | OURS
+    assert {tag for tag in OURS if tag.startswith("throughput/")} <= shown
+    assert next(iter(SECTIONS)) == "throughput and MFU"
+
+
+def test_the_library_takes_the_view() -> None:
+    pytest.importorskip("wandb_workspaces")
+    workspace = make_workspace("team", "llama", "view")
+    assert [section.name for section in workspace.sections] == list(SECTIONS)
+    panels = workspace.sections[0].panels
+    assert [panel.title for panel in panels] == [
+        panel.title for panel in SECTIONS["throughput and MFU"]
+    ]
+
+
+def test_without_an_account_it_says_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb_workspaces")
+    main(WORDS)
+    printed = capsys.readouterr().out
+    assert printed.startswith(describe("team", "llama", "throughput and MFU"))
+    assert printed.endswith("nothing was saved (no account: run `wandb login`)\n")
+
+
+def test_with_an_account_it_saves_and_a_refusal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb_workspaces")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+
+    class Saved:
+        url = "https://wandb.ai/team/llama?nw=abc"
+        error: Exception | None = None
+
+        def save(self) -> None:
+            if self.error is not None:
+                raise self.error
+
+    monkeypatch.setattr(wandb_dashboard, "make_workspace", lambda *_: Saved())
+    main(WORDS)
+    assert capsys.readouterr().out.endswith("saved: https://wandb.ai/team/llama?nw=abc\n")
+    main([*WORDS, "--dry-run"])
+    assert "nothing was saved (--dry-run)" in capsys.readouterr().out
+    Saved.error = RuntimeError("project not\nfound")
+    with pytest.raises(UserMistakeError, match="could not be saved: project not found"):
+        main(WORDS)
+    with pytest.raises(UserMistakeError, match="--wandb-entity is missing"):
+        main(WORDS[:2])

@@ -1,0 +1,184 @@
+"""What dashboards and the terminal's view cost a training step: in turns with a bare report."""
+
+# The quickstart's model trains in one process, once, and its report changes from step to step:
+# none, all of it, all of it, none ... So neighbours in time are compared, either first in turns,
+# and the machine's drift falls out.
+# CPU time counts all threads of the process, those that write to the dashboards included. wandb's
+# service is a process of its own beside it: it shows in the wall clock where cores are short.
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+
+from data.atomic_file import replacing
+from paro.arguments import parse_args
+from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.config import RunConfig
+from paro.loop import Loop
+from paro.placement import placement_lines, predict_memory, predicted_bytes
+from paro.report.dashboards import Dashboards, open_dashboards
+from paro.report.live_view import LiveView
+from paro.report.log import Log
+from paro.report.memory import MemoryForecast
+from paro.report.record import IterationRecord
+from paro.report.report import Records, Report
+from paro.runtime import Control, World, device_for, run_script, user_mistakes
+
+MODEL = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 "
+    "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
+    "--micro-batch-size 4 --num-workers 0 --lr 1e-3 --eval-iters 0 --peak-tflops 1 "
+    "--log-interval 1"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds of every step of each kind, in the order of rounds, by one clock."""
+
+    clock: str
+    bare: list[float]
+    reported: list[float]
+    in_report: list[float]  # what the training thread itself spent there
+
+    @property
+    def part(self) -> float:
+        """By which part a step takes longer: the median over rounds of neighbours."""
+        pairs = zip(self.bare, self.reported, strict=True)
+        return median(reported / bare - 1.0 for bare, reported in pairs)
+
+    @property
+    def part_in_report(self) -> float:
+        return median(self.in_report) / median(self.bare)
+
+
+class Alternating(Report):
+    """A bare report that hands every other iteration to one with everything, and times both."""
+
+    full: Report
+
+    def prepare(self, full: Report) -> None:
+        self.full = full
+        self.steps: list[dict[str, float]] = []
+        self._begin = _now()
+
+    def iteration(self, record: IterationRecord) -> None:
+        before = _now()
+        if is_reported(len(self.steps)):
+            self.full.iteration(record)
+        else:
+            super().iteration(record)
+        after = _now()
+        step = {clock: after[clock] - self._begin[clock] for clock in after}
+        inside = {f"{clock} in report": after[clock] - before[clock] for clock in after}
+        self.steps.append(step | inside)
+        self._begin = _now()
+
+
+def _now() -> dict[str, float]:
+    return {"wall": time.perf_counter(), "cpu": time.process_time()}
+
+
+def is_reported(number: int) -> bool:
+    """Whether a step is one with everything: of each two, in turns the second and the first."""
+    return number % 4 in (1, 2)
+
+
+def costs(steps: Sequence[dict[str, float]]) -> list[Cost]:
+    """By each clock, the first round left out: it sets everything up."""
+    numbers = range(2, len(steps) // 2 * 2)
+    bare = [steps[number] for number in numbers if not is_reported(number)]
+    reported = [steps[number] for number in numbers if is_reported(number)]
+    return [
+        Cost(
+            clock=clock,
+            bare=[step[clock] for step in bare],
+            reported=[step[clock] for step in reported],
+            in_report=[step[f"{clock} in report"] for step in reported],
+        )
+        for clock in ("wall", "cpu")
+    ]
+
+
+def measure(rounds: int, folder: Path) -> list[Cost]:
+    """Trains two steps a round, one of them with all reporting."""
+    flags = f"{MODEL} --global-batch-size 4 --train-iters {2 * rounds + 2}"
+    boards = f"--tensorboard-dir {folder}/board --wandb-project bench --wandb-save-dir {folder}"
+    config = RunConfig.from_args(parse_args([*flags.split(), *boards.split()]), World())
+    control = Control(World(), device_for(config.runtime, World()))
+    training = build_training(config, control)
+    facts = run_facts(config, training, predicted_bytes(predict_memory(config, training)))
+    state = start_state(config)
+    forecast = MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        # Printing itself is paid for.
+        log = Log(show=lambda message: print(message, file=nowhere, flush=True))
+        bare = Alternating(
+            config.report,
+            facts,
+            log,
+            device=training.device,
+            records=Records(log, None, None),
+            dashboards=Dashboards(log),
+        )
+        full = Report(
+            config.report,
+            facts,
+            log,
+            device=training.device,
+            records=Records(log, None, None),
+            dashboards=open_dashboards(config.report, log, {}),
+        )
+        full.view = LiveView(
+            facts,
+            title="bench",
+            placement=placement_lines(config, training),
+            console=Console(file=nowhere, force_terminal=True, width=120),
+        )
+        sources = build_sources(config, build_data(config), training, state)
+        loop = Loop(training, state, sources, bare, saving=None, forecast=forecast)
+        bare.prepare(full)
+        loop.run()
+        full.close()
+    return costs(bare.steps)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="pairs of steps; default 20")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    options = parser.parse_args(argv)
+    with user_mistakes():
+        if options.rounds < 1:
+            raise ValueError(f"--rounds {options.rounds} must be at least 1")
+    os.environ.setdefault("WANDB_MODE", "offline")
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(options.rounds, Path(folder))
+    for cost in found:
+        print(
+            f"{cost.clock}: a step takes {median(cost.bare) * 1000:.1f} ms, with TensorBoard, W&B "
+            f"and the view {median(cost.reported) * 1000:.1f} ms: {100 * cost.part:+.2f}%; "
+            f"spent in the report: {100 * cost.part_in_report:.2f}%"
+        )
+    if options.json is not None:
+        with replacing(options.json) as temporary:
+            rows = [asdict(cost) | {"part": cost.part} for cost in found]
+            temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_script("bench_reporting.py", main)

@@ -1,0 +1,58 @@
+"""From the metrics files of one or several runs to one page of HTML and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.atomic_file import replacing
+from paro.runtime import run_script, user_mistakes
+from tools.run_report.charts import CHARTS, as_png
+from tools.run_report.page import page
+from tools.run_report.runs import read_runs
+
+DESCRIPTION = """\
+Writes a report of one or several runs, side by side: curves, throughput, MFU, memory,
+communication, configuration and environment. The page needs no network and no file beside it.
+
+  python tools/report.py runs/iig.jsonl runs/ggg.jsonl --output report.html --png-dir pictures
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "metrics", nargs="+", type=Path, help="what --metrics-file wrote; FILE.run.json beside it"
+    )
+    parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page")
+    parser.add_argument("--png-dir", type=Path, help="write every chart there as a picture too")
+    parser.add_argument("--names", nargs="+", default=(), help="of the runs; default: strategies")
+    parser.add_argument("--title", default="Training report", help="title of the page")
+    options = parser.parse_args(argv)
+    with user_mistakes():
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("this needs matplotlib: pip install -r requirements.txt")
+        runs = read_runs(options.metrics, options.names)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(options.output) as temporary:
+            temporary.write_text(page(runs, options.title), encoding="utf-8")
+        print(options.output)
+        if options.png_dir is not None:
+            options.png_dir.mkdir(parents=True, exist_ok=True)
+            for chart in CHARTS:
+                place = options.png_dir / f"{chart.name}.png"
+                with replacing(place) as temporary:
+                    temporary.write_bytes(as_png(chart, runs))
+                print(place)
+
+
+if __name__ == "__main__":
+    run_script("report.py", main)

@@ -1,0 +1,318 @@
+"""The charts of runs: drawn once by matplotlib, as pictures and as SVG that follows the page."""
+
+# In SVG every colour is a placeholder that the page's style replaces (`var(--ink)`), so that one
+# drawing reads in light, in the dark and on paper. Pictures get the colours of the light page.
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tools.run_report.runs import Run
+
+# Light page, dark page; told apart by those who see few colours too, and by their brightness.
+SERIES = (
+    ("#0b5cad", "#6cb2ff"),
+    ("#c2410c", "#ff9a5c"),
+    ("#0f7b5f", "#4fd1a5"),
+    ("#8a2be2", "#c79bff"),
+    ("#a16207", "#f2c744"),
+    ("#be185d", "#ff8ac0"),
+    ("#0e7490", "#5fd7ea"),
+    ("#4b5563", "#b6bfcc"),
+)
+INK, MUTED, GRID = ("#1b2430", "#e6eaf0"), ("#5b6675", "#9aa6b5"), ("#d9dee5", "#39424e")
+
+
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """The colours of one drawing."""
+
+    ink: str
+    muted: str
+    grid: str
+    series: tuple[str, ...]
+
+    def of(self, index: int) -> str:
+        return self.series[index % len(self.series)]
+
+
+LIGHT = Palette(INK[0], MUTED[0], GRID[0], tuple(light for light, _ in SERIES))
+# Hexadecimal numbers that no drawing would choose by itself.
+PLACEHOLDERS = Palette(
+    "#010201", "#010202", "#010203", tuple(f"#0102{16 + i:02x}" for i in range(len(SERIES)))
+)
+VARIABLES = {
+    PLACEHOLDERS.ink: "var(--ink)",
+    PLACEHOLDERS.muted: "var(--muted)",
+    PLACEHOLDERS.grid: "var(--grid)",
+    **{colour: f"var(--c{i})" for i, colour in enumerate(PLACEHOLDERS.series)},
+}
+
+Draw = Callable[[Any, Sequence[Run], Palette], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart: what it is called, what one should know to read it, and how it is drawn."""
+
+    name: str
+    title: str
+    note: str
+    draw: Draw
+    wide: bool = False
+
+
+def _curves(field: str, label: str, *, agree: bool, log: bool = False) -> Draw:
+    def draw(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+        for index, run in enumerate(runs):
+            x, y = run.series(field)
+            width = _width(index, runs) if agree else 1.6
+            axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=width)
+        if log:
+            axis.set_yscale("log", subs=(2, 5))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
+        axis.set_ylabel(label)
+        axis.set_xlabel("iteration")
+
+    return draw
+
+
+def _width(index: int, runs: Sequence[Run]) -> float:
+    """Runs that agree lie on each other: wide ones below."""
+    return 1.6 + 1.2 * (len(runs) - 1 - index)
+
+
+def _draw_loss(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+    for index, run in enumerate(runs):
+        x, y = run.series("lm_loss")
+        axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=_width(index, runs))
+        x, y = run.validation_series()
+        size = 3.5 + 2.5 * (len(runs) - 1 - index)
+        axis.plot(x, y, "o--", color=palette.of(index), linewidth=1.0, markersize=size)
+    axis.set_ylabel("nats per token")
+    axis.set_xlabel("iteration")
+
+
+def _draw_mfu(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+    for index, run in enumerate(runs):
+        x, y = run.series("mfu", scale=100.0)
+        axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=1.6)
+        x, y = run.series("mfu_causal", scale=100.0)
+        axis.plot(x, y, ":", color=palette.of(index), linewidth=1.4)
+    axis.set_ylabel("% of the peak")
+    axis.set_xlabel("iteration")
+    axis.set_ylim(bottom=0)
+
+
+_FIRST_KIND = 3  # the first colours are those of the runs
+Part = tuple[str, list[float | None]]
+
+
+def _stacked(axis: Any, runs: Sequence[Run], parts: Sequence[Part], palette: Palette) -> None:
+    """A bar per run, made of parts; the first run on top."""
+    places = range(len(runs))
+    left = [0.0] * len(runs)
+    for index, (label, values) in enumerate(parts):
+        widths = [value or 0.0 for value in values]
+        colour = palette.of(index + _FIRST_KIND)
+        axis.barh(places, widths, left=left, height=0.6, color=colour, label=label)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    for place, total in zip(places, left, strict=True):
+        axis.annotate(
+            f"{total:.4g}",
+            (total, place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            color=palette.ink,
+            fontsize=9,
+        )
+    axis.set_yticks(list(places), [run.name for run in runs])
+    axis.invert_yaxis()
+    axis.margins(x=0.14)
+    axis.grid(axis="y", visible=False)
+    _legend(axis, palette)
+
+
+def _legend(axis: Any, palette: Palette) -> None:
+    handles, _ = axis.get_legend_handles_labels()
+    axis.legend(
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=min(len(handles), 3),
+        frameon=False,
+        fontsize=9,
+        labelcolor=palette.ink,
+        borderaxespad=0.3,
+        handlelength=1.0,
+        columnspacing=1.2,
+    )
+
+
+def _draw_memory(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+    kinds = ("model-states", "whole-parameters", "whole-gradients", "activations", "transient")
+    predicted = [run.facts.get("predicted") or {} for run in runs]
+    parts: list[Part] = [
+        (kind.replace("-", " "), [bytes_by_kind.get(kind, 0) / 1e6 for bytes_by_kind in predicted])
+        for kind in kinds
+    ]
+    _stacked(axis, runs, parts, palette)
+    axis.set_xlabel("MB on a rank, predicted at the peak")
+
+
+def _draw_bytes(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+    parts: list[Part] = [
+        (label, [run.typical(name, scale=1e-6) for run in runs])
+        for label, name in (
+            ("inside groups", "intra_bytes"),
+            ("between groups", "inter_bytes"),
+        )
+    ]
+    _stacked(axis, runs, parts, palette)
+    axis.set_xlabel("MB sent by a rank in an iteration")
+
+
+def _draw_exposed(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+    parts: list[Part] = [
+        (label, [run.typical(name) for run in runs])
+        for label, name in (
+            ("gathers", "exposed_gather_ms"),
+            ("reductions", "exposed_reduce_ms"),
+            ("publishing", "exposed_publish_ms"),
+        )
+    ]
+    _stacked(axis, runs, parts, palette)
+    axis.set_xlabel("ms of an iteration for which computing stood still")
+
+
+def _draw_iteration(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+    exposed = [
+        sum(run.typical(f"exposed_{kind}_ms") or 0.0 for kind in ("gather", "reduce", "publish"))
+        for run in runs
+    ]
+    data = [run.typical("data_wait_ms") or 0.0 for run in runs]
+    whole = [run.typical("iteration_time_ms") or 0.0 for run in runs]
+    rest = [max(0.0, t - e - d) for t, e, d in zip(whole, exposed, data, strict=True)]
+    parts: list[Part] = [
+        ("computing", list(rest)),
+        ("communication", list(exposed)),
+        ("data", list(data)),
+    ]
+    _stacked(axis, runs, parts, palette)
+    axis.set_xlabel("ms per iteration")
+
+
+CHARTS = (
+    Chart("loss", "Loss", "Lines: training. Dots: held-out data.", _draw_loss, wide=True),
+    Chart(
+        "throughput",
+        "Throughput",
+        "Tokens per second of all ranks, means since the line before.",
+        _curves("tokens_per_second", "tokens/s", agree=False),
+    ),
+    Chart(
+        "mfu",
+        "Model FLOPs utilization",
+        "Solid: attention counted in full. Dotted: causal attention counted half.",
+        _draw_mfu,
+    ),
+    Chart(
+        "grad_norm",
+        "Gradient norm",
+        "Before clipping.",
+        _curves("grad_norm", "norm", agree=True, log=True),
+    ),
+    Chart(
+        "learning_rate", "Learning rate", "", _curves("learning_rate", "learning rate", agree=True)
+    ),
+    Chart(
+        "iteration",
+        "Where an iteration goes",
+        "Medians: waiting for communication and for batches, and the rest, which is computing.",
+        _draw_iteration,
+    ),
+    Chart("exposed", "Exposed communication", "By what was waited for; medians.", _draw_exposed),
+    Chart("bytes", "Bytes sent", "Exact, counted where they are sent; medians.", _draw_bytes),
+    Chart(
+        "memory",
+        "Memory",
+        "By formula, at the moment of a step that needs most; measured peaks are in the table.",
+        _draw_memory,
+    ),
+)
+
+
+@contextmanager
+def _figure(chart: Chart, runs: Sequence[Run], palette: Palette) -> Iterator[Any]:
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("agg")  # no screen is needed
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": chart.name,
+        "text.color": palette.ink,
+        "axes.labelcolor": palette.muted,
+        "axes.edgecolor": palette.grid,
+        "xtick.color": palette.muted,
+        "ytick.color": palette.muted,
+        "grid.color": palette.grid,
+        "axes.grid": True,
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "font.size": 10,
+        "axes.labelsize": 10,
+    }
+    bars = chart.name in ("iteration", "exposed", "bytes", "memory")
+    height = 1.5 + 0.42 * len(runs) if bars else 3.2
+    with matplotlib.rc_context(style):
+        size = (11.0 if chart.wide else 5.4, max(height, 2.4))
+        figure, axis = pyplot.subplots(figsize=size, layout="constrained")
+        try:
+            chart.draw(axis, runs, palette)
+            yield figure
+        finally:
+            pyplot.close(figure)
+
+
+def as_png(chart: Chart, runs: Sequence[Run]) -> bytes:
+    """A picture on white, with a title and the names of the runs."""
+    with _figure(chart, runs, LIGHT) as figure:
+        (axis,) = figure.axes
+        figure.suptitle(chart.title, fontsize=12)
+        if axis.get_legend() is None and axis.get_legend_handles_labels()[0]:
+            _legend(axis, LIGHT)
+        stream = io.BytesIO()
+        figure.savefig(stream, format="png", dpi=130, facecolor="white")
+    return stream.getvalue()
+
+
+def as_svg(chart: Chart, runs: Sequence[Run]) -> str:
+    """An `<svg>` element whose colours are the page's."""
+    with _figure(chart, runs, PLACEHOLDERS) as figure:
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, variable)
+    # Names are the drawing's own; on a page with several they must differ.
+    text = re.sub(r'\bid="', f'id="{chart.name}-', text)
+    text = re.sub(r"url\(#", f"url(#{chart.name}-", text)
+    text = re.sub(r'href="#', f'href="#{chart.name}-', text)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+    width = re.search(r'<svg[^>]*\bwidth="([^"]*)"', text)
+    assert width is not None, "an SVG without a width"
+    head, body = text.split(">", 1)
+    head = re.sub(r'\s(?:width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{chart.title}">{body}'

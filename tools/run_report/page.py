@@ -1,0 +1,228 @@
+"""The page: one file of HTML that needs nothing beside it, in light, in the dark and on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from html import escape
+
+from tools.run_report.charts import CHARTS, GRID, INK, MUTED, SERIES, as_svg
+from tools.run_report.runs import Run, differences
+
+
+def _style() -> str:
+    """The colours of both pages as variables, and the layout."""
+
+    def variables(dark: int) -> str:
+        named = {"ink": INK[dark], "muted": MUTED[dark], "grid": GRID[dark]}
+        named["paper"], named["card"] = (("#f5f7f9", "#ffffff"), ("#12171d", "#1b222b"))[dark]
+        named |= {f"c{i}": pair[dark] for i, pair in enumerate(SERIES)}
+        return " ".join(f"--{name}: {colour};" for name, colour in named.items())
+
+    return f"""
+:root {{ color-scheme: light dark; {variables(0)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {variables(1)} }} }}
+* {{ box-sizing: border-box; }}
+body {{ margin: 0; padding: 2rem 1.25rem 3rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }}
+main {{ max-width: 1180px; margin: 0 auto; }}
+h1 {{ font-size: 1.6rem; margin: 0; letter-spacing: -0.01em; }}
+h2 {{ font-size: 1.1rem; margin: 2.2rem 0 0.8rem; }}
+h3 {{ font-size: 0.95rem; margin: 0; }}
+.lead, .note, caption {{ color: var(--muted); }}
+.lead {{ margin: 0.2rem 0 1rem; }}
+.note {{ margin: 0.1rem 0 0.5rem; font-size: 0.85rem; }}
+.runs {{ display: flex; flex-wrap: wrap; gap: 0.4rem 1.2rem; margin: 0; padding: 0;
+  list-style: none; font-weight: 600; }}
+.chip {{ display: inline-block; width: 0.8em; height: 0.8em; border-radius: 0.2em;
+  margin-right: 0.45em; vertical-align: -0.05em; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr));
+  gap: 1rem; }}
+figure {{ margin: 0; padding: 0.9rem 1rem 0.6rem; background: var(--card);
+  border: 1px solid var(--grid); border-radius: 8px; min-width: 0; }}
+figure.wide {{ grid-column: 1 / -1; }}
+svg {{ display: block; width: 100%; height: auto; }}
+.table {{ overflow-x: auto; background: var(--card); border: 1px solid var(--grid);
+  border-radius: 8px; }}
+table {{ border-collapse: collapse; width: 100%; font-size: 0.88rem; }}
+th, td {{ padding: 0.45rem 0.8rem; text-align: right; border-bottom: 1px solid var(--grid);
+  font-variant-numeric: tabular-nums; }}
+th {{ font-weight: 600; vertical-align: bottom; }}
+th:first-child, td:first-child {{ text-align: left; }}
+table.text td, table.text th {{ text-align: left; vertical-align: top; overflow-wrap: anywhere; }}
+td:first-child {{ white-space: nowrap; }}
+tr:last-child td {{ border-bottom: 0; }}
+thead th {{ color: var(--muted); }}
+code {{ font: 0.92em ui-monospace, "SF Mono", Menlo, monospace; }}
+details {{ margin-top: 0.8rem; }}
+summary {{ cursor: pointer; color: var(--muted); }}
+@media print {{
+  @page {{ margin: 14mm; }}
+  :root {{ color-scheme: light; {variables(0)} --paper: #ffffff; }}
+  body {{ padding: 0; font-size: 11px; }}
+  .charts {{ grid-template-columns: 1fr 1fr; }}
+  figure, .table, tr {{ break-inside: avoid; }}
+  h2 {{ break-after: avoid; }}
+  * {{ print-color-adjust: exact; -webkit-print-color-adjust: exact; }}
+}}
+"""
+
+
+def page(runs: Sequence[Run], title: str) -> str:
+    """The whole page."""
+    legend = "".join(
+        f'<li><span class="chip" style="background: var(--c{index % len(SERIES)})"></span>'
+        f"{escape(run.name)}</li>"
+        for index, run in enumerate(runs)
+    )
+    charts = "".join(
+        f'<figure id="{chart.name}"{" class=wide" if chart.wide else ""}>'
+        f"<h3>{escape(chart.title)}</h3>"
+        f'<p class="note">{escape(chart.note)}</p>{as_svg(chart, runs)}</figure>'
+        for chart in CHARTS
+    )
+    made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{_style()}</style>
+</head>
+<body>
+<main>
+<h1>{escape(title)}</h1>
+<p class="lead">{_count(len(runs), "run")}, made {escape(made)}</p>
+<ul class="runs">{legend}</ul>
+<h2>Figures</h2>
+{_figures(runs)}
+<h2>Charts</h2>
+<div class="charts">{charts}</div>
+<h2>Configuration</h2>
+{_configuration(runs)}
+<h2>Environment</h2>
+{_environment(runs)}
+</main>
+</body>
+</html>
+"""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _figures(runs: Sequence[Run]) -> str:
+    heads = [
+        "run",
+        "ranks",
+        "iterations",
+        "loss, last",
+        "held-out, last",
+        "tokens/s",
+        "per device",
+        "MFU, in full",
+        "MFU, halved",
+        "exposed",
+        "states, MB",
+        "peak, MB",
+    ]
+    rows = []
+    for index, run in enumerate(runs):
+        ranks = run.facts.get("world_size")
+        speed = run.typical("tokens_per_second")
+        mfu, halved = (run.typical(name, scale=100.0) for name in ("mfu", "mfu_causal"))
+        _, held_out = run.validation_series()
+        cells = [
+            f'<span class="chip" style="background: var(--c{index % len(SERIES)})"></span>'
+            f"{escape(run.name)}",
+            _number(ranks, "d"),
+            str(int(run.lines[-1]["iteration"])),
+            _number(run.last("lm_loss"), ".3f"),
+            _number(held_out[-1] if held_out else None, ".3f"),
+            _number(speed, ",.0f"),
+            _number(speed / ranks if speed and ranks else None, ",.0f"),
+            _percent(mfu),
+            _percent(halved),
+            _percent(_exposed_percent(run)),
+            _number(_millions(run.last("model_state_bytes")), ",.1f"),
+            _number(_millions(run.last("peak_memory_bytes")), ",.1f"),
+        ]
+        rows.append(cells)
+    note = (
+        "Speeds are medians without the first tenth of the lines. Exposed is the part of an "
+        "iteration for which computing stood still for communication. The peak is allocated memory "
+        "on CUDA and resident memory, interpreter and libraries included, on a CPU."
+    )
+    return f'{_table(heads, rows)}<p class="note">{note}</p>'
+
+
+def _millions(value: float | None) -> float | None:
+    return None if value is None else value / 1e6
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}%"
+
+
+def _exposed_percent(run: Run) -> float | None:
+    kinds = [run.typical(f"exposed_{kind}_ms") for kind in ("gather", "reduce", "publish")]
+    whole = run.typical("iteration_time_ms")
+    measured = [value for value in kinds if value is not None]
+    return 100.0 * sum(measured) / whole if measured and whole else None
+
+
+def _configuration(runs: Sequence[Run]) -> str:
+    known = [run for run in runs if run.arguments]
+    if not known:
+        return '<p class="note">No record lies beside the metrics files.</p>'
+    parts = []
+    if len(runs) > 1:
+        rows = [[_code(flag), *map(_code, values)] for flag, values in differences(runs).items()]
+        heads = ["differs", *(escape(run.name) for run in runs)]
+        same = '<p class="note">All flags are the same.</p>'
+        parts.append(_table(heads, rows, text=True) if rows else same)
+    for run in known:
+        resumed = f", started {_count(run.num_starts, 'time')}" if run.num_starts > 1 else ""
+        rows = [
+            [_code(f"--{name.replace('_', '-')}"), _code(str(value))]
+            for name, value in sorted(run.arguments.items())
+            if value not in (None, False, [])
+        ]
+        parts.append(
+            f"<details><summary>All flags of {escape(run.name)}{resumed}</summary>"
+            f"{_table(['flag', 'value'], rows, text=True)}</details>"
+        )
+    return "".join(parts)
+
+
+def _environment(runs: Sequence[Run]) -> str:
+    names = dict.fromkeys(name for run in runs for name in run.environment)
+    rows = [
+        [escape(name), *(escape(run.environment.get(name, "-")) for run in runs)] for name in names
+    ]
+    peaks = [(run.facts.get("peak") or {}).get("source", "-") for run in runs]
+    rows.append(["peak of a device", *map(escape, peaks)])
+    if not names:
+        return '<p class="note">No record lies beside the metrics files.</p>'
+    return _table(["", *(escape(run.name) for run in runs)], rows, text=True)
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: bool = False) -> str:
+    """Cells are HTML already."""
+    head = "".join(f"<th>{cell}</th>" for cell in heads)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    kind = ' class="text"' if text else ""
+    return (
+        f'<div class="table"><table{kind}><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )

@@ -1,0 +1,163 @@
+"""Runs as their metrics files and the records beside them have them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paro.report.run_record import run_record_path
+
+_NEEDED = ("iteration", "lm_loss", "tokens_per_second", "iteration_time_ms")
+_SETTLING = 0.1  # of the lines, at the start, that figures of speed leave out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run: its lines in order, and what is known of its start, which may be nothing."""
+
+    name: str
+    lines: list[dict[str, Any]]
+    start: dict[str, Any] = field(default_factory=dict)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    num_starts: int = 0
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(self.start.get("arguments", {}))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return dict(self.start.get("facts", {}))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(self.start.get("environment", {}))
+
+    def series(self, name: str, *, scale: float = 1.0) -> tuple[list[float], list[float]]:
+        """Iterations and values, gaps left out."""
+        pairs = [
+            (line["iteration"], line[name] * scale)
+            for line in self.lines
+            if line.get(name) is not None
+        ]
+        return [x for x, _ in pairs], [y for _, y in pairs]
+
+    def typical(self, name: str, *, scale: float = 1.0) -> float | None:
+        """The median once a run has settled; None where the figure was not measured."""
+        _, values = self.series(name, scale=scale)
+        settled = values[math.ceil(len(values) * _SETTLING) :] or values
+        return median(settled) if settled else None
+
+    def last(self, name: str) -> float | None:
+        _, values = self.series(name)
+        return values[-1] if values else None
+
+    def validation_series(self) -> tuple[list[float], list[float]]:
+        """Iterations and losses of the evaluations on the way."""
+        found = [
+            (at["iteration"], at["lm_loss"])
+            for at in self.validations
+            if at["lm_loss"] is not None and at["data_set"] != "test"
+        ]
+        pairs = sorted(dict(found).items())
+        return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
+    """The runs of metrics files, each under its own name; `ValueError` for what is none."""
+    if names and len(names) != len(files):
+        raise ValueError(f"--names gives {len(names)} names for {len(files)} metrics files")
+    runs = [_read_run(path) for path in files]
+    chosen = list(names) or _names_of(runs, files)
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"--names must differ: {', '.join(chosen)}")
+    return [
+        Run(
+            name=name,
+            lines=run.lines,
+            start=run.start,
+            validations=run.validations,
+            num_starts=run.num_starts,
+        )
+        for name, run in zip(chosen, runs, strict=True)
+    ]
+
+
+def _names_of(runs: Sequence[Run], files: Sequence[Path]) -> list[str]:
+    """By strategy where each run has another, else by file."""
+    strategies = [run.arguments.get("paro_strategy") or "" for run in runs]
+    if all(strategies) and len(set(strategies)) == len(strategies):
+        return strategies
+    stems = [path.stem for path in files]
+    if len(set(stems)) == len(stems):
+        return stems
+    return [f"{path.parent.name}/{path.stem}" for path in files]
+
+
+def _read_run(path: Path) -> Run:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    lines = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            values = json.loads(line)
+            missing = [name for name in _NEEDED if name not in values]
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is no line of a metrics file") from error
+        if missing:
+            raise ValueError(f"{path}, line {number} has no {missing[0]}: it is no metrics file")
+        lines.append(values)
+    if not lines:
+        raise ValueError(f"{path} is empty: the run has logged no iteration yet")
+    record = _read_record(run_record_path(path))
+    starts = record.get("starts", [])
+    return Run(
+        name="",
+        lines=lines,
+        start=starts[-1] if starts else {},
+        validations=record.get("validations", []),
+        num_starts=len(starts),
+    )
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: remove it to leave out what it says") from error
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The flags in which runs differ, with each run's value; files that a run writes aside."""
+    written = {
+        "metrics_file",
+        "tensorboard_dir",
+        "save",
+        "load",
+        "wandb_exp_name",
+        "data_cache_path",
+    }
+    names = sorted({name for run in runs for name in run.arguments} - written)
+    found = {}
+    for name in names:
+        values = [_shown(run.arguments.get(name)) for run in runs]
+        if len(set(values)) > 1:
+            found[f"--{name.replace('_', '-')}"] = values
+    return found
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return "default"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

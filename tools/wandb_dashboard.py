@@ -1,0 +1,155 @@
+"""Lays out a saved view of a Weights & Biases project: throughput and MFU first, then the rest."""
+
+# The panels are those of paro/report/tags.py. Without an account, or with --dry-run, the view is
+# printed and nothing is sent.
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import netrc
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from paro.report import tags
+from paro.runtime import UserMistakeError, run_script, user_mistakes
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A chart: its title, the tags it draws over iterations, and the unit of their axis."""
+
+    title: str
+    tags: tuple[str, ...]
+    unit: str = ""
+
+
+SECTIONS: dict[str, tuple[Panel, ...]] = {
+    "throughput and MFU": (
+        Panel("tokens per second", (tags.TOKENS_PER_SECOND,), "tokens/s"),
+        Panel(
+            "tokens per second and device", (tags.TOKENS_PER_SECOND_PER_DEVICE,), "tokens/s/device"
+        ),
+        Panel("MFU, attention in full and halved", (tags.MFU, tags.MFU_CAUSAL), "of the peak"),
+        Panel("TFLOP/s of a device", (tags.TFLOPS_PER_DEVICE,), "TFLOP/s"),
+        Panel("iteration time", ("iteration-time",), "s"),
+    ),
+    "training": (
+        Panel("loss", ("lm loss", "lm loss validation"), "nats"),
+        Panel("learning rate", ("learning-rate",)),
+        Panel("gradient norm", ("grad-norm",)),
+        Panel("steps left out", ("steps/skipped-iterations", "steps/nan-iterations"), "iterations"),
+    ),
+    "memory": (
+        Panel(
+            "measured and predicted",
+            ("memory/peak-measured-bytes", "memory/predicted-total-bytes"),
+            "bytes",
+        ),
+        Panel(
+            "states of a rank",
+            tuple(
+                f"memory/measured-{kind}-bytes"
+                for kind in ("parameters", "gradients", "optimizer", "whole-parameters")
+            ),
+            "bytes",
+        ),
+    ),
+    "communication": (
+        Panel("sent", ("communication/intra-bytes", "communication/inter-bytes"), "bytes"),
+        Panel(
+            "exposed by kind",
+            tuple(f"communication/exposed-{kind}-ms" for kind in ("gather", "reduce", "publish")),
+            "ms",
+        ),
+        Panel(
+            "exposed by links",
+            ("communication/exposed-intra-ms", "communication/exposed-inter-ms"),
+            "ms",
+        ),
+        Panel("waiting for data", ("data/wait-ms",), "ms"),
+    ),
+}
+
+
+def describe(entity: str | None, project: str, name: str) -> str:
+    """The view as text."""
+    lines = [f"view {name!r} of {entity or 'your account'}/{project}:"]
+    for section, panels in SECTIONS.items():
+        lines.append(f"  {section}")
+        for panel in panels:
+            unit = f" [{panel.unit}]" if panel.unit else ""
+            lines.append(f"    {panel.title}{unit}: {', '.join(panel.tags)}")
+    return "\n".join(lines)
+
+
+def make_workspace(entity: str, project: str, name: str) -> Any:
+    """The view as wandb-workspaces has it; nothing is sent yet."""
+    workspaces = importlib.import_module("wandb_workspaces.workspaces")
+    reports = importlib.import_module("wandb_workspaces.reports.v2")
+    sections = [
+        workspaces.Section(
+            name=section,
+            is_open=True,
+            panels=[
+                reports.LinePlot(
+                    title=panel.title, x="Step", y=list(panel.tags), title_y=panel.unit or None
+                )
+                for panel in panels
+            ],
+        )
+        for section, panels in SECTIONS.items()
+    ]
+    return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections)
+
+
+def has_account() -> bool:
+    """Whether there is a key to log in with, where wandb looks for one: never asks."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wandb-project", required=True, help="the project to show")
+    parser.add_argument("--wandb-entity", help="the user or team it belongs to; needed to save")
+    parser.add_argument("--name", default="throughput and MFU", help="name of the view")
+    parser.add_argument("--dry-run", action="store_true", help="print the view and send nothing")
+    options = parser.parse_args(argv)
+    entity, project = options.wandb_entity, options.wandb_project
+    with user_mistakes():
+        for package in ("wandb", "wandb_workspaces"):
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"this needs {package}: pip install -r requirements.txt")
+        print(describe(entity, project, options.name))
+        workspace = make_workspace(entity or "-", project, options.name)
+        if options.dry_run or not has_account():
+            why = "--dry-run" if options.dry_run else "no account: run `wandb login`"
+            print(f"nothing was saved ({why})")
+            return
+        if entity is None:
+            raise ValueError("--wandb-entity is missing: whose project it is")
+    try:
+        workspace.save()
+    except Exception as error:  # a service's: network, permissions, a project that is not there
+        text = " ".join(str(error).split())
+        raise UserMistakeError(f"the view could not be saved: {text}") from error
+    print(f"saved: {workspace.url}")
+
+
+if __name__ == "__main__":
+    run_script("wandb_dashboard.py", main)
