@@ -104,6 +104,7 @@ class Noted(InlineLanes):
     """Writes down when a job is submitted."""
 
     def __init__(self, notes: list[str]) -> None:
+        super().__init__()
         self._notes = notes
 
     def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
