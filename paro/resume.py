@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from paro.checkpoint.load import load_checkpoint
+from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import save_checkpoint
 from paro.config import RunConfig
 from paro.optim.loss_scale import LossScaleState
@@ -47,7 +47,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
     common = load_checkpoint(
         config.checkpoint.load,
         training.optimizer.flat_shards(),
-        model=_model_fields(config),
+        wanted=Loading(model=_model_fields(config)),
         log=log.log0,
     )
     if common is None:

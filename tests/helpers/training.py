@@ -81,7 +81,7 @@ def whole_parameters(training: Training) -> dict[str, Tensor]:
     mine = [
         (piece.box.name, piece.box.shape, piece.low, shard.values[begin : begin + size].clone())
         for shard in training.optimizer.flat_shards()
-        if shard.state == "param" and shard.writes
+        if shard.state == "param" and shard.counts
         for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel())
         for begin, size in [(piece.offset - shard.start, piece.high - piece.low)]
     ]
