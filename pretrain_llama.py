@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from datetime import datetime
 
+from data.loader import Datasets
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.config import RunConfig
@@ -14,7 +15,7 @@ from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.report.memory import MemoryForecast, resident_bytes
 from paro.report.report import open_report
-from paro.resume import load_run, save_run
+from paro.resume import Saver, load_run
 from paro.runtime import (
     Control,
     distributed,
@@ -42,20 +43,10 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     log.log0(arguments_block(vars(args)))
     seed_everything(config.train.seed)
 
-    with control.agreed():
-        datasets = build_data(config)
-        if only_evaluate and not (datasets.valid or datasets.named_valid or datasets.test):
-            split = config.data.split_in_use
-            flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
-            raise ValueError(
-                f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or "
-                "test"
-            )
-    log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     bytes_before = resident_bytes(control.device)
     # What is only evaluated has no gradients and no optimizer state.
     training = build_training(config, control, is_trained=lambda _name: not only_evaluate)
-    for line in (*config.notices, *datasets.describe(), *placement_lines(config, training)):
+    for line in (*config.notices, *placement_lines(config, training)):
         log.log0(line)
     check_placement(config, training)
 
@@ -66,6 +57,13 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     state = loaded or start_state(config)
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples whenever the checkpoint was saved
+    with control.agreed():
+        datasets = build_data(config, state)
+        if only_evaluate:
+            check_held_out(config, datasets)
+    for line in datasets.describe():
+        log.log0(line)
+    log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     sources = build_sources(config, datasets, training, state)
 
     with control.agreed():
@@ -87,7 +85,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        saving=saving_of(config, training, log, loaded),
+        saving=saving_of(args, config, training, log, loaded),
         forecast=forecast,
     )
     loop.run()
@@ -96,18 +94,32 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         training.close()  # gloo's groups go with the process
 
 
+def check_held_out(config: RunConfig, datasets: Datasets) -> None:
+    """Refuses to evaluate nothing."""
+    if datasets.valid or datasets.named_valid or datasets.test:
+        return
+    split = config.data.split_in_use
+    flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
+    raise ValueError(
+        f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or test"
+    )
+
+
 def saving_of(
-    config: RunConfig, training: Training, log: Log, loaded: TrainState | None
+    args: Namespace, config: RunConfig, training: Training, log: Log, loaded: TrainState | None
 ) -> Saving | None:
     """How the run is saved, if at all; what lies under --save already is not saved again."""
     checkpoint = config.checkpoint
-    if checkpoint.save is None:
+    if checkpoint.save is None or config.train.skip_train:
         return None
+    saver = Saver(config, training, log, arguments=vars(args))
     continued = loaded if checkpoint.save == checkpoint.load else None
     return Saving(
-        write=lambda state: save_run(config, training, state, log),
+        write=saver.save,
         interval=checkpoint.save_interval,
         saved_iteration=None if continued is None else continued.iteration,
+        settle=saver.settle,
+        failed=lambda: saver.failed,
     )
 
 

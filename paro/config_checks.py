@@ -10,7 +10,7 @@ from pathlib import Path
 from data.loader import DataConfig
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
-from paro.checkpoint.directory import find_checkpoint
+from paro.checkpoint.directory import newest_whole
 from paro.training import TrainConfig
 
 
@@ -35,6 +35,8 @@ def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
         ("--exit-interval", train.exit_interval, 1),
         ("--manual-gc-interval", train.manual_gc_interval, 0),
         ("--save-interval", checkpoint.save_interval, 1),
+        ("--save-retain-interval", checkpoint.save_retain_interval, 1),
+        ("--ckpt-step", checkpoint.ckpt_step, 0),
     ):
         if value is not None and value < least:
             raise ValueError(f"{flag} {value} must be at least {least}")
@@ -48,7 +50,7 @@ def check_load(checkpoint: CheckpointConfig) -> None:
         return
     if checkpoint.load is None:
         raise ValueError("--exit-on-missing-checkpoint needs --load")
-    if find_checkpoint(checkpoint.load) is None:
+    if newest_whole(checkpoint.load) is None:
         raise ValueError(
             f"--load {checkpoint.load} holds no checkpoint, and --exit-on-missing-checkpoint says "
             "not to start afresh"

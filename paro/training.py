@@ -74,6 +74,7 @@ class StepResult:
     params_norm: float | None = None  # of all parameters after the step, where asked for
     num_signalled: int = 0  # ranks that got the exit signal
     num_late: int = 0  # ranks whose time is over
+    num_unsaved: int = 0  # ranks that know of a save beside the training that failed
     data_wait_seconds: float = 0.0  # how long a rank waited for its batches, in the mean
 
 
@@ -104,10 +105,11 @@ def train_step(
     *,
     signalled: bool = False,
     late: bool = False,
+    unsaved: bool = False,
 ) -> StepResult:
     """One optimizer step: micro-batches, sums over the ranks, and the update unless one overflowed.
 
-    `signalled` and `late` are this rank's reasons to stop; they travel with the sums.
+    `signalled`, `late` and `unsaved` are this rank's reasons to stop; they travel with the sums.
     """
     optimizer = training.optimizer
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
@@ -119,7 +121,7 @@ def train_step(
     zeros = optimizer.local_num_zeros() if training.config.log_num_zeros_in_grad else 0.0
     sums = [optimizer.local_square_sum(), float(loss_sum), weigh.num_tokens(), zeros, timed.seconds]
     square_sum, scaled_loss, num_tokens, num_zeros, waited, *reasons = training.control.sum(
-        [*sums, signalled, late]
+        [*sums, signalled, late, unsaved]
     )
     unscale = weigh.unscale(num_tokens)
     grad_norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
@@ -139,7 +141,7 @@ def train_step(
     state.loss_scale = update_loss_scale(
         training.loss_scale, state.loss_scale, found_nonfinite=skipped
     )
-    num_signalled, num_late = (int(number) for number in reasons)
+    num_signalled, num_late, num_unsaved = (int(number) for number in reasons)
     return StepResult(
         loss=scaled_loss * unscale,
         grad_norm=grad_norm,
@@ -149,6 +151,7 @@ def train_step(
         params_norm=_params_norm(training) if training.config.log_params_norm else None,
         num_signalled=num_signalled,
         num_late=num_late,
+        num_unsaved=num_unsaved,
         data_wait_seconds=waited / training.control.world.size,
     )
 

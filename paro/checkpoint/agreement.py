@@ -87,13 +87,14 @@ class Ranks:
         except Exception as error:
             failure = error
             told = (self.rank, isinstance(error, DamagedError), _text(error))
-        failures = [entry for entry in self.gather(told) if entry is not None]
+        everyone = self.gather(told)
+        failures = [entry for entry in everyone if entry is not None]
         if failure is not None and not isinstance(failure, (CheckpointError, OSError)):
             raise failure
         if failures:
             rank, _, text = failures[0]
-            several = len({where for where, _, _ in failures}) > 1
-            alike = several and len({what for _, _, what in failures}) == 1
+            all_fail = len({where for where, _, _ in failures}) == len(everyone)
+            alike = all_fail and len({what for _, _, what in failures}) == 1
             named = not (self.alone or alike) and (name_rank or not self.all_near)
             parts = [blame] * bool(blame) + [f"rank {rank}"] * named + [text]
             damaged = all(is_damage for _, is_damage, _ in failures)

@@ -46,6 +46,7 @@ class BoxedState:
     """A state of which this rank holds some rectangles, by their corner; views of its shards."""
 
     shape: Shape
+    dtype: torch.dtype = torch.float32
     rectangles: dict[Shape, Tensor] = field(default_factory=dict)
 
     def chunks(self) -> list[ChunkStorageMetadata]:
@@ -66,7 +67,9 @@ def boxed_states(
         assert shard.values.dim() == 1, f"a {shard.state} shard has shape {shard.values.shape}"
         for span in shard.layout.spans:
             name = f"{shard.state}.{span.box.name}"
-            state = states.setdefault(name, BoxedState(shape=span.box.shape))
+            state = states.setdefault(
+                name, BoxedState(shape=span.box.shape, dtype=shard.values.dtype)
+            )
             assert state.shape == span.box.shape, f"{name}: {state.shape} and {span.box.shape}"
         low, high = shard.own_part(among) if to_write else (0, shard.values.numel())
         for piece in shard.layout.pieces(shard.start + low, shard.start + high):
@@ -114,7 +117,17 @@ class BoxSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """As the base class, which refuses overlaps; this one refuses holes too."""
         if not self.whole:
-            return create_default_global_save_plan(all_plans)
+            plans, metadata = create_default_global_save_plan(all_plans)
+            for name, state in self.state_dict.items():
+                metadata.state_dict_metadata.setdefault(
+                    name,  # of which other nodes save everything
+                    TensorStorageMetadata(
+                        properties=TensorProperties(dtype=state.dtype),
+                        size=torch.Size(state.shape),
+                        chunks=[],
+                    ),
+                )
+            return plans, metadata
         plans, metadata = super().create_global_plan(all_plans)
         for name, state in self.state_dict.items():
             saved = metadata.state_dict_metadata.get(name)
@@ -154,7 +167,11 @@ class BoxLoadPlanner(DefaultLoadPlanner):
             found = sum(item.lengths.numel() for item in reads)
             wanted = sum(values.numel() for values in state.rectangles.values())
             if found != wanted:
-                raise DamagedError(f"{name} has a hole: {found} of {wanted} elements found")
+                raise DamagedError(
+                    f"{name} has a hole: {found} of {wanted} elements found; nodes without a "
+                    "shared file system have the rest if other nodes saved it: load with the same "
+                    "ranks on the same nodes, under the same strategy"
+                )
             items += reads
         return LoadPlan(items)
 

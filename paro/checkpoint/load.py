@@ -161,6 +161,10 @@ def _load_iteration(
         _check_model(common.get("model", {}), model or {})
         metadata = read_metadata(directory)
         present = _parameters(states) if common.get("parameters_only") else states
+        if common.get("has_moments") is False and len(_parameters(present)) < len(present):
+            raise CheckpointError(
+                f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
+            )
         check_states(present, metadata)
         planner = BoxLoadPlanner()
         planner.set_up_planner(present, metadata)

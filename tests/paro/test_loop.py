@@ -62,7 +62,9 @@ def run_loop(flags: str, *, save_interval: int | None = None, base: str = TINY) 
         state,
         build_sources(config, build_data(config), training, state),
         report,
-        saving=Saving(write=lambda at: run.saved.append(at.iteration), interval=save_interval),
+        saving=Saving(
+            write=lambda at: run.saved.append(at.iteration) is None, interval=save_interval
+        ),
         forecast=MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0),
     ).run()
     return run

@@ -141,7 +141,7 @@ def test_a_file_that_one_rank_needs_stops_all_before_they_read(tmp_path: Path) -
     path = tmp_path / "iter_0000100" / "__3_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
     (text,) = set(run_ranks(read_fails_alike, 4, tmp_path))
-    assert text.startswith(f"--load {tmp_path}: {path} is truncated: ")
+    assert text.startswith(f"--load {tmp_path}: rank 0: {path} is truncated: ")
 
 
 def test_a_group_of_ranks_can_save(tmp_path: Path) -> None:
