@@ -69,6 +69,11 @@ class Saver:
         """Whether a save beside the training has failed on this rank, and training is to stop."""
         return self._background.failed and self._config.checkpoint.on_save_failure == "stop"
 
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank's thread still writes."""
+        return self._background.is_running
+
     def save(self, state: TrainState) -> bool:
         """Saves the run, or begins to; False where it failed and training goes on."""
         if not self.settle():

@@ -68,6 +68,10 @@ class Background:
         return failure
 
     @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def failed(self) -> bool:
         """Whether a job has failed already; says nothing of one that still runs."""
         return self._failure is not None

@@ -37,7 +37,7 @@ from paro.sharding.layout import Shape, rectangles
 PARAM = "param"
 
 # What a rank that writes or reads needs beside its shards is twice this.
-MAX_ITEM_BYTES = 2**26
+MAX_ITEM_BYTES = 2**24
 MISMATCH = "the checkpoint does not match the model"
 
 

@@ -30,6 +30,7 @@ from paro.checkpoint.manifest import (
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
 METADATA = ".metadata"
+RANK_MARK = ".rank_"
 _REPLACED = ".replaced"
 
 
@@ -149,6 +150,8 @@ def begin_checkpoint(directory_root: str | Path, iteration: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob("iter_*.partial"):
         shutil.rmtree(leftover)
+    for mark in root.glob(f"{RANK_MARK}*"):  # of ranks that were killed while they looked around
+        mark.unlink(missing_ok=True)
     partial = _partial(iteration_directory(root, iteration))
     partial.mkdir()
     return partial

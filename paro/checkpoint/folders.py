@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from paro.checkpoint.directory import RANK_MARK
 from paro.runtime import Control
 
 
@@ -19,7 +20,7 @@ def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]
     token = control.gather(secrets.token_hex(8))[0]
 
     def mark_of(other: int) -> str:
-        return f".rank_{other}_{token}"
+        return f"{RANK_MARK}{other}_{token}"
 
     mark = root / mark_of(rank)
     try:

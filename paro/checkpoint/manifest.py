@@ -79,7 +79,7 @@ class Manifest:
                 what = "truncated" if found < wanted.num_bytes else "too long"
                 raise DamagedError(f"{path} is {what}: {found} bytes of {wanted.num_bytes}")
 
-    def check_bytes(self, name: str, begin: int, content: bytes) -> None:
+    def check_bytes(self, name: str, begin: int, content: bytes | memoryview) -> None:
         """Raises `DamagedError` unless these bytes are a stretch of a file as it was written."""
         stretch = self._by_place.get((name, begin))
         wanted = None if stretch is None else (stretch.length, stretch.checksum)

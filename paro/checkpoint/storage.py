@@ -42,6 +42,7 @@ MAX_FILE_BYTES = 2**31
 
 _SUFFIX = ".distcp"
 _BLOCK_BYTES = 2**20
+_READ_AHEAD = 4  # rectangles
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _TRUSTED = {
@@ -162,6 +163,7 @@ class CheckedReader(FileSystemReader):
     def __init__(self, directory: Path, manifest: Manifest | None) -> None:
         super().__init__(directory)
         self.manifest = manifest
+        self._room = bytearray()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return read_metadata(Path(self.path))
@@ -180,8 +182,13 @@ class CheckedReader(FileSystemReader):
             path = Path(self.path) / name
             try:
                 with path.open("rb", buffering=0) as file:
-                    for place, wanted in groupby(items, key=self._place):
-                        self._read_rectangle(file, place, list(wanted), planner)
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                    by_place = [(p, list(wanted)) for p, wanted in groupby(items, key=self._place)]
+                    for index, (place, wanted) in enumerate(by_place):
+                        # The disk reads on while this rectangle is verified and copied.
+                        for (_, begin, length), _ in by_place[index + 1 : index + 1 + _READ_AHEAD]:
+                            os.posix_fadvise(file.fileno(), begin, length, os.POSIX_FADV_WILLNEED)
+                        self._read_rectangle(file, place, wanted, planner)
             except CheckpointError:
                 raise
             except Exception as error:  # an unpickler fails in many ways
@@ -194,11 +201,13 @@ class CheckedReader(FileSystemReader):
         self, file: FileIO, place: Place, items: list[ReadItem], planner: LoadPlanner
     ) -> None:
         name, begin, length = place
+        if len(self._room) < length:
+            self._room = bytearray(length)
         file.seek(begin)
-        content = _read(file, length)
+        content = _read(file, memoryview(self._room)[:length])
         if self.manifest is not None:
             self.manifest.check_bytes(name, begin, content)
-        saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        saved = torch.load(_Window(content), map_location="cpu", weights_only=True)
         for item in items:
             part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
@@ -211,13 +220,40 @@ class CheckedReader(FileSystemReader):
         return str(place.relative_path), place.offset, place.length
 
 
-def _read(file: FileIO, length: int) -> bytes:
-    """As many bytes as there are up to `length`; one call returns 2 GiB at most."""
-    parts = []
-    while length > 0 and (part := file.read(min(length, 2**30))):
-        parts.append(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def _read(file: FileIO, room: memoryview) -> memoryview:
+    """Fills `room` as far as there are bytes; one call reads 2 GiB at most."""
+    filled = 0
+    while filled < len(room) and (count := file.readinto(room[filled:])):
+        filled += count
+    return room[:filled]
+
+
+class _Window(io.RawIOBase):
+    """Bytes as a file, without a copy of them."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._position = 0
+
+    def readinto(self, room: Any) -> int:
+        part = self._content[self._position : self._position + len(room)]
+        room[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}
+        self._position = base[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
 
 
 def read_metadata(directory: Path) -> Metadata:

@@ -202,6 +202,29 @@ def test_training_goes_on_after_a_save_that_failed(
     assert iterations(tmp_path) == ["iter_0000004"]
 
 
+def test_a_folder_that_vanishes_while_it_is_written_costs_that_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "ckpt"
+    fsync = os.fsync
+    vanished: list[str] = []
+
+    def remove(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        fsync(descriptor)
+        if "iter_0000002.partial" in name and not vanished:
+            vanished.append(name)
+            shutil.rmtree(root)
+
+    monkeypatch.setattr(os, "fsync", remove)
+    flags = ["--train-iters", 4, "--save", root, "--save-interval", 2]
+    printed = run(*flags, "--on-save-failure", "continue")
+    assert f"iteration 2 is not saved: --save {root}: " in printed
+    assert "No such file or directory" in printed
+    assert vanished
+    assert iterations(root) == ["iter_0000004"]
+
+
 @pytest.mark.parametrize("how", [(), ("--async-save",)], ids=["sync", "async"])
 def test_a_save_that_failed_stops_the_run(
     tmp_path: Path, how: Sequence[str], monkeypatch: pytest.MonkeyPatch
