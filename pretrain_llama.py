@@ -26,7 +26,7 @@ from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.report import open_report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
-from paro.resume import load_run, save_run
+from paro.resume import Saver, load_run
 from paro.runtime import (
     Control,
     distributed,
@@ -58,13 +58,11 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     log.log0(arguments_block(vars(args)))
     seed_everything(config.train.seed)
 
-    datasets = open_data(config, control)
-    log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     bytes_before = resident_bytes(control.device)
     # What is only evaluated has no gradients and no optimizer state.
     training = build_training(config, control, is_trained=lambda _name: not only_evaluate)
     placement = placement_lines(config, training)
-    for line in (*config.notices, *datasets.describe(), *placement):
+    for line in (*config.notices, *placement):
         log.log0(line)
     check_placement(config, training)
 
@@ -75,6 +73,13 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     state = loaded or start_state(config)
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples whenever the checkpoint was saved
+    with control.agreed():
+        datasets = build_data(config, state)
+        if only_evaluate:
+            check_held_out(config, datasets)
+    for line in datasets.describe():
+        log.log0(line)
+    log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     sources = build_sources(config, datasets, training, state)
 
     moment = predict_memory(config, training)
@@ -98,7 +103,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        saving=saving_of(config, training, log, loaded),
+        saving=saving_of(args, config, training, log, loaded),
         forecast=forecast,
         observers=observers,
     )
@@ -116,19 +121,15 @@ def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
     return Log(rank=rank, world_size=world_size, one_speaker=one_speaker, show=terminal.show)
 
 
-def open_data(config: RunConfig, control: Control) -> Datasets:
-    """The data sets of the run, which must leave something to do."""
-    with control.agreed():
-        datasets = build_data(config)
-        held_out = datasets.valid or datasets.named_valid or datasets.test
-        if config.train.skip_train and not held_out:
-            split = config.data.split_in_use
-            flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
-            raise ValueError(
-                f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or "
-                "test"
-            )
-    return datasets
+def check_held_out(config: RunConfig, datasets: Datasets) -> None:
+    """Refuses to evaluate nothing."""
+    if datasets.valid or datasets.named_valid or datasets.test:
+        return
+    split = config.data.split_in_use
+    flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
+    raise ValueError(
+        f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or test"
+    )
 
 
 def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
@@ -149,17 +150,20 @@ def title_of(config: RunConfig) -> str:
 
 
 def saving_of(
-    config: RunConfig, training: Training, log: Log, loaded: TrainState | None
+    args: Namespace, config: RunConfig, training: Training, log: Log, loaded: TrainState | None
 ) -> Saving | None:
     """How the run is saved, if at all; what lies under --save already is not saved again."""
     checkpoint = config.checkpoint
-    if checkpoint.save is None:
+    if checkpoint.save is None or config.train.skip_train:
         return None
+    saver = Saver(config, training, log, arguments=vars(args))
     continued = loaded if checkpoint.save == checkpoint.load else None
     return Saving(
-        write=lambda state: save_run(config, training, state, log),
+        write=saver.save,
         interval=checkpoint.save_interval,
         saved_iteration=None if continued is None else continued.iteration,
+        settle=saver.settle,
+        failed=lambda: saver.failed,
     )
 
 

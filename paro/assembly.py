@@ -163,17 +163,27 @@ def _initializer(config: RunConfig) -> Initializer:
     return values_of
 
 
-def count_samples(config: RunConfig) -> SplitCounts:
-    """How many samples of each split the run draws, counted as Megatron counts them."""
+def count_samples(config: RunConfig, state: TrainState | None = None) -> SplitCounts:
+    """How many samples of each split the run draws, counted as Megatron counts them.
+
+    A run that goes on from `state` with another global batch may need more.
+    """
     train, eval_iters = config.train, config.train.eval_iters
     per_evaluation = eval_iters * config.batches.global_batch_size
     # Evaluations while training, and one after it.
     num_evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
+    num_train = config.batches.samples_after(train.train_iters)
+    num_valid = num_evaluations * per_evaluation
+    num_valid = num_evaluations * per_evaluation
+    if state is not None and not train.skip_train:
+        left = max(0, train.train_iters - state.iteration)
+        num_train = max(num_train, config.batches.samples_after(left, state.consumed_train_samples))
+        passed = state.iteration // train.eval_interval if train.eval_interval else 0
+        num_valid_left = max(1, num_evaluations - passed) * per_evaluation
+        num_valid = max(num_valid, state.consumed_valid_samples + num_valid_left)
     return SplitCounts(
-        train=config.batches.samples_after(train.train_iters),
-        valid=None
-        if config.data.full_validation and eval_iters
-        else num_evaluations * per_evaluation,
+        train=num_train,
+        valid=None if config.data.full_validation and eval_iters else num_valid,
         test=per_evaluation,
     )
 
@@ -217,9 +227,9 @@ def build_sources(
     )
 
 
-def build_data(config: RunConfig) -> Datasets:
-    """The data sets of a run."""
-    return build_datasets(config.data, count_samples(config), config.vocab_size)
+def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
+    """The data sets of a run that begins, or goes on from `state`."""
+    return build_datasets(config.data, count_samples(config, state), config.vocab_size)
 
 
 def run_facts(

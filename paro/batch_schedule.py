@@ -49,9 +49,8 @@ class BatchSchedule:
         """How many micro-batches each rank takes in that iteration."""
         return self.batch_size_at(consumed_samples) // self.samples_per_micro_batch
 
-    def samples_after(self, iterations: int) -> int:
-        """Samples consumed by the first `iterations` iterations."""
-        consumed = 0
+    def samples_after(self, iterations: int, consumed: int = 0) -> int:
+        """Samples consumed after `iterations` more iterations, by default the first."""
         while iterations > 0 and self._in_rampup(consumed):
             consumed += self.batch_size_at(consumed)
             iterations -= 1

@@ -196,11 +196,6 @@ RULES = (
         "a step that is not finite is skipped and does not end the run",
     ),
     Rule("--optimizer", str, ("adam",), "the optimizer is AdamW", "give adam, which is AdamW"),
-    _switch("--override-opt_param-scheduler", "the schedule is always the flags'"),
-    _refused(
-        "--use-checkpoint-opt_param-scheduler",
-        "the schedule is always the flags': give the flags of the run before",
-    ),
     _refused("--decoupled-lr", _ONE_LR, float),
     _refused("--decoupled-min-lr", _ONE_LR, float),
     Rule(
@@ -220,6 +215,8 @@ RULES = (
         "checkpoints are torch.distributed.checkpoint's",
         "checkpoints are torch.distributed.checkpoint's: give torch_dcp",
     ),
+    _switch("--no-save-rng", "no random state is kept: what is random follows from --seed"),
+    _switch("--no-load-rng", "no random state is kept: what is random follows from --seed"),
     _switch("--use-dist-ckpt", "checkpoints are torch.distributed.checkpoint's"),
     _switch("--auto-detect-ckpt-format", "there is one format"),
     _switch("--ckpt-fully-parallel-save", "every rank saves what it alone holds"),

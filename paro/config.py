@@ -13,6 +13,7 @@ from model.config import LLAMA_PRESETS, LlamaConfig
 from paro.batch_schedule import BatchSchedule
 from paro.checkpoint.config import CheckpointConfig
 from paro.compatibility import check_compatibility
+from paro.config_checkpoint import saved_common, with_checkpoint_args, with_checkpoint_schedule
 from paro.config_checks import (
     check_given,
     check_intervals,
@@ -76,6 +77,14 @@ class RunConfig:
         """The configuration for `world` ranks, which need not exist; `ValueError` for mistakes."""
         notices = check_compatibility(args)
         check_given(args)
+        checkpoint = _take(CheckpointConfig, args)
+        common = saved_common(checkpoint)
+        if checkpoint.use_checkpoint_args:
+            if common is None:
+                text = f"--load {checkpoint.load} holds no checkpoint: its sizes are the flags'"
+                notices = (*notices, text)
+            else:
+                args = with_checkpoint_args(args, common)
         sharding, strategy = _take_sharding(args, world)
         batches = _take_batches(args, world)
         train = _take_train(args, batches)
@@ -90,7 +99,7 @@ class RunConfig:
             strategy=strategy,
             precision=_take_precision(args),
             optim=_take(OptimConfig, args),
-            schedule=_take_schedule(args, batches, train),
+            schedule=_take_schedule(args, batches, train, common),
             loss_scale=_take_loss_scale(args),
             train=train,
             checks=_take(StepChecksConfig, args),
@@ -98,7 +107,7 @@ class RunConfig:
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             eod=built.eod,
-            checkpoint=_take(CheckpointConfig, args),
+            checkpoint=checkpoint,
             report=_take(ReportConfig, args),
             profile=_take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks)),
             watch=_take(WatchConfig, args),
@@ -197,7 +206,9 @@ def _take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
     return _take(TrainConfig, args, train_iters=train_iters)
 
 
-def _take_schedule(args: Namespace, batches: BatchSchedule, train: TrainConfig) -> ScheduleConfig:
+def _take_schedule(
+    args: Namespace, batches: BatchSchedule, train: TrainConfig, common: dict[str, Any] | None
+) -> ScheduleConfig:
     train_samples = args.train_samples or batches.samples_after(train.train_iters)
     decay_samples = _samples(args, "lr_decay", batches)
     if decay_samples is None:
@@ -209,7 +220,7 @@ def _take_schedule(args: Namespace, batches: BatchSchedule, train: TrainConfig) 
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs both "
             "--start-weight-decay and --end-weight-decay"
         )
-    return _take(
+    schedule = _take(
         ScheduleConfig,
         args,
         lr_decay_samples=decay_samples,
@@ -219,6 +230,9 @@ def _take_schedule(args: Namespace, batches: BatchSchedule, train: TrainConfig) 
         end_weight_decay=args.weight_decay if end is None else end,
         weight_decay_incr_samples=train_samples,
     )
+    if args.use_checkpoint_opt_param_scheduler and common is not None:
+        return with_checkpoint_schedule(schedule, common)
+    return schedule
 
 
 def _samples(args: Namespace, name: str, batches: BatchSchedule) -> int | None:

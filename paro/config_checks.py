@@ -11,7 +11,7 @@ from pathlib import Path
 from data.loader import DataConfig
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
-from paro.checkpoint.directory import find_checkpoint
+from paro.checkpoint.directory import newest_whole
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.sharding.wrap import ShardingConfig
@@ -72,6 +72,8 @@ def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
         ("--exit-interval", train.exit_interval, 1),
         ("--manual-gc-interval", train.manual_gc_interval, 0),
         ("--save-interval", checkpoint.save_interval, 1),
+        ("--save-retain-interval", checkpoint.save_retain_interval, 1),
+        ("--ckpt-step", checkpoint.ckpt_step, 0),
     ):
         if value is not None and value < least:
             raise ValueError(f"{flag} {value} must be at least {least}")
@@ -85,7 +87,7 @@ def check_load(checkpoint: CheckpointConfig) -> None:
         return
     if checkpoint.load is None:
         raise ValueError("--exit-on-missing-checkpoint needs --load")
-    if find_checkpoint(checkpoint.load) is None:
+    if newest_whole(checkpoint.load) is None:
         raise ValueError(
             f"--load {checkpoint.load} holds no checkpoint, and --exit-on-missing-checkpoint says "
             "not to start afresh"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -41,6 +42,28 @@ class Groups:
         """Destroys the groups: gloo's threads wake up all the time for as long as they live."""
         while self._by_use_and_run:  # the last reference goes, whoever still holds this object
             dist.destroy_process_group(self._by_use_and_run.popitem()[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveGroups:
+    """The groups that saves use, from one thread at a time."""
+
+    world: dist.ProcessGroup
+    near: dist.ProcessGroup | None  # the ranks that see this one's folder, where not all do
+
+
+def make_save_groups(
+    folders: Sequence[tuple[int, ...]], rank: int, timeout: timedelta
+) -> SaveGroups:
+    """Gloo's, under whatever backend: what travels are plans and outcomes; collective."""
+    world = dist.new_group(backend="gloo", timeout=timeout)
+    near = None
+    if len(folders) > 1:
+        for members in folders:
+            group = dist.new_group(list(members), backend="gloo", timeout=timeout)
+            if rank in members:
+                near = group
+    return SaveGroups(world=world, near=near)
 
 
 def make_groups(

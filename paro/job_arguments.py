@@ -73,9 +73,29 @@ def add_checkpointing_args(parser: ArgumentParser) -> None:
     add("--save", metavar="DIR", help="save checkpoints under DIR; default: none is saved")
     add("--save-interval", type=int, metavar="N",
         help="save every N iterations; default: at the end only")
-    add("--load", metavar="DIR", help="go on from the latest checkpoint under DIR, if there is one")
+    add("--save-retain-interval", type=int, metavar="N",
+        help="keep checkpoints of every N iterations and the last one; remove the others once the "
+        "next is whole; default: all are kept")
+    add("--async-save", action="store_true",
+        help="train on while a copy of this rank's part is written from host memory; the next save "
+        "waits for the last")
+    add("--on-save-failure", choices=("stop", "continue"), default="stop",
+        help="what a save that fails (a full disk, say) does to the training; either way the old "
+        "checkpoint stays, and a run whose end cannot be saved fails")
+    add("--no-save-optim", action="store_true",
+        help="save parameters without the optimizer's moments, a third of the bytes")
+    add("--load", metavar="DIR",
+        help="go on from the newest whole checkpoint under DIR, if there is one")
+    add("--ckpt-step", type=int, metavar="N",
+        help="go on from iteration N; an error if it is missing or damaged")
     add("--exit-on-missing-checkpoint", action="store_true",
         help="stop if --load holds no checkpoint instead of starting afresh")
+    add("--finetune", action="store_true",
+        help="take the parameters of --load alone and begin at iteration 0")
+    add("--no-load-optim", action="store_true",
+        help="go on without the optimizer's moments; loss scale and schedules start anew too")
+    add("--use-checkpoint-args", action="store_true",
+        help="take the model's sizes from --load, and the tokenizer where no flag gives one")
 
 
 def add_logging_args(parser: ArgumentParser) -> None:

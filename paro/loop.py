@@ -43,14 +43,23 @@ class Sources:
 class Saving:
     """How and when the run is saved, and what is saved already."""
 
-    write: Callable[[TrainState], None]
+    write: Callable[[TrainState], bool]  # False: it failed, and training goes on
     interval: int | None
     saved_iteration: int | None = None  # a run that was loaded from where it saves begins saved
+    settle: Callable[[], bool] = lambda: True  # waits for what goes on beside the training
+    failed: Callable[[], bool] = lambda: False  # something did, on this rank
 
     def save(self, state: TrainState) -> None:
-        if self.saved_iteration != state.iteration:
-            self.write(state)
+        if self.saved_iteration != state.iteration and self.write(state):
             self.saved_iteration = state.iteration
+
+    def finish(self, state: TrainState) -> None:
+        """Saves the end of a run; there is nothing for which a failure could be overlooked."""
+        if not self.settle():
+            self.saved_iteration = None
+        self.save(state)
+        if self.saved_iteration != state.iteration or not self.settle():
+            raise UserMistakeError(f"the run ends unsaved at iteration {state.iteration}")
 
     def is_due(self, iteration: int) -> bool:
         return self.interval is not None and iteration % self.interval == 0
@@ -121,7 +130,9 @@ class Loop:
             if self._saving is not None and self._saving.is_due(self.state.iteration):
                 self._save()
             reason = self._reason_to_leave(result)
-        self._save()
+        if self._saving is not None:
+            self.training.model.wait_published()
+            self._saving.finish(self.state)
         if reason is not None:
             self._report.log.log0(f"[exiting program after {reason}] datetime: {datetime.now()}")
         else:
@@ -148,6 +159,7 @@ class Loop:
             self._sources.train,
             signalled=self._signal.received,
             late=self._out_of_time(),
+            unsaved=self._saving is not None and self._saving.failed(),
         )
         collect_every = training.config.manual_gc_interval if training.config.manual_gc else 0
         if collect_every > 0 and state.iteration % collect_every == 0:
@@ -284,6 +296,9 @@ class Loop:
 
     def _reason_to_leave(self, result: StepResult) -> str | None:
         config, iteration = self.training.config, self.state.iteration
+        if result.num_unsaved:
+            assert self._saving is not None, "nothing can have failed"
+            self._saving.settle()  # tells what failed, on all ranks alike
         if result.num_signalled:
             return f"receiving {config.exit_signal}."
         if result.num_late:

@@ -2,70 +2,211 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from paro.checkpoint.load import load_checkpoint
-from paro.checkpoint.save import save_checkpoint
+from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.background import Background, HostCopy
+from paro.checkpoint.boxes import PARAM, boxed_states
+from paro.checkpoint.errors import CheckpointError
+from paro.checkpoint.folders import ranks_by_folder
+from paro.checkpoint.load import Loading, load_checkpoint
+from paro.checkpoint.save import write_states
 from paro.config import RunConfig
-from paro.optim.loss_scale import LossScaleState
+from paro.groups import make_save_groups
+from paro.optim.loss_scale import LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
 from paro.report.log import Log
-from paro.runtime import user_mistakes
+from paro.runtime import UserMistakeError, one_line, timeout_of, user_mistakes
 from paro.training import Training, TrainState
 
 # What may differ between the run that saved and the one that loads.
 _FREE_MODEL_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
 
 
-def save_run(config: RunConfig, training: Training, state: TrainState, log: Log) -> None:
-    """Saves the run under --save; collective."""
-    assert config.checkpoint.save is not None, "nowhere to save"
-    common = {
-        "model": _model_fields(config),
-        "max_position_embeddings": config.model.max_position_embeddings,
-        "init_method_std": config.model.init_method_std,
-        "tokenizer": asdict(config.tokenizer),
-        "vocab_size": config.vocab_size,
-        "state": asdict(state),
-        "num_optimizer_steps": training.optimizer.num_steps,
-        "strategy": config.strategy.name,
-        "world_size": training.control.world.size,
-    }
-    with training.traffic.paused(), user_mistakes():  # a full disk, say, on which all ranks agree
-        save_checkpoint(
-            config.checkpoint.save,
+class Saver:
+    """Saves a run under --save, at once or beside the training; collective in every method.
+
+    Saves have process groups of their own, so that with --async-save a thread may use them while
+    the training thread uses the others.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        training: Training,
+        log: Log,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        assert config.checkpoint.save is not None, "nowhere to save"
+        self._config = config
+        self._training = training
+        self._log = log
+        self._arguments = dict(arguments or {})
+        self._root = Path(config.checkpoint.save)
+        self._background = Background()
+        self._copy = HostCopy()
+        self._under_way: int | None = None
+        control = training.control
+        folders = ranks_by_folder(self._root, control)
+        if control.world.size > 1:
+            groups = make_save_groups(folders, control.world.rank, timeout_of(config.runtime))
+            self._ranks = Ranks(groups.world, near=groups.near)
+        else:
+            self._ranks = Ranks(None, alone=True)
+        if len(folders) > 1:
+            log.log0(
+                f"--save {self._root} is another folder on {len(folders)} sets of ranks: each "
+                "saves what its ranks hold"
+            )
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save beside the training has failed on this rank, and training is to stop."""
+        return self._background.failed and self._config.checkpoint.on_save_failure == "stop"
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank's thread still writes."""
+        return self._background.is_running
+
+    def save(self, state: TrainState) -> bool:
+        """Saves the run, or begins to; False where it failed and training goes on."""
+        if not self.settle():
+            self._log.log0(f"trying again at iteration {state.iteration}")
+        config, training = self._config, self._training
+        shards = training.optimizer.flat_shards()
+        if config.checkpoint.no_save_optim:
+            shards = (shard for shard in shards if shard.state == PARAM)
+        states = boxed_states(shards, to_write=True, among=self._ranks.sharing)
+        if config.checkpoint.async_save:
+            states = self._copy.take(states)
+        write = partial(
+            write_states,
+            self._root,
             state.iteration,
-            training.optimizer.flat_shards(),
-            common,
-            log=log.log0,
+            states,
+            self._common(state),
+            ranks=self._ranks,
+            log=self._log.log0,
+            retain_interval=config.checkpoint.save_retain_interval,
         )
+        self._under_way = state.iteration
+        if config.checkpoint.async_save:
+            self._background.start(write)
+            return True
+        try:
+            write()
+        except CheckpointError as error:  # a full disk, say, on which all ranks agree
+            return self._give_up(error)
+        return True
+
+    def settle(self) -> bool:
+        """Waits for a save that is under way; False where it failed and training goes on."""
+        failure = self._background.wait()
+        if failure is None:
+            return True
+        if not isinstance(failure, CheckpointError):
+            raise failure
+        return self._give_up(failure)
+
+    def _give_up(self, error: CheckpointError) -> bool:
+        told = f"iteration {self._under_way} is not saved: {one_line(error)}"
+        if self._config.checkpoint.on_save_failure == "stop":
+            raise UserMistakeError(told) from error
+        self._log.log0(f"{told}; training goes on (--on-save-failure continue)")
+        return False
+
+    def _common(self, state: TrainState) -> dict[str, Any]:
+        config, training = self._config, self._training
+        return {
+            "model": _model_fields(config),
+            "max_position_embeddings": config.model.max_position_embeddings,
+            "init_method_std": config.model.init_method_std,
+            "tokenizer": asdict(config.tokenizer),
+            "vocab_size": config.vocab_size,
+            "state": asdict(state),
+            "schedule": asdict(config.schedule),
+            "global_batch_size": config.batches.global_batch_size,
+            "num_optimizer_steps": training.optimizer.num_steps,
+            "has_moments": not config.checkpoint.no_save_optim,
+            "strategy": config.strategy.name,
+            "world_size": training.control.world.size,
+            "arguments": self._arguments,
+        }
+
+
+def save_run(config: RunConfig, training: Training, state: TrainState, log: Log) -> None:
+    """Saves the run under --save now; collective."""
+    with user_mistakes():
+        saver = Saver(config, training, log)
+        saver.save(state)
+        saver.settle()
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | None:
     """Fills the run from --load and says where it goes on; None if it starts at the beginning."""
-    assert config.checkpoint.load is not None, "nothing to load"
+    flags = config.checkpoint
+    assert flags.load is not None, "nothing to load"
+    moments = not (flags.finetune or flags.no_load_optim)
     common = load_checkpoint(
-        config.checkpoint.load,
+        flags.load,
         training.optimizer.flat_shards(),
-        model=_model_fields(config),
+        wanted=Loading(iteration=flags.ckpt_step, moments=moments, model=_model_fields(config)),
         log=log.log0,
     )
     if common is None:
-        log.log0(f"--load {config.checkpoint.load} holds no checkpoint: starting afresh")
+        log.log0(f"--load {flags.load} holds no checkpoint: starting afresh")
         return None
+    num_steps = common.get("num_optimizer_steps", 0) if moments else 0
     with training.traffic.paused():
-        training.optimizer.loaded(num_steps=common.get("num_optimizer_steps", 0))
+        training.optimizer.loaded(num_steps=num_steps)
     training.exposure.take()  # what loading waited for is no part of a step
     if common.get("parameters_only"):
-        log.log0(f"--load {config.checkpoint.load} is a converted model: training begins with it")
+        log.log0(f"--load {flags.load} is a converted model: training begins with it")
         return None
+    if flags.finetune:
+        log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
+        return None
+    return _state_of(common, config, log)
+
+
+def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainState:
+    """Where the run goes on; with --no-load-optim the schedule and the loss scale start anew."""
     saved: dict[str, Any] = common["state"]
-    own_types = {
+    saved |= {
         "loss_scale": LossScaleState(**saved["loss_scale"]),
         "expected": Expectation(**saved.get("expected", {})),
     }
-    return TrainState(**(saved | own_types))
+    batch_size = common.get("global_batch_size", config.batches.global_batch_size)
+    if batch_size != config.batches.global_batch_size:
+        log.log0(
+            f"the global batch was {batch_size} and is {config.batches.global_batch_size} now: "
+            f"data go on behind sample {saved['consumed_train_samples']}"
+        )
+    if config.checkpoint.no_load_optim:
+        anew = {"loss_scale": start_loss_scale(config.loss_scale), "scheduled_samples": 0}
+        return TrainState(**(saved | anew))
+    _check_schedule(common.get("schedule"), config)
+    return TrainState(**saved)
+
+
+def _check_schedule(saved: Mapping[str, Any] | None, config: RunConfig) -> None:
+    """Refuses a schedule that changed, unless a flag says which of the two is meant."""
+    if saved is None or config.checkpoint.override_opt_param_scheduler:
+        return
+    for name, value in json.loads(json.dumps(asdict(config.schedule))).items():
+        if name in saved and saved[name] != value:
+            raise CheckpointError(
+                f"--load {config.checkpoint.load}: the schedule changed: {name} is {saved[name]} "
+                f"there and {value} here: give --override-opt_param-scheduler to take the flags', "
+                "or --use-checkpoint-opt_param-scheduler to keep the checkpoint's"
+            )
 
 
 def _model_fields(config: RunConfig) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class StepResult:
     params_norm: float | None = None  # of all parameters after the step, where asked for
     num_signalled: int = 0  # ranks that got the exit signal
     num_late: int = 0  # ranks whose time is over
+    num_unsaved: int = 0  # ranks that know of a save beside the training that failed
     data_wait_seconds: float = 0.0  # how long a rank waited for its batches, in the mean
     exposed: Exposed = field(default_factory=Exposed)  # for which a rank stood still, in the mean
     own: OwnTimes = field(default_factory=OwnTimes)
@@ -140,6 +141,7 @@ class _Sums(NamedTuple):
     inter: float
     signalled: float
     late: float
+    unsaved: float
 
 
 def train_step(
@@ -149,10 +151,11 @@ def train_step(
     *,
     signalled: bool = False,
     late: bool = False,
+    unsaved: bool = False,
 ) -> StepResult:
     """One optimizer step: micro-batches, sums over the ranks, and the update unless it is skipped.
 
-    `signalled` and `late` are this rank's reasons to stop; they travel with the sums.
+    `signalled`, `late` and `unsaved` are this rank's reasons to stop; they travel with the sums.
     """
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
@@ -160,7 +163,7 @@ def train_step(
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches)
     _empty_cache(training, from_level=1)
-    reasons = {"signalled": float(signalled), "late": float(late)}
+    reasons = {"signalled": float(signalled), "late": float(late), "unsaved": float(unsaved)}
     sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)
     unscale = weigh.unscale(sums.num_tokens)
     loss = sums.loss * unscale
@@ -194,6 +197,7 @@ def train_step(
         params_norm=_params_norm(training) if training.config.log_params_norm else None,
         num_signalled=int(sums.signalled),
         num_late=int(sums.late),
+        num_unsaved=int(sums.unsaved),
         data_wait_seconds=sums.data_wait / training.control.world.size,
         exposed=exposed,
         own=own,

@@ -22,7 +22,9 @@ from paro.checkpoint.convert.hugging_face import is_hugging_face
 from paro.checkpoint.convert.megatron import is_megatron
 from paro.checkpoint.convert.meta import is_meta
 from paro.checkpoint.convert.source import Source
-from paro.checkpoint.directory import CheckpointError, common_of, find_checkpoint, latest_iteration
+from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
+from paro.checkpoint.errors import CheckpointError
+from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import check_files, read_metadata
 from paro.runtime import run_script, user_mistakes
 
@@ -107,8 +109,12 @@ def verify(kind: str, directory: Path, iteration: int | None) -> str:
         assert folder is not None, f"{directory} has a tracker"
         places = list(read_metadata(folder).storage_data.values())
         check_files(folder, places)
-        num_files = len({place.relative_path for place in places})
-        return f"{num_files} files are there and have the sizes that they should have"
+        manifest = read_manifest(folder)
+        if manifest is None:
+            num_files = len({place.relative_path for place in places})
+            return f"{num_files} files are there and long enough; format 1 has no checksums"
+        num_bytes = manifest.verify()
+        return f"{len(manifest.files)} files, {num_bytes:,} bytes: sizes and checksums are right"
     source = OPENERS[kind](directory)
     for tensor in source.tensors.values():
         for start, stop in tensor.row_ranges():
@@ -121,7 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--load", required=True, type=Path, metavar="DIR", help="a checkpoint of any format")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")
-    add("--verify", action="store_true", help="see that every file is there and long enough")
+    add("--verify", action="store_true", help="read every file and compare checksums")
     add("--json", action="store_true", help="print one object of JSON")
     return parser
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from paro.checkpoint.directory import CheckpointError, describe
+from paro.checkpoint.errors import CheckpointError, DamagedError, describe
 
 T = TypeVar("T")
 
@@ -17,47 +17,94 @@ T = TypeVar("T")
 class Ranks:
     """All ranks of a process group, or this process alone where there is none.
 
-    Every method is collective and called from the one thread that uses the group. With NCCL the
+    `near` is the group of those ranks that see the same folder as this one, where not all do.
+    Every method is collective and called from the one thread that uses the groups. With NCCL the
     objects travel through the current device, which the runtime has set.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        *,
+        near: dist.ProcessGroup | None = None,
+        alone: bool = False,
+    ) -> None:
         self.group = process_group
+        self.near = near or process_group
         self.alone = alone or not (dist.is_available() and dist.is_initialized())
-        self.is_first = self.alone or dist.get_rank(process_group) == 0
+        self.rank = 0 if self.alone else dist.get_rank(process_group)
+        self.is_first = self.rank == 0
+        self.is_first_near = self.alone or dist.get_rank(self.near) == 0
+        self.all_near = self.near is self.group
+        # The ranks that share this one's folder, or None for all.
+        self.sharing = None if self.all_near else frozenset(_members(near))
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank passed, by rank."""
+        if self.alone:
+            return [value]
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def gather_near(self, value: T) -> list[T]:
+        """What every rank that sees the same folder passed."""
+        if self.alone:
+            return [value]
+        gathered: list[Any] = [None] * dist.get_world_size(self.near)
+        dist.all_gather_object(gathered, value, group=self.near)
+        return gathered
 
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
-        """What `action` returns on the first rank; its failure is raised by every rank."""
-        outcome: list[Any] = [None, None]
-        failure: Exception | None = None
-        if self.is_first:
-            try:
+        """What `action` returns on the first rank of every folder; a failure is raised by all."""
+        outcome: list[Any] = [None]
+        with self.agreed(blame, name_rank=False):
+            if self.is_first_near:
                 outcome[0] = action()
-            except Exception as error:
-                failure, outcome[1] = error, _blamed(blame, error)
         if not self.alone:
-            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
-        if failure is not None and not isinstance(failure, (CheckpointError, OSError)):
-            raise failure
-        if outcome[1] is not None:
-            raise CheckpointError(outcome[1])
+            dist.broadcast_object_list(outcome, group=self.near, group_src=0)
         result: T = outcome[0]
         return result
 
     @contextmanager
-    def share_failure(self, blame: str) -> Iterator[None]:
-        """Turns a failure on any rank, which DCP hands to all of them, into one line."""
+    def agreed(self, blame: str = "", *, name_rank: bool = True) -> Iterator[None]:
+        """Runs a block that may fail on any rank: then every rank raises the same line.
+
+        It begins with `blame`, and names the rank where others met something else or nothing.
+        It is a `DamagedError` where every failing rank met one. What is neither a user's nor a
+        file's fault is raised as it is where it happened.
+        """
+        failure: Exception | None = None
+        cause: BaseException | None = None
+        told: tuple[int, bool, str] | None = None
         try:
             yield
-        except CheckpointError as error:
-            raise CheckpointError(_blamed(blame, error)) from error
-        except CheckpointException as failure:
-            rank = min(failure.failures)
-            cause = failure.failures[rank][0]
-            where = blame if self.alone else f"{blame}: rank {rank}"
-            raise CheckpointError(_blamed(where, cause)) from cause
+        except CheckpointException as error:  # DCP hands it to all ranks that it ran on
+            rank = min(error.failures)
+            cause = error.failures[rank][0]
+            named = rank if self.all_near else _members(self.near)[rank]
+            told = (named, isinstance(cause, DamagedError), _text(cause))
+        except Exception as error:
+            failure = error
+            told = (self.rank, isinstance(error, DamagedError), _text(error))
+        everyone = self.gather(told)
+        failures = [entry for entry in everyone if entry is not None]
+        if failure is not None and not isinstance(failure, (CheckpointError, OSError)):
+            raise failure
+        if failures:
+            rank, _, text = failures[0]
+            all_fail = len({where for where, _, _ in failures}) == len(everyone)
+            alike = all_fail and len({what for _, _, what in failures}) == 1
+            named = not (self.alone or alike) and (name_rank or not self.all_near)
+            parts = [blame] * bool(blame) + [f"rank {rank}"] * named + [text]
+            damaged = all(is_damage for _, is_damage, _ in failures)
+            kind = DamagedError if damaged else CheckpointError
+            raise kind(": ".join(parts)) from (failure or cause)
 
 
-def _blamed(blame: str, error: BaseException) -> str:
-    text = str(error) if isinstance(error, CheckpointError) else describe(error)
-    return f"{blame}: {text}"
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else describe(error)
+
+
+def _members(group: dist.ProcessGroup | None) -> list[int]:
+    return dist.get_process_group_ranks(group)

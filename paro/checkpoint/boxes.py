@@ -7,7 +7,7 @@ them, and nothing of units, ranks or offsets in buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -25,15 +25,19 @@ from torch.distributed.checkpoint import (
     TensorStorageMetadata,
     WriteItem,
 )
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from paro.checkpoint.directory import CheckpointError
+from paro.checkpoint.errors import CheckpointError, DamagedError
 from paro.sharding.buffers import FlatShard
 from paro.sharding.layout import Shape, rectangles
 
 PARAM = "param"
+
+# What a rank that writes or reads needs beside its shards is twice this.
+MAX_ITEM_BYTES = 2**24
 MISMATCH = "the checkpoint does not match the model"
 
 
@@ -42,6 +46,7 @@ class BoxedState:
     """A state of which this rank holds some rectangles, by their corner; views of its shards."""
 
     shape: Shape
+    dtype: torch.dtype = torch.float32
     rectangles: dict[Shape, Tensor] = field(default_factory=dict)
 
     def chunks(self) -> list[ChunkStorageMetadata]:
@@ -49,32 +54,54 @@ class BoxedState:
         return [_chunk(corner, values) for corner, values in self.rectangles.items()]
 
 
-def boxed_states(shards: Iterable[FlatShard], *, to_write: bool) -> dict[str, BoxedState]:
-    """Every state of the shards' units, with the rectangles this rank holds or has to write."""
+def boxed_states(
+    shards: Iterable[FlatShard], *, to_write: bool, among: Collection[int] | None = None
+) -> dict[str, BoxedState]:
+    """Every state of the shards' units, with the rectangles this rank holds or has to write.
+
+    What has to be written is shared by the replicas of a shard, or by those `among` some ranks,
+    and comes in rectangles of at most `MAX_ITEM_BYTES`, as they are written and read at once.
+    """
     states: dict[str, BoxedState] = {}
     for shard in shards:
         assert shard.values.dim() == 1, f"a {shard.state} shard has shape {shard.values.shape}"
         for span in shard.layout.spans:
             name = f"{shard.state}.{span.box.name}"
-            state = states.setdefault(name, BoxedState(shape=span.box.shape))
+            state = states.setdefault(
+                name, BoxedState(shape=span.box.shape, dtype=shard.values.dtype)
+            )
             assert state.shape == span.box.shape, f"{name}: {state.shape} and {span.box.shape}"
-        if to_write and not shard.writes:
-            continue
-        for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel()):
+        low, high = shard.own_part(among) if to_write else (0, shard.values.numel())
+        for piece in shard.layout.pieces(shard.start + low, shard.start + high):
             mine = states[f"{shard.state}.{piece.box.name}"].rectangles
             base = piece.offset - shard.start - piece.low
             for part in rectangles(piece.box, piece.low, piece.high):
-                assert part.start not in mine, f"{piece.box.name} is held twice at {part.start}"
                 flat = shard.values.detach()[base + part.low : base + part.high]
-                mine[part.start] = flat.view(part.extent)
+                for corner, values in _items(part.start, flat.view(part.extent), to_write):
+                    assert corner not in mine, f"{piece.box.name} is held twice at {corner}"
+                    mine[corner] = values
     return states
 
 
-class BoxSavePlanner(DefaultSavePlanner):
-    """Plans to write every rectangle of a dict of boxed states."""
+def _items(corner: Shape, values: Tensor, to_write: bool) -> Iterator[tuple[Shape, Tensor]]:
+    """A rectangle whole, or in runs of rows small enough to be written at once."""
+    if not to_write or values.nbytes <= MAX_ITEM_BYTES or not corner:
+        yield corner, values
+        return
+    num_rows = max(1, MAX_ITEM_BYTES // (values.nbytes // values.shape[0]))
+    for index, rows in enumerate(values.split(num_rows)):
+        yield (corner[0] + index * num_rows, *corner[1:]), rows
 
-    def __init__(self) -> None:
+
+class BoxSavePlanner(DefaultSavePlanner):
+    """Plans to write every rectangle of a dict of boxed states.
+
+    With `whole` the ranks that save together have to hold all of every state.
+    """
+
+    def __init__(self, *, whole: bool = True) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.whole = whole
 
     def create_local_plan(self) -> SavePlan:
         states: dict[str, BoxedState] = self.state_dict
@@ -89,6 +116,18 @@ class BoxSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """As the base class, which refuses overlaps; this one refuses holes too."""
+        if not self.whole:
+            plans, metadata = create_default_global_save_plan(all_plans)
+            for name, state in self.state_dict.items():
+                metadata.state_dict_metadata.setdefault(
+                    name,  # of which other nodes save everything
+                    TensorStorageMetadata(
+                        properties=TensorProperties(dtype=state.dtype),
+                        size=torch.Size(state.shape),
+                        chunks=[],
+                    ),
+                )
+            return plans, metadata
         plans, metadata = super().create_global_plan(all_plans)
         for name, state in self.state_dict.items():
             saved = metadata.state_dict_metadata.get(name)
@@ -122,13 +161,17 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None, "no metadata"
         items: list[ReadItem] = []
         for name, state in self.state_dict.items():
-            saved = self.metadata.state_dict_metadata[name]
+            saved = self.metadata.state_dict_metadata.get(name)
             assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
             reads = create_read_items_for_chunk_list(name, saved, state.chunks())
             found = sum(item.lengths.numel() for item in reads)
             wanted = sum(values.numel() for values in state.rectangles.values())
             if found != wanted:
-                raise CheckpointError(f"{name} has a hole: {found} of {wanted} elements found")
+                raise DamagedError(
+                    f"{name} has a hole: {found} of {wanted} elements found; nodes without a "
+                    "shared file system have the rest if other nodes saved it: load with the same "
+                    "ranks on the same nodes, under the same strategy"
+                )
             items += reads
         return LoadPlan(items)
 

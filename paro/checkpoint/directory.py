@@ -2,7 +2,7 @@
 
 # <root>/
 #   latest_checkpointed_iteration.txt    the iteration to resume from; written last
-#   iter_0000100/                        .metadata, *.distcp and common.json
+#   iter_0000100/                        .metadata, *.distcp, common.json and manifest.json
 #   iter_0000200.partial/                being written; removed by the next save
 #   iter_0000100.replaced/               aside while a new iter_0000100 takes its place
 
@@ -10,22 +10,28 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from paro.checkpoint.errors import CheckpointError, DamagedError, describe
+from paro.checkpoint.manifest import (
+    FORMAT_VERSION,
+    FileSum,
+    check_format,
+    library_versions,
+    read_manifest,
+    sum_of,
+    write_durably,
+    write_manifest,
+)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
 METADATA = ".metadata"
-FORMAT_VERSION = 1
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the text is one line for the user."""
+RANK_MARK = ".rank_"
+_REPLACED = ".replaced"
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:
@@ -33,22 +39,45 @@ def iteration_directory(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(directory_root: str | Path) -> int | None:
-    """The iteration to resume from; None where nothing was saved."""
+    """The iteration that the tracker names; None where nothing was saved."""
     root = Path(directory_root)
     try:
         text = (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        if (root / METADATA).exists():
-            raise CheckpointError(
-                f"{root} is one iteration of a checkpoint: give the folder that holds it, "
-                f"{root.absolute().parent}"
-            ) from None
+    except FileNotFoundError:
+        _refuse_strangers(root)
         return None
+    except NotADirectoryError:
+        raise CheckpointError(f"{root} is a file: give a folder of checkpoints") from None
     if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(
+        raise DamagedError(
             f"{root / TRACKER} says {text[:40]!r}: write the number of an iter_* folder into it"
         )
     return int(text)
+
+
+def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
+    """The iterations to resume from, the best first, and what is wrong with the tracker.
+
+    Behind the one that the tracker names come older ones, and last of all newer ones: a save that
+    ended just before its tracker was written, or one that somebody turned back from.
+    """
+    root = Path(directory_root)
+    on_disk = sorted(iterations_in(root), reverse=True)
+    try:
+        latest = latest_iteration(root)
+    except DamagedError as error:
+        return on_disk, str(error)
+    if latest is None:
+        return on_disk, f"{root / TRACKER} is missing" if on_disk else None
+    older = [iteration for iteration in on_disk if iteration < latest]
+    newer = [iteration for iteration in on_disk if iteration > latest]
+    return [latest, *older, *newer], None
+
+
+def iterations_in(root: Path) -> set[int]:
+    """Every iteration that has a folder of its own, whole or not."""
+    names = (path.name.removesuffix(_REPLACED) for path in root.glob("iter_*") if path.is_dir())
+    return {int(name[5:]) for name in names if name[5:].isascii() and name[5:].isdigit()}
 
 
 def find_checkpoint(directory_root: str | Path, iteration: int | None = None) -> Path | None:
@@ -62,7 +91,34 @@ def find_checkpoint(directory_root: str | Path, iteration: int | None = None) ->
         if candidate.is_dir():
             return candidate
     says = f"{TRACKER} names iteration {wanted}, but " if iteration is None else ""
-    raise CheckpointError(f"{says}{directory} does not exist")
+    raise DamagedError(f"{says}{directory} does not exist")
+
+
+def newest_whole(
+    directory_root: str | Path, say: Callable[[str], None] = lambda _line: None
+) -> Path | None:
+    """The folder to resume from as far as sizes tell; None where nothing was saved.
+
+    `say` hears of every one that is passed over.
+    """
+    order, complaint = candidates(directory_root)
+    if complaint is not None and order:
+        say(complaint)
+    for iteration in order:
+        try:
+            directory = find_checkpoint(directory_root, iteration)
+            assert directory is not None, f"iteration {iteration}"
+            common_of(directory)
+            if (manifest := read_manifest(directory)) is not None:
+                manifest.check_sizes()
+        except DamagedError as error:
+            complaint = complaint or str(error)
+            say(str(error))
+        else:
+            return directory
+    if complaint is not None:
+        raise DamagedError(f"{complaint}; no checkpoint there is whole")
+    return None
 
 
 def read_common(directory_root: str | Path, iteration: int | None = None) -> dict[str, Any] | None:
@@ -73,19 +129,18 @@ def read_common(directory_root: str | Path, iteration: int | None = None) -> dic
 
 def common_of(directory: Path) -> dict[str, Any]:
     """What was saved beside the tensors in one iteration's folder."""
+    manifest = read_manifest(directory)
     path = directory / COMMON
     try:
-        common = json.loads(path.read_text(encoding="utf-8"))
-        version, _ = common["format_version"], common["iteration"]
+        content = path.read_bytes() if manifest is None else manifest.read_file(COMMON)
+        common = json.loads(content)
+        format_version, _ = common["format_version"], common["iteration"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is missing or damaged ({describe(error)}): resume from another iteration"
+        what = str(error) if isinstance(error, CheckpointError) else describe(error)
+        raise DamagedError(
+            f"{path} is missing or damaged ({what}): resume from another iteration"
         ) from None
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{directory} has format {version}, and this version reads formats up to "
-            f"{FORMAT_VERSION}: use the version that wrote it, {common.get('versions')}"
-        )
+    check_format(directory, format_version, common.get("versions"))
     return dict(common)
 
 
@@ -95,22 +150,39 @@ def begin_checkpoint(directory_root: str | Path, iteration: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob("iter_*.partial"):
         shutil.rmtree(leftover)
-    directory = iteration_directory(root, iteration)
-    partial = directory.with_name(f"{directory.name}.partial")
+    for mark in root.glob(f"{RANK_MARK}*"):  # of ranks that were killed while they looked around
+        mark.unlink(missing_ok=True)
+    partial = _partial(iteration_directory(root, iteration))
     partial.mkdir()
     return partial
 
 
-def finish_checkpoint(partial: Path, iteration: int, common: Mapping[str, Any]) -> None:
+def finish_checkpoint(
+    partial: Path,
+    iteration: int,
+    common: Mapping[str, Any],
+    files: Mapping[str, FileSum] | None = None,
+) -> None:
     """Makes a written folder the latest checkpoint; until the last rename the old one is.
 
-    All that may fill the disk is written before anything is renamed.
+    `files` are the files of tensors; `common["arguments"]` goes into the manifest. All that may
+    fill the disk is written before anything is renamed.
     """
     root = partial.parent
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    own = {"format_version": FORMAT_VERSION, "iteration": iteration, "versions": versions}
-    _write_durably(partial / COMMON, json.dumps({**own, **common, **own}, indent=1) + "\n")
-    _write_durably(_next_tracker(root), str(iteration))
+    own = {
+        "format_version": FORMAT_VERSION,
+        "iteration": iteration,
+        "versions": library_versions(),
+    }
+    arguments = common.get("arguments", {})
+    rest = {name: value for name, value in common.items() if name != "arguments"}
+    sums = dict(files or {})
+    text = json.dumps({**own, **rest, **own}, indent=1) + "\n"
+    sums[COMMON] = write_durably(partial / COMMON, text)
+    if (partial / METADATA).exists():
+        sums[METADATA] = sum_of((partial / METADATA).read_bytes())
+    write_manifest(partial, iteration, sums, arguments)
+    write_durably(_next_tracker(root), str(iteration))
     _sync_directory(partial)
     directory = iteration_directory(root, iteration)
     replaced = _replaced(directory)
@@ -130,27 +202,41 @@ def discard_checkpoint(partial: Path) -> None:
     _next_tracker(partial.parent).unlink(missing_ok=True)
 
 
-def describe(error: BaseException) -> str:
-    """An exception in a few words on one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    first_line = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+def remove_checkpoint(directory_root: str | Path, iteration: int) -> None:
+    """Removes an iteration's folder, which is at no moment there in part."""
+    directory = iteration_directory(Path(directory_root), iteration)
+    try:
+        directory.rename(_partial(directory))
+    except OSError:
+        return  # somebody was faster
+    shutil.rmtree(_partial(directory), ignore_errors=True)
+
+
+def _refuse_strangers(root: Path) -> None:
+    """Raises `CheckpointError` where a folder without a tracker is something else's."""
+    if (root / METADATA).exists() or (root / COMMON).exists():
+        raise CheckpointError(
+            f"{root} is one iteration of a checkpoint: give the folder that holds it, "
+            f"{root.absolute().parent}"
+        )
+    for pattern in ("config.json", "params.json", "*.safetensors", "*.pth", "mp_rank_*"):
+        if found := next(root.glob(pattern), None):
+            raise CheckpointError(
+                f"{root} holds no checkpoint of this project (it has {found.name}): convert it "
+                "with tools/convert_checkpoint.py"
+            )
 
 
 def _replaced(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}.replaced")
+    return directory.with_name(f"{directory.name}{_REPLACED}")
+
+
+def _partial(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.partial")
 
 
 def _next_tracker(root: Path) -> Path:
     return root / f"{TRACKER}.partial"
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_directory(directory: Path) -> None:

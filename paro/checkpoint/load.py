@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, TensorStorageMetadata
 
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.boxes import (
@@ -23,17 +24,32 @@ from paro.checkpoint.boxes import (
     boxed_states,
     check_states,
 )
-from paro.checkpoint.directory import CheckpointError, common_of, find_checkpoint
+from paro.checkpoint.directory import (
+    candidates,
+    common_of,
+    find_checkpoint,
+    newest_whole,
+)
+from paro.checkpoint.errors import CheckpointError, DamagedError
+from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import CheckedReader, read_metadata
 from paro.sharding.buffers import FlatShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """What of a checkpoint is wanted."""
+
+    iteration: int | None = None  # None: the newest that is whole
+    moments: bool = True  # those of shards that have any
+    model: Mapping[str, Any] | None = None  # fields that must equal `common["model"]`
 
 
 def load_checkpoint(
     directory_root: str | Path,
     shards: Iterable[FlatShard],
     *,
-    model: Mapping[str, Any] | None = None,
-    iteration: int | None = None,
+    wanted: Loading = Loading(),
     log: Callable[[str], None] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any] | None:
@@ -41,34 +57,47 @@ def load_checkpoint(
 
     Collective, on the thread that owns the group. Every rank passes a shard of every unit and of
     each state it wants; states left out are not read, nor moments of a converted model, which has
-    none. `model` holds the fields that must equal
-    `common["model"]`. On `CheckpointError`, which all ranks raise alike, shards are untouched
-    unless a file turned out to be damaged while it was read.
+    none. A checkpoint that is incomplete or damaged, as any rank sees it, is named by `log` and
+    passed over for the next, unless its iteration was asked for. On `CheckpointError`, which all
+    ranks raise alike, shards are untouched unless a file turned out to be damaged while it was
+    read.
     """
     ranks = Ranks(process_group)
+    say = log if ranks.is_first and log else _silence
     blame = f"--load {directory_root}"
     states = boxed_states(shards, to_write=False)
-    found = ranks.first_decides(lambda: _find(directory_root, iteration, states, model), blame)
-    if found is None:
+    if not wanted.moments:
+        states = _parameters(states)
+    order, complaint = _order(directory_root, wanted.iteration, ranks, blame)
+    if not order:
         return None
-    directory, common = found
-    states = _present(states, common)
-    with ranks.share_failure(blame):
-        _read(directory, states, BoxLoadPlanner(), ranks)
-    if ranks.is_first and log:
-        log(
-            f"  successfully loaded checkpoint from {directory_root} "
-            f"at iteration {common['iteration']}"
-        )
-    return common
+    if complaint is not None:
+        say(f"  {complaint}")
+    for iteration in order:
+        try:
+            common = _load_iteration(Path(directory_root), iteration, states, wanted.model, ranks)
+        except DamagedError as error:
+            text = f"{blame}: {error}"
+            if wanted.iteration is not None:
+                raise CheckpointError(f"{text}; another --ckpt-step may be whole") from error
+            say(f"  passing over iteration {iteration}: {error}")
+            complaint = complaint or text
+        except CheckpointError as error:
+            raise CheckpointError(f"{blame}: {error}") from error
+        else:
+            at = f"at iteration {common['iteration']}"
+            say(f"  successfully loaded checkpoint from {directory_root} {at}")
+            return common
+    raise CheckpointError(f"{complaint}; no checkpoint there is whole")
 
 
 def load_parameters(directory_root: str | Path, iteration: int | None = None) -> dict[str, Tensor]:
     """Every parameter whole, in fp32 on the CPU, read by this process alone."""
-    alone = Ranks(None, alone=True)
-    blame = f"--load {directory_root}"
-    with alone.share_failure(blame):
-        directory = find_checkpoint(directory_root, iteration)
+    with Ranks(None, alone=True).agreed(f"--load {directory_root}"):
+        if iteration is None:
+            directory = newest_whole(directory_root)
+        else:
+            directory = find_checkpoint(directory_root, iteration)
         if directory is None:
             raise CheckpointError("there is no checkpoint")
         saved = read_metadata(directory).state_dict_metadata
@@ -77,30 +106,77 @@ def load_parameters(directory_root: str | Path, iteration: int | None = None) ->
             for name, state in saved.items()
             if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
         }
-        _read(directory, tensors, DefaultLoadPlanner(), alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(
+                tensors,
+                storage_reader=CheckedReader(directory, read_manifest(directory)),
+                planner=DefaultLoadPlanner(),
+                no_dist=True,
+            )
     return {name.removeprefix(f"{PARAM}."): tensor for name, tensor in tensors.items()}
 
 
-def _find(
-    root: str | Path,
-    iteration: int | None,
+def _silence(_line: str) -> None:
+    """What other ranks than the first say."""
+
+
+def _order(
+    root: str | Path, iteration: int | None, ranks: Ranks, blame: str
+) -> tuple[list[int], str | None]:
+    """The iterations to try on all ranks, the best first, and what is wrong with the tracker.
+
+    They are the first rank's; a rank that sees another folder must have one of them too.
+    """
+    if iteration is not None:
+        return [iteration], None
+    mine: tuple[list[int], str | None] = ([], None)
+    with ranks.agreed(blame, name_rank=False):
+        mine = candidates(root)
+    everyone = ranks.gather(mine)
+    if any(order for order, _ in everyone) and not everyone[0][0]:
+        rank = next(rank for rank, (order, _) in enumerate(everyone) if order)
+        raise CheckpointError(
+            f"{blame}: rank 0 sees no checkpoint there and rank {rank} sees iteration "
+            f"{everyone[rank][0][0]}: bring the missing part to the node of rank 0"
+        )
+    return everyone[0]
+
+
+def _load_iteration(
+    root: Path,
+    iteration: int,
     states: dict[str, BoxedState],
     model: Mapping[str, Any] | None,
-) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint to load, known to fit these states, and its common part."""
-    directory = find_checkpoint(root, iteration)
-    if directory is None:
-        return None
-    common = common_of(directory)
-    _check_model(common.get("model", {}), model or {})
-    check_states(_present(states, common), read_metadata(directory))
-    return directory, common
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """Fills the states from one iteration, once every rank has found all that it needs."""
+    with ranks.agreed():
+        directory = find_checkpoint(root, iteration)
+        assert directory is not None, f"iteration {iteration}"
+        manifest = read_manifest(directory)
+        common = common_of(directory)
+        if manifest is not None and ranks.is_first_near:
+            manifest.check_sizes()
+        _check_model(common.get("model", {}), model or {})
+        metadata = read_metadata(directory)
+        present = _parameters(states) if common.get("parameters_only") else states
+        if common.get("has_moments") is False and len(_parameters(present)) < len(present):
+            raise CheckpointError(
+                f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
+            )
+        check_states(present, metadata)
+        planner = BoxLoadPlanner()
+        planner.set_up_planner(present, metadata)
+        reader = CheckedReader(directory, manifest)
+        reader.set_up_storage_reader(metadata, ranks.is_first)
+        plan: LoadPlan = reader.prepare_local_plan(planner.create_local_plan())
+    with ranks.agreed():
+        reader.read_data(plan, planner).wait()
+    return common
 
 
-def _present(states: dict[str, BoxedState], common: Mapping[str, Any]) -> dict[str, BoxedState]:
-    """What is to be read: of a converted model the parameters alone, as it has nothing else."""
-    if not common.get("parameters_only"):
-        return states
+def _parameters(states: dict[str, BoxedState]) -> dict[str, BoxedState]:
     return {name: state for name, state in states.items() if name.startswith(f"{PARAM}.")}
 
 
@@ -109,15 +185,3 @@ def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for name, value in json.loads(json.dumps(dict(here))).items():
         if name in there and there[name] != value:
             raise CheckpointError(f"{MISMATCH}: {name} is {there[name]} there and {value} here")
-
-
-def _read(directory: Path, states: dict[str, Any], planner: DefaultLoadPlanner, by: Ranks) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(
-            states,
-            storage_reader=CheckedReader(directory),
-            planner=planner,
-            process_group=by.group,
-            no_dist=by.alone,
-        )

@@ -1,9 +1,9 @@
-"""Saves a run: every rank writes what it alone holds, and a failure leaves the old checkpoint."""
+"""Saves a run: every rank writes its part, and a failure leaves the old checkpoint."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from paro.checkpoint.agreement import Ranks
-from paro.checkpoint.boxes import BoxSavePlanner, boxed_states
+from paro.checkpoint.boxes import BoxedState, BoxSavePlanner, boxed_states
 from paro.checkpoint.directory import (
-    CheckpointError,
     begin_checkpoint,
     discard_checkpoint,
     finish_checkpoint,
+    latest_iteration,
+    remove_checkpoint,
 )
+from paro.checkpoint.errors import CheckpointError
+from paro.checkpoint.manifest import FileSum
 from paro.checkpoint.storage import BoundedWriter, check_files, read_metadata
 from paro.sharding.buffers import FlatShard
 
@@ -37,40 +40,88 @@ def save_checkpoint(
     what JSON can hold; the iteration, the format and the versions are added. `log` is called on
     the first rank. On `CheckpointError`, which all ranks raise alike, the folder is as before.
     """
-    ranks = Ranks(process_group)
+    states = boxed_states(shards, to_write=True)
+    write_states(directory_root, iteration, states, common, ranks=Ranks(process_group), log=log)
+
+
+def write_states(
+    directory_root: str | Path,
+    iteration: int,
+    states: dict[str, BoxedState],
+    common: Mapping[str, Any],
+    *,
+    ranks: Ranks,
+    log: Callable[[str], None] | None = None,
+    retain_interval: int | None = None,
+) -> None:
+    """The same for states that are boxed already, and maybe copies; see `save_checkpoint`.
+
+    With `retain_interval` the checkpoint that was the latest is removed afterwards, unless its
+    iteration is a multiple. Ranks that see different folders fill one each, with what they hold.
+    """
     blame = f"--save {directory_root}"
     if ranks.is_first and log:
         place = f"{directory_root} in torch_dist format"
         log(f"saving checkpoint at iteration {iteration:7d} to {place}")
-    partial = ranks.first_decides(lambda: begin_checkpoint(directory_root, iteration), blame)
+    root = Path(directory_root)
+    folder = ranks.first_decides(lambda: begin_checkpoint(root, iteration), blame)
     try:
-        _write(partial, list(shards), ranks, blame)
-        ranks.first_decides(lambda: _finish(partial, iteration, common), blame)
+        files = _write(folder, states, ranks, blame)
+        ranks.first_decides(lambda: _read_back(folder), blame)
+        ranks.first_decides(
+            lambda: _finish(folder, iteration, common, files, retain_interval), blame
+        )
     except Exception:
-        if ranks.is_first:
-            discard_checkpoint(partial)
+        if ranks.is_first_near:
+            discard_checkpoint(folder)
         raise
     if ranks.is_first and log:
         log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
 
-def _write(partial: Path, shards: Sequence[FlatShard], ranks: Ranks, blame: str) -> None:
-    writer = BoundedWriter(partial, from_gpu=any(shard.values.is_cuda for shard in shards))
-    with ranks.share_failure(blame), warnings.catch_warnings():
+def _write(
+    folder: Path, states: dict[str, BoxedState], ranks: Ranks, blame: str
+) -> dict[str, FileSum]:
+    """Writes the files of tensors; returns the sums of all that lie in this rank's folder."""
+    writer = BoundedWriter(folder)
+    with ranks.agreed(blame), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
-            boxed_states(shards, to_write=True),
+            states,
             storage_writer=writer,
-            planner=BoxSavePlanner(),
-            process_group=ranks.group,
+            planner=BoxSavePlanner(whole=ranks.all_near),
+            process_group=ranks.near,
             no_dist=ranks.alone,
         )
+    return {name: file for sums in ranks.gather_near(writer.sums) for name, file in sums.items()}
 
 
-def _finish(partial: Path, iteration: int, common: Mapping[str, Any]) -> None:
-    """Reads back where everything lies, sees that it is there, and puts it in its place."""
+def _read_back(folder: Path) -> None:
+    """Reads where everything lies and sees that it is there, before any folder is put in place."""
     try:
-        check_files(partial, list(read_metadata(partial).storage_data.values()))
+        check_files(folder, list(read_metadata(folder).storage_data.values()))
     except CheckpointError as error:
         raise CheckpointError(f"{error}: all ranks must see one and the same folder") from None
-    finish_checkpoint(partial, iteration, common)
+
+
+def _finish(
+    folder: Path,
+    iteration: int,
+    common: Mapping[str, Any],
+    files: Mapping[str, FileSum],
+    retain_interval: int | None,
+) -> None:
+    """Puts a written folder in its place, and removes the one before if it is not to be kept."""
+    previous = _latest_or_none(folder.parent)
+    finish_checkpoint(folder, iteration, common, files)
+    if retain_interval is None or previous is None:
+        return
+    if previous < iteration and previous % retain_interval != 0:
+        remove_checkpoint(folder.parent, previous)
+
+
+def _latest_or_none(root: Path) -> int | None:
+    try:
+        return latest_iteration(root)
+    except CheckpointError:
+        return None  # a tracker that somebody damaged names none to remove

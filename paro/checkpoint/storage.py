@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from io import FileIO
 from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
@@ -22,16 +27,22 @@ from torch.distributed.checkpoint import (
     SavePlanner,
     WriteItem,
 )
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from paro.checkpoint.directory import METADATA, CheckpointError, describe
+from paro.checkpoint.directory import METADATA
+from paro.checkpoint.errors import CheckpointError, DamagedError, describe
+from paro.checkpoint.manifest import FileSum, Manifest, Stretch
 
-# DCP keeps a copy on the host of all that it writes into one file until that file is complete.
-MAX_FILE_BYTES = 2**29
+Place = tuple[str, int, int]  # a file, where in it, and how many bytes
 
-COPY_AHEAD_BYTES = 10_000_000  # from a GPU, while the bytes before are written
+MAX_FILE_BYTES = 2**31
+
+_SUFFIX = ".distcp"
+_BLOCK_BYTES = 2**20
+_READ_AHEAD = 4  # rectangles
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _TRUSTED = {
@@ -50,11 +61,14 @@ _TRUSTED = {
 
 
 class BoundedWriter(FileSystemWriter):
-    """Writes files of at most `MAX_FILE_BYTES`, or of one rectangle."""
+    """Writes files of at most `MAX_FILE_BYTES`, rectangle by rectangle, and sums them up.
 
-    def __init__(self, directory: Path, *, from_gpu: bool) -> None:
-        # Copying ahead would start CUDA even for tensors on the CPU.
-        super().__init__(directory, per_thread_copy_ahead=COPY_AHEAD_BYTES if from_gpu else 0)
+    A rectangle on the CPU is written from where it lies, one on a GPU through a copy of it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.sums: dict[str, FileSum] = {}
 
     def storage_meta(self) -> StorageMeta:
         """Without the folder's name, which is another once the checkpoint is complete."""
@@ -62,53 +76,185 @@ class BoundedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
-        prefix = plan.storage_data.prefix
         for number, items in enumerate(_files(plan.items)):
-            place = replace(plan.storage_data, prefix=f"{prefix}{number}_")
-            part = replace(plan, items=items, storage_data=place)
-            try:
-                results += super().write_data(part, planner).wait()
-            except Exception as error:
-                raise CheckpointError(f"cannot write: {describe(_root_cause(error))}") from error
+            name = f"{plan.storage_data.prefix}{number}{_SUFFIX}"
+            results += self._write_file(name, items, planner)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        results, stretches = [], []
+        stream = None
+        try:
+            with (Path(self.path) / name).open("xb", buffering=0) as file:
+                for item in items:
+                    values = planner.resolve_data(item)
+                    assert isinstance(values, Tensor), f"{item.index} is no tensor"
+                    begin = file.tell()
+                    stream = _SummingStream(file)
+                    torch.save(_alone_in_storage(values.detach().cpu()), stream)  # type: ignore[arg-type]
+                    length = file.tell() - begin
+                    stretches.append(Stretch(begin=begin, length=length, checksum=stream.checksum))
+                    results.append(
+                        WriteResult(
+                            index=item.index,
+                            size_in_bytes=length,
+                            storage_data=_StorageInfo(name, begin, length),
+                        )
+                    )
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:
+            # What the stream met is the cause of what torch says of it.
+            cause = (stream.failure if stream is not None else None) or error
+            raise CheckpointError(f"cannot write: {describe(cause)}") from error
+        self.sums[name] = FileSum(tuple(stretches))
+        return results
+
+
+class _SummingStream:
+    """The checksum of what is written through it."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self.checksum = 0
+        self.failure: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        """All of it, block by block: a block is summed while the processor's cache holds it."""
+        view = memoryview(content).cast("B")
+        try:
+            for begin in range(0, len(view), _BLOCK_BYTES):
+                block = view[begin : begin + _BLOCK_BYTES]
+                self.checksum = crc32(block, self.checksum)
+                while len(block) > 0:
+                    block = block[self._file.write(block) or 0 :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def _alone_in_storage(values: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage is no larger than itself: torch saves storages."""
+    values = values.contiguous()
+    if values.untyped_storage().nbytes() == values.nbytes:
+        return values
+    flat = values.view(-1)
+    # A view of bytes; empty and scalar ones are copied, as a buffer of none cannot be taken.
+    if flat.numel() == 0:
+        return values.clone()
+    content = flat.view(torch.uint8).numpy()
+    return torch.frombuffer(content, dtype=values.dtype).view(values.shape)
 
 
 class CheckedReader(FileSystemReader):
     """Reads a checkpoint that anybody may have written: no code in it can run.
 
-    A missing or truncated file fails the plan, before anything was overwritten on any rank.
+    A missing or truncated file fails the plan, before anything was overwritten on any rank. What
+    is read is held against its checksum before it is used. Format 1 has no manifest.
     """
+
+    def __init__(self, directory: Path, manifest: Manifest | None) -> None:
+        super().__init__(directory)
+        self.manifest = manifest
+        self._room = bytearray()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return read_metadata(Path(self.path))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        check_files(Path(self.path), [self._place(item) for item in plan.items])
+        if self.manifest is not None:
+            self.manifest.check_sizes(sorted({self._place(item)[0] for item in plan.items}))
+        places = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        check_files(Path(self.path), list(places.values()))
         return plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """File by file, so that a failure names the file; from its begin to its end."""
-
-        def place(item: ReadItem) -> tuple[str, int]:
-            return self._file(item), self._place(item).offset
-
-        for name, items in groupby(sorted(plan.items, key=place), key=self._file):
+        """File by file from begin to end, each rectangle once, whatever is taken of it."""
+        in_order = sorted(plan.items, key=self._place)
+        for name, items in groupby(in_order, key=lambda item: self._place(item)[0]):
+            path = Path(self.path) / name
             try:
-                super().read_data(replace(plan, items=list(items)), planner).wait()
-            except Exception as error:
-                path = Path(self.path) / name
-                raise CheckpointError(f"{path} is damaged ({describe(error)})") from error
+                with path.open("rb", buffering=0) as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                    by_place = [(p, list(wanted)) for p, wanted in groupby(items, key=self._place)]
+                    for index, (place, wanted) in enumerate(by_place):
+                        # The disk reads on while this rectangle is verified and copied.
+                        for (_, begin, length), _ in by_place[index + 1 : index + 1 + _READ_AHEAD]:
+                            os.posix_fadvise(file.fileno(), begin, length, os.POSIX_FADV_WILLNEED)
+                        self._read_rectangle(file, place, wanted, planner)
+            except CheckpointError:
+                raise
+            except Exception as error:  # an unpickler fails in many ways
+                raise DamagedError(f"{path} is damaged ({describe(error)})") from error
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _place(self, item: ReadItem) -> Any:
-        return self.storage_data[item.storage_index]
+    def _read_rectangle(
+        self, file: FileIO, place: Place, items: list[ReadItem], planner: LoadPlanner
+    ) -> None:
+        name, begin, length = place
+        if len(self._room) < length:
+            self._room = bytearray(length)
+        file.seek(begin)
+        content = _read(file, memoryview(self._room)[:length])
+        if self.manifest is not None:
+            self.manifest.check_bytes(name, begin, content)
+        window: Any = _Window(content)  # all that torch asks of a file
+        saved = torch.load(window, map_location="cpu", weights_only=True)
+        for item in items:
+            part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            assert target.shape == part.shape, f"{item.storage_index}: {part.shape}"
+            target.copy_(part)
+            planner.commit_tensor(item, target)
 
-    def _file(self, item: ReadItem) -> str:
-        return str(self._place(item).relative_path)
+    def _place(self, item: ReadItem) -> Place:
+        place = self.storage_data[item.storage_index]
+        return str(place.relative_path), place.offset, place.length
+
+
+def _read(file: FileIO, room: memoryview) -> memoryview:
+    """Fills `room` as far as there are bytes; one call reads 2 GiB at most."""
+    filled = 0
+    while filled < len(room) and (count := file.readinto(room[filled:])):
+        filled += count
+    return room[:filled]
+
+
+class _Window(io.RawIOBase):
+    """Bytes as a file, without a copy of them."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._position = 0
+
+    def readinto(self, room: Any) -> int:
+        part = self._content[self._position : self._position + len(room)]
+        room[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}
+        self._position = base[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -118,11 +264,11 @@ def read_metadata(directory: Path) -> Metadata:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
     except Exception as error:  # an unpickler fails in many ways
-        raise CheckpointError(
+        raise DamagedError(
             f"{path} is missing or damaged ({describe(error)}): resume from another iteration"
         ) from None
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path} holds a {type(metadata).__name__} and no metadata")
+        raise DamagedError(f"{path} holds a {type(metadata).__name__} and no metadata")
     return metadata
 
 
@@ -137,9 +283,9 @@ def check_files(directory: Path, places: list[Any]) -> None:
         try:
             found = path.stat().st_size
         except OSError as error:
-            raise CheckpointError(describe(error)) from None
+            raise DamagedError(f"{path} is missing ({describe(error)})") from None
         if found < num_bytes:
-            raise CheckpointError(f"{path} is truncated: {found} bytes of at least {num_bytes}")
+            raise DamagedError(f"{path} is truncated: {found} bytes of at least {num_bytes}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -150,12 +296,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if is_dtype or (module, name) in _TRUSTED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """The exception below all others: a full disk makes a zip file fail to close."""
-    below = error.__cause__ or error.__context__
-    return _root_cause(below) if below else error
 
 
 def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:

@@ -170,7 +170,7 @@ class ParoOptimizer:
         Summed over all ranks every element counts exactly once, in fp32 where there is a master.
         """
         return _square_sum(
-            shard.values for shard in self.flat_shards() if shard.state == "param" and shard.writes
+            shard.values for shard in self.flat_shards() if shard.state == "param" and shard.counts
         )
 
     @torch.no_grad()
@@ -190,8 +190,15 @@ class ParoOptimizer:
     def flat_shards(self) -> Iterator[FlatShard]:
         """All that a checkpoint holds of this rank; frozen parameters have no master."""
         context = self.model.units[0].context
+        topology = context.topology
+
+        def replicas_at(degree: int) -> tuple[int, ...]:
+            return topology.members(
+                topology.axes_between(degree, topology.world_size), context.rank
+            )
+
         for part in self._parts:
-            unit, writes = part.unit, context.rank < context.strategy.optim
+            unit = part.unit
             states = {"param": part.master, "exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq}
             for state, values in states.items():
                 yield FlatShard(
@@ -199,7 +206,8 @@ class ParoOptimizer:
                     start=unit.optim_start,
                     values=values,
                     state=state,
-                    writes=writes,
+                    rank=context.rank,
+                    replicas=replicas_at(unit.context.strategy.optim),
                 )
         for unit in self.model.units:
             if not unit.trainable:
@@ -208,7 +216,8 @@ class ParoOptimizer:
                     start=unit.param_start,
                     values=unit.param_shard,
                     state="param",
-                    writes=context.rank < unit.context.strategy.params,
+                    rank=context.rank,
+                    replicas=replicas_at(unit.context.strategy.params),
                 )
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,22 @@ class FlatShard:
     start: int  # the element of the unit that values[0] is
     values: Tensor  # 1-D
     state: str  # "param", "exp_avg" or "exp_avg_sq"
-    writes: bool  # one of the ranks that hold the same range has True and saves it
+    rank: int = 0
+    replicas: Sequence[int] = (0,)  # the ranks that hold this same range, this one among them
+
+    @property
+    def counts(self) -> bool:
+        """True on one of the replicas: for sums in which each element counts once."""
+        return self.rank == self.replicas[0]
+
+    def own_part(self, among: Collection[int] | None = None) -> tuple[int, int]:
+        """The elements of `values` that this rank writes, so that the replicas write each once.
+
+        With `among` only these ranks share the work, and the others write for themselves.
+        """
+        sharing = [rank for rank in self.replicas if among is None or rank in among]
+        numel, index = self.values.numel(), sharing.index(self.rank)
+        return index * numel // len(sharing), (index + 1) * numel // len(sharing)
 
 
 @dataclass(slots=True)

@@ -42,6 +42,7 @@ TORCHRUN_FLAGS = {
     "--node-rank",
     "--master-addr",
     "--master-port",
+    "--max-restarts",
 }
 OTHER_FLAGS = {"--nodes", "--ntasks-per-node"}  # sbatch's
 

@@ -85,7 +85,7 @@ def whole_parameters(training: Training) -> dict[str, Tensor]:
     mine = [
         (piece.box.name, piece.box.shape, part.start, shard.values[begin:end].view(part.extent))
         for shard in training.optimizer.flat_shards()
-        if shard.state == "param" and shard.writes
+        if shard.state == "param" and shard.counts
         for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel())
         for part in rectangles(piece.box, piece.low, piece.high)
         for begin in [piece.offset - shard.start + part.low - piece.low]

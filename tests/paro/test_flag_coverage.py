@@ -1,7 +1,7 @@
 """Every flag is read by exactly one field, and every field comes from a flag."""
 
 import argparse
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 
 from data.tokenizer import NullTokenizer
 from paro.arguments import build_parser, parse_args
+from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.compatibility import RULES
 from paro.config import RunConfig
 from paro.planning.machine import Machine
@@ -66,11 +67,14 @@ CORPUS = "--data-path corpus"
 PROFILE = "--profile --tensorboard-dir board"
 TRAIN = "--train-data-path corpus"
 VALID = f"{TRAIN} --valid-data-path corpus"
+KEEP = "--use-checkpoint-opt_param-scheduler"
+SAVE = "--save . --save-interval 2"
 COSINE = "--weight-decay-incr-style cosine"
 RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay"
 # How to see a flag's effect, where it takes more than the flag with some other value:
 # flags to take out of SMALL, what to give before, and what to give instead.
 CASES = {
+    "ckpt_step": ((), "--load .", "--load . --ckpt-step 5"),
     "data_path": (("mock-data",), "--mock-data", "--data-path corpus"),
     "data_args_path": (("mock-data",), "--data-path corpus", "--data-args-path blend.json"),
     "device_memory_gb": ((), DRY, f"{DRY} --device-memory-gb 80"),
@@ -113,6 +117,7 @@ CASES = {
     "ranks_per_node": ((), DRY, f"{DRY} --ranks-per-node 2"),
     "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
     "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
+    "save_retain_interval": ((), SAVE, f"{SAVE} --save-retain-interval 4"),
     "split": ((), "", "--split 98,1,1"),
     "start_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.5 --start-weight-decay 0.1"),
     "test_data_path": (("mock-data",), TRAIN, f"{TRAIN} --test-data-path corpus"),
@@ -120,6 +125,8 @@ CASES = {
     "train_data_path": (("mock-data",), "--data-path corpus", TRAIN),
     "train_samples": (("train-iters",), "--train-iters 10", "--train-samples 96"),
     "use_pytorch_profiler": ((), PROFILE, f"{PROFILE} --use-pytorch-profiler"),
+    "use_checkpoint_args": ((), "--load .", "--load . --use-checkpoint-args"),
+    "use_checkpoint_opt_param_scheduler": ((), "--load .", f"--load . {KEEP}"),
     "valid_data_path": (("mock-data",), TRAIN, f"{TRAIN} --valid-data-path corpus"),
     "world_size": ((), DRY, "--dry-run --world-size 8"),
     "weight_decay_incr_style": ((), f"{RISING} 0.5", f"{RISING} 0.5 {COSINE}"),
@@ -206,8 +213,9 @@ def test_a_flag_changes_its_field(
     monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were there
     monkeypatch.setattr("paro.config.build_tokenizer", lambda _: NullTokenizer(1000))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    (tmp_path / "iter_0000005").mkdir()
+    saved = configure(SMALL)
+    sizes = {"model": asdict(saved.model), "schedule": asdict(saved.schedule)}
+    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, sizes)
     (tmp_path / "blend.json").write_text('[1, "corpus", 2, "another"]')
     (tmp_path / "splits.json").write_text('{"train": ["corpus"]}')
     machine = Machine(name="two by two", source="", world_size=4, group_size=2)

@@ -72,7 +72,9 @@ def run_loop(
         state,
         build_sources(config, build_data(config), training, state),
         report,
-        saving=Saving(write=lambda at: run.saved.append(at.iteration), interval=save_interval),
+        saving=Saving(
+            write=lambda at: run.saved.append(at.iteration) is None, interval=save_interval
+        ),
         forecast=MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0),
         observers=observers,
     ).run()

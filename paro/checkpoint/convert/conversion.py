@@ -15,7 +15,7 @@ from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.meta import open_meta
 from paro.checkpoint.convert.native import open_native, write_native
 from paro.checkpoint.convert.source import Source
-from paro.checkpoint.directory import CheckpointError
+from paro.checkpoint.errors import CheckpointError
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,

@@ -15,7 +15,7 @@ from model.config import LlamaConfig, parameter_shapes
 from model.hugging_face import hugging_face_config, hugging_face_name, llama_config
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, read_json
-from paro.checkpoint.directory import CheckpointError
+from paro.checkpoint.errors import CheckpointError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

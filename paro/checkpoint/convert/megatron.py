@@ -31,7 +31,8 @@ from paro.checkpoint.convert.source import (
     unpadded,
 )
 from paro.checkpoint.convert.torch_file import fill_torch_file, lazy, load_torch_file
-from paro.checkpoint.directory import TRACKER, CheckpointError
+from paro.checkpoint.directory import TRACKER
+from paro.checkpoint.errors import CheckpointError
 
 FILE = "mp_rank_00/model_optim_rng.pt"
 _CUT_BY_COLUMNS = ("wo", "w_down")

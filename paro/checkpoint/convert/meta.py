@@ -21,7 +21,7 @@ from paro.checkpoint.convert.source import (
     read_json,
 )
 from paro.checkpoint.convert.torch_file import lazy, load_torch_file
-from paro.checkpoint.directory import CheckpointError
+from paro.checkpoint.errors import CheckpointError
 
 PARAMS = "params.json"
 

@@ -27,12 +27,13 @@ from paro.checkpoint.convert.hugging_face import (
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, unpadded
 from paro.checkpoint.directory import (
     TRACKER,
-    CheckpointError,
     begin_checkpoint,
     common_of,
     find_checkpoint,
     finish_checkpoint,
 )
+from paro.checkpoint.errors import CheckpointError
+from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files, read_metadata
 
 COMPANIONS = "hugging_face"  # the folder of files that a converted model brought along
@@ -52,11 +53,12 @@ def open_native(root: Path, iteration: int | None = None) -> Source:
     common = common_of(directory)
     metadata = read_metadata(directory)
     check_files(directory, list(metadata.storage_data.values()))
+    reader = CheckedReader(directory, read_manifest(directory))
     found = {
         name.removeprefix(f"{PARAM}."): LazyTensor(
             shape=tuple(state.size),
             dtype=state.properties.dtype,
-            rows=partial(_read_rows, directory, name, state.properties.dtype, tuple(state.size)),
+            rows=partial(_read_rows, reader, name, state.properties.dtype, tuple(state.size)),
         )
         for name, state in metadata.state_dict_metadata.items()
         if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
@@ -85,10 +87,11 @@ def write_native(
     rows = -(-source.config.vocab_size // divisible_by) * divisible_by
     partial_directory = begin_checkpoint(root, 0)
     states, reads = _lazy_states(source, rows)
+    writer = BoundedWriter(partial_directory)
     with _alone(f"--output {final}"):
         dcp.save(
             states,
-            storage_writer=BoundedWriter(partial_directory, from_gpu=False),
+            storage_writer=writer,
             planner=LazySavePlanner(reads, advance),
             no_dist=True,
         )
@@ -105,7 +108,7 @@ def write_native(
         "begins_with_bos": source.begins_with_bos,
         "parameters_only": True,
     }
-    finish_checkpoint(partial_directory, 0, common)
+    finish_checkpoint(partial_directory, 0, common, writer.sums)
 
 
 class LazySavePlanner(BoxSavePlanner):
@@ -157,14 +160,19 @@ def _lazy_states(
 
 
 def _read_rows(
-    directory: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, stop: int
+    reader: CheckedReader,
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
 ) -> Tensor:
     rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
     corner = (start, *(0 for _ in shape[1:]))
-    with _alone(f"{directory}"):
+    with _alone(f"{reader.path}"):
         dcp.load(
             {name: BoxedState(shape=shape, rectangles={corner: rows})},
-            storage_reader=CheckedReader(directory),
+            storage_reader=reader,
             planner=BoxLoadPlanner(),
             no_dist=True,
         )
@@ -174,7 +182,7 @@ def _read_rows(
 @contextmanager
 def _alone(blame: str) -> Iterator[None]:
     """Around DCP in one process: its failures as one line, its advice left out."""
-    with Ranks(None, alone=True).share_failure(blame), warnings.catch_warnings():
+    with Ranks(None, alone=True).agreed(blame), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 

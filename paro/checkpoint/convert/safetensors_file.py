@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paro.checkpoint.convert.source import LazyTensor
-from paro.checkpoint.directory import CheckpointError, describe
+from paro.checkpoint.errors import CheckpointError, describe
 
 _DTYPES = {
     "F64": torch.float64,

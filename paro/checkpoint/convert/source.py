@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.config import LlamaConfig, parameter_shapes
-from paro.checkpoint.directory import CheckpointError, describe
+from paro.checkpoint.errors import CheckpointError, describe
 from paro.sharding.layout import Shape
 
 # How much of a tensor is read at once; a conversion holds a few times as much.

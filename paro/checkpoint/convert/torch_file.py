@@ -19,7 +19,7 @@ from torch.serialization import (
 )
 
 from paro.checkpoint.convert.source import LazyTensor
-from paro.checkpoint.directory import CheckpointError, describe
+from paro.checkpoint.errors import CheckpointError, describe
 
 
 class _Inert:

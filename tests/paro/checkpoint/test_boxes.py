@@ -24,16 +24,16 @@ from paro.sharding.layout import make_layout, whole_box
 from tests.paro.checkpoint.toy_run import IIG, NNN, SHAPES, STATES, make_shards
 
 
-def shard_of(numel: int, *, start: int, stop: int, writes: bool = True) -> FlatShard:
+def shard_of(numel: int, *, start: int, stop: int) -> FlatShard:
     layout = make_layout([whole_box("p", (numel,))], decayed=frozenset(), world_size=1)
     values = torch.arange(start, stop, dtype=torch.float32)
-    return FlatShard(layout=layout, start=start, values=values, state="param", writes=writes)
+    return FlatShard(layout=layout, start=start, values=values, state="param")
 
 
 def test_a_range_becomes_part_row_full_rows_part_row() -> None:
     layout = make_layout([whole_box("p", (6, 4))], decayed=frozenset(), world_size=1)
     values = torch.arange(3.0, 18.0)
-    shard = FlatShard(layout=layout, start=3, values=values, state="exp_avg", writes=True)
+    shard = FlatShard(layout=layout, start=3, values=values, state="exp_avg")
     state = boxed_states([shard], to_write=True)["exp_avg.p"]
     assert state.shape == (6, 4)
     assert list(state.rectangles) == [(0, 3), (1, 0), (4, 0)]
@@ -49,23 +49,58 @@ def test_rectangles_are_views_of_the_shards() -> None:
             assert part.untyped_storage().data_ptr() in storages
 
 
-def test_every_rank_knows_every_state_and_replicas_write_nothing() -> None:
+def test_every_rank_knows_every_state_and_replicas_share_the_writing() -> None:
     expected = {
         f"{state}.{name}"
         for name in SHAPES
         for state in (STATES[:1] if name.startswith("frozen") else STATES)
     }
+    seen = {name: torch.zeros(SHAPES[name.partition(".")[2]]) for name in expected}
+    num_bytes = []
     for rank in range(NNN.world_size):
         states = boxed_states(make_shards(NNN, rank, filled=True), to_write=True)
         assert states.keys() == expected
-        assert any(state.rectangles for state in states.values()) == (rank == 0)
+        for name, state in states.items():
+            for corner, part in state.rectangles.items():
+                sizes = zip(corner, part.shape, strict=True)
+                seen[name][tuple(slice(start, start + size) for start, size in sizes)] += 1
+        parts = [part for state in states.values() for part in state.rectangles.values()]
+        num_bytes.append(sum(part.nbytes for part in parts))
+    assert all((count == 1).all() for count in seen.values())
+    assert max(num_bytes) < 1.4 * min(num_bytes)  # padding is a good part of so small a model
+
+
+def test_of_ranks_that_see_a_folder_each_writes_for_those_alone() -> None:
+    near = [
+        boxed_states(make_shards(NNN, rank, filled=True), to_write=True, among={0, 1})
+        for rank in (0, 1)
+    ]
+    numel = sum(
+        part.numel()
+        for states in near
+        for state in states.values()
+        for part in state.rectangles.values()
+    )
+    whole = boxed_states(make_shards(NNN, 0, filled=True), to_write=False)
+    assert numel == sum(p.numel() for state in whole.values() for p in state.rectangles.values())
+
+
+def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paro.checkpoint.boxes.MAX_ITEM_BYTES", 64)
+    layout = make_layout([whole_box("p", (6, 10))], decayed=frozenset(), world_size=1)
+    values = torch.arange(layout.numel, dtype=torch.float32)
+    shard = FlatShard(layout=layout, start=0, values=values, state="param")
+    parts = boxed_states([shard], to_write=True)["param.p"].rectangles
+    assert {tuple(part.shape) for part in parts.values()} == {(1, 10)}
+    assert list(parts) == [(row, 0) for row in range(6)]
+    assert list(boxed_states([shard], to_write=False)["param.p"].rectangles) == [(0, 0)]
 
 
 @pytest.mark.parametrize(
     ("shards", "complaint"),
     [
         ([shard_of(16, start=0, stop=8)], "param.p: 8 of "),
-        ([shard_of(16, start=0, stop=16, writes=False)], "param.p: 0 of "),
+        ([shard_of(16, start=0, stop=0)], "param.p: 0 of "),
         (
             [shard_of(16, start=0, stop=16), shard_of(16, start=8, stop=12)],
             "Failed to validate global plan",

@@ -10,14 +10,17 @@ import pytest
 from paro.checkpoint.directory import (
     COMMON,
     TRACKER,
-    CheckpointError,
     begin_checkpoint,
+    candidates,
     discard_checkpoint,
     find_checkpoint,
     finish_checkpoint,
     latest_iteration,
+    newest_whole,
     read_common,
 )
+from paro.checkpoint.errors import CheckpointError, DamagedError
+from paro.checkpoint.manifest import MANIFEST
 
 
 def save(root: Path, iteration: int, text: str = "") -> Path:
@@ -45,8 +48,8 @@ def test_common_is_json_with_the_iteration_the_format_and_the_versions(tmp_path:
     directory = save(tmp_path, 7, "seven")
     common = json.loads((directory / COMMON).read_text())
     assert common == read_common(tmp_path)
-    assert (common["format_version"], common["iteration"], common["text"]) == (1, 7, "seven")
-    assert set(common["versions"]) == {"python", "torch"}
+    assert (common["format_version"], common["iteration"], common["text"]) == (2, 7, "seven")
+    assert common["versions"].keys() >= {"python", "torch", "numpy"}
 
 
 def test_a_folder_that_is_empty_or_missing_holds_nothing(tmp_path: Path) -> None:
@@ -79,16 +82,29 @@ def test_the_folder_of_one_iteration_is_not_taken_for_an_empty_one(tmp_path: Pat
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, 100) / COMMON
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(CheckpointError, match=r"has format 2, .* reads formats up to 1"):
+    path = save(tmp_path, 100) / MANIFEST
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
+    with pytest.raises(CheckpointError, match=r"has format 3, .* reads formats up to 2") as caught:
         read_common(tmp_path)
+    assert not isinstance(caught.value, DamagedError)  # not to be passed over for an older one
+
+
+def test_format_1_had_no_manifest(tmp_path: Path) -> None:
+    directory = save(tmp_path, 100, "old")
+    (directory / MANIFEST).unlink()
+    with pytest.raises(DamagedError, match=r"manifest\.json is missing: the save was not finished"):
+        read_common(tmp_path)
+    path = directory / COMMON
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 1'))
+    common = read_common(tmp_path)
+    assert common is not None
+    assert common["text"] == "old"
 
 
 @pytest.mark.parametrize("text", ["", '{"format_ver', "[1, 2]", "{}", '{"format_version": 1}'])
 def test_a_damaged_common_file(tmp_path: Path, text: str) -> None:
     (save(tmp_path, 100) / COMMON).write_text(text)
-    with pytest.raises(CheckpointError, match=r"common\.json is missing or damaged"):
+    with pytest.raises(CheckpointError, match=r"common\.json is (truncated|missing or damaged)"):
         read_common(tmp_path)
 
 
@@ -108,7 +124,7 @@ def test_saving_again_replaces_the_old_one_only_when_the_new_is_complete(tmp_pat
     partial = begin_checkpoint(tmp_path, 100)
     assert json.loads((directory / COMMON).read_text())["text"] == "old"
     finish_checkpoint(partial, 100, {"text": "new"})
-    assert names(directory) == [COMMON]
+    assert names(directory) == [COMMON, MANIFEST]
     assert json.loads((directory / COMMON).read_text())["text"] == "new"
     assert names(tmp_path) == ["iter_0000100", TRACKER]
 
@@ -165,3 +181,50 @@ def test_a_failure_of_a_rename_leaves_nothing_new(
         finish_checkpoint(partial, 200, {})
     discard_checkpoint(partial)
     assert names(tmp_path) == before
+
+
+def test_the_newest_whole_one_is_found_and_what_is_passed_over_is_named(tmp_path: Path) -> None:
+    for iteration in (100, 200, 300):
+        save(tmp_path, iteration)
+    (tmp_path / "iter_0000300" / COMMON).unlink()
+    path = tmp_path / "iter_0000200" / MANIFEST
+    path.write_text(path.read_text()[:-9])
+    lines: list[str] = []
+    assert newest_whole(tmp_path, lines.append) == tmp_path / "iter_0000100"
+    assert len(lines) == 2
+    assert "common.json is missing" in lines[0]
+    assert "manifest.json is damaged" in lines[1]
+    (tmp_path / "iter_0000100" / MANIFEST).unlink()
+    with pytest.raises(DamagedError, match=r"iter_0000300.*; no checkpoint there is whole$"):
+        newest_whole(tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, "", "release"])
+def test_a_tracker_that_is_lost_or_damaged_loses_no_checkpoint(
+    tmp_path: Path, text: str | None
+) -> None:
+    save(tmp_path, 100)
+    save(tmp_path, 200)
+    (tmp_path / TRACKER).unlink()
+    if text is not None:
+        (tmp_path / TRACKER).write_text(text)
+    lines: list[str] = []
+    assert newest_whole(tmp_path, lines.append) == tmp_path / "iter_0000200"
+    assert TRACKER in lines[0]
+
+
+def test_who_turned_back_gets_older_ones_before_newer(tmp_path: Path) -> None:
+    for iteration in (100, 200, 300):
+        save(tmp_path, iteration)
+    (tmp_path / TRACKER).write_text("200")
+    assert candidates(tmp_path) == ([200, 100, 300], None)
+
+
+def test_a_folder_of_another_format_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"holds no checkpoint of this project \(it has config"
+    ):
+        latest_iteration(tmp_path)
+    with pytest.raises(CheckpointError, match="is a file: give a folder"):
+        latest_iteration(tmp_path / "config.json")

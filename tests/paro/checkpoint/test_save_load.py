@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from paro.checkpoint.directory import CheckpointError
-from paro.checkpoint.load import load_checkpoint, load_parameters
+from paro.checkpoint.errors import CheckpointError
+from paro.checkpoint.load import Loading, load_checkpoint, load_parameters
 from paro.checkpoint.save import save_checkpoint
 from tests.paro.checkpoint.toy_run import (
     DEGREES_ON_EIGHT,
@@ -86,7 +86,7 @@ def one(tmp_path: Path) -> Path:
 
 def test_messages_and_the_common_part(tmp_path: Path) -> None:
     lines: list[str] = []
-    state = {"consumed_train_samples": 6400, "loss_scale": 0.1, "arguments": {"lr": 3e-4}}
+    state = {"consumed_train_samples": 6400, "loss_scale": 0.1, "flags": {"lr": 3e-4}}
     save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), state, log=lines.append)
     common = load_checkpoint(tmp_path, make_shards(ONE, 0, filled=False), log=lines.append)
     assert lines == [
@@ -111,7 +111,7 @@ def test_an_earlier_iteration_can_be_asked_for(one: Path) -> None:
     save_checkpoint(one, 200, changed, {})
     assert not any(tensor.any() for tensor in load_parameters(one).values())
     shards = make_shards(ONE, 0, filled=False)
-    common = load_checkpoint(one, shards, iteration=100)
+    common = load_checkpoint(one, shards, wanted=Loading(iteration=100))
     assert common is not None
     assert common["iteration"] == 100
     assert_true(shards)
@@ -157,9 +157,9 @@ def test_another_model_is_told_by_its_first_field_that_differs(one: Path) -> Non
         "hidden_size is 256 there and 128 here"
     )
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(one, shards, model=model)
+        load_checkpoint(one, shards, wanted=Loading(model=model))
     assert str(caught.value) == text
-    load_checkpoint(one, shards, model={"num_layers": 4, "hidden_size": 256})
+    load_checkpoint(one, shards, wanted=Loading(model={"num_layers": 4, "hidden_size": 256}))
     assert_true(shards)
 
 

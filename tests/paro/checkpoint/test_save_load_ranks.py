@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint import TensorStorageMetadata
 
-from paro.checkpoint.directory import CheckpointError, latest_iteration
-from paro.checkpoint.load import load_checkpoint, load_parameters
+from paro.checkpoint.directory import latest_iteration
+from paro.checkpoint.errors import CheckpointError
+from paro.checkpoint.load import Loading, load_checkpoint, load_parameters
 from paro.checkpoint.save import save_checkpoint
+from paro.checkpoint.storage import read_metadata
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.toy_run import (
     DEGREES_ON_EIGHT,
@@ -56,7 +59,7 @@ def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with pytest.raises(CheckpointError) as unread:
-        load_checkpoint(root, shards, model={"hidden_size": 1})
+        load_checkpoint(root, shards, wanted=Loading(model={"hidden_size": 1}))
     assert_true(shards)
     return str(unwritten.value), str(unread.value)
 
@@ -107,10 +110,14 @@ def test_what_others_saved_loads_on_four(tmp_path: Path, cut: Cut) -> None:
     assert run_ranks(load, 4, tmp_path, IIG) == [cut.world_size] * 4
 
 
-def test_replicas_write_no_file(tmp_path: Path) -> None:
+def test_replicas_share_the_writing_and_write_each_byte_once(tmp_path: Path) -> None:
     run_ranks(save, 4, tmp_path, NNN)
-    files = [path.name for path in (tmp_path / "iter_0000100").glob("*.distcp")]
-    assert files == ["__0_0_0.distcp"]
+    metadata = read_metadata(tmp_path / "iter_0000100")
+    for name, state in metadata.state_dict_metadata.items():
+        assert isinstance(state, TensorStorageMetadata)
+        assert sum(chunk.sizes.numel() for chunk in state.chunks) == state.size.numel(), name
+    files = {path.name for path in (tmp_path / "iter_0000100").glob("*.distcp")}
+    assert files == {f"__{rank}_0.distcp" for rank in range(4)}
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -131,10 +138,10 @@ def test_a_failure_on_one_rank_is_told_by_all(tmp_path: Path, failing: int) -> N
 
 def test_a_file_that_one_rank_needs_stops_all_before_they_read(tmp_path: Path) -> None:
     run_ranks(save, 4, tmp_path, IIG)
-    path = tmp_path / "iter_0000100" / "__3_0_0.distcp"
+    path = tmp_path / "iter_0000100" / "__3_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
     (text,) = set(run_ranks(read_fails_alike, 4, tmp_path))
-    assert text.startswith(f"--load {tmp_path}: rank 3: {path} is truncated: ")
+    assert text.startswith(f"--load {tmp_path}: rank 0: {path} is truncated: ")
 
 
 def test_a_group_of_ranks_can_save(tmp_path: Path) -> None:

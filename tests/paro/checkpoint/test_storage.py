@@ -16,8 +16,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 import paro.checkpoint.storage as storage
-from paro.checkpoint.directory import CheckpointError, latest_iteration
+from paro.checkpoint.directory import latest_iteration
+from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.load import load_checkpoint, load_parameters
+from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 from paro.checkpoint.save import save_checkpoint
 from paro.checkpoint.storage import read_metadata
 from paro.sharding.buffers import FlatShard
@@ -106,6 +108,14 @@ def test_dcp_itself_reads_the_same_metadata(saved: Path) -> None:
     assert ours.storage_data == theirs.storage_data
 
 
+def reseal(directory: Path) -> None:
+    """As a forger would: the manifest of the metadata that lies there now."""
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    sums = dict(manifest.files) | {".metadata": sum_of((directory / ".metadata").read_bytes())}
+    write_manifest(directory, manifest.iteration, sums, {})
+
+
 class Evil:
     """Unpickled, it would make a file."""
 
@@ -119,6 +129,7 @@ class Evil:
 def test_metadata_runs_no_code(saved: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(made)))
+    reseal(saved)
     with pytest.raises(CheckpointError, match=r"\.metadata is missing or damaged .*mkdir"):
         load_parameters(tmp_path)
     assert not made.exists()
@@ -138,7 +149,7 @@ def test_metadata_reaches_nothing_through_a_trusted_module(saved: Path) -> None:
 def test_truncated_metadata(saved: Path, kept: int) -> None:
     path = saved / ".metadata"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"\.metadata is missing or damaged") as caught:
+    with pytest.raises(CheckpointError, match=r"\.metadata is truncated: \d+ bytes of") as caught:
         load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
     assert str(caught.value).startswith(f"--load {saved.parent}: ")
     assert "\n" not in str(caught.value)
@@ -172,6 +183,7 @@ def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:
     assert isinstance(state, TensorStorageMetadata)
     missing = state.chunks.pop().sizes.numel()
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    reseal(saved)
     shards = make_shards(ONE, 0, filled=False)
     hole = f"exp_avg.block.wide has a hole: {35 - missing} of 35 elements found"
     with pytest.raises(CheckpointError, match=hole):
@@ -190,7 +202,7 @@ def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path, nu
     boxes = [whole_box(f"p{number}", (numel,)) for number in range(10)]
     layout = make_layout(boxes, decayed=frozenset(), world_size=1)
     values = torch.zeros(layout.numel)
-    shard = FlatShard(layout=layout, start=0, values=values, state="param", writes=True)
+    shard = FlatShard(layout=layout, start=0, values=values, state="param")
     refused = pytest.raises(CheckpointError, match=r"cannot write: File too large$")
     with refused, small_files():
         save_checkpoint(tmp_path, 100, [shard], {})

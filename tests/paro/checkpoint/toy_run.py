@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from zlib import crc32
 
@@ -108,16 +108,22 @@ def make_shards(
                     start=start,
                     values=values,
                     state=state,
-                    writes=rank < degree,
+                    rank=rank,
+                    replicas=range(rank % degree, cut.world_size, degree),
                 )
             )
     return shards
 
 
 def all_shards(cut: Cut) -> list[FlatShard]:
-    """What all ranks write, as if one process held it."""
+    """What all ranks hold, each range once, as if one process held it."""
     every = [make_shards(cut, rank, filled=True) for rank in range(cut.world_size)]
-    return [shard for shards in every for shard in shards if shard.writes]
+    return [
+        replace(shard, rank=0, replicas=(0,))
+        for shards in every
+        for shard in shards
+        if shard.counts
+    ]
 
 
 def assert_true(shards: Sequence[FlatShard]) -> None:

@@ -23,7 +23,7 @@ from paro.checkpoint.convert.conversion import Conversion
 from paro.checkpoint.convert.megatron import FILE, open_megatron, write_megatron
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.torch_file import lazy
-from paro.checkpoint.directory import CheckpointError
+from paro.checkpoint.errors import CheckpointError
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 
 CONFIG = LlamaConfig(

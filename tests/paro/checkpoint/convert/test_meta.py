@@ -20,7 +20,7 @@ from model.llama import Llama
 from model.rotary import rotate, rotations
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.checkpoint.convert.meta import half_rotation, meta_name, open_meta
-from paro.checkpoint.directory import CheckpointError
+from paro.checkpoint.errors import CheckpointError
 from tests.paro.checkpoint.convert.folders import (
     logits_of,
     own_model,

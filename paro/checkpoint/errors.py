@@ -1,0 +1,19 @@
+"""What can be wrong with a checkpoint, as one line for the user."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read; the text is one line for the user."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is incomplete or damaged, and an older one may be whole."""
+
+
+def describe(error: BaseException) -> str:
+    """An exception in a few words on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

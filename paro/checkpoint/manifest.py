@@ -1,0 +1,216 @@
+"""A checkpoint's list of its files with sizes and checksums, and what wrote them."""
+
+# Checksums are CRC-32 (zlib's): they find what disks, networks and crashes do to files, at 4 GB/s a
+# core, and are no defence against a forger. A file has one for every stretch that is read at once,
+# so that a rank verifies what it reads as it reads it, and no byte is read twice.
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from paro.checkpoint.errors import CheckpointError, DamagedError, describe
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 2  # 1 had no manifest
+
+_PACKAGES = ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "transformers")
+_BLOCK_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Consecutive bytes of a file."""
+
+    begin: int
+    length: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """The stretches that a file consists of, one behind the other."""
+
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stretch.length for stretch in self.stretches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What lies in a checkpoint's folder beside the manifest itself."""
+
+    directory: Path
+    iteration: int
+    versions: Mapping[str, str]
+    arguments: Mapping[str, Any]
+    files: Mapping[str, FileSum] = field(default_factory=dict)
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[str, int], Stretch]:
+        return {
+            (name, stretch.begin): stretch
+            for name, file in self.files.items()
+            for stretch in file.stretches
+        }
+
+    def check_sizes(self, names: list[str] | None = None) -> None:
+        """Raises `DamagedError` unless these files, or all, are there and as long as they were."""
+        for name in self.files if names is None else names:
+            path = self.directory / name
+            wanted = self.files.get(name)
+            if wanted is None:
+                raise DamagedError(f"{path} is not in {MANIFEST}")
+            try:
+                found = path.stat().st_size
+            except OSError as error:
+                raise DamagedError(f"{path} is missing ({describe(error)})") from None
+            if found != wanted.num_bytes:
+                what = "truncated" if found < wanted.num_bytes else "too long"
+                raise DamagedError(f"{path} is {what}: {found} bytes of {wanted.num_bytes}")
+
+    def check_bytes(self, name: str, begin: int, content: bytes | memoryview) -> None:
+        """Raises `DamagedError` unless these bytes are a stretch of a file as it was written."""
+        stretch = self._by_place.get((name, begin))
+        wanted = None if stretch is None else (stretch.length, stretch.checksum)
+        if wanted != (len(content), crc32(content)):
+            raise DamagedError(_wrong(self.directory / name, begin, begin + len(content)))
+
+    def read_file(self, name: str) -> bytes:
+        """A small file, as it was written."""
+        self.check_sizes([name])
+        content = (self.directory / name).read_bytes()
+        self.check_bytes(name, 0, content)
+        return content
+
+    def verify(self, advance: Callable[[int], None] = lambda _num_bytes: None) -> int:
+        """Reads every file; `DamagedError` names the first at fault. Returns the bytes read."""
+        self.check_sizes()
+        for name, file in self.files.items():
+            path = self.directory / name
+            with path.open("rb") as opened:
+                for stretch in file.stretches:
+                    checksum, left = 0, stretch.length
+                    while block := opened.read(min(left, _BLOCK_BYTES)):
+                        checksum = crc32(block, checksum)
+                        left -= len(block)
+                        advance(len(block))
+                    if checksum != stretch.checksum:
+                        stop = stretch.begin + stretch.length
+                        raise DamagedError(_wrong(path, stretch.begin, stop))
+        return sum(file.num_bytes for file in self.files.values())
+
+
+def sum_of(content: bytes) -> FileSum:
+    """The checksum of a small file."""
+    return FileSum((Stretch(begin=0, length=len(content), checksum=crc32(content)),))
+
+
+def library_versions() -> dict[str, str]:
+    """What a checkpoint is written with."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def write_manifest(
+    directory: Path, iteration: int, files: Mapping[str, FileSum], arguments: Mapping[str, Any]
+) -> None:
+    """Writes the manifest of a folder that is complete but for it."""
+    facts = {
+        "format_version": FORMAT_VERSION,
+        "iteration": iteration,
+        "versions": library_versions(),
+        "arguments": dict(arguments),
+        "files": {
+            name: {
+                "bytes": file.num_bytes,
+                "crc32": [[stretch.length, stretch.checksum] for stretch in file.stretches],
+            }
+            for name, file in sorted(files.items())
+        },
+    }
+    text = json.dumps({**facts, "crc32": crc32(_canonical(facts))}, default=str)
+    write_durably(directory / MANIFEST, text)
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of an iteration's folder; None where format 1 wrote it."""
+    path = directory / MANIFEST
+    try:
+        facts = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if _is_of_format_1(directory):
+            return None
+        raise DamagedError(f"{path} is missing: the save was not finished") from None
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{path} is damaged ({describe(error)})") from None
+    if not isinstance(facts, dict) or not isinstance(facts.get("format_version"), int):
+        raise DamagedError(f"{path} is damaged (no format_version)")
+    check_format(directory, facts["format_version"], facts.get("versions"))
+    checksum = facts.pop("crc32", None)
+    if checksum != crc32(_canonical(facts)):
+        raise DamagedError(f"{path} is damaged (wrong checksum)")
+    return Manifest(
+        directory=directory,
+        iteration=facts["iteration"],
+        versions=facts["versions"],
+        arguments=facts["arguments"],
+        files={name: _file_sum(file["crc32"]) for name, file in facts["files"].items()},
+    )
+
+
+def check_format(directory: Path, format_version: object, versions: object) -> None:
+    """Refuses what a later version of this project wrote."""
+    if not isinstance(format_version, int) or format_version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{directory} has format {format_version}, and this version reads formats up to "
+            f"{FORMAT_VERSION}: use the version that wrote it, {versions}"
+        )
+
+
+def write_durably(path: Path, text: str) -> FileSum:
+    """Writes a small file so that it outlives a crash of the machine."""
+    content = text.encode()
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return sum_of(content)
+
+
+def _file_sum(pairs: list[list[int]]) -> FileSum:
+    stretches, begin = [], 0
+    for length, checksum in pairs:
+        stretches.append(Stretch(begin=begin, length=length, checksum=checksum))
+        begin += length
+    return FileSum(tuple(stretches))
+
+
+def _canonical(facts: Mapping[str, Any]) -> bytes:
+    return json.dumps(facts, sort_keys=True, default=str).encode()
+
+
+def _is_of_format_1(directory: Path) -> bool:
+    try:
+        return json.loads((directory / "common.json").read_bytes())["format_version"] == 1
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _wrong(path: Path, begin: int, stop: int) -> str:
+    return f"{path} is damaged (wrong checksum of bytes {begin} to {stop})"

@@ -1,0 +1,46 @@
+"""What --load gives to the flags: the model's sizes, the tokenizer and the schedules."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from paro.checkpoint.config import CheckpointConfig
+from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
+from paro.optim.lr_schedule import ScheduleConfig
+
+
+def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
+    """What was saved beside the tensors, where a flag asks for some of it and there is any."""
+    if not (checkpoint.use_checkpoint_args or checkpoint.use_checkpoint_opt_param_scheduler):
+        return None
+    assert checkpoint.load is not None, "checked before"
+    if checkpoint.ckpt_step is None:
+        directory = newest_whole(checkpoint.load)
+    else:
+        directory = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+    return None if directory is None else common_of(directory)
+
+
+def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
+    """The flags with the checkpoint's sizes, and its tokenizer where none is given."""
+    model = dict(common["model"])
+    rows = model.pop("vocab_size")
+    taken = {name: value for name, value in model.items() if hasattr(args, name)}
+    taken |= {
+        "llama_preset": None,
+        "make_vocab_size_divisible_by": rows,  # so that any vocabulary is padded to these rows
+        "group_query_attention": model["num_query_groups"] != model["num_attention_heads"],
+    }
+    for name in ("max_position_embeddings", "init_method_std"):
+        if name in common:
+            taken[name] = common[name]
+    if args.tokenizer_type is None and common.get("tokenizer"):
+        taken |= {name: value for name, value in common["tokenizer"].items() if value is not None}
+    return Namespace(**(vars(args) | taken))
+
+
+def with_checkpoint_schedule(schedule: ScheduleConfig, common: dict[str, Any]) -> ScheduleConfig:
+    """The checkpoint's schedule; a converted model has none."""
+    saved = common.get("schedule")
+    return schedule if saved is None else ScheduleConfig(**saved)

@@ -1,0 +1,354 @@
+"""What each checkpoint flag does to a run, and what a user is told when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paro.checkpoint.directory import read_common
+from paro.checkpoint.load import load_parameters
+from tests.end_to_end.test_training import (
+    RUN,
+    Ended,
+    mistake,
+    on_ranks,
+    read_metrics,
+    run_main,
+)
+from tests.helpers.ranks import run_ranks
+
+SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size")
+
+
+def run(*flags: object) -> str:
+    """What one process prints that trains with the small model."""
+    ended = run_main([str(word) for word in (*RUN, *flags)])
+    assert ended.mistake is None, ended.mistake
+    return ended.printed
+
+
+def iterations(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("iter_*"))
+
+
+def losses(path: Path) -> dict[int, float]:
+    """The last loss that was written of every iteration."""
+    return {line["iteration"]: line["lm_loss"] for line in read_metrics(path)}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six iterations with a checkpoint after every second one, and their losses."""
+    root = tmp_path_factory.mktemp("straight")
+    run("--train-iters", 6, "--save", root, "--save-interval", 2, "--metrics-file", root / "lines")
+    return root
+
+
+@pytest.fixture
+def saved(straight: Path, tmp_path: Path) -> Path:
+    """A copy of it to go on from."""
+    shutil.copytree(straight, tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def test_a_named_iteration_is_taken_or_nothing(straight: Path, saved: Path) -> None:
+    go_on = ["--train-iters", 6, "--load", saved, "--metrics-file", saved / "lines"]
+    run(*go_on, "--ckpt-step", 2)
+    assert losses(saved / "lines") == losses(straight / "lines")
+    assert "iter_0000003 does not exist" in mistake(["--mock-data", *go_on, "--ckpt-step", "3"])
+    path = saved / "iter_0000004" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    told = mistake(["--mock-data", *go_on, "--ckpt-step", "4"])
+    assert f"{path} is truncated" in told
+    assert told.endswith("another --ckpt-step may be whole")
+
+
+def test_a_damaged_newest_one_costs_one_interval(straight: Path, saved: Path) -> None:
+    path = saved / "iter_0000006" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    flags = [
+        "--train-iters",
+        6,
+        "--load",
+        saved,
+        "--save",
+        saved,
+        "--metrics-file",
+        saved / "lines",
+    ]
+    printed = run(*flags)
+    assert f"passing over iteration 6: {path} is damaged (wrong checksum" in printed
+    assert losses(saved / "lines") == losses(straight / "lines")
+    assert "at iteration 6" in run(*flags)  # saved anew, and whole
+
+
+def test_only_multiples_and_the_last_one_are_retained(tmp_path: Path) -> None:
+    flags = ["--save", tmp_path, "--save-interval", 1, "--save-retain-interval", 3]
+    run("--train-iters", 5, *flags)
+    assert iterations(tmp_path) == ["iter_0000003", "iter_0000005"]
+    told = mistake(["--mock-data", "--train-iters", "5", *flags[:-1], "2", "--save-interval", "3"])
+    assert "--save-retain-interval 2 must be a multiple of --save-interval 3" in told
+
+
+def test_finetuning_takes_parameters_alone(saved: Path) -> None:
+    out = saved.parent / "lines"
+    flags = ["--load", saved, "--finetune", "--lr", "1e-4", "--metrics-file", out]
+    printed = run("--train-iters", 2, *flags)
+    assert "--finetune: training begins with the parameters" in printed
+    first, second = read_metrics(out)
+    assert (first["iteration"], first["consumed_samples"], second["iteration"]) == (1, 8, 2)
+    fresh = losses(saved / "lines")
+    assert abs(first["lm_loss"] - fresh[1]) > 0.05
+
+
+def test_moments_can_stay_behind(straight: Path, saved: Path) -> None:
+    """On either side: not loaded, or not saved."""
+    out = saved.parent / "lines"
+    run(
+        "--train-iters",
+        6,
+        "--load",
+        saved,
+        "--ckpt-step",
+        4,
+        "--no-load-optim",
+        "--metrics-file",
+        out,
+    )
+    metrics = read_metrics(out)
+    assert [line["iteration"] for line in metrics] == [5, 6]
+    true = losses(straight / "lines")
+    assert metrics[0]["lm_loss"] == true[5]  # the parameters are the same
+    assert metrics[1]["lm_loss"] != true[6]
+
+    light = saved.parent / "light"
+    run(
+        "--train-iters",
+        6,
+        "--load",
+        saved,
+        "--ckpt-step",
+        4,
+        "--exit-interval",
+        5,
+        "--save",
+        light,
+        "--no-save-optim",
+    )
+    go_on = ["--mock-data", "--train-iters", "6", "--load", str(light)]
+    assert "--no-load-optim or --finetune" in mistake(go_on)
+    run("--train-iters", 6, "--load", light, "--no-load-optim")
+
+
+def test_sizes_and_tokenizer_come_with_the_checkpoint(straight: Path, saved: Path) -> None:
+    bare = [word for word in RUN if word not in (*SIZES, "--vocab-size", "--tokenizer-type")]
+    for value in ("2", "32", "4", "88", "127", "NullTokenizer"):
+        bare.remove(value)
+    bare[bare.index("--seq-length") + 1 :] = RUN[RUN.index("--seq-length") + 1 :]
+    out = saved.parent / "lines"
+    flags = ["--train-iters", 6, "--load", saved, "--ckpt-step", 4, "--metrics-file", out]
+    ended = run_main([str(word) for word in (*bare, *flags, "--use-checkpoint-args")])
+    assert ended.mistake is None, ended.mistake
+    true = losses(straight / "lines")
+    assert losses(out) == {5: true[5], 6: true[6]}
+    told = run_main([str(word) for word in (*RUN, "--train-iters", 2, "--use-checkpoint-args")])
+    assert told.mistake == "--use-checkpoint-args needs --load"
+    empty = run("--train-iters", 2, "--use-checkpoint-args", "--load", saved.parent / "empty")
+    assert "holds no checkpoint: its sizes are the flags'" in empty
+
+
+def test_a_schedule_changes_only_when_asked_to(straight: Path, saved: Path) -> None:
+    out = saved.parent / "lines"
+    go_on = ["--train-iters", 6, "--load", saved, "--ckpt-step", 4, "--metrics-file", out]
+    told = mistake(["--mock-data", *map(str, go_on), "--lr", "1e-2"])
+    assert "the schedule changed: lr is 0.003 there and 0.01 here" in told
+    keep, override = "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"
+    run(*go_on, "--lr", "1e-2", keep)
+    true = losses(straight / "lines")
+    assert losses(out) == {5: true[5], 6: true[6]}
+    run(*go_on, "--lr", "1e-2", override)
+    assert losses(out)[6] != true[6]
+    assert "contradict each other" in mistake(["--mock-data", *map(str, go_on), keep, override])
+
+
+@pytest.mark.parametrize(("batch", "consumed"), [(16, 64), (4, 40)])
+def test_the_global_batch_may_change(saved: Path, batch: int, consumed: int) -> None:
+    out = saved.parent / "lines"
+    flags = ["--train-iters", 6, "--load", saved, "--ckpt-step", 4, "--metrics-file", out]
+    changed = ["--global-batch-size", batch, "--override-opt_param-scheduler"]
+    printed = run(*flags, *changed)
+    assert f"the global batch was 8 and is {batch} now: data go on behind sample 32" in printed
+    assert read_metrics(out)[-1]["consumed_samples"] == consumed
+
+
+@pytest.mark.parametrize("how", [(), ("--async-save",)], ids=["sync", "async"])
+def test_training_goes_on_after_a_save_that_failed(
+    tmp_path: Path, how: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full at iteration 2 and has room again at iteration 4."""
+    fill_the_disk(monkeypatch, at=2)
+    flags = ["--train-iters", 4, "--save", tmp_path, "--save-interval", 2, *how]
+    printed = run(*flags, "--on-save-failure", "continue")
+    assert "iteration 2 is not saved: " in printed
+    assert "No space left on device; training goes on" in printed
+    assert iterations(tmp_path) == ["iter_0000004"]
+
+
+def test_a_folder_that_vanishes_while_it_is_written_costs_that_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "ckpt"
+    fsync = os.fsync
+    vanished: list[str] = []
+
+    def remove(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        fsync(descriptor)
+        if "iter_0000002.partial" in name and not vanished:
+            vanished.append(name)
+            shutil.rmtree(root)
+
+    monkeypatch.setattr(os, "fsync", remove)
+    flags = ["--train-iters", 4, "--save", root, "--save-interval", 2]
+    printed = run(*flags, "--on-save-failure", "continue")
+    assert f"iteration 2 is not saved: --save {root}: " in printed
+    assert "No such file or directory" in printed
+    assert vanished
+    assert iterations(root) == ["iter_0000004"]
+
+
+@pytest.mark.parametrize("how", [(), ("--async-save",)], ids=["sync", "async"])
+def test_a_save_that_failed_stops_the_run(
+    tmp_path: Path, how: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("--train-iters", 6, "--exit-interval", 1, "--save", tmp_path)
+    fill_the_disk(monkeypatch, at=2)
+    flags = ["--train-iters", 6, "--save", tmp_path, "--load", tmp_path, "--save-interval", 2, *how]
+    told = mistake(["--mock-data", *map(str, flags)])
+    assert told.startswith(f"iteration 2 is not saved: --save {tmp_path}: ")
+    assert told.endswith("No space left on device")
+    assert iterations(tmp_path) == ["iter_0000001"]
+    common = read_common(tmp_path)
+    assert common is not None
+    assert common["iteration"] == 1
+
+
+def test_a_run_whose_end_cannot_be_saved_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_the_disk(monkeypatch, at=3)
+    flags = ["--train-iters", "3", "--save", str(tmp_path), "--on-save-failure", "continue"]
+    assert "the run ends unsaved at iteration 3" in mistake(["--mock-data", *flags])
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
+    """Lets the write of every file of tensors of one iteration fail."""
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if f"iter_{at:07d}.partial" in name and name.endswith(".distcp"):
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+@pytest.mark.ranks
+def test_an_asynchronous_save_is_the_synchronous_one(tmp_path: Path) -> None:
+    flags = [*RUN, "--train-iters", 5, "--paro-strategy", "NIG", "--paro-group-size", 2]
+    for name, how in (("sync", []), ("async", ["--async-save"])):
+        lines = tmp_path / f"{name}.jsonl"
+        save = ["--save", tmp_path / name, "--save-interval", 2, "--metrics-file", lines]
+        on_ranks([*flags, *save, *how], 4)
+    assert losses(tmp_path / "async.jsonl") == losses(tmp_path / "sync.jsonl")
+    for iteration in (2, 4, 5):
+        there, here = (load_parameters(tmp_path / name, iteration) for name in ("sync", "async"))
+        assert there.keys() == here.keys()
+        assert all((there[name] == here[name]).all() for name in there)
+    go_on = [*flags, "--load", tmp_path / "async", "--metrics-file", tmp_path / "again.jsonl"]
+    on_ranks([*go_on, "--ckpt-step", 4], 4)
+    assert losses(tmp_path / "again.jsonl")[5] == losses(tmp_path / "sync.jsonl")[5]
+
+
+def run_on_nodes(words: Sequence[str], nodes: Sequence[str]) -> Ended:
+    """As `run_main`, with paths that begin in the folder of this rank's node."""
+    before = os.getcwd()
+    os.chdir(nodes[int(os.environ["RANK"])])
+    try:
+        return run_main(words)
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[str]:
+    """Two nodes of two ranks that do not share a file system."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    return [str(tmp_path / name) for name in ("a", "a", "b", "b")]
+
+
+def on_nodes(words: Sequence[object], nodes: Sequence[str]) -> list[Ended]:
+    return run_ranks(run_on_nodes, 4, [str(word) for word in words], nodes, init=False)
+
+
+@pytest.mark.ranks
+def test_nodes_that_share_no_files_save_and_load_what_they_see(
+    tmp_path: Path, nodes: list[str]
+) -> None:
+    whole = tmp_path / "whole.jsonl"
+    flags = [*RUN, "--train-iters", 4, "--paro-group-size", 2, "--save", "ckpt", "--load", "ckpt"]
+    part = [*flags, "--exit-interval", 2]
+    for strategy in ("GGG", "III"):
+        for node in ("a", "b"):
+            shutil.rmtree(tmp_path / node / "ckpt", ignore_errors=True)
+        spread = ["--paro-strategy", strategy]
+        on_ranks([*flags[:-4], *spread, "--metrics-file", whole], 4)
+        for ended in on_nodes([*part, *spread], nodes):
+            assert ended.mistake is None, ended.mistake
+        resumed = on_nodes([*flags, *spread, "--metrics-file", tmp_path / "go"], nodes)
+        assert [ended.mistake for ended in resumed] == [None] * 4
+        (said,) = (e for e in resumed if "each saves what its ranks hold" in e.printed)
+        assert "is another folder on 2 sets of ranks" in said.printed
+        true = losses(whole)
+        assert losses(tmp_path / "go") == {3: true[3], 4: true[4]}
+        (tmp_path / "go").unlink()
+        whole.unlink()
+    # III: each node has a whole checkpoint, which loads anywhere.
+    assert (
+        load_parameters(tmp_path / "b" / "ckpt").keys()
+        == load_parameters(tmp_path / "a" / "ckpt").keys()
+    )
+
+
+@pytest.mark.ranks
+def test_a_part_that_is_missing_is_named(tmp_path: Path, nodes: list[str]) -> None:
+    flags = [*RUN, "--train-iters", 4, "--paro-group-size", 2, "--paro-strategy", "GGG"]
+    save = ["--save", "ckpt", "--load", "ckpt"]
+    on_nodes([*flags, *save, "--exit-interval", 2], nodes)
+    before = sorted((tmp_path / "a").rglob("*"))
+    only_a = [*flags, "--load", tmp_path / "a" / "ckpt"]
+    ended: list[Any] = run_ranks(run_main, 4, [str(word) for word in only_a], init=False)
+    assert "has a hole" in ended[0].mistake
+    assert "other nodes" in ended[0].mistake
+    shutil.rmtree(tmp_path / "b" / "ckpt")
+    for rank in on_nodes([*flags, "--load", "ckpt"], nodes):
+        assert rank.mistake is not None
+        assert "rank 2" in rank.mistake
+        assert "does not exist" in rank.mistake
+    assert sorted((tmp_path / "a").rglob("*")) == before
+
+
+def test_the_manifest_has_the_arguments(saved: Path) -> None:
+    manifest = json.loads((saved / "iter_0000004" / "manifest.json").read_text())
+    assert manifest["arguments"]["hidden_size"] == 32
+    assert manifest["versions"]["torch"]

@@ -1,0 +1,187 @@
+"""A run that is saved under one strategy and goes on under another, and what must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paro.arguments import parse_args
+from paro.assembly import build_data, build_sources, build_training, start_state
+from paro.config import RunConfig
+from paro.placement import check_placement
+from paro.report.log import Log
+from paro.resume import Saver, load_run
+from paro.runtime import Control, World, device_for
+from paro.strategy import legal_letters
+from paro.training import Training, TrainState, train_step
+from tests.helpers.training import TINY
+
+WORLDS = (1, 2, 4, 6, 8)
+COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")
+STEPS_BEFORE, STEPS_AFTER = 3, 5
+# 24 samples are whole micro-batches on every world.
+FLAGS = f"{TINY} --train-iters {STEPS_BEFORE + STEPS_AFTER} --global-batch-size 24"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a run is spread."""
+
+    world_size: int
+    group_size: int
+    strategy: str
+    collective: str = "native"
+
+    def __str__(self) -> str:
+        groups = f"{self.world_size // self.group_size}x{self.group_size}"
+        return f"{self.strategy} on {groups} by {self.collective}"
+
+    def flags(self) -> list[str]:
+        return [
+            *FLAGS.split(),
+            *("--paro-strategy", self.strategy, "--paro-group-size", str(self.group_size)),
+            *("--paro-collective", self.collective),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Saved under one setting, loaded under another."""
+
+    before: Setting
+    after: Setting
+    asynchronous: bool
+
+    def __str__(self) -> str:
+        return f"{self.before} -> {self.after}{', async' if self.asynchronous else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank held at the checkpoint, and the losses behind it."""
+
+    held: list[tuple[str, tuple[int, ...], int, Tensor]]  # state, shape, first element, values
+    num_steps: int
+    iteration: int
+    losses: list[float]
+
+
+def draw_pairs(number: int, seed: int) -> list[Pair]:
+    """Pairs by lot, in which every strategy is on either side as often as the others.
+
+    Every third setting has degrees for a strategy; every eighth pair changes nothing.
+    """
+    drawn = Random(seed)
+    decks = [_deck(number, drawn) for _ in range(2)]
+    pairs = []
+    for index, (first, second) in enumerate(zip(*decks, strict=True)):
+        before = _draw_setting(drawn, first, degrees=index % 3 == 1)
+        after = _draw_setting(drawn, second, degrees=index % 3 == 2)
+        if index % 8 == 5:
+            after = before
+        pairs.append(Pair(before, after, asynchronous=drawn.random() < 0.3))
+    return pairs
+
+
+def _deck(number: int, drawn: Random) -> list[str]:
+    letters = [*legal_letters()]
+    deck: list[str] = []
+    while len(deck) < number:
+        drawn.shuffle(letters)
+        deck += letters
+    return deck[:number]
+
+
+def _draw_setting(drawn: Random, letters: str, *, degrees: bool) -> Setting:
+    world_size = drawn.choice(WORLDS)
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    group_size = drawn.choice(divisors)
+    strategy = letters
+    while degrees:
+        strategy = ",".join(str(drawn.choice(divisors)) for _ in range(3))
+        setting = Setting(world_size=world_size, group_size=group_size, strategy=strategy)
+        try:
+            RunConfig.from_args(parse_args(setting.flags()), World(size=world_size))
+        except ValueError:
+            continue
+        break
+    return Setting(
+        world_size=world_size,
+        group_size=group_size,
+        strategy=strategy,
+        collective=drawn.choice(COLLECTIVES),
+    )
+
+
+def save_and_go_on(setting: Setting, root: Path, *, asynchronous: bool) -> Part:
+    """Trains, saves, and trains on as if nothing had been."""
+    flags = ["--save", str(root), *(["--async-save"] if asynchronous else [])]
+    config, training, log = _build([*setting.flags(), *flags])
+    state = start_state(config)
+    source = build_sources(config, build_data(config), training, state).train
+    for _ in range(STEPS_BEFORE):
+        train_step(training, state, source)
+    training.model.wait_published()
+    saver = Saver(config, training, log)
+    saver.save(state)
+    held, num_steps, iteration = _held(training), training.optimizer.num_steps, state.iteration
+    losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
+    saver.settle()
+    training.close()
+    return Part(held, num_steps, iteration, losses)
+
+
+def load_and_go_on(setting: Setting, root: Path) -> Part:
+    """Loads and trains to the end."""
+    config, training, log = _build([*setting.flags(), "--load", str(root)])
+    state: TrainState | None = load_run(config, training, log)
+    assert state is not None, "nothing was loaded"
+    held, num_steps, iteration = _held(training), training.optimizer.num_steps, state.iteration
+    source = build_sources(config, build_data(config, state), training, state).train
+    losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
+    training.close()
+    return Part(held, num_steps, iteration, losses)
+
+
+def _build(flags: Sequence[str]) -> tuple[RunConfig, Training, Log]:
+    alone = not dist.is_initialized()
+    world = World() if alone else World(rank=dist.get_rank(), size=dist.get_world_size())
+    config = RunConfig.from_args(parse_args(flags), world)
+    control = Control(world, device_for(config.runtime, world))
+    training = build_training(config, control)
+    check_placement(config, training)
+    return config, training, Log(rank=world.rank, world_size=world.size)
+
+
+def _held(training: Training) -> list[tuple[str, tuple[int, ...], int, Tensor]]:
+    """Every element of every state on this rank, replicas too."""
+    return [
+        (
+            f"{shard.state}.{piece.box.name}",
+            piece.box.shape,
+            piece.low,
+            shard.values[begin : begin + piece.high - piece.low].clone(),
+        )
+        for shard in training.optimizer.flat_shards()
+        for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel())
+        for begin in [piece.offset - shard.start]
+    ]
+
+
+def whole_states(parts: Sequence[Part]) -> dict[str, Tensor]:
+    """Every state, put together from all ranks; what several hold must be equal."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, shape, low, values in part.held:
+            flat = whole.setdefault(name, torch.full(shape, torch.nan)).view(-1)
+            there = flat[low : low + values.numel()]
+            assert (there.isnan() | (there == values)).all(), f"replicas of {name} differ"
+            there.copy_(values)
+    assert not any(state.isnan().any() for state in whole.values())
+    return whole

@@ -1,0 +1,111 @@
+"""Every byte of a checkpoint is under a checksum: what changes is found, and named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paro.checkpoint.errors import CheckpointError, DamagedError
+from paro.checkpoint.load import Loading, load_checkpoint
+from paro.checkpoint.manifest import MANIFEST, read_manifest
+from paro.checkpoint.save import save_checkpoint
+from tests.paro.checkpoint.toy_run import IIG, ONE, all_shards, assert_true, make_shards
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Two checkpoints, the older one of zeros; returns the folder of the newer."""
+    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=False), {})
+    save_checkpoint(tmp_path, 200, all_shards(IIG), {"arguments": {"lr": 0.1}})
+    return tmp_path / "iter_0000200"
+
+
+def verified(directory: Path) -> int:
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    return manifest.verify()
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_lists_every_file_the_arguments_and_the_versions(saved: Path) -> None:
+    manifest = read_manifest(saved)
+    assert manifest is not None
+    assert manifest.files.keys() == {path.name for path in saved.iterdir()} - {MANIFEST}
+    assert manifest.arguments == {"lr": 0.1}
+    assert manifest.versions.keys() >= {"python", "torch"}
+    sizes = {path.name: path.stat().st_size for path in saved.iterdir() if path.name != MANIFEST}
+    assert {name: file.num_bytes for name, file in manifest.files.items()} == sizes
+    assert manifest.verify() == sum(sizes.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_bit_anywhere_is_found(saved: Path, seed: int) -> None:
+    drawn = random.Random(seed)
+    path = drawn.choice(sorted(saved.iterdir()))
+    flip(path, drawn.randrange(path.stat().st_size))
+    with pytest.raises(CheckpointError, match=path.name):
+        verified(saved)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def damage(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.json", MANIFEST])
+@pytest.mark.parametrize("harm", [Path.unlink, cut_short, damage, lengthen])
+def test_a_damaged_newest_one_is_named_and_passed_over(
+    saved: Path, name: str, harm: Callable[[Path], None]
+) -> None:
+    harm(saved / name)
+    shards = make_shards(ONE, 0, filled=True)
+    lines: list[str] = []
+    common = load_checkpoint(saved.parent, shards, log=lines.append)
+    assert common is not None
+    assert common["iteration"] == 100
+    assert not any(shard.values.any() for shard in shards)
+    assert lines[0].startswith("  passing over iteration 200: ")
+    assert name in lines[0]
+    assert "\n" not in lines[0]
+    with pytest.raises(CheckpointError, match=f"{name}.*; another --ckpt-step may be whole$"):
+        load_checkpoint(saved.parent, shards, wanted=Loading(iteration=200))
+
+
+def test_where_none_is_whole_the_newest_ones_fault_is_told(saved: Path) -> None:
+    damage(saved / "__0_0.distcp")
+    (saved.parent / "iter_0000100" / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged .*checkpoint there is"):
+        load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
+
+
+def test_a_newer_format_is_refused_and_not_passed_over(saved: Path) -> None:
+    path = saved / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 99}))
+    with pytest.raises(CheckpointError, match=r"has format 99, .* use the version that wrote it"):
+        load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
+
+
+def test_a_file_that_is_not_listed_is_not_read(saved: Path) -> None:
+    """As if somebody had replaced the metadata and left the manifest."""
+    manifest = read_manifest(saved)
+    assert manifest is not None
+    with pytest.raises(DamagedError, match="other is not in"):
+        manifest.check_sizes(["other"])
+    load_checkpoint(saved.parent, shards := make_shards(ONE, 0, filled=False))
+    assert_true(shards)

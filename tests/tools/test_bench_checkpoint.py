@@ -1,0 +1,45 @@
+"""The benchmark saves and loads what it says, and counts memory beside the shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paro.checkpoint.boxes import MAX_ITEM_BYTES
+from tests.helpers.ranks import run_script
+
+TOOL = "tools/bench_checkpoint.py"
+
+
+def bench(folder: Path, *flags: object, nproc: int = 0, timeout: float = 240.0) -> dict[str, Any]:
+    out = folder / "figures.json"
+    flags = ("--folder", folder / "runs", "--json", out, *flags)
+    done = run_script([TOOL, *flags], nproc, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (folder / "runs").exists()
+    figures: dict[str, Any] = json.loads(out.read_text())
+    return figures
+
+
+@pytest.mark.ranks
+def test_bandwidths_of_both_ways_on_two_ranks(tmp_path: Path) -> None:
+    size = ["--params", 200_000, "--hidden-size", 64, "--rounds", 2]
+    figures = bench(tmp_path, *size, nproc=2)
+    assert figures["bytes"] == 12 * (200_000 // (12 * 64 * 64)) * 12 * 64 * 64
+    assert 2 * figures["bytes_of_a_rank"] == figures["bytes"]
+    assert figures["part_of_the_disk"].keys() == {"save", "load"}
+    assert all(len(times) == 2 for times in figures["seconds"].values())
+
+
+@pytest.mark.verify
+def test_memory_beside_a_billion_parameters(tmp_path: Path) -> None:
+    """12 GB of state: beside its shards a rank takes less than one unit."""
+    size = ["--params", 1_000_000_000, "--hidden-size", 2048, "--rounds", 1]
+    figures = bench(tmp_path, *size, timeout=3000.0)
+    assert figures["bytes"] > 11.9e9
+    assert figures["bytes_of_a_unit_and_rank"] == 12 * 12 * 2048 * 2048
+    for peak in figures["peak_bytes_beside_the_shards"].values():
+        assert peak < 8 * MAX_ITEM_BYTES < figures["bytes_of_a_unit_and_rank"]

@@ -1,0 +1,235 @@
+"""Times saving and loading beside the bare disk, measures their memory, and steps during a save."""
+
+# torchrun --standalone --nproc-per-node 2 tools/bench_checkpoint.py --folder runs/bench
+# torchrun --standalone --nproc-per-node 2 tools/bench_checkpoint.py --folder runs/bench --steps 20
+#
+# The disk's bandwidth is that of as many ranks writing as many bytes to one file each, with fsync,
+# and reading them. Before anything is read, its pages are dropped from the cache. The turns
+# interleave, so that a disk which others use is judged by neighbours in time.
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from paro.arguments import parse_args
+from paro.assembly import build_data, build_sources, build_training, start_state
+from paro.checkpoint.load import load_checkpoint
+from paro.checkpoint.save import save_checkpoint
+from paro.config import RunConfig
+from paro.report.log import Log
+from paro.resume import Saver
+from paro.runtime import Control, RuntimeConfig, distributed, read_world, run_script, user_mistakes
+from paro.sharding.buffers import FlatShard
+from paro.sharding.layout import make_layout, whole_box
+from paro.topology import make_topology
+from paro.training import train_step
+from tools.peers.meters import MemoryMeter
+
+BLOCK_BYTES = 2**24
+STATES = ("param", "exp_avg", "exp_avg_sq")
+MODEL = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 "
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "
+    "--micro-batch-size 1 --num-workers 0 --lr 1e-3 --train-iters 10000 --async-save"
+)
+
+
+def make_shards(num_params: int, hidden_size: int, control: Control) -> list[FlatShard]:
+    """A LLaMA's states by shape, all spread over all ranks: a unit is 12 matrices of a square."""
+    world = control.world
+    topology = make_topology(
+        world_size=world.size, group_size=world.size, degrees=(world.size, world.size, world.size)
+    )
+    per_unit = 12 * hidden_size * hidden_size
+    shards = []
+    for unit in range(max(1, num_params // per_unit)):
+        boxes = [whole_box(f"blocks.{unit}.w{i}", (hidden_size, hidden_size)) for i in range(12)]
+        layout = make_layout(boxes, decayed=frozenset(), world_size=world.size)
+        numel = layout.numel // world.size
+        start = topology.shard_start(world.rank, world.size, layout.numel)
+        for number, state in enumerate(STATES):
+            values = torch.full((numel,), 1.0 + unit + number / 4.0)
+            shards.append(
+                FlatShard(
+                    layout=layout,
+                    start=start,
+                    values=values,
+                    state=state,
+                    rank=world.rank,
+                    replicas=(world.rank,),
+                )
+            )
+    return shards
+
+
+def write_plainly(path: Path, num_bytes: int) -> None:
+    """What the disk can do: one file, large blocks, fsync."""
+    block = memoryview(bytearray(os.urandom(BLOCK_BYTES)))
+    with path.open("wb", buffering=0) as file:
+        while num_bytes > 0:
+            num_bytes -= file.write(block[:num_bytes])
+        os.fsync(file.fileno())
+
+
+def read_plainly(path: Path) -> None:
+    block = bytearray(BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+
+
+def drop_from_cache(folder: Path) -> None:
+    """What lies on the disk already is read from there the next time."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(control: Control, action: Callable[[], object]) -> float:
+    """Seconds until the last rank is through."""
+    control.barrier()
+    begin = time.perf_counter()
+    action()
+    control.barrier()
+    return time.perf_counter() - begin
+
+
+def peak_of(action: Callable[[], object]) -> int:
+    """How many bytes of anonymous memory an action adds at most."""
+    meter = MemoryMeter(torch.device("cpu"))
+    meter.start()
+    action()
+    meter.end_of_warmup()
+    return meter.peak() or 0
+
+
+def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
+    """Medians over rounds of GB/s, the parts of the disk's, and memory beside the shards."""
+    shards = make_shards(args.params, args.hidden_size, control)
+    held = sum(shard.values.nbytes for shard in shards)
+    unit = sum(s.values.nbytes for s in shards if s.layout is shards[0].layout)
+    total = int(control.sum([float(held)])[0])
+    folder, plain = args.folder / "ckpt", args.folder / f"plain_{control.world.rank}"
+    seconds: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
+    save = partial(save_checkpoint, folder, 1, shards, {})
+    load = partial(load_checkpoint, folder, shards)
+    peaks = {"save": peak_of(save), "load": peak_of(load)}  # a round of its own, untimed
+    for _ in range(args.rounds):
+        seconds["write"].append(timed(control, lambda: write_plainly(plain, held)))
+        seconds["save"].append(timed(control, save))
+        control.barrier()
+        drop_from_cache(args.folder)
+        seconds["read"].append(timed(control, lambda: read_plainly(plain)))
+        seconds["load"].append(timed(control, load))
+    plain.unlink()
+    ratios = {
+        action: statistics.median(
+            disk / ours for disk, ours in zip(seconds[bare], seconds[action], strict=True)
+        )
+        for action, bare in (("save", "write"), ("load", "read"))
+    }
+    return {
+        "bytes": total,
+        "ranks": control.world.size,
+        "gb_per_second": {
+            name: total / statistics.median(times) / 1e9 for name, times in seconds.items()
+        },
+        "part_of_the_disk": ratios,
+        "seconds": seconds,
+        "bytes_of_a_rank": held,
+        "bytes_of_a_unit_and_rank": unit,
+        "peak_bytes_beside_the_shards": {
+            name: max(control.gather(peak)) for name, peak in peaks.items()
+        },
+    }
+
+
+def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, object]:
+    """Medians of steps while a save is under way and of steps without one, in turns."""
+    folder = str(args.folder / "ckpt")
+    flags = f"{MODEL} --save {folder} --global-batch-size {4 * control.world.size}"
+    config = RunConfig.from_args(parse_args(flags.split()), control.world)
+    training = build_training(config, control)
+    state = start_state(config)
+    source = build_sources(config, build_data(config), training, state).train
+    saver = Saver(config, training, Log(rank=1, world_size=2))  # silent
+
+    def step() -> float:
+        return timed(control, lambda: train_step(training, state, source))
+
+    for _ in range(2):
+        step()
+    with_save: list[float] = []
+    without: list[float] = []
+    staging: list[float] = []
+    while len(with_save) < args.steps:
+        training.model.wait_published()
+        staging.append(timed(control, lambda: saver.save(state)))
+        under_way = True
+        while under_way:
+            seconds = step()
+            under_way = any(control.gather(saver.under_way))
+            if under_way:  # a save that ended during a step slowed down a part of it only
+                with_save.append(seconds)
+        saver.settle()
+        without += [step() for _ in range(2)]
+        if not with_save and len(staging) > args.steps:
+            raise ValueError("--steps: saves end within a step: enlarge --params")
+    training.close()
+    during, alone = statistics.median(with_save), statistics.median(without)
+    return {
+        "ranks": control.world.size,
+        "cores": os.cpu_count(),
+        "seconds_of_a_step": {"during_a_save": during, "without": alone, "ratio": during / alone},
+        "seconds_of_staging": statistics.median(staging[1:] or staging),
+        "steps": {"during_a_save": with_save, "without": without},
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="on the disk in question; is emptied")
+    add("--params", type=int, default=100_000_000, help="12 bytes of state each")
+    add("--hidden-size", type=int, default=1024)
+    add("--rounds", type=int, default=5)
+    add("--steps", type=int, help="time that many steps during asynchronous saves instead")
+    add("--json", type=Path, help="write the figures here")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    with user_mistakes():
+        world = read_world()
+    with distributed(RuntimeConfig(distributed_backend="gloo"), world) as control:
+        if world.rank == 0:
+            shutil.rmtree(args.folder, ignore_errors=True)
+            args.folder.mkdir(parents=True)
+        control.barrier()
+        measure = bandwidths if args.steps is None else steps_during_saves
+        figures = measure(args, control)
+        if world.rank == 0:
+            shutil.rmtree(args.folder)
+            if args.json:
+                args.json.write_text(json.dumps(figures, indent=1) + "\n")
+            print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    run_script("bench_checkpoint.py", main)
