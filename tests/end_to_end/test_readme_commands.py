@@ -22,6 +22,7 @@ from data.tokenizer_json import write_tokenizer_json
 from tests.helpers.ranks import ROOT
 from tests.paro.checkpoint.convert.folders import save_folder
 from tests.tools.test_generate import SIZES, save_untrained
+from tests.tools.test_report import write_run
 from tools.train_tokenizer import main as train_tokenizer
 
 # Sections whose commands `make test` runs, those together that build on each other.
@@ -29,6 +30,7 @@ QUICK = (
     ("Train on your own text",),
     ("Continue from a Hugging Face model", "Checkpoints"),
     ("Launch on a cluster",),
+    ("Dashboards and long runs",),
 )
 # Sections whose commands take minutes: `make verify` runs them.
 LONG = ("The quickstart, command by command", "A cluster on one machine")
@@ -200,6 +202,8 @@ def prepared(scratch: Path) -> Path:
         scratch / "runs" / "quickstart" / "checkpoints",
         f"{SIZES} --tokenizer-type SentencePieceTokenizer --tokenizer-model {pieces}.model",
     )
+    for letters in ("iig", "nig", "ggg"):
+        write_run(scratch / "runs" / f"{letters}.jsonl", letters.upper())
     (scratch / "bin").mkdir()
     for name, script in (("torchrun", LAUNCHER), ("srun", LAUNCHER), ("sbatch", SBATCH)):
         (scratch / "bin" / name).write_text(script)
