@@ -1,0 +1,1 @@
+"""Parts of tools/plan.py and of the studies of its predictions."""
