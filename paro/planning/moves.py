@@ -20,7 +20,6 @@ from paro.topology import Topology, make_topology
 class Moving:
     """The moves of one of a unit's two flat buffers, each as the phases that carry it out."""
 
-    name: str
     gather: tuple[Phase, ...]
     reduce: tuple[Phase, ...] = ()
     finish: tuple[Phase, ...] = ()
@@ -120,7 +119,6 @@ class Moves:
         if numel:
             added = numel // grads * (wire + 2 * BYTES_OF[self.precision.accumulate])
             yield Moving(
-                name=unit.name,
                 trainable=True,
                 gather=phases(Op.ALL_GATHER, runs["gather"], numel * compute),
                 reduce=phases(Op.REDUCE_SCATTER, runs["reduce"], numel * wire),
@@ -131,7 +129,7 @@ class Moves:
             )
         if unit.frozen_numel:
             gather = phases(Op.ALL_GATHER, runs["gather"], unit.frozen_numel * compute)
-            yield Moving(name=f"{unit.name} (frozen)", gather=gather)
+            yield Moving(gather=gather)
 
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:

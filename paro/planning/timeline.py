@@ -97,7 +97,8 @@ class _Node:
 class _Buffer:
     """A flat buffer: what of it is under way."""
 
-    def __init__(self, moving: Moving) -> None:
+    def __init__(self, unit: str, moving: Moving) -> None:
+        self.name = unit if moving.trainable else f"{unit} (frozen)"
         self.moving = moving
         self.whole = False
         self.gathered: tuple[Work, ...] = ()
@@ -125,7 +126,7 @@ class _Thread:
         self.max_whole_grads = 2 if self.overlaps.reductions else 1
         self.number = 0
         self.buffers = {
-            unit.name: [_Buffer(moving) for moving in parts]
+            unit.name: [_Buffer(unit.name, moving) for moving in parts]
             for unit, parts in zip(self.units, costs.moves.of_units, strict=True)
         }
         self.nodes = [
@@ -157,7 +158,7 @@ class _Thread:
             for buffer in self.buffers[unit.name]:
                 if buffer.moving.publish:
                     buffer.published = self._move(
-                        "gather", "publish", buffer.moving.name, buffer.moving.publish, ()
+                        "gather", "publish", buffer.name, buffer.moving.publish, ()
                     )
                     if not self.overlaps.publishing:
                         yield Wait(buffer.published)
@@ -248,7 +249,7 @@ class _Thread:
                 buffer.whole = True
                 moving, published = buffer.moving, buffer.published
                 buffer.gathered = self._move(
-                    "gather", "gather", moving.name, moving.gather, published
+                    "gather", "gather", buffer.name, moving.gather, published
                 )
                 if not self.overlaps.gathers:
                     yield Wait(buffer.gathered)
@@ -282,18 +283,18 @@ class _Thread:
         moving = buffer.moving
         event: tuple[Work, ...] = ()
         if moving.reduce:
-            event = self._move("reduce", "reduce", moving.name, moving.reduce, ())
+            event = self._move("reduce", "reduce", buffer.name, moving.reduce, ())
             lane = moving.reduce[-1][-1].lane
             busy = 1.0 if self.costs.device.cores is not None else 0.0
             seconds = self.costs.computing.memory_seconds(moving.accumulated_bytes)
             add = Job(lane=lane, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
-            event = self._queue("reduce", "reduce", f"add {moving.name}", (add,), event)
+            event = self._queue("reduce", "reduce", f"add {buffer.name}", (add,), event)
             buffer.read = event
             if not self.overlaps.reductions:
                 yield Wait(event)
         if last:
             for phases in (moving.finish, moving.replicas):
-                event = self._move("reduce", "finish", moving.name, phases, event)
+                event = self._move("reduce", "finish", buffer.name, phases, event)
             if not self.overlaps.finishing:
                 yield Wait(event)
         buffer.reduced = event

@@ -14,9 +14,7 @@ def chrome_trace(spans: Sequence[Span]) -> str:
     events: list[dict[str, object]] = []
     for number, (actor, stream) in enumerate(streams):
         name = {"name": stream}
-        events.append(
-            {"ph": "M", "name": "thread_name", "pid": actor, "tid": number, "args": name}
-        )
+        events.append({"ph": "M", "name": "thread_name", "pid": actor, "tid": number, "args": name})
     for actor in sorted({actor for actor, _ in streams}):
         name = {"name": f"ranks of group {actor}"}
         events.append({"ph": "M", "name": "process_name", "pid": actor, "args": name})

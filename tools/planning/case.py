@@ -51,8 +51,12 @@ def make_parser() -> Parser:
     add("--global-batch-size", type=int, help="default: one micro-batch a rank")
     add("--seq-length", type=int, help="default: the model's positions")
     add("--vocab-size", type=int, help="of the tokenizer; default: the preset's")
-    add("--trainable", default="full", metavar="WHAT",
-        help="full (default), last-blocks:SHARE or adapters:SHARE, such as adapters:0.003")
+    add(
+        "--trainable",
+        default="full",
+        metavar="WHAT",
+        help="full (default), last-blocks:SHARE or adapters:SHARE, such as adapters:0.003",
+    )
     add("--memory-gb", type=float, metavar="GB", help="of a device; default: the machine's")
     add_model_args(parser)
     add_recompute_args(parser)
@@ -60,11 +64,19 @@ def make_parser() -> Parser:
     out = parser.add_argument_group("results").add_argument
     out("--json", type=Path, metavar="FILE", help="write rows, candidates and what was found")
     out("--plot", type=Path, metavar="FILE.png", help="draw memory against time")
-    out("--trace", type=Path, metavar="FILE.json",
-        help="write the best setting's step for chrome://tracing or Perfetto")
+    out(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write the best setting's step for chrome://tracing or Perfetto",
+    )
     out("--timeline", type=Path, metavar="FILE.png", help="draw the same")
-    out("--scaling", type=Path, metavar="FILE.png",
-        help="plan for 8 ranks and more, up to 16,384, at the same batch a rank, and draw it")
+    out(
+        "--scaling",
+        type=Path,
+        metavar="FILE.png",
+        help="plan for 8 ranks and more, up to 16,384, at the same batch a rank, and draw it",
+    )
     return parser  # fmt: skip
 
 
