@@ -53,14 +53,13 @@ def check_files(args: Namespace) -> None:
 
 def report(args: Namespace, case: Case) -> None:
     """Prints what was found and writes the files."""
-    freedom = Freedom()
     print(title(case), "", sep="\n")
     rows = letter_rows(case)
     print(rows_table(rows), *misfits(case, rows), "", sep="\n")
-    found = plan(case, freedom)
+    found = plan(case)
     print(*describe(found), "", "memory against time, all settings:", sep="\n")
     print(front_table(found), "", sep="\n")
-    bought = purchases(case, freedom, found)
+    bought = purchases(case, found)
     print("what more would buy:", *purchase_lines(bought), sep="\n")
     curves = scaling(case) if args.scaling is not None else {}
     if args.json is not None:

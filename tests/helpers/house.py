@@ -46,7 +46,12 @@ LEVELS: dict[str, tuple[str, ...]] = {
         "paro.model_arguments",
         "paro.yaml_flags",
     ),
-    "config": ("paro.config", "paro.config_checks", "paro.config_model"),
+    "config": (
+        "paro.config",
+        "paro.config_checks",
+        "paro.config_model",
+        "paro.config_plan",
+    ),
     "assembly": ("paro.assembly", "paro.placement", "paro.resume"),
     "scripts": ("pretrain_llama", "tools"),
 }

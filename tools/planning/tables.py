@@ -74,26 +74,37 @@ def front_table(found: Plan) -> str:
     )
 
 
-def purchases(case: Case, freedom: Freedom, found: Plan) -> list[dict[str, Any]]:
-    """What more memory or more bandwidth between or inside groups would buy."""
+def purchases(case: Case, found: Plan) -> list[dict[str, Any]]:
+    """What more memory or more bandwidth between or inside groups would buy.
+
+    More memory: from the Pareto front. More bandwidth: another strategy at the micro-batch size
+    and the recomputation of the best setting.
+    """
     bought = []
-    machine = case.machine
     for factor in (1.25, 1.5, 2.0):
-        limit = round(case.limit_bytes * factor)
-        bought.append(_purchase(f"memory x {factor:g}", replace(case, memory_bytes=limit), freedom))
-    if machine.measured:  # times that were measured do not follow from links
+        limit = case.limit_bytes * factor
+        within = [e for e in (*found.front, found.best) if e and e.memory_bytes <= limit]
+        bought.append(_purchase(f"memory x {factor:g}", min(within, key=_seconds, default=None)))
+    if case.machine.measured or found.best is None:  # what was measured follows from no link
         return _gains(bought, found)
+    setting = found.best.setting
+    freedom = Freedom(
+        micro_batch_sizes=(setting.micro_batch_size,), recomputes=(setting.recompute,)
+    )
     for name in ("inter", "intra"):
-        speed: LinkSpeed | None = getattr(machine, name)
+        speed: LinkSpeed | None = getattr(case.machine, name)
         if speed is not None:
             faster = replace(speed, bits_per_second=2 * speed.bits_per_second)
-            other = replace(case, machine=replace(machine, **{name: faster}))
-            bought.append(_purchase(f"{name} bandwidth x 2", other, freedom))
+            other = replace(case, machine=replace(case.machine, **{name: faster}))
+            bought.append(_purchase(f"{name} bandwidth x 2", plan(other, freedom).best))
     return _gains(bought, found)
 
 
-def _purchase(what: str, case: Case, freedom: Freedom) -> dict[str, Any]:
-    best = plan(case, freedom).best
+def _seconds(estimate: Estimate) -> float:
+    return estimate.seconds
+
+
+def _purchase(what: str, best: Estimate | None) -> dict[str, Any]:
     return {
         "what": what,
         "step_seconds": None if best is None else best.seconds,
