@@ -8,7 +8,7 @@ from typing import Any
 
 from model.config import num_parameters
 from paro.planning.description import exposed_text, seconds_text
-from paro.planning.machine import LinkSpeed
+from paro.planning.machine import LinkSpeed, Machine
 from paro.planning.planner import Case, Estimate, Freedom, Plan, plan
 
 HEADS = (
@@ -91,13 +91,20 @@ def purchases(case: Case, found: Plan) -> list[dict[str, Any]]:
     freedom = Freedom(
         micro_batch_sizes=(setting.micro_batch_size,), recomputes=(setting.recompute,)
     )
-    for name in ("inter", "intra"):
-        speed: LinkSpeed | None = getattr(case.machine, name)
-        if speed is not None:
-            faster = replace(speed, bits_per_second=2 * speed.bits_per_second)
-            other = replace(case, machine=replace(case.machine, **{name: faster}))
-            bought.append(_purchase(f"{name} bandwidth x 2", plan(other, freedom).best))
+    machine = case.machine
+    faster: dict[str, Machine] = {}
+    if machine.inter is not None:
+        faster["inter"] = replace(machine, inter=_doubled(machine.inter))
+    if machine.intra is not None:
+        faster["intra"] = replace(machine, intra=_doubled(machine.intra))
+    for name, other in faster.items():
+        best = plan(replace(case, machine=other), freedom).best
+        bought.append(_purchase(f"{name} bandwidth x 2", best))
     return _gains(bought, found)
+
+
+def _doubled(speed: LinkSpeed) -> LinkSpeed:
+    return replace(speed, bits_per_second=2 * speed.bits_per_second)
 
 
 def _seconds(estimate: Estimate) -> float:
@@ -114,8 +121,9 @@ def _purchase(what: str, best: Estimate | None) -> dict[str, Any]:
 
 def _gains(bought: list[dict[str, Any]], found: Plan) -> list[dict[str, Any]]:
     for row in bought:
-        known = found.best is not None and row["step_seconds"] is not None
-        row["speedup"] = found.best.seconds / row["step_seconds"] if known else None
+        own = None if found.best is None else found.best.seconds
+        better = row["step_seconds"]
+        row["speedup"] = own / better if own is not None and better is not None else None
     return bought
 
 
