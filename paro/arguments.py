@@ -31,6 +31,7 @@ from paro.model_arguments import (
     add_regularization_args,
     add_training_args,
 )
+from paro.planning.machine_file import shipped_machines
 from paro.yaml_flags import read_flags
 
 _ABOUT = """\
@@ -151,7 +152,8 @@ def _add_paro_args(parser: ArgumentParser) -> None:
     add("--paro-strategy", metavar="STRATEGY",
         help="levels of parameters, gradients and optimizer state: three letters (IIG), three "
         "degrees (4,8,32: over how many ranks one copy is spread) or one of ddp zero1 zero2 zero3 "
-        "mics hsdp; default IIG, or NNG with --use-distributed-optimizer")
+        "mics hsdp, or auto: the fastest that fits on --paro-machine; default IIG, or NNG with "
+        "--use-distributed-optimizer")
     add("--paro-group-size", type=int, metavar="RANKS",
         help="ranks joined by fast links; must divide the number of ranks; default: ranks per node")
     add("--paro-collective", choices=(*COLLECTIVES, "auto"), default="native",
@@ -159,9 +161,10 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "turn; ring, one ring of our own over all; h-ring, a ring between groups, then one inside; "
         "ho-ring, both at the same time; flat, the backend's own over all ranks at once; auto, for "
         "every call the fastest for its size on --paro-machine")
-    add("--paro-machine", metavar="FILE",
-        help="how fast this machine's collectives are, for --paro-collective auto: a file that "
-        "tools/bench_collectives.py --machine-file wrote on the same ranks and groups")
+    add("--paro-machine", metavar="NAME",
+        help="what this machine can: a file that tools/bench_collectives.py --machine-file wrote "
+        "on the same ranks and groups, needed for --paro-collective auto; or, to plan by with "
+        "--paro-strategy auto, one that ships: " + " ".join(shipped_machines()))
     add("--paro-materialize", choices=("gather", "rotate"), default="gather",
         help="how parameters come to where they are used: gather them unit by unit, or rotate: "
         "every rank computes with the slice that it holds, and passes it on (needs params and "

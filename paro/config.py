@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 from data.loader import DataConfig
@@ -25,12 +25,11 @@ from paro.config_checks import (
     check_trackers,
 )
 from paro.config_model import take_model
+from paro.config_plan import AUTO, case_of, choose_strategy, take_machine
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
-from paro.planning.machine import Machine
-from paro.planning.machine_file import read_machine
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -70,7 +69,7 @@ class RunConfig:
     watch: WatchConfig
     runtime: RuntimeConfig
     launch: LaunchConfig
-    notices: tuple[str, ...]  # flags that were accepted and have no effect, a line each
+    notices: tuple[str, ...]  # lines for the start: flags without effect, what auto chose
 
     @classmethod
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
@@ -92,12 +91,18 @@ class RunConfig:
         tokenizer = _take_tokenizer(args)
         built = build_tokenizer(tokenizer)
         vocab_size = built.vocab_size
+        model, precision = take_model(args, vocab_size), _take_precision(args)
+        runtime = _take(RuntimeConfig, args)
+        if strategy is None:
+            backend, length = runtime.distributed_backend, data.seq_length
+            strategy, reasons = _plan(model, batches, sharding, precision, length, backend)
+            notices = (*notices, *reasons)
         config = cls(
-            model=take_model(args, vocab_size),
+            model=model,
             batches=batches,
             sharding=sharding,
             strategy=strategy,
-            precision=_take_precision(args),
+            precision=precision,
             optim=_take(OptimConfig, args),
             schedule=_take_schedule(args, batches, train, common),
             loss_scale=_take_loss_scale(args),
@@ -111,7 +116,7 @@ class RunConfig:
             report=_take(ReportConfig, args),
             profile=_take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks)),
             watch=_take(WatchConfig, args),
-            runtime=_take(RuntimeConfig, args),
+            runtime=runtime,
             launch=_take(LaunchConfig, args),
             notices=notices,
         )
@@ -137,15 +142,19 @@ def _take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
     return config_type(**{name: getattr(args, name) for name in named}, **derived)
 
 
-def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strategy]:
+def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strategy | None]:
+    """How states are spread; no strategy yet where the planner is to choose it."""
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
     text = args.paro_strategy
     if text is None:
         zero1 = args.use_distributed_optimizer
         text = DISTRIBUTED_OPTIMIZER_STRATEGY if zero1 else DEFAULT_STRATEGY
-    strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
-    if args.use_distributed_optimizer and strategy.degrees != (1, 1, world.size):
+    strategy = None
+    if text != AUTO:
+        strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
+    degrees = strategy.degrees if strategy else None
+    if args.use_distributed_optimizer and degrees != (1, 1, world.size):
         raise ValueError(
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
             f"and contradicts --paro-strategy {args.paro_strategy}: give one of them"
@@ -157,22 +166,24 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
         prefetch_units=args.paro_prefetch_units,
         materialize=args.paro_materialize,
         rotate_in_place=args.paro_rotate_in_place,
-        machine=_read_machine(args.paro_machine, world, group_size),
+        machine=take_machine(args.paro_machine, world, group_size),
     )
     return sharding, strategy
 
 
-def _read_machine(file: str | None, world: World, group_size: int) -> Machine | None:
-    if file is None:
-        return None
-    machine = read_machine(Path(file))
-    if (machine.world_size, machine.group_size) != (world.size, group_size):
-        raise ValueError(
-            f"--paro-machine {file} was measured on {machine.world_size} ranks in groups of "
-            f"{machine.group_size}, this run has {world.size} in groups of {group_size}: measure "
-            "it here with tools/bench_collectives.py --machine-file"
-        )
-    return machine
+def _plan(
+    model: LlamaConfig,
+    batches: BatchSchedule,
+    sharding: ShardingConfig,
+    precision: PrecisionConfig,
+    seq_length: int,
+    backend: str,
+) -> tuple[Strategy, Sequence[str]]:
+    """What the planner chooses, and why."""
+    device_type = "cpu" if backend == "gloo" else "cuda"
+    return choose_strategy(
+        case_of(model, batches, sharding, precision, seq_length=seq_length, device_type=device_type)
+    )
 
 
 def _take_batches(args: Namespace, world: World) -> BatchSchedule:

@@ -321,6 +321,7 @@ def measured_machine(settings: Settings, outcomes: Sequence[Outcome], source: st
                 algorithm=outcome.algorithm,
                 num_bytes=outcome.move.num_bytes,
                 seconds=outcome.seconds,
+                cpu_seconds=outcome.cpu_seconds,
             )
             for outcome in outcomes
             if outcome.correct

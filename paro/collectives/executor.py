@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives import h_ring, ho_ring, ring
-from paro.collectives.schedule import Hops, Op, cut, make_schedule
+from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
 from paro.collectives.transfer import Buffer, Level, Scratch, Transfer
 from paro.collectives.wire import Wire, shard_in
 from paro.groups import Groups, Run, Use
@@ -31,11 +31,6 @@ ALGORITHMS: dict[str, Hops] = {
     "ho-ring": ho_ring.hops,
 }
 
-# A message should be long enough to outweigh its cost, and short enough that little is left to do
-# when the last one has come across.
-_PIECE_BYTES = 768 << 10
-_LEAST_PIECE_BYTES = 256 << 10
-
 
 def parts_of(name: str, run: Run) -> tuple[Run, ...]:
     """The levels of `run` under an algorithm, innermost first: axes that share a ring.
@@ -48,13 +43,6 @@ def parts_of(name: str, run: Run) -> tuple[Run, ...]:
         return (run,)
     kinds = [tuple(axis for axis in run if axis.link is link) for link in (Link.INTRA, Link.INTER)]
     return tuple(part for part in kinds if part)
-
-
-def count_pieces(shard_bytes: int) -> int:
-    """Into how many pieces a shard is cut; two at least, where that is worth a message."""
-    if shard_bytes < 2 * _LEAST_PIECE_BYTES:
-        return 1
-    return max(2, -(-shard_bytes // _PIECE_BYTES))
 
 
 class Ends:

@@ -29,6 +29,11 @@ from typing import NamedTuple
 # many receives are posted ahead, and so much room a reduction needs beside its buffer.
 MESSAGES_UNDER_WAY = 3
 
+# A message should be long enough to outweigh its cost, and short enough that little is left to do
+# when the last one has come across.
+_PIECE_BYTES = 768 << 10
+_LEAST_PIECE_BYTES = 256 << 10
+
 
 class Op(Enum):
     """The collectives that have schedules."""
@@ -160,6 +165,13 @@ def _in_phases(draft: Sequence[tuple[Hop, bool]]) -> bool:
 
 def _distinct(*steps: int | None) -> tuple[int, ...]:
     return tuple(sorted({step for step in steps if step is not None}))
+
+
+def count_pieces(shard_bytes: int) -> int:
+    """Into how many pieces a shard is cut; two at least, where that is worth a message."""
+    if shard_bytes < 2 * _LEAST_PIECE_BYTES:
+        return 1
+    return max(2, -(-shard_bytes // _PIECE_BYTES))
 
 
 def cut(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:

@@ -2,7 +2,8 @@
 
 # An intra link is a rank's own inside its group; an inter link is a NIC, of which every rank has
 # one ("per-rank") or the ranks of a group have one together ("shared"). `bytes` are those of the
-# whole buffer: what a gather makes, what a reduce-scatter starts from.
+# whole buffer: what a gather makes, what a reduce-scatter starts from. What was measured holds for
+# the ranks that it was measured on; links and devices alone hold for any number of groups.
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from enum import Enum
 from itertools import pairwise
@@ -69,10 +70,62 @@ class Measured:
     algorithm: str
     num_bytes: int
     seconds: float
+    cpu_seconds: float | None = None  # of a rank's processor time, the mean over ranks
 
     def __post_init__(self) -> None:
         _check("bytes", self.num_bytes, self.num_bytes > 0)
         _check("seconds", self.seconds, 0 < self.seconds < math.inf)
+        _check("cpu_seconds", self.cpu_seconds, 0 <= (self.cpu_seconds or 0.0) < math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a rank computes with.
+
+    FLOPs count attention in full, as MFU does: a kernel that leaves half of a causal attention out
+    is the faster for it.
+    """
+
+    name: str
+    memory_bytes: int
+    reserved_bytes: int  # of those: the driver, the libraries' buffers, fragmentation
+    peak_flops: float  # FLOP/s of the type that one computes in
+    sustained_flops: float  # what training without communication gets of it
+    memory_bytes_per_second: float  # for what only reads and writes: updates, sums
+    step_seconds: float = 0.0  # of a step, whatever its size
+    cores: float | None = None  # CPU ranks: a rank's share, which sending takes from computing
+
+    def __post_init__(self) -> None:
+        _check("device.memory_bytes", self.memory_bytes, self.memory_bytes > 0)
+        within = 0 <= self.reserved_bytes < self.memory_bytes
+        _check("device.reserved_bytes", self.reserved_bytes, within)
+        _check("device.peak_flops", self.peak_flops, 0 < self.peak_flops < math.inf)
+        within = 0 < self.sustained_flops <= self.peak_flops
+        _check(f"device.sustained_flops of {self.peak_flops:g}", self.sustained_flops, within)
+        speed = self.memory_bytes_per_second
+        _check("device.memory_bytes_per_second", speed, 0 < speed < math.inf)
+        _check("device.step_seconds", self.step_seconds, 0 <= self.step_seconds < math.inf)
+        _check("device.cores", self.cores, self.cores is None or 0 < self.cores < math.inf)
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.memory_bytes - self.reserved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpeed:
+    """How fast some groups are beside what the machine says; a group is as slow as its slowest."""
+
+    num_groups: int
+    compute: float = 1.0
+    intra: float = 1.0
+    inter: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("groups.num_groups", self.num_groups, self.num_groups > 0)
+        for name in ("compute", "intra", "inter"):
+            value = getattr(self, name)
+            _check(f"groups.{name}", value, 0 < value < math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +140,9 @@ class Machine:
     intra: LinkSpeed | None = None
     inter: LinkSpeed | None = None
     measured: tuple[Measured, ...] = ()
+    device: Device | None = None
+    uneven: tuple[GroupSpeed, ...] = ()  # groups that differ; all others are as the machine says
+    sources: tuple[tuple[str, str], ...] = ()  # a figure's place in the file, and whence it is
 
     def __post_init__(self) -> None:
         _check("world_size", self.world_size, self.world_size > 0)
@@ -95,6 +151,26 @@ class Machine:
         rows = [(row.axes, row.op, row.algorithm, row.num_bytes) for row in self.measured]
         for row, following in pairwise(sorted(rows, key=str)):
             _check("measured, twice there", row, row != following)
+        num_uneven = sum(part.num_groups for part in self.uneven)
+        _check(f"groups, {self.num_groups} in all", num_uneven, num_uneven <= self.num_groups)
+
+    def for_world(self, world_size: int, *, told: str) -> Machine:
+        """The same machine with another number of groups; `told` is what asks for it."""
+        if world_size == self.world_size:
+            return self
+        if self.measured:
+            raise ValueError(
+                f"{told} {self.name} was measured on {self.world_size} ranks in groups of "
+                f"{self.group_size}, this is for {world_size} ranks: measure it there with "
+                "tools/bench_collectives.py --machine-file, or leave out what was measured"
+            )
+        group_size = min(self.group_size, world_size)
+        if world_size % group_size != 0:
+            raise ValueError(
+                f"{told} {self.name} has groups of {group_size}, which do not divide the "
+                f"{world_size} ranks: choose a multiple of {group_size}"
+            )
+        return replace(self, world_size=world_size, group_size=group_size)
 
     @property
     def num_groups(self) -> int:

@@ -11,6 +11,13 @@
 #       {"axes": "both", "op": "all_gather", "algorithm": "ho-ring", "bytes": 32000000,
 #        "seconds": 0.37}]}
 #
+# and, for planning, where known:
+#
+#      "device": {"name": "A100", "memory_bytes": 80e9, "reserved_bytes": 4e9, "peak_flops": 312e12,
+#       "sustained_flops": 150e12, "memory_bytes_per_second": 1.5e12},
+#      "uneven": [{"num_groups": 1, "compute": 0.8, "intra": 1, "inter": 0.5}],
+#      "sources": {"device.peak_flops": "NVIDIA A100 data sheet, bf16 dense"}
+#
 # What each field means is said in machine.py. Unknown fields are refused, since a misspelt one
 # would go unnoticed.
 
@@ -19,6 +26,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +35,8 @@ from paro.collectives.schedule import Op
 from paro.planning.machine import (
     Axes,
     BandwidthSource,
+    Device,
+    GroupSpeed,
     LinkSpeed,
     Machine,
     Measured,
@@ -36,6 +46,7 @@ from paro.planning.machine import (
 )
 
 FORMAT = "paro-machine-1"
+SHIPPED = Path(__file__).parent / "machines"
 
 Choice = TypeVar("Choice", bound=Enum)
 Types = dict[str, type | tuple[type, ...]]
@@ -50,6 +61,7 @@ _MACHINE: Types = {
     "links": dict,
     "measured": list,
 }
+_OPTIONAL: Types = {"device": dict, "uneven": list, "sources": dict}
 _LINKS: Types = {"intra": (dict, type(None)), "inter": (dict, type(None))}
 _LINK: Types = {"bandwidth": str, "bandwidth_source": str, "latency_seconds": (int, float)}
 _MEASURED: Types = {
@@ -59,6 +71,37 @@ _MEASURED: Types = {
     "bytes": int,
     "seconds": (int, float),
 }
+_CPU_SECONDS: Types = {"cpu_seconds": (int, float)}
+_NUMBER = (int, float)
+_DEVICE: Types = {
+    "name": str,
+    "memory_bytes": _NUMBER,
+    "reserved_bytes": _NUMBER,
+    "peak_flops": _NUMBER,
+    "sustained_flops": _NUMBER,
+    "memory_bytes_per_second": _NUMBER,
+}
+_DEVICE_MORE: Types = {"step_seconds": _NUMBER, "cores": _NUMBER}
+_UNEVEN: Types = {"num_groups": int}
+_UNEVEN_MORE: Types = {"compute": _NUMBER, "intra": _NUMBER, "inter": _NUMBER}
+
+
+def shipped_machines() -> tuple[str, ...]:
+    """The names of the machines that come with the project."""
+    return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
+
+
+def find_machine(text: str) -> Machine:
+    """The machine of a shipped name, or else of a file."""
+    if text in shipped_machines():
+        return read_machine(SHIPPED / f"{text}.json")
+    path = Path(text)
+    if not path.exists():
+        raise ValueError(
+            f"machine file {path}: No such file; machines that come with this project are "
+            f"{', '.join(shipped_machines())}"
+        )
+    return read_machine(path)
 
 
 def read_machine(path: Path) -> Machine:
@@ -92,21 +135,34 @@ def machine_to_json(machine: Machine) -> str:
         "group_size": machine.group_size,
         "nic": machine.nic.value,
         "links": {"intra": _link_fields(machine.intra), "inter": _link_fields(machine.inter)},
+        **_planning_fields(machine),
     }
-    rows = [
-        json.dumps(
-            {
-                "axes": row.axes.value,
-                "op": row.op.value,
-                "algorithm": row.algorithm,
-                "bytes": row.num_bytes,
-                "seconds": row.seconds,
-            }
-        )
-        for row in machine.measured
-    ]
+    rows = [json.dumps(_row_fields(row)) for row in machine.measured]
     measured = "".join(f"\n  {row}{',' * (row is not rows[-1])}" for row in rows)
     return f'{json.dumps(head, indent=1)[:-2]},\n "measured": [{measured}]\n}}\n'
+
+
+def _planning_fields(machine: Machine) -> dict[str, object]:
+    """What only planning reads, where it is known."""
+    found: dict[str, object] = {}
+    if machine.device is not None:
+        found["device"] = {k: v for k, v in asdict(machine.device).items() if v is not None}
+    if machine.uneven:
+        found["uneven"] = [asdict(part) for part in machine.uneven]
+    if machine.sources:
+        found["sources"] = dict(machine.sources)
+    return found
+
+
+def _row_fields(row: Measured) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "axes": row.axes.value,
+        "op": row.op.value,
+        "algorithm": row.algorithm,
+        "bytes": row.num_bytes,
+        "seconds": row.seconds,
+    }
+    return fields if row.cpu_seconds is None else fields | {"cpu_seconds": row.cpu_seconds}
 
 
 def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:
@@ -120,7 +176,7 @@ def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:
 
 
 def _machine(value: object) -> Machine:
-    fields = _fields(value, _MACHINE)
+    fields = _fields(value, _MACHINE, _OPTIONAL)
     if fields["format"] != FORMAT:
         raise ValueError(f"format: {fields['format']!r} is not {FORMAT!r}")
     with _inside("links"):
@@ -135,7 +191,28 @@ def _machine(value: object) -> Machine:
         intra=intra,
         inter=inter,
         measured=tuple(_measured(row, index) for index, row in enumerate(fields["measured"])),
+        device=_device(fields["device"]) if "device" in fields else None,
+        uneven=tuple(_uneven(part, i) for i, part in enumerate(fields.get("uneven", ()))),
+        sources=_sources(fields.get("sources", {})),
     )
+
+
+def _device(value: object) -> Device:
+    with _inside("device"):
+        fields = _fields(value, _DEVICE, _DEVICE_MORE)
+    for name in ("memory_bytes", "reserved_bytes"):
+        fields[name] = round(fields[name])
+    return Device(**fields)
+
+
+def _uneven(value: object, index: int) -> GroupSpeed:
+    with _inside(f"uneven[{index}]"):
+        return GroupSpeed(**_fields(value, _UNEVEN, _UNEVEN_MORE))
+
+
+def _sources(value: dict[str, object]) -> tuple[tuple[str, str], ...]:
+    with _inside("sources"):
+        return tuple(_fields(value, dict.fromkeys(value, str)).items())
 
 
 def _link_speed(value: object, name: str) -> LinkSpeed | None:
@@ -154,13 +231,14 @@ def _link_speed(value: object, name: str) -> LinkSpeed | None:
 
 def _measured(value: object, index: int) -> Measured:
     with _inside(f"measured[{index}]"):
-        fields = _fields(value, _MEASURED)
+        fields = _fields(value, _MEASURED, _CPU_SECONDS)
         return Measured(
             axes=_choice(Axes, fields["axes"], "axes"),
             op=_choice(Op, fields["op"], "op"),
             algorithm=fields["algorithm"],
             num_bytes=fields["bytes"],
             seconds=fields["seconds"],
+            cpu_seconds=fields.get("cpu_seconds"),
         )
 
 
@@ -173,17 +251,18 @@ def _inside(place: str) -> Iterator[None]:
         raise ValueError(f"{place}.{error}") from error
 
 
-def _fields(value: object, types: Types) -> dict[str, Any]:
-    """A JSON object that has these fields and no others, of these types."""
+def _fields(value: object, types: Types, optional: Types | None = None) -> dict[str, Any]:
+    """A JSON object that has these fields, perhaps the optional, and no others, of these types."""
+    known = types | (optional or {})
     if not isinstance(value, dict):
         raise ValueError(f"{value!r} is no object with the fields {', '.join(types)}")
     for name in (*types, *value):
         if name not in value:
             raise ValueError(f"{name}: is missing")
-        if name not in types:
-            raise ValueError(f"{name}: is unknown; the fields are {', '.join(types)}")
+        if name not in known:
+            raise ValueError(f"{name}: is unknown; the fields are {', '.join(known)}")
         # In Python, true is a number too.
-        if not isinstance(value[name], types[name]) or isinstance(value[name], bool):
+        if not isinstance(value[name], known[name]) or isinstance(value[name], bool):
             raise ValueError(f"{name}: {value[name]!r} is of the wrong type")
     return value
 

@@ -29,6 +29,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 LISTED = ("paro", "model", "data", "tools", "examples")
 FOLDERS = {  # without a package's docstring
     "examples": "One launch script per story.",
+    "machines": "Clusters to plan for, every figure with its source.",
     "measured": "Figures and pictures behind those of this page, as the tools wrote them.",
 }
 COLUMN = 31

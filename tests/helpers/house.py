@@ -54,7 +54,13 @@ LEVELS: dict[str, tuple[str, ...]] = {
         "paro.model_arguments",
         "paro.yaml_flags",
     ),
-    "config": ("paro.config", "paro.config_checkpoint", "paro.config_checks", "paro.config_model"),
+    "config": (
+        "paro.config",
+        "paro.config_checkpoint",
+        "paro.config_checks",
+        "paro.config_model",
+        "paro.config_plan",
+    ),
     "assembly": ("paro.assembly", "paro.dry_run", "paro.placement", "paro.resume"),
     "scripts": ("pretrain_llama", "tools"),
 }

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from paro.collectives import executor
+from paro.collectives import schedule
 from paro.collectives.executor import ALGORITHMS
 from paro.collectives.schedule import Op
 from paro.planning.machine import Axes, Machine, Measured
@@ -26,8 +26,8 @@ CROSSING_BOTH = [("GGG", "ho-ring"), ("NIG", "ho-ring"), ("IGG", "h-ring"), ("NN
 def train_in_pieces(cases: Sequence[str]) -> list[Trained]:
     """Trains each with shards cut into pieces, as those of a real model are."""
     with (
-        mock.patch.object(executor, "_PIECE_BYTES", 1024),
-        mock.patch.object(executor, "_LEAST_PIECE_BYTES", 128),
+        mock.patch.object(schedule, "_PIECE_BYTES", 1024),
+        mock.patch.object(schedule, "_LEAST_PIECE_BYTES", 128),
     ):
         return [train(flags, group_size=GROUP_SIZE) for flags in cases]
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ class Outcome:
     repeats: int
     seconds_by_round: tuple[float, ...]
     correct: bool
+    cpu_seconds: float | None = None  # of a rank's processor time, the mean over ranks
 
     @property
     def seconds(self) -> float:
@@ -57,6 +58,7 @@ class Turn(NamedTuple):
 
     seconds: float
     correct: bool
+    cpu_seconds: float = 0.0  # all threads; of all ranks: the mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class Race:
         repeats = dict.fromkeys(names, [1] * len(trials))
         correct = {name: [True] * len(trials) for name in names}
         seconds: dict[str, list[list[float]]] = {name: [[] for _ in trials] for name in names}
+        cpu: dict[str, list[list[float]]] = {name: [[] for _ in trials] for name in names}
         for number in range(1 + self.rounds):
             first = number % len(names)
             for name in (*names[first:], *names[:first]):
@@ -92,6 +95,7 @@ class Race:
                     correct[name][index] &= turn.correct
                     if number > 0:
                         seconds[name][index].append(turn.seconds)
+                        cpu[name][index].append(turn.cpu_seconds)
                 if number == 0:
                     pairs = zip(moves, turns, strict=True)
                     repeats[name] = [count_repeats(*pair) for pair in pairs]
@@ -102,6 +106,7 @@ class Race:
                 repeats=repeats[name][index],
                 seconds_by_round=tuple(seconds[name][index]),
                 correct=correct[name][index],
+                cpu_seconds=median(cpu[name][index]),
             )
             for index, move in enumerate(moves)
             for name in names
@@ -128,18 +133,22 @@ class Race:
         by_rank = self.control.gather(own)
         collectives.close()
         return [
-            Turn(max(turn.seconds for turn in turns), all(turn.correct for turn in turns))
+            Turn(
+                max(turn.seconds for turn in turns),
+                all(turn.correct for turn in turns),
+                fmean(turn.cpu_seconds for turn in turns),
+            )
             for turns in zip(*by_rank, strict=True)
         ]
 
     def _turn(self, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
-        seconds, buffers = self._time(collectives, trial, repeats)
-        return Turn(seconds, all(map(trial.is_right, buffers)))
+        seconds, cpu_seconds, buffers = self._time(collectives, trial, repeats)
+        return Turn(seconds, all(map(trial.is_right, buffers)), cpu_seconds)
 
     def _time(
         self, collectives: Collectives, trial: Trial, repeats: int
-    ) -> tuple[float, list[Tensor]]:
-        """Seconds of a repetition, and what each has left in its buffer."""
+    ) -> tuple[float, float, list[Tensor]]:
+        """Seconds and processor time of a repetition, and what each has left in its buffer."""
         device = self.control.device
         move = trial.move
         buffers = [torch.empty(move.numel, dtype=move.dtype, device=device) for _ in range(repeats)]
@@ -147,11 +156,12 @@ class Race:
             trial.fill(buffer)
         _finish(device)
         self.control.barrier()
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         for buffer in buffers:
             start(collectives, move, buffer).wait()
         _finish(device)
-        return (time.perf_counter() - begin) / repeats, buffers
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+        return seconds / repeats, cpu_seconds / repeats, buffers
 
 
 def start(collectives: Collectives, move: Move, buffer: Tensor) -> Event:

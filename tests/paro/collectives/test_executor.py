@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.collectives import COLLECTIVES, executor
+from paro.collectives import COLLECTIVES, schedule
 from paro.collectives.api import make_collectives
 from paro.collectives.auto import Choice
-from paro.collectives.executor import ALGORITHMS, count_pieces, parts_of
+from paro.collectives.executor import ALGORITHMS, parts_of
 from paro.collectives.interface import Collectives
-from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op
+from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op, count_pieces
 from paro.collectives.transfer import Buffer, Scratch
 from paro.groups import Use
 from paro.lanes import make_lanes
@@ -56,8 +56,8 @@ def run_in_pieces(name: str, group_size: int, numel: int, overlap: bool) -> dict
     topology = make_topology(world_size=size, group_size=group_size, degrees=())
     results: dict[str, Tensor] = {}
     with (
-        mock.patch.object(executor, "_PIECE_BYTES", 28),
-        mock.patch.object(executor, "_LEAST_PIECE_BYTES", 4),
+        mock.patch.object(schedule, "_PIECE_BYTES", 28),
+        mock.patch.object(schedule, "_LEAST_PIECE_BYTES", 4),
     ):
         collectives, traffic = make(name, topology, overlap=overlap)
         own = slice(*nested_range(topology.axes, rank, numel))

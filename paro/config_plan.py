@@ -1,0 +1,83 @@
+"""The planner in the configuration: the machine of a run, and what --paro-strategy auto means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from model.config import LlamaConfig
+from paro.batch_schedule import BatchSchedule
+from paro.planning.description import describe, why_nothing_fits
+from paro.planning.machine import Machine
+from paro.planning.machine_file import find_machine
+from paro.planning.planner import Case, Freedom, Plan, plan
+from paro.precision import PrecisionConfig
+from paro.runtime import World
+from paro.sharding.wrap import ShardingConfig
+from paro.strategy import FLAG, Strategy
+
+AUTO = "auto"
+
+
+def take_machine(text: str | None, world: World, group_size: int) -> Machine | None:
+    """The machine of a name or a file, for this world; `ValueError` where they disagree."""
+    if text is None:
+        return None
+    machine = find_machine(text)
+    if machine.measured and (machine.world_size, machine.group_size) != (world.size, group_size):
+        raise ValueError(
+            f"--paro-machine {text} was measured on {machine.world_size} ranks in groups of "
+            f"{machine.group_size}, this run has {world.size} in groups of {group_size}: measure "
+            "it here with tools/bench_collectives.py --machine-file"
+        )
+    machine = machine.for_world(world.size, told="--paro-machine")
+    small, large = sorted((group_size, machine.group_size))
+    if large % small != 0:
+        raise ValueError(
+            f"--paro-machine {text} has groups of {machine.group_size}, which do not nest with "
+            f"--paro-group-size {group_size}: choose {machine.group_size}, or one that divides it"
+        )
+    return machine
+
+
+def case_of(
+    model: LlamaConfig,
+    batches: BatchSchedule,
+    sharding: ShardingConfig,
+    precision: PrecisionConfig,
+    *,
+    seq_length: int,
+    device_type: str,
+) -> Case:
+    """The run as the planner sees it; it needs --paro-machine."""
+    if sharding.machine is None:
+        raise ValueError(
+            f"{FLAG} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
+            "that tools/bench_collectives.py --machine-file wrote"
+        )
+    return Case(
+        model=model,
+        machine=sharding.machine,
+        group_size=sharding.group_size,
+        seq_length=seq_length,
+        micro_batch_size=batches.micro_batch_size,
+        global_batch_size=batches.global_batch_size,
+        precision=precision,
+        prefetch_units=sharding.prefetch_units,
+        collective=sharding.collective,
+        device_type=device_type,
+    )
+
+
+def choose_strategy(case: Case) -> tuple[Strategy, Sequence[str]]:
+    """The fastest strategy that fits, all other flags as given, and the reasons in lines."""
+    found: Plan = plan(
+        case,
+        Freedom(
+            micro_batch_sizes=(case.micro_batch_size,),
+            collectives=(case.collective,),
+            recomputes=(case.model.recompute,),
+        ),
+    )
+    if found.best is None:
+        raise ValueError(f"{FLAG} {AUTO}: {why_nothing_fits(found)}")
+    return found.best.setting.strategy, describe(found)

@@ -1,0 +1,261 @@
+"""How long a collective takes on a machine, and what it keeps busy meanwhile, job by job."""
+
+# A move is a list of phases, one after the other; a phase is the jobs that run at the same time,
+# each in a lane of its own. That is how collectives/ carries moves out:
+#
+#     native                one phase an axis, gathers from the outside in, reductions inside out
+#     flat                  one phase of one job over all axes
+#     ring, h-ring, ho-ring one phase, a job for each kind of links
+#
+# Times are those that were measured, where they were. Else they follow from the links, by the ring
+# formulas at the head of collectives/ring.py, h_ring.py and ho_ring.py (papers.md: T = steps *
+# latency + bytes / bandwidth). s ranks along an axis at whose coarse end a rank has a buffer of V:
+#
+#     inside a group    (s - 1) latency + (s - 1) / s * V / a rank's link
+#     between groups    (s - 1) latency + flows * (s - 1) / s * V / a group's NICs together
+#
+# where every rank of a group that is a flow of its own sends as much; an axis that begins below the
+# group size has fewer flows. A large all-reduce of few bytes goes through a tree: 2 log2(s) hops.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paro.collectives.schedule import Op, count_pieces
+from paro.planning.machine import Axes, LinkSpeed, Machine, Nic, seconds
+from paro.topology import Axis, Link
+
+Lane = tuple[int, ...]  # the axes that a lane serves
+Run = tuple[Axis, ...]
+
+
+class Job(NamedTuple):
+    """Work for one lane. `intra`, `inter` and `cpu` are parts of its time, from 0 to 1.
+
+    Jobs that want a kind of links at the same time share it; what a job takes of a CPU rank's
+    processor time is missing to computing.
+    """
+
+    lane: Lane
+    seconds: float
+    intra: float
+    inter: float
+    cpu: float
+
+
+Phase = tuple[Job, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTimes:
+    """The collectives of one machine by one algorithm, or by the fastest for every size (auto)."""
+
+    machine: Machine
+    algorithm: str
+
+    def phases(self, op: Op, run: Run, num_bytes: int) -> tuple[Phase, ...]:
+        """The jobs of a collective along a run, for a whole buffer of `num_bytes`."""
+        if not run or num_bytes == 0:
+            return ()
+        algorithm = self.algorithm
+        if algorithm == "auto":
+            algorithm = self._fastest(op, run, num_bytes)
+        if algorithm == "native":
+            return tuple((job,) for job in self._native(op, run, num_bytes))
+        if algorithm == "flat":
+            return ((self._whole(op, run, num_bytes, "flat"),),)
+        return (self._rings(op, run, num_bytes, algorithm),)
+
+    def seconds(self, op: Op, run: Run, num_bytes: int) -> float:
+        """The whole of a collective that has all links for itself."""
+        return math.fsum(
+            max(job.seconds for job in phase) for phase in self.phases(op, run, num_bytes)
+        )
+
+    def _fastest(self, op: Op, run: Run, num_bytes: int) -> str:
+        names = dict.fromkeys(row.algorithm for row in self.machine.measured)
+        times = {
+            name: CollectiveTimes(self.machine, name).seconds(op, run, num_bytes)
+            for name in names or ("native", "ho-ring")
+        }
+        return min(times, key=times.__getitem__)
+
+    def _native(self, op: Op, run: Run, num_bytes: int) -> list[Job]:
+        """A job per axis in the order of time; an all-reduce goes in, across and back."""
+        sizes = [num_bytes]
+        for axis in run:
+            sizes.append(sizes[-1] // axis.size)
+        inwards = list(zip(run, sizes, strict=False))
+        steps: list[tuple[Op, Axis, int]]
+        if op is Op.ALL_GATHER:
+            steps = [(op, *step) for step in reversed(inwards)]
+        elif op is Op.REDUCE_SCATTER:
+            steps = [(op, *step) for step in inwards]
+        else:
+            steps = [(Op.REDUCE_SCATTER, *step) for step in inwards[:-1]]
+            steps.append((op, *inwards[-1]))
+            steps += [(Op.ALL_GATHER, *step) for step in reversed(inwards[:-1])]
+        return [self._whole(kind, (axis,), size, "native") for kind, axis, size in steps]
+
+    def _whole(self, op: Op, run: Run, num_bytes: int, algorithm: str) -> Job:
+        """One job over all axes of a run."""
+        axes = _axes(self.machine, run)
+        time, cpu = self._measured(op, run, num_bytes, algorithm) or (
+            _ring_seconds(self.machine, op, run, num_bytes),
+            0.0,
+        )
+        return Job(
+            lane=tuple(axis.index for axis in run),
+            seconds=time,
+            intra=1.0 if axes is Axes.INTRA else 0.0,
+            inter=0.0 if axes is Axes.INTRA else 1.0,
+            cpu=cpu,
+        )
+
+    def _rings(self, op: Op, run: Run, num_bytes: int, algorithm: str) -> Phase:
+        """A job per kind of links, each as long as the whole, busy for its own part."""
+        parts = _parts(self.machine, run)
+        if algorithm == "ring" or len(parts) == 1:
+            return (self._whole(op, run, num_bytes, algorithm),)
+        inner, outer = parts
+        within = _ring_seconds(self.machine, op, inner, num_bytes)
+        between = _ring_seconds(self.machine, op, outer, num_bytes // _size(inner))
+        found = self._measured(op, run, num_bytes, algorithm)
+        if found is not None:
+            time, cpu = found
+        elif algorithm == "h-ring":
+            time, cpu = within + between, 0.0
+        else:
+            time, cpu = max(within, between) + self._last_piece(op, inner, outer, num_bytes), 0.0
+        share = within / (within + between)
+        return tuple(
+            Job(
+                lane=tuple(axis.index for axis in part),
+                seconds=time,
+                intra=min(1.0, within / time) if part is inner else 0.0,
+                inter=min(1.0, between / time) if part is outer else 0.0,
+                cpu=cpu * (share if part is inner else 1.0 - share),
+            )
+            for part in parts
+        )
+
+    def _last_piece(self, op: Op, inner: Run, outer: Run, num_bytes: int) -> float:
+        """What is left inside a group when the last piece has come across."""
+        pieces = count_pieces(num_bytes // _size(inner) // _size(outer))
+        piece_bytes = num_bytes // _size(outer) // pieces
+        return _ring_seconds(self.machine, op, inner, piece_bytes)
+
+    def _measured(
+        self, op: Op, run: Run, num_bytes: int, algorithm: str
+    ) -> tuple[float, float] | None:
+        """Seconds, and the part of a rank's processor time, by what was measured.
+
+        An axis of another size than the one that was measured takes as long as the buffer of which
+        each rank of that one would send as much.
+        """
+        machine = self.machine
+        if not machine.measured:
+            return None
+        axes = _axes(machine, run)
+        ranks = {
+            Axes.INTRA: machine.group_size,
+            Axes.INTER: machine.num_groups,
+            Axes.BOTH: machine.world_size,
+        }[axes]
+        size = _size(run)
+        if ranks == 1:
+            return None
+        same = round(num_bytes * ((size - 1) / size) / ((ranks - 1) / ranks))
+        time = seconds(machine, op, axes, algorithm, max(1, same))
+        return time, _cpu_share(machine, (axes, op, algorithm), same)
+
+
+def _cpu_share(machine: Machine, kind: tuple[Axes, Op, str], num_bytes: int) -> float:
+    """What a collective takes of a rank's share of the cores, by the measured size next to it."""
+    cores = machine.device.cores if machine.device else None
+    rows = [
+        row
+        for row in machine.measured
+        if (row.axes, row.op, row.algorithm) == kind and row.cpu_seconds is not None
+    ]
+    if cores is None or not rows:
+        return 0.0
+    row = min(rows, key=lambda row: abs(math.log(row.num_bytes / max(1, num_bytes))))
+    return min(1.0, (row.cpu_seconds or 0.0) / row.seconds / cores)
+
+
+def _size(run: Run) -> int:
+    return run[-1].outer // run[0].inner
+
+
+def _link_of(machine: Machine, axis: Axis) -> Link:
+    """The links that an axis really runs over, whatever group size a strategy goes by."""
+    return Link.INTRA if axis.outer <= machine.group_size else Link.INTER
+
+
+def _axes(machine: Machine, run: Run) -> Axes:
+    kinds = {_link_of(machine, axis) for axis in run}
+    return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH
+
+
+def _parts(machine: Machine, run: Run) -> list[Run]:
+    """The levels of a run, innermost first: neighbouring axes of one kind are one."""
+    kinds = [
+        tuple(axis for axis in run if _link_of(machine, axis) is link)
+        for link in (Link.INTRA, Link.INTER)
+    ]
+    return [part for part in kinds if part]
+
+
+def _ring_seconds(machine: Machine, op: Op, run: Run, num_bytes: int) -> float:
+    """One ring through all ranks of a run; it is as slow as its slowest links."""
+    size = _size(run)
+    across = run[-1].outer > machine.group_size
+    speed = _link(machine, Link.INTER if across else Link.INTRA)
+    inner, inside = run[0].inner, 1
+    rate = speed.bits_per_second / 8
+    flows = 1
+    if across:
+        flows = min(inner, machine.group_size)
+        inside = machine.group_size // flows  # of the ring's ranks are neighbours in a group
+        rate *= 1 if machine.nic is Nic.SHARED else machine.group_size
+    passes = 2 if op is Op.ALL_REDUCE else 1
+    hops = passes * (size - 1)
+    latency = hops * speed.latency_seconds
+    if inside > 1:
+        crossings = passes * (size // inside - 1)
+        within = _link(machine, Link.INTRA).latency_seconds
+        latency = crossings * speed.latency_seconds + (hops - crossings) * within
+    if op is Op.ALL_REDUCE:
+        latency = min(latency, 2 * math.ceil(math.log2(size)) * speed.latency_seconds)
+    return latency + passes * flows * num_bytes * (size - 1) / size / rate
+
+
+def _link(machine: Machine, link: Link) -> LinkSpeed:
+    speed = machine.link(link)
+    if speed is None:
+        raise ValueError(
+            f"machine {machine.name}: links.{link.value} is missing: measure it with "
+            "tools/bench_collectives.py --machine-file, or type it"
+        )
+    return speed
+
+
+def scalar_seconds(machine: Machine) -> float:
+    """How long the ranks take to agree on a few numbers."""
+    kinds = [link for link, ranks in _ranks(machine) if ranks > 1]
+    if not kinds:
+        return 0.0
+    if machine.measured:
+        rows = [row for row in machine.measured if row.op is Op.ALL_REDUCE]
+        if rows:
+            return min(row.seconds for row in rows)
+    hops = {link: 2 * math.ceil(math.log2(ranks)) for link, ranks in _ranks(machine)}
+    return math.fsum(hops[link] * _link(machine, link).latency_seconds for link in kinds)
+
+
+def _ranks(machine: Machine) -> Sequence[tuple[Link, int]]:
+    return ((Link.INTRA, machine.group_size), (Link.INTER, machine.num_groups))

@@ -1,0 +1,151 @@
+"""What a rank's own work takes in a micro-batch and in an update, unit by unit."""
+
+# Products are counted as model/config.py's flops_per_token does, attention in full, and go at what
+# the device sustains; what only reads and writes memory goes by its bytes. The loss makes its
+# gradients in forward, so the head's backward is part of its forward. Backward is twice the
+# forward: once for the gradients of inputs, once for those of weights, as far as these train. Below
+# the first trained unit there is none.
+#
+#     take a gradient    read it, write it; where it is added to an accumulator read that as well
+#     update             read the gradient twice (norm, update), read and write master and moments,
+#                        write the parameter
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from model.config import LlamaConfig, parameter_shapes
+from paro.planning.cost_model import UnitSize
+from paro.planning.llama import MicroBatch, activations_of
+from paro.planning.machine import Device
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.strategy import Strategy
+
+_TAKES_FIRST = 0.1  # of a block's backward, until the first of its gradients is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSeconds:
+    """What the training thread does for a unit in a micro-batch, gradients' taking left out."""
+
+    forward: float
+    recompute: float = 0.0  # of this unit, in backward
+    until_first_gradient: float = 0.0
+    rest_of_backward: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """A model's micro-batch on a device."""
+
+    model: LlamaConfig
+    units: tuple[UnitSize, ...]
+    batch: MicroBatch
+    device: Device
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The index of the first unit that trains; the number of units where none does."""
+        trained = (i for i, unit in enumerate(self.units) if unit.trainable_numel)
+        return next(trained, len(self.units))
+
+    @cached_property
+    def recomputed_from(self) -> tuple[int | None, ...]:
+        """For every unit that is the last of those recomputed together, the first of them."""
+        parts = activations_of(self.model, self.batch)
+        found: list[int | None] = []
+        for index, part in enumerate(parts):
+            following = parts[index + 1] if index + 1 < len(parts) else None
+            goes_on = following is not None and (
+                following.recomputed > 0 and following.recomputed_from == part.recomputed_from
+            )
+            ends = part.recomputed > 0 and not goes_on and index >= self.first_trained
+            found.append(part.recomputed_from if ends else None)
+        return tuple(found)
+
+    @cached_property
+    def of_units(self) -> tuple[UnitSeconds, ...]:
+        """Of every unit, in forward order."""
+        again = {
+            index
+            for last, first in enumerate(self.recomputed_from)
+            if first is not None
+            for index in range(first, last + 1)
+        }
+        blocks = (
+            self._block(index, self.units[index], recomputed=index in again)
+            for index in range(1, len(self.units) - 1)
+        )
+        return (self._embedding(), *blocks, self._head())
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of one micro-batch."""
+        return sum(
+            part.forward + part.recompute + part.until_first_gradient + part.rest_of_backward
+            for part in self.of_units
+        )
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """For what only reads and writes."""
+        return num_bytes / self.device.memory_bytes_per_second
+
+    def taking_seconds(
+        self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
+    ) -> float:
+        """Taking gradients in, one by one, in the training thread."""
+        compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
+        written = wire if strategy.grads > 1 else 2 * BYTES_OF[precision.accumulate]
+        return self.memory_seconds(trainable_numel * (compute + written))
+
+    def update_seconds(
+        self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
+    ) -> float:
+        of_element = 2 * BYTES_OF[precision.accumulate] + 2 * 12 + BYTES_OF[precision.compute]
+        return self.memory_seconds(trainable_numel // strategy.optim * of_element)
+
+    def _seconds(self, flops: float) -> float:
+        return flops / self.device.sustained_flops
+
+    def _embedding(self) -> UnitSeconds:
+        residual = self.batch.num_tokens * self.model.hidden_size * self.batch.compute_bytes
+        backward = 3 * residual if self.first_trained == 0 else 0
+        return UnitSeconds(
+            forward=self.memory_seconds(2 * residual),
+            until_first_gradient=self.memory_seconds(backward),
+        )
+
+    @cached_property
+    def _block_weights(self) -> int:
+        return sum(
+            shape[0] * shape[1]
+            for name, shape in parameter_shapes(self.model).items()
+            if name.startswith("blocks.0.") and len(shape) == 2
+        )
+
+    def _block(self, index: int, unit: UnitSize, *, recomputed: bool) -> UnitSeconds:
+        config, tokens = self.model, self.batch.num_tokens
+        query = config.num_attention_heads * config.kv_channels
+        attention = 2.0 * tokens * 2 * self.batch.seq_length * query
+        products = 2.0 * tokens * self._block_weights
+        forward = self._seconds(products + attention)
+        if index < self.first_trained:
+            return UnitSeconds(forward=forward)
+        trained = unit.trainable_numel / unit.numel
+        core = attention if _recomputes_core(config) else 0.0
+        backward = self._seconds((1 + trained) * products + 2 * attention + core)
+        return UnitSeconds(
+            forward=forward,
+            recompute=forward if recomputed else 0.0,
+            until_first_gradient=_TAKES_FIRST * backward,
+            rest_of_backward=(1 - _TAKES_FIRST) * backward,
+        )
+
+    def _head(self) -> UnitSeconds:
+        products = 2.0 * self.batch.num_tokens * self.model.vocab_size * self.model.hidden_size
+        return UnitSeconds(forward=self._seconds(3 * products))
+
+
+def _recomputes_core(config: LlamaConfig) -> bool:
+    return config.recompute is not None and config.recompute.granularity == "selective"

@@ -1,0 +1,75 @@
+"""A plan in words: what was chosen, why, what comes next, and what would do where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paro.planning.planner import Estimate, Plan
+
+
+def describe(plan: Plan) -> tuple[str, ...]:
+    """A few lines for the start of a run."""
+    head = f"planner: {plan.num_settings} settings, {plan.num_simulated} of them simulated"
+    if plan.best is None:
+        return (head, why_nothing_fits(plan))
+    return (head, *_choice(plan, plan.best))
+
+
+def _choice(plan: Plan, best: Estimate) -> Iterator[str]:
+    yield (
+        f"planner: chose {best.setting.describe()}: {seconds_text(best.seconds)} a step, MFU "
+        f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of {plan.limit_bytes / 1e9:.1f} GB"
+    )
+    yield f"planner: because {_reason(plan, best)}"
+    if plan.runner_up is None:
+        yield "planner: no other strategy fits"
+        return
+    second = plan.runner_up
+    slower = second.seconds / best.seconds - 1
+    yield (
+        f"planner: the runner-up {second.setting.describe()} is {slower:.1%} slower, with "
+        f"{second.memory_bytes / 1e9:.1f} GB; it waits {exposed_text(second)}"
+    )
+
+
+def _reason(plan: Plan, best: Estimate) -> str:
+    hidden = f"it computes for {seconds_text(best.timeline.compute_seconds)} and waits "
+    reason = hidden + exposed_text(best)
+    faster = [e for e in plan.front if not e.fits and e.seconds < best.seconds]
+    if not faster:
+        return f"{reason}; nothing is faster, even with more memory"
+    nearest = min(faster, key=lambda e: e.memory_bytes)
+    return (
+        f"{reason}; {nearest.setting.describe()} would be "
+        f"{best.seconds / nearest.seconds - 1:.1%} faster but needs "
+        f"{nearest.memory_bytes / 1e9:.1f} GB"
+    )
+
+
+def exposed_text(estimate: Estimate) -> str:
+    """For how long computing waits, by what for."""
+    names = {
+        "gather": "gathers",
+        "reduce": "reductions",
+        "finish": "the last reductions of a step",
+        "publish": "what was updated",
+        "agree": "the norm",
+    }
+    parts = sorted(estimate.timeline.exposed.items(), key=lambda part: -part[1])
+    floor = 0.001 * estimate.seconds
+    told = [f"{seconds_text(time)} for {names[kind]}" for kind, time in parts if time > floor]
+    return ", ".join(told) or "for nothing"
+
+
+def why_nothing_fits(plan: Plan) -> str:
+    """What is the least that would do."""
+    least = plan.least
+    return (
+        f"nothing fits {plan.limit_bytes / 1e9:.1f} GB a device: the least is "
+        f"{least.memory_bytes / 1e9:.1f} GB with {least.setting.describe()}, "
+        f"{least.memory.describe()}; use larger devices, more of them, or --paro-prefetch-units 0"
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,146 @@
+"""The moves of a strategy on a machine: what each unit sends, along which axes, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import fsum
+
+from paro.collectives.schedule import Op
+from paro.planning.collective_time import CollectiveTimes, Phase, Run
+from paro.planning.cost_model import UnitSize
+from paro.planning.machine import Machine
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.strategy import Strategy
+from paro.topology import Topology, make_topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """The moves of one of a unit's two flat buffers, each as the phases that carry it out."""
+
+    gather: tuple[Phase, ...]
+    reduce: tuple[Phase, ...] = ()
+    finish: tuple[Phase, ...] = ()
+    replicas: tuple[Phase, ...] = ()
+    publish: tuple[Phase, ...] = ()
+    accumulated_bytes: int = 0  # read and written behind every reduction, in its lane
+    trainable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """Seconds of a step in which links are busy, and of all moves one after the other."""
+
+    intra: float
+    inter: float
+    one_by_one: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """All moves of a model's units under a strategy."""
+
+    units: tuple[UnitSize, ...]
+    strategy: Strategy
+    precision: PrecisionConfig
+    times: CollectiveTimes
+
+    @property
+    def machine(self) -> Machine:
+        return self.times.machine
+
+    @cached_property
+    def topology(self) -> Topology:
+        return make_topology(
+            world_size=self.machine.world_size,
+            group_size=self.machine.group_size,
+            degrees=self.strategy.degrees,
+        )
+
+    @cached_property
+    def runs(self) -> dict[str, Run]:
+        """The runs of axes that states move along; sharding/unit.py's `moves_of`."""
+        params, grads, optim = self.strategy.degrees
+        between = self.topology.axes_between
+        return {
+            "gather": between(1, params),
+            "reduce": between(1, grads),
+            "finish": between(grads, optim),
+            "replicas": between(optim, self.topology.world_size),
+            "publish": between(params, optim),
+        }
+
+    @cached_property
+    def of_units(self) -> tuple[tuple[Moving, ...], ...]:
+        """Of every unit: its trainable buffer, its frozen one, where they hold anything."""
+        by_size: dict[tuple[int, int], tuple[Moving, ...]] = {}
+        for unit in self.units:
+            key = (unit.trainable_numel, unit.frozen_numel)
+            if key not in by_size:
+                by_size[key] = tuple(self._moving(unit))
+        return tuple(by_size[unit.trainable_numel, unit.frozen_numel] for unit in self.units)
+
+    def loads(self, num_micro_batches: int) -> Loads:
+        """Of a whole step."""
+        sums = [often * num_micro_batches + once for often, once in self._sums]
+        return Loads(intra=sums[0], inter=sums[1], one_by_one=sums[2])
+
+    @cached_property
+    def _sums(self) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
+        """Seconds of a micro-batch and of the rest of a step: intra, inter, one by one."""
+        counts: dict[tuple[int, int, int], int] = {}
+        for unit in self.units:
+            key = (unit.trainable_numel, unit.frozen_numel, unit.gathers_per_micro_batch)
+            counts[key] = counts.get(key, 0) + 1
+        moving = {
+            (unit.trainable_numel, unit.frozen_numel): parts
+            for unit, parts in zip(self.units, self.of_units, strict=True)
+        }
+        terms: list[tuple[float, float, tuple[Phase, ...]]] = []
+        for (trained, frozen, gathers), count in counts.items():
+            for part in moving[trained, frozen]:
+                terms.append((gathers * count, 0, part.gather))
+                terms.append((count, 0, part.reduce))
+                terms += [(0, count, p) for p in (part.finish, part.replicas, part.publish)]
+
+        def total(measure: int) -> tuple[float, float]:
+            values = [(often, once, _seconds(phases)[measure]) for often, once, phases in terms]
+            return fsum(o * v for o, _, v in values), fsum(o * v for _, o, v in values)
+
+        return total(0), total(1), total(2)
+
+    def _moving(self, unit: UnitSize) -> Iterator[Moving]:
+        compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
+        params, grads, optim = self.strategy.degrees
+        runs, phases = self.runs, self.times.phases
+        numel = unit.trainable_numel
+        if numel:
+            added = numel // grads * (wire + 2 * BYTES_OF[self.precision.accumulate])
+            yield Moving(
+                trainable=True,
+                gather=phases(Op.ALL_GATHER, runs["gather"], numel * compute),
+                reduce=phases(Op.REDUCE_SCATTER, runs["reduce"], numel * wire),
+                finish=phases(Op.REDUCE_SCATTER, runs["finish"], numel // grads * wire),
+                replicas=phases(Op.ALL_REDUCE, runs["replicas"], numel // optim * wire),
+                publish=phases(Op.ALL_GATHER, runs["publish"], numel // params * compute),
+                accumulated_bytes=added if grads > 1 else 0,
+            )
+        if unit.frozen_numel:
+            gather = phases(Op.ALL_GATHER, runs["gather"], unit.frozen_numel * compute)
+            yield Moving(gather=gather)
+
+
+def seconds_of(phases: tuple[Phase, ...]) -> float:
+    """Of phases one after the other that have all links for themselves."""
+    return _seconds(phases)[2]
+
+
+def _seconds(phases: tuple[Phase, ...]) -> tuple[float, float, float]:
+    jobs = [job for phase in phases for job in phase]
+    return (
+        fsum(job.seconds * job.intra for job in jobs),
+        fsum(job.seconds * job.inter for job in jobs),
+        fsum(max(job.seconds for job in phase) for phase in phases),
+    )

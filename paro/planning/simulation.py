@@ -1,0 +1,247 @@
+"""Discrete events: training threads, lanes of jobs, and links that jobs share."""
+
+# An actor is the ranks of a group, which all do the same: a training thread that runs a program,
+# and lanes. A program is a generator: it computes for a while, submits work to lanes (which costs
+# no time) and waits for work. A lane runs its work in the order of submission (lanes.py), a piece
+# of work starts when all before it in its lane and all that it depends on is done. Work that joins
+# groups starts when the last of them has come to it, and ends for all at once.
+#
+# Jobs that are under way share links: each progresses at 1 / (sum of the parts of time for which
+# they want the link), if that is more than 1. What jobs take of processor time is missing to the
+# thread.
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paro.planning.collective_time import Job, Lane
+
+_LEAST_COMPUTE = 0.05  # of its speed: a thread that computes is never shut out
+_TINY = 1e-12  # seconds
+
+
+class Span(NamedTuple):
+    """What one stream of one actor did from `start` to `end`."""
+
+    actor: int
+    stream: str
+    name: str
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A job in a lane of each actor in `members`."""
+
+    name: str
+    kind: str
+    job: Job
+    lane: tuple[str, Lane]
+    members: int  # how many actors it takes
+    after: tuple[Work, ...]
+    left: float  # seconds, had it all links for itself
+    arrived: int = 0  # actors in whose lane it has come to the front
+    submitted: list[int] = field(default_factory=list)
+    running: bool = False
+    done: bool = False
+    start: float = 0.0
+    rate: float = 1.0
+
+    def blocker(self) -> Work:
+        """The earliest unfinished work that this one waits for."""
+        found = self
+        while pending := next((work for work in found.after if not work.done), None):
+            found = pending
+        return found
+
+
+class Compute(NamedTuple):
+    """A program computes."""
+
+    seconds: float
+    name: str
+    kind: str
+
+
+class Wait(NamedTuple):
+    """A program waits for work."""
+
+    works: tuple[Work, ...]
+
+
+Program = Generator[Compute | Wait, None, None]
+
+
+@dataclass(slots=True, eq=False)
+class Actor:
+    """The ranks of a group."""
+
+    index: int
+    program: Program | None = None
+    lanes: dict[tuple[str, Lane], deque[Work]] = field(default_factory=dict)
+    computing: Compute | None = None
+    left: float = 0.0
+    start: float = 0.0
+    waiting: tuple[Work, ...] = ()
+    finished: float | None = None
+    exposed: dict[str, float] = field(default_factory=dict)
+    computed: dict[str, float] = field(default_factory=dict)
+
+
+class Simulation:
+    """Runs the programs of some actors from time 0 to the end of the last."""
+
+    def __init__(self, num_actors: int, *, record: bool = False) -> None:
+        self.actors = [Actor(index) for index in range(num_actors)]
+        self.spans: list[Span] = []
+        self.now = 0.0
+        self._record = record
+        self._running: list[Work] = []
+        self._joint: dict[int, Work] = {}  # by the number of the submission
+
+    def submit(self, actor: Actor, work: Work, number: int) -> Work:
+        """Queues work in an actor's lane; joint work is one for all actors, by its number."""
+        if work.members > 1:
+            joint = self._joint.setdefault(number, work)
+            if joint is not work:  # it waits for all, and is as slow as the slowest
+                joint.after += work.after
+                joint.left = max(joint.left, work.left)
+                work = joint
+        work.submitted.append(actor.index)
+        lane = actor.lanes.setdefault(work.lane, deque())
+        lane.append(work)
+        if lane[0] is work:
+            self._come_to_front(work)
+        return work
+
+    def run(self, programs: Iterable[Program]) -> float:
+        """The time at which the last program ends."""
+        for actor, program in zip(self.actors, programs, strict=True):
+            actor.program = program
+            self._advance(actor)
+        while any(actor.finished is None for actor in self.actors):
+            self._step()
+        return self.now
+
+    def _come_to_front(self, work: Work) -> None:
+        work.arrived += 1
+        self._start_if_ready(work)
+
+    def _start_if_ready(self, work: Work) -> None:
+        if not work.running and work.arrived == work.members and all(w.done for w in work.after):
+            work.running, work.start = True, self.now
+            self._running.append(work)
+
+    def _advance(self, actor: Actor) -> None:
+        """Runs a program until it computes or has to wait."""
+        assert actor.program is not None
+        for request in actor.program:
+            if isinstance(request, Compute):
+                if request.seconds > _TINY:
+                    actor.computing, actor.left, actor.start = request, request.seconds, self.now
+                    return
+            else:
+                waiting = tuple(work for work in request.works if not work.done)
+                if waiting:
+                    actor.waiting, actor.start = waiting, self.now
+                    return
+        actor.finished = self.now
+
+    def _step(self) -> None:
+        """On to the next end of a computation or of a job."""
+        self._set_rates()
+        speeds = [self._compute_speed(actor) for actor in self.actors]
+        times = [work.left / work.rate for work in self._running]
+        times += [
+            actor.left / speed
+            for actor, speed in zip(self.actors, speeds, strict=True)
+            if actor.computing is not None
+        ]
+        assert times, f"nothing can go on: {[actor.waiting for actor in self.actors]}"
+        passed = min(times)
+        self.now += passed
+        for work in self._running:
+            work.left -= passed * work.rate
+        for actor, speed in zip(self.actors, speeds, strict=True):
+            if actor.computing is not None:
+                actor.left -= passed * speed
+            elif actor.waiting:
+                kind = self._blamed(actor)
+                actor.exposed[kind] = actor.exposed.get(kind, 0.0) + passed
+        for work in [work for work in self._running if work.left <= _TINY]:
+            self._finish(work)
+        for actor in self.actors:
+            self._wake(actor)
+
+    def _set_rates(self) -> None:
+        intra: list[float] = [0.0] * len(self.actors)
+        inter: list[float] = [0.0] * len(self.actors)
+        cpu: list[float] = [0.0] * len(self.actors)
+        for work in self._running:
+            for index in work.submitted:
+                intra[index] += work.job.intra
+                inter[index] += work.job.inter
+                cpu[index] += work.job.cpu
+        for work in self._running:
+            crowd = 1.0
+            for index in work.submitted:
+                crowd = max(
+                    crowd,
+                    intra[index] if work.job.intra else 0.0,
+                    inter[index] if work.job.inter else 0.0,
+                    cpu[index] if work.job.cpu else 0.0,
+                )
+            work.rate = 1.0 / crowd
+
+    def _compute_speed(self, actor: Actor) -> float:
+        taken = sum(
+            work.job.cpu * work.rate for work in self._running if actor.index in work.submitted
+        )
+        return max(_LEAST_COMPUTE, 1.0 - taken)
+
+    def _blamed(self, actor: Actor) -> str:
+        """Why an actor waits: the first thing that is not done of what it needs."""
+        blocker = actor.waiting[0].blocker()
+        front = actor.lanes[blocker.lane][0] if actor.lanes.get(blocker.lane) else blocker
+        return front.kind
+
+    def _finish(self, work: Work) -> None:
+        work.done, work.running = True, False
+        self._running.remove(work)
+        for index in work.submitted:
+            actor = self.actors[index]
+            if self._record:
+                use, lane = work.lane
+                stream = f"{use} {'+'.join(map(str, lane))}"
+                span = Span(index, stream, work.name, work.kind, work.start, self.now)
+                self.spans.append(span)
+            lane_queue = actor.lanes[work.lane]
+            assert lane_queue.popleft() is work, f"{work.name} is not first in its lane"
+            if lane_queue:
+                self._come_to_front(lane_queue[0])
+        for actor in self.actors:
+            for lane_queue in actor.lanes.values():
+                if lane_queue and not lane_queue[0].running:
+                    self._start_if_ready(lane_queue[0])
+
+    def _wake(self, actor: Actor) -> None:
+        if actor.computing is not None and actor.left <= _TINY:
+            done = actor.computing
+            took = self.now - actor.start
+            actor.computed[done.kind] = actor.computed.get(done.kind, 0.0) + took
+            if self._record:
+                span = Span(actor.index, "compute", done.name, done.kind, actor.start, self.now)
+                self.spans.append(span)
+            actor.computing = None
+            self._advance(actor)
+        elif actor.waiting and all(work.done for work in actor.waiting):
+            if self._record:
+                span = Span(actor.index, "wait", "wait", "wait", actor.start, self.now)
+                self.spans.append(span)
+            actor.waiting = ()
+            self._advance(actor)

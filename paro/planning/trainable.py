@@ -1,0 +1,63 @@
+"""Which parameters train: all, the last blocks, or small adapters beside a frozen model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from model.config import LlamaConfig
+from paro.planning.cost_model import UnitSize
+from paro.planning.llama import units_of
+from paro.sharding.layout import ALIGN
+
+
+class Kind(Enum):
+    """How the trained share lies in the model."""
+
+    FULL = "full"
+    LAST_BLOCKS = "last-blocks"  # as many as the share of all blocks, at least one
+    ADAPTERS = "adapters"  # LoRA-like: every block gets that share of its size beside it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainable:
+    """What trains, as a share of the parameters."""
+
+    kind: Kind = Kind.FULL
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"--trainable share {self.share} must lie in (0, 1]")
+
+    def units(self, config: LlamaConfig, *, world_size: int) -> tuple[UnitSize, ...]:
+        """The units of a model with its trained and its frozen buffers."""
+        if self.kind is Kind.FULL:
+            return units_of(config, world_size=world_size)
+        if self.kind is Kind.LAST_BLOCKS:
+            count = max(1, round(self.share * config.num_layers))
+            last = tuple(f"blocks.{i}." for i in range(config.num_layers)[-count:])
+            return units_of(
+                config, world_size=world_size, is_trained=lambda name: name.startswith(last)
+            )
+        return tuple(
+            self._with_adapters(unit, world_size)
+            for unit in units_of(config, world_size=world_size, is_trained=_is_beside)
+        )
+
+    def _with_adapters(self, unit: UnitSize, world_size: int) -> UnitSize:
+        if not unit.name.startswith("blocks."):
+            return unit
+        step = ALIGN * world_size
+        numel = -(-round(unit.frozen_numel * self.share) // step) * step
+        # A block below which adapters train is gathered for backward, whatever is frozen in it.
+        return replace(
+            unit,
+            trainable_numel=numel,
+            gathers_per_micro_batch=2,
+            gathered_for_backward=True,
+        )
+
+
+def _is_beside(_name: str) -> bool:
+    return False

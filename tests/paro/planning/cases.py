@@ -1,0 +1,56 @@
+"""Small runs on machines that are typed, for the tests of what plans them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from model.config import LLAMA_PRESETS, LlamaConfig
+from paro.planning.machine import BandwidthSource, Device, LinkSpeed, Machine
+from paro.planning.planner import Case
+from paro.precision import PrecisionConfig
+
+DEVICE = Device(
+    name="typed",
+    memory_bytes=80_000_000_000,
+    reserved_bytes=0,
+    peak_flops=300e12,
+    sustained_flops=150e12,
+    memory_bytes_per_second=1.5e12,
+)
+BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
+SMALL = replace(LLAMA_PRESETS["7B"], num_layers=4, hidden_size=512, ffn_hidden_size=1408)
+
+
+def speed(gigabits: float, latency: float = 0.0) -> LinkSpeed:
+    return LinkSpeed(
+        bits_per_second=round(gigabits * 1e9),
+        latency_seconds=latency,
+        bandwidth_source=BandwidthSource.TYPED,
+    )
+
+
+def machine(*, intra: float = 2000, inter: float = 100, **changes: Any) -> Machine:
+    """Four groups of eight, links in Gbit/s without latency."""
+    made = Machine(
+        name="typed",
+        source="",
+        world_size=32,
+        group_size=8,
+        intra=speed(intra),
+        inter=speed(inter),
+        device=DEVICE,
+    )
+    return replace(made, **changes)
+
+
+def case(model: LlamaConfig = SMALL, **changes: Any) -> Case:
+    given: dict[str, Any] = {
+        "machine": machine(),
+        "group_size": 8,
+        "seq_length": 512,
+        "micro_batch_size": 2,
+        "global_batch_size": 192,
+        "precision": BF16,
+    }
+    return Case(model=model, **(given | changes))

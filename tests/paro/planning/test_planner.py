@@ -1,0 +1,263 @@
+"""The planner's choice is the best of all; memory and shipped machines it stands on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from model.config import LLAMA_PRESETS, RecomputeConfig
+from paro.collectives import h_ring, ho_ring, ring
+from paro.collectives.schedule import Op, make_schedule, sent_fraction
+from paro.planning.collective_time import CollectiveTimes
+from paro.planning.description import describe
+from paro.planning.llama import activations_of
+from paro.planning.machine import Axes, Measured
+from paro.planning.machine_file import (
+    SHIPPED,
+    find_machine,
+    machine_from_json,
+    machine_to_json,
+    shipped_machines,
+)
+from paro.planning.planner import (
+    RESOLUTION,
+    Estimator,
+    Freedom,
+    legal_strategies,
+    letter_rows,
+    plan,
+)
+from paro.planning.planner import _settings as all_settings
+from paro.planning.trace import chrome_trace
+from paro.planning.trainable import Kind, Trainable
+from paro.planning.working_memory import peak_memory
+from paro.strategy import legal_letters
+from paro.topology import make_topology
+from tests.paro.planning.cases import SMALL, case, machine
+
+FEW = Freedom(collectives=("native",), recomputes=(None, RecomputeConfig(granularity="full")))
+
+
+@pytest.mark.parametrize("gigabytes", [0.6, 0.8, 1.0, 1.5, 3.0, 80.0])
+@pytest.mark.parametrize("inter", [2, 100])
+def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
+    given = case(
+        machine=machine(world_size=8, group_size=4, inter=inter),
+        group_size=4,
+        global_batch_size=32,
+        memory_bytes=round(gigabytes * 1e9),
+    )
+    found = plan(given, FEW)
+    estimator = Estimator(given)
+    everything = [estimator.estimate(setting) for setting in all_settings(given, FEW)]
+    fitting = [estimate for estimate in everything if estimate.fits]
+    if not fitting:
+        assert found.best is None
+        least = min(estimate.memory_bytes for estimate in everything)
+        assert found.least.memory_bytes == least
+        assert f"the least is {least / 1e9:.1f} GB" in describe(found)[-1]
+        return
+    fastest = min(estimate.seconds for estimate in fitting)
+    assert found.best is not None
+    assert found.best.fits
+    assert found.best.seconds <= fastest / (1 - RESOLUTION)
+    assert found.num_settings == len(everything)
+    for better, worse in zip(found.front, found.front[1:], strict=False):
+        assert better.seconds < worse.seconds
+        assert better.memory_bytes > worse.memory_bytes
+    text = "\n".join(describe(found))
+    assert f"chose {found.best.setting.describe()}" in text
+    assert "because it computes" in text
+    assert "runner-up" in text or "no other strategy fits" in text
+
+
+def test_more_memory_is_never_slower() -> None:
+    given = case(machine=machine(world_size=8, group_size=4, inter=5), group_size=4,
+                 global_batch_size=32)  # fmt: skip
+    times = []
+    for gigabytes in (1, 2, 4, 8):
+        best = plan(replace(given, memory_bytes=gigabytes * 10**9), FEW).best
+        times.append(float("inf") if best is None else best.seconds)
+    assert all(b <= a / (1 - RESOLUTION) for a, b in pairwise(times))
+
+
+def test_every_legal_triple_is_weighed() -> None:
+    found = {strategy.degrees for strategy in legal_strategies(8, 4)}
+    assert found == {
+        (p, g, o)
+        for p in (1, 2, 4, 8)
+        for g in (1, 2, 4, 8)
+        for o in (1, 2, 4, 8)
+        if o >= max(p, g)
+    }
+    names = [strategy.name for strategy in legal_strategies(8, 4)]
+    assert set(legal_letters()) <= set(names)
+    assert len(names) == len(set(names))
+    assert {s.degrees for s in legal_strategies(12, 4) if 3 in s.degrees} == set()
+
+
+def test_rows_are_every_letter_strategy_fastest_first() -> None:
+    rows = letter_rows(case())
+    assert sorted(row.setting.strategy.name for row in rows) == sorted(legal_letters())
+    times = [row.seconds for row in rows]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("strategy", [*legal_letters(), "2,4,16", "1,2,32"])
+@pytest.mark.parametrize("recompute", [None, RecomputeConfig(granularity="full")])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_memory_of_many_is_that_of_one(
+    strategy: str, recompute: RecomputeConfig | None, ahead: int
+) -> None:
+    for trainable in (Trainable(), Trainable(kind=Kind.LAST_BLOCKS, share=0.5)):
+        given = case(replace(SMALL, recompute=recompute), prefetch_units=ahead, trainable=trainable)
+        estimator = Estimator(given)
+        estimator.memory(given.setting(given.strategy("8,8,8")))  # whose walk serves the next
+        setting = given.setting(given.strategy(strategy))
+        computing = estimator.costs(setting).computing
+        alone = peak_memory(
+            setting.strategy,
+            make_topology(world_size=32, group_size=8, degrees=setting.strategy.degrees),
+            trainable.units(given.model, world_size=32),
+            given.precision,
+            activations_of(given.model, computing.batch),
+            prefetch_units=ahead,
+            num_micro_batches=3,
+        )
+        assert estimator.memory(setting).total == alone.total
+
+
+def test_adapters_train_little_and_leave_the_rest() -> None:
+    full = Trainable().units(SMALL, world_size=32)
+    units = Trainable(kind=Kind.ADAPTERS, share=0.003).units(SMALL, world_size=32)
+    assert [u.frozen_numel for u in units] == [u.trainable_numel for u in full]
+    assert all(u.trainable_numel for u in units[1:-1])
+    share = sum(u.trainable_numel for u in units) / sum(u.frozen_numel for u in units[1:-1])
+    assert share == pytest.approx(0.003, rel=0.05)
+    assert all(u.gathers_per_micro_batch == 2 for u in units[1:-1])
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="--global-batch-size 100 is no multiple of"):
+        case(global_batch_size=100)
+
+
+@pytest.mark.parametrize("name", shipped_machines())
+def test_every_figure_of_a_shipped_machine_names_its_source(name: str) -> None:
+    text = (SHIPPED / f"{name}.json").read_text(encoding="utf-8")
+    shipped = find_machine(name)
+    assert machine_from_json(machine_to_json(shipped), "again") == shipped
+    fields = json.loads(text)
+    sources = fields["sources"]
+    for link in ("intra", "inter"):
+        for figure in ("bandwidth", "latency_seconds"):
+            assert sources[f"links.{link}.{figure}"], figure
+    for figure in set(fields["device"]) - {"name"}:
+        assert sources[f"device.{figure}"], figure
+    assert sources["world_size"]
+    assert sources["group_size"]
+
+
+def test_the_papers_machines_are_shipped() -> None:
+    assert {"dgx-a100-roce100", "a800-ib800", "dgx-h100"} <= set(shipped_machines())
+    fit = find_machine("dgx-a100-roce100")
+    assert "a fit" in dict(fit.sources)["links.inter.bandwidth"]
+
+
+def test_machines_that_do_not_exist_or_do_not_match() -> None:
+    with pytest.raises(ValueError, match=r"nowhere: No such file; machines .* dgx-h100"):
+        find_machine("nowhere")
+    with pytest.raises(ValueError, match="groups of 8, which do not divide the 12 ranks"):
+        find_machine("dgx-h100").for_world(12, told="--paro-machine")
+    row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=8, seconds=1e-3)
+    measured = machine(measured=(row,))
+    with pytest.raises(ValueError, match="was measured on 32 ranks in groups of 8, this is for 64"):
+        measured.for_world(64, told="--paro-machine")
+    bare = replace(machine(), device=None)
+    with pytest.raises(ValueError, match="machine typed: device is missing"):
+        case(machine=bare)
+    unlinked = case(machine=machine(inter=100, **{"uneven": ()}))
+    with pytest.raises(ValueError, match=r"machine typed: links.inter is missing"):
+        letter_rows(replace(unlinked, machine=replace(unlinked.machine, inter=None)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("sustained_flops", 400e12, "device.sustained_flops of 3e+14: 400000000000000.0 cannot be"),
+        ("memory_bytes", 0, "device.memory_bytes: 0 cannot be"),
+        ("reserved_bytes", 81e9, "device.reserved_bytes: 81000000000 cannot be"),
+        ("peak_flops", "fast", "device.peak_flops: 'fast' is of the wrong type"),
+        ("colour", 1, "device.colour: is unknown; the fields are name, memory_bytes"),
+    ],
+)
+def test_impossible_devices_are_named(field: str, value: object, told: str) -> None:
+    fields = json.loads(machine_to_json(machine()))
+    fields["device"][field] = value
+    with pytest.raises(ValueError, match=r"^file: ") as error:
+        machine_from_json(json.dumps(fields), "file")
+    assert told in str(error.value)
+
+
+def test_too_many_uneven_groups() -> None:
+    fields = json.loads(machine_to_json(machine()))
+    fields["uneven"] = [{"num_groups": 5, "inter": 0.5}]
+    with pytest.raises(ValueError, match="groups, 4 in all: 5 cannot be"):
+        machine_from_json(json.dumps(fields), "file")
+
+
+@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("name", ["ring", "h-ring", "ho-ring"])
+def test_ring_formulas_are_those_of_the_schedules(op: Op, name: str) -> None:
+    """With one kind of links infinitely fast the other's time is the bytes of its schedule."""
+    hops = {"ring": ring.hops, "h-ring": h_ring.hops, "ho-ring": ho_ring.hops}[name]
+    size = 1 << 26
+    flows = 1 if name == "ring" else 8
+    sizes = (32,) if name == "ring" else (8, 4)
+    schedule = make_schedule(op, hops, sizes, 0, 1)
+    run = make_topology(world_size=32, group_size=8, degrees=()).axes
+    slow = CollectiveTimes(machine(intra=1e9, inter=1), name).seconds(op, run, size)
+    sent = sent_fraction(schedule, 32, 1, len(sizes) - 1) * size * 8
+    assert slow == pytest.approx(flows * sent / (8 * 1e9), rel=1e-6)
+    if name != "ring":
+        slow = CollectiveTimes(machine(intra=1, inter=1e9), name).seconds(op, run, size)
+        inside = sent_fraction(schedule, 32, 1, 0) * size * 8 / 1e9
+        assert slow == pytest.approx(inside, rel=0.2)  # and the last piece
+        assert slow >= inside * (1 - 1e-9)
+
+
+def test_measured_times_go_before_links() -> None:
+    rows = tuple(
+        Measured(axes=axes, op=op, algorithm="native", num_bytes=size, seconds=size * 1e-9)
+        for axes in Axes
+        for op in Op
+        for size in (1000, 1000000)
+    )
+    measured = machine(measured=rows)
+    run = make_topology(world_size=32, group_size=8, degrees=(4,)).axes
+    times = CollectiveTimes(measured, "native")
+    assert times.seconds(Op.ALL_GATHER, run[1:2], 700) == pytest.approx(400e-9, rel=1e-3)
+    assert times.seconds(Op.ALL_GATHER, run[2:], 5000) == pytest.approx(5000e-9, rel=1e-3)
+
+
+def test_a_trace_has_every_span() -> None:
+    given = case(global_batch_size=64)
+    estimate = Estimator(given).estimate(given.setting(given.strategy("IIG")), record=True)
+    events = json.loads(chrome_trace(estimate.timeline.spans))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(estimate.timeline.spans)
+    end = max(event["ts"] + event["dur"] for event in spans)
+    assert end == pytest.approx(1e6 * estimate.seconds)
+    assert {"forward", "backward", "gather", "reduce", "finish", "publish"} <= {
+        event["cat"] for event in spans
+    }
+
+
+def test_a_large_model_is_recognised_as_too_large() -> None:
+    given = case(LLAMA_PRESETS["65B"], machine=machine(world_size=8), global_batch_size=16)
+    found = plan(given)
+    assert found.best is None
+    assert "nothing fits 80.0 GB a device: the least is" in describe(found)[-1]

@@ -1,0 +1,211 @@
+"""The simulated step: the engine's order, the bytes of the cost model, and what must bound it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from model.config import LlamaConfig, RecomputeConfig
+from paro.collectives.schedule import Op
+from paro.planning.collective_time import CollectiveTimes
+from paro.planning.cost_model import traffic_per_step
+from paro.planning.machine import GroupSpeed
+from paro.planning.planner import Case, Estimator
+from paro.planning.simulation import Simulation
+from paro.planning.step_costs import NOTHING, StepCosts
+from paro.planning.timeline import simulate
+from paro.planning.trainable import Kind, Trainable
+from paro.sharding.unit import ShardedUnit
+from paro.strategy import legal_letters
+from tests.paro.planning.cases import case, machine
+from tests.paro.planning.lone_rank import lone_rank, silence
+from tests.paro.planning.on_ranks import on_ranks
+
+
+def costs(given: Case, strategy: str) -> StepCosts:
+    return Estimator(given).costs(given.setting(given.strategy(strategy)))
+
+
+TINY = LlamaConfig(
+    num_layers=3,
+    hidden_size=16,
+    ffn_hidden_size=32,
+    num_attention_heads=2,
+    num_query_groups=2,
+    kv_channels=8,
+    max_position_embeddings=16,
+    vocab_size=64,
+)
+EACH = RecomputeConfig(granularity="full")
+PAIRS = RecomputeConfig(granularity="full", num_layers=2)
+ORDERS: dict[str, tuple[LlamaConfig, dict[str, Any]]] = {
+    "plain": (TINY, {}),
+    "nothing ahead": (TINY, {"prefetch_units": 0}),
+    "two ahead": (TINY, {"prefetch_units": 2}),
+    "tied": (replace(TINY, tie_embeddings_and_output_weights=True), {}),
+    "recomputed": (replace(TINY, recompute=EACH), {}),
+    "recomputed in pairs": (replace(TINY, num_layers=4, recompute=PAIRS), {}),
+    "mostly frozen": (TINY, {"trainable": Trainable(kind=Kind.LAST_BLOCKS, share=0.3)}),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("strategy", ["GGG", "IIG", "NIG", "INI"])
+def test_moves_come_in_the_order_of_the_engine(
+    name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, changes = ORDERS[name]
+    given = case(
+        config,
+        machine=machine(world_size=4, group_size=2),
+        group_size=2,
+        seq_length=16,
+        micro_batch_size=1,
+        global_batch_size=8,
+        **changes,
+    )
+    planned: list[tuple[str, str]] = []
+    submit = Simulation.submit
+
+    def note(self: Simulation, actor: Any, work: Any, number: int) -> Any:
+        move = (work.kind, work.name.split(" ", 1)[-1])
+        if work.kind in ("gather", "reduce", "publish") and not work.name.startswith("add"):
+            planned.append(move)
+        return submit(self, actor, work, number)
+
+    monkeypatch.setattr(Simulation, "submit", note)
+    simulate(costs(given, strategy))
+
+    done: list[tuple[str, str]] = []
+    parsed, topology = on_ranks(strategy, world_size=4, group_size=2)
+    trained = {u.name for u in given.trainable.units(config, world_size=4) if u.trainable_numel}
+    lone = lone_rank(
+        config,
+        parsed,
+        topology,
+        given.precision,
+        prefetch_units=given.prefetch_units,
+        is_trained=lambda name: name.rpartition(".")[0] in trained,
+    )
+    moves = lone.model.units[0].context.moves
+    phases = {"gather": moves.gather, "reduce": moves.reduce, "publish": moves.publish}
+    for move, run in phases.items():
+        method = getattr(ShardedUnit, move)
+
+        def spy(
+            self: ShardedUnit, *, move: str = move, run: Any = run, method: Any = method, **kw: Any
+        ) -> None:
+            done.extend([(move, self.name)] * len(run))  # one for every axis
+            method(self, **kw)
+
+        monkeypatch.setattr(ShardedUnit, move, spy)
+    silence(monkeypatch)
+    lone.step(2)  # a first one, whose update is published in the second
+    begin = next((i for i, (move, _) in enumerate(done) if move == "publish"), len(done))
+    lone.step(2)
+    steps = done[begin:]
+    again = next(
+        (i for i, (m, _) in enumerate(steps) if m == "publish" and i > 0 and steps[i - 1][0] != m),
+        len(steps),
+    )
+    assert planned == (steps[:again] if begin < again else done[len(done) // 2 :])
+    assert planned
+
+
+@pytest.mark.parametrize("strategy", legal_letters())
+def test_links_carry_the_bytes_of_the_cost_model(strategy: str) -> None:
+    given = case()
+    step = costs(given, strategy)
+    loads = step.moves.loads(step.num_micro_batches)
+    units = given.trainable.units(given.model, world_size=32)
+    sent = traffic_per_step(
+        given.strategy(strategy),
+        step.moves.topology,
+        units,
+        given.precision,
+        step.num_micro_batches,
+    )
+    assert loads.intra * 2000e9 / 8 == pytest.approx(sent.intra)
+    assert loads.inter * 100e9 / 8 == pytest.approx(sent.inter)
+
+
+@pytest.mark.parametrize("strategy", legal_letters())
+def test_without_overlap_parts_add_up(strategy: str) -> None:
+    step = costs(case(prefetch_units=0), strategy)
+    timeline = simulate(step)
+    accumulated = step.num_micro_batches * sum(
+        step.computing.memory_seconds(part.accumulated_bytes)
+        for parts in step.moves.of_units
+        for part in parts
+    )
+    loads = step.moves.loads(step.num_micro_batches)
+    whole = step.compute_seconds() + loads.one_by_one + accumulated
+    assert timeline.seconds == pytest.approx(whole)
+    assert timeline.compute_seconds == pytest.approx(step.compute_seconds())
+    waited = timeline.seconds - timeline.compute_seconds
+    assert timeline.exposed_seconds == pytest.approx(waited)
+
+
+@pytest.mark.parametrize("strategy", [*legal_letters(), "2,4,16", "1,16,32", "16,2,32"])
+@pytest.mark.parametrize("collective", ["native", "ho-ring", "h-ring", "ring", "flat"])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_nothing_is_faster_than_its_bound(strategy: str, collective: str, ahead: int) -> None:
+    for inter in (5, 100):
+        given = case(machine=machine(inter=inter), collective=collective, prefetch_units=ahead)
+        step = costs(given, strategy)
+        assert simulate(step).seconds >= step.least_seconds() * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("strategy", legal_letters())
+def test_overlap_never_costs_time(strategy: str) -> None:
+    step = costs(case(), strategy)
+    assert simulate(step).seconds <= simulate(replace(step, overlap=NOTHING)).seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["GGG", "IIG", "NGG"])
+def test_micro_batches_in_the_middle_are_alike(strategy: str) -> None:
+    step = costs(case(global_batch_size=64 * 9), strategy)
+    assert step.num_micro_batches == 9
+    whole = simulate(step, record=True)
+    assert simulate(step).seconds == pytest.approx(whole.seconds, rel=2e-3)
+
+
+def test_links_are_shared_and_processor_time_is_taken() -> None:
+    given = case()
+    alone = simulate(costs(given, "IIG"))
+    slow = simulate(costs(replace(given, machine=machine(intra=20)), "IIG"))
+    assert slow.exposed["gather"] > 10 * alone.exposed["gather"]
+
+
+def test_uneven_groups_slow_all_down() -> None:
+    given = case()
+    even = simulate(costs(given, "IIG")).seconds
+    slower = {}
+    for name in ("compute", "intra", "inter"):
+        group = GroupSpeed(num_groups=1, **{name: 0.25})
+        uneven = replace(given, machine=machine(uneven=(group,)))
+        slower[name] = simulate(costs(uneven, "IIG")).seconds
+    assert slower["compute"] > 2 * even
+    assert slower["inter"] > even
+    same = GroupSpeed(num_groups=2)
+    split = replace(given, machine=machine(uneven=(same,)))
+    assert simulate(costs(split, "IIG")).seconds == pytest.approx(even)
+    whole = GroupSpeed(num_groups=4, compute=0.5)
+    halved = replace(given, machine=machine(uneven=(whole,)))
+    assert simulate(costs(halved, "NNN")).compute_seconds == pytest.approx(
+        2 * simulate(costs(given, "NNN")).compute_seconds
+    )
+
+
+def test_ho_ring_hides_the_shorter_level() -> None:
+    given = case()
+    native = CollectiveTimes(given.machine, "native")
+    overlapped = CollectiveTimes(given.machine, "ho-ring")
+    one_by_one = CollectiveTimes(given.machine, "h-ring")
+    step = costs(given, "GGG")
+    run = step.moves.runs["gather"]
+    sizes = [times.seconds(Op.ALL_GATHER, run, 1 << 30) for times in (native, one_by_one)]
+    assert sizes[0] == pytest.approx(sizes[1])
+    assert overlapped.seconds(Op.ALL_GATHER, run, 1 << 30) < 0.95 * sizes[0]

@@ -1,0 +1,95 @@
+"""`--paro-strategy auto` chooses what the planner finds, says why, and refuses in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paro.arguments import parse_args
+from paro.config import RunConfig
+from paro.planning.machine_file import machine_to_json
+from paro.planning.planner import letter_rows
+from paro.runtime import World
+from tests.paro.planning.cases import case, machine
+
+RUN = (
+    "--llama-preset 7B --mock-data --seq-length 512 --micro-batch-size 4 --global-batch-size 1280 "
+    "--train-iters 10 --lr 1e-4 --bf16 --grad-reduce-in-bf16 "
+)
+WORLD = World(size=32, ranks_per_node=8)
+
+
+def configured(flags: str, world: World = WORLD) -> RunConfig:
+    return RunConfig.from_args(parse_args((RUN + flags).split()), world)
+
+
+def test_auto_chooses_what_fits_and_says_why() -> None:
+    config = configured("--paro-strategy auto --paro-machine dgx-a100-roce100")
+    told = [line for line in config.notices if line.startswith("planner:")]
+    assert f"chose {config.strategy.name}," in told[1]
+    assert any("because" in line for line in told)
+    assert any("runner-up" in line for line in told)
+    slow = configured(
+        "--paro-strategy auto --paro-machine dgx-a100-roce100 --paro-prefetch-units 0"
+    )
+    # Where nothing overlaps, whatever is sent costs: params and grads stay where they are used.
+    assert slow.strategy.params == slow.strategy.grads == 1
+
+
+def test_a_strategy_that_is_given_is_taken() -> None:
+    config = configured("--paro-strategy IIG --paro-machine dgx-a100-roce100")
+    assert config.strategy.name == "IIG"
+    assert config.notices == ()
+
+
+def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(machine_to_json(machine(inter=10)), encoding="utf-8")
+    config = configured(f"--paro-strategy auto --paro-machine {path}")
+    rows = letter_rows(case(config.model, machine=machine(inter=10), micro_batch_size=4,
+                            global_batch_size=1280))  # fmt: skip
+    fitting = [row for row in rows if row.fits]
+    chosen = [row for row in fitting if row.setting.strategy.degrees == config.strategy.degrees]
+    assert not chosen or chosen[0].seconds <= fitting[0].seconds * 1.01
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--paro-strategy auto", "--paro-strategy auto plans for a machine: give --paro-machine"),
+        (
+            "--paro-strategy auto --paro-machine dgx-a100-roce100 --llama-preset 65B "
+            "--micro-batch-size 40",
+            "--paro-strategy auto: nothing fits 80.0 GB a device: the least is",
+        ),
+        (
+            "--use-distributed-optimizer --paro-strategy auto --paro-machine dgx-h100",
+            "--use-distributed-optimizer means --paro-strategy NNG",
+        ),
+        ("--paro-machine dgx-b200", "machine file dgx-b200: No such file; machines that come"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(flags: str, told: str) -> None:
+    with pytest.raises(ValueError, match=r"\A[^\n]*\Z") as error:
+        configured(flags)
+    assert told in str(error.value)
+
+
+def test_groups_may_be_several_nodes() -> None:
+    config = configured("--paro-machine dgx-h100 --paro-group-size 16 --paro-strategy IIG")
+    assert config.strategy.degrees == (16, 16, 32)
+
+
+def test_a_world_that_disagrees_with_the_machine() -> None:
+    with pytest.raises(ValueError, match="groups of 8, which do not divide the 12 ranks"):
+        configured(
+            "--paro-machine dgx-h100 --paro-group-size 4 --micro-batch-size 1 "
+            "--global-batch-size 12",
+            World(size=12, ranks_per_node=4),
+        )
+    with pytest.raises(ValueError, match="do not nest with --paro-group-size 12"):
+        configured(
+            "--paro-machine dgx-h100 --micro-batch-size 1 --global-batch-size 48",
+            World(size=48, ranks_per_node=12),
+        )

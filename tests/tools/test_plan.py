@@ -1,0 +1,112 @@
+"""tools/plan.py: its contract's fields, tables, files and mistakes, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paro.strategy import legal_letters
+from tests.helpers.ranks import ROOT
+from tools.plan import main
+
+CASE = (
+    "--llama-preset 7B --num-layers 3 --paro-machine dgx-a100-roce100 --world-size 16 "
+    "--paro-group-size 8 --micro-batch-size 2 --global-batch-size 64 --seq-length 512 --bf16 "
+    "--memory-gb 14"
+)
+
+
+def planned(tmp_path: Path, flags: str = CASE) -> dict[str, Any]:
+    path = tmp_path / "plan.json"
+    assert main([*flags.split(), "--json", str(path)]) == 0
+    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return fields
+
+
+def test_rows_hold_every_letter_strategy_fastest_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = planned(tmp_path)
+    rows = fields["rows"]
+    assert sorted(row["strategy"] for row in rows) == sorted(legal_letters())
+    times = [row["step_seconds"] for row in rows]
+    assert times == sorted(times)
+    contract = {"strategy", "fits", "memory_bytes", "step_seconds", "tokens_per_second", "mfu",
+                "intra_bytes", "inter_bytes"}  # fmt: skip
+    assert all(contract <= row.keys() for row in rows)
+    tokens = 64 * 512
+    assert all(r["tokens_per_second"] == pytest.approx(tokens / r["step_seconds"]) for r in rows)
+    assert fields["candidates"]
+    assert fields["best"]["step_seconds"] <= min(r["step_seconds"] for r in rows if r["fits"])
+    assert {row["what"] for row in fields["more"]} >= {"memory x 2", "inter bandwidth x 2"}
+    out = capsys.readouterr().out
+    assert "* NNN needs" in out
+    assert "planner: chose" in out
+    assert "what more would buy" in out
+
+
+def test_nothing_overlaps_without_prefetching(tmp_path: Path) -> None:
+    with_overlap = {r["strategy"]: r["step_seconds"] for r in planned(tmp_path)["rows"]}
+    without = planned(tmp_path, f"{CASE} --paro-prefetch-units 0")["rows"]
+    assert all(row["step_seconds"] > with_overlap[row["strategy"]] for row in without)
+
+
+def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
+    names = {"plot": "front.png", "timeline": "step.png", "trace": "step.json"}
+    flags = [word for flag, name in names.items() for word in (f"--{flag}", str(tmp_path / name))]
+    assert main([*CASE.split(), *flags]) == 0
+    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--world-size 12", "groups of 8, which do not divide the 12 ranks"),
+        ("--paro-machine nowhere.json", "nowhere.json: No such file"),
+        ("--global-batch-size 100", "--global-batch-size 100 is no multiple of"),
+        ("--paro-group-size 3", "--paro-group-size 3 does not divide the 16 ranks"),
+        ("--trainable some", "--trainable 'some' is none of full, last-blocks"),
+        ("--memory-gb 0", "--memory-gb 0.0 must be positive"),
+        ("--json nowhere/plan.json", "--json nowhere/plan.json cannot be written"),
+        ("--fp16", "--fp16 and --bf16 contradict each other"),
+        ("--scaling", "expected one argument"),
+    ],
+)
+def test_a_mistake_is_one_line(flags: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([*CASE.split(), *flags.split()])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_trillion_parameters_on_16384_ranks_take_seconds_and_no_torch(tmp_path: Path) -> None:
+    """Under 10 s of processor time and 1 GiB, memory taken from the operating system."""
+    model = (
+        "--num-layers 128 --hidden-size 25600 --ffn-hidden-size 68288 --num-attention-heads 160 "
+        "--vocab-size 51200 --seq-length 2048 --bf16"
+    )
+    program = (
+        "import resource, sys\n"
+        "from tools.plan import main\n"
+        f"main({[*model.split(), '--paro-machine', 'dgx-h100', '--world-size', '16384']!r}"
+        " + ['--global-batch-size', '32768', '--memory-gb', '141'])\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds, peak, torch = done.stdout.splitlines()[-1].split()
+    assert "1009.47B parameters on 16384 ranks" in done.stdout
+    assert torch == "False"
+    assert int(peak) < 1 << 30
+    assert float(seconds) < 10

@@ -1,0 +1,163 @@
+"""From the flags of tools/plan.py to a case to plan."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from model.config import LLAMA_PRESETS
+from paro.collectives import COLLECTIVES
+from paro.config_model import take_model
+from paro.model_arguments import add_mixed_precision_args, add_model_args, add_recompute_args
+from paro.planning.machine import Machine
+from paro.planning.machine_file import find_machine
+from paro.planning.planner import Case
+from paro.planning.trainable import Kind, Trainable
+from paro.precision import PrecisionConfig
+from paro.strategy import check_group_size
+
+DESCRIPTION = """\
+Plans a training run without ranks, GPUs or torch: what each of the 14 letter strategies needs and
+takes on a machine, the best setting of all, and what more memory or bandwidth would buy.
+
+  python tools/plan.py --llama-preset 7B --paro-machine dgx-a100-roce100 --world-size 32 \\
+      --micro-batch-size 4 --global-batch-size 1280 --seq-length 512 --bf16
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"plan.py: error: {' '.join(message.split())}\n")
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("the run, as in pretrain_llama.py").add_argument
+    add("--world-size", type=int, metavar="RANKS", help="default: the machine's")
+    add("--paro-machine", required=True, metavar="NAME", help="a shipped machine, or a file")
+    add("--paro-group-size", type=int, metavar="RANKS", help="of I; default: the machine's groups")
+    add("--paro-collective", choices=(*COLLECTIVES, "auto"), default="native", help="of the rows")
+    add("--paro-prefetch-units", type=int, default=1, help="0: nothing overlaps; default 1")
+    add("--micro-batch-size", type=int, default=1, help="of the rows; default 1")
+    add("--global-batch-size", type=int, help="default: one micro-batch a rank")
+    add("--seq-length", type=int, help="default: the model's positions")
+    add("--vocab-size", type=int, help="of the tokenizer; default: the preset's")
+    add(
+        "--trainable",
+        default="full",
+        metavar="WHAT",
+        help="full (default), last-blocks:SHARE or adapters:SHARE, such as adapters:0.003",
+    )
+    add("--memory-gb", type=float, metavar="GB", help="of a device; default: the machine's")
+    add_model_args(parser)
+    add_recompute_args(parser)
+    add_mixed_precision_args(parser)
+    out = parser.add_argument_group("results").add_argument
+    out("--json", type=Path, metavar="FILE", help="write rows, candidates and what was found")
+    out("--plot", type=Path, metavar="FILE.png", help="draw memory against time")
+    out(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write the best setting's step for chrome://tracing or Perfetto",
+    )
+    out("--timeline", type=Path, metavar="FILE.png", help="draw the same")
+    out(
+        "--scaling",
+        type=Path,
+        metavar="FILE.png",
+        help="plan for 8 ranks and more, up to 16,384, at the same batch a rank, and draw it",
+    )
+    return parser  # fmt: skip
+
+
+def case_of(args: Namespace) -> Case:
+    """The case; `ValueError` says which flag to change."""
+    machine = find_machine(args.paro_machine)
+    world_size = machine.world_size if args.world_size is None else args.world_size
+    if world_size < 1:
+        raise ValueError(f"--world-size {world_size} must be at least 1")
+    machine = machine.for_world(world_size, told="--paro-machine")
+    group_size = machine.group_size if args.paro_group_size is None else args.paro_group_size
+    check_group_size(world_size, group_size)
+    check_groups(machine, group_size)
+    batch = args.global_batch_size
+    if args.paro_prefetch_units < 0:
+        raise ValueError(f"--paro-prefetch-units {args.paro_prefetch_units} is negative; 0 is off")
+    if args.seq_length is None:
+        preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].max_position_embeddings
+        args.seq_length = args.max_position_embeddings or preset
+    if args.seq_length is None or args.seq_length < 1:
+        raise ValueError(f"--seq-length {args.seq_length} must be given, and at least 1")
+    model = take_model(args, vocab_size_of(args))
+    if args.seq_length > model.max_position_embeddings:
+        model = replace(model, max_position_embeddings=args.seq_length)
+    if args.fp16 and args.bf16:
+        raise ValueError("--fp16 and --bf16 contradict each other: give one of them")
+    return Case(
+        model=model,
+        machine=machine,
+        group_size=group_size,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.micro_batch_size * world_size if batch is None else batch,
+        precision=PrecisionConfig(
+            compute="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
+            grad_reduce_in_bf16=args.grad_reduce_in_bf16,
+            accumulate_allreduce_grads_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        ),
+        prefetch_units=args.paro_prefetch_units,
+        collective=args.paro_collective,
+        trainable=trainable_of(args.trainable),
+        memory_bytes=memory_of(args),
+        device_type="cpu" if machine.device and machine.device.cores else "cuda",
+    )
+
+
+def check_groups(machine: Machine, group_size: int) -> None:
+    """Raise `ValueError` unless groups of a run and of a machine nest."""
+    small, large = sorted((group_size, machine.group_size))
+    if large % small != 0:
+        raise ValueError(
+            f"--paro-group-size {group_size} and the groups of {machine.group_size} of machine "
+            f"{machine.name} do not nest: choose {machine.group_size}, or one that divides it"
+        )
+
+
+def vocab_size_of(args: Namespace) -> int:
+    if args.vocab_size is not None:
+        if args.vocab_size < 1:
+            raise ValueError(f"--vocab-size {args.vocab_size} must be at least 1")
+        return int(args.vocab_size)
+    if args.llama_preset is None:
+        raise ValueError("--vocab-size is missing; --llama-preset gives it too")
+    return LLAMA_PRESETS[args.llama_preset].vocab_size
+
+
+def trainable_of(text: str) -> Trainable:
+    kind, colon, share = text.partition(":")
+    try:
+        found = Kind(kind)
+        return Trainable(kind=found, share=float(share) if colon else 1.0)
+    except ValueError as error:
+        raise ValueError(
+            f"--trainable {text!r} is none of full, last-blocks:SHARE and adapters:SHARE, with a "
+            "share above 0 and up to 1"
+        ) from error
+
+
+def memory_of(args: Namespace) -> int | None:
+    if args.memory_gb is None:
+        return None
+    if args.memory_gb <= 0:
+        raise ValueError(f"--memory-gb {args.memory_gb} must be positive")
+    return round(args.memory_gb * 1e9)

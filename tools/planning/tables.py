@@ -1,0 +1,166 @@
+"""The results of a plan as tables for people and as fields for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from model.config import num_parameters
+from paro.planning.description import exposed_text, seconds_text
+from paro.planning.machine import LinkSpeed, Machine
+from paro.planning.planner import Case, Estimate, Freedom, Plan, plan
+
+HEADS = (
+    "strategy", "GB", "states GB", "s/step", "tokens/s", "MFU", "intra GB", "inter GB", "waits",
+)  # fmt: skip
+
+
+def title(case: Case) -> str:
+    machine = case.machine
+    return (
+        f"{num_parameters(case.model) / 1e9:.2f}B parameters on {case.world_size} ranks in groups "
+        f"of {case.group_size}, machine {machine.name}; {case.global_batch_size} samples of "
+        f"{case.seq_length} tokens a step, {case.precision.describe()}"
+    )
+
+
+def rows_table(rows: Sequence[Estimate]) -> str:
+    """A row per strategy: what a rank needs, sends and waits for."""
+    cells = [HEADS]
+    for row in rows:
+        states = row.memory.states / 1e9
+        cells.append(
+            (
+                row.setting.strategy.name + ("" if row.fits else " *"),
+                f"{row.memory_bytes / 1e9:.1f}",
+                f"{states:.1f}",
+                f"{row.seconds:.3f}",
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.mfu:.1%}",
+                f"{row.sent.intra / 1e9:.2f}",
+                f"{row.sent.inter / 1e9:.2f}",
+                exposed_text(row),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if index in (0, len(widths) - 1) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    return "\n".join(lines)
+
+
+def misfits(case: Case, rows: Sequence[Estimate]) -> list[str]:
+    """Why strategies do not fit, a line each."""
+    limit = case.limit_bytes / 1e9
+    return [
+        f"* {row.setting.strategy.name} needs {row.memory_bytes / 1e9:.1f} of {limit:.1f} GB: "
+        f"{row.memory.describe()}"
+        for row in rows
+        if not row.fits
+    ]
+
+
+def front_table(found: Plan) -> str:
+    """The Pareto front of memory and time, fastest first."""
+    return "\n".join(
+        f"{estimate.memory_bytes / 1e9:8.1f} GB  {estimate.seconds:9.3f} s  "
+        f"{'' if estimate.fits else '(does not fit) '}{estimate.setting.describe()}"
+        for estimate in found.front
+    )
+
+
+def purchases(case: Case, found: Plan) -> list[dict[str, Any]]:
+    """What more memory or more bandwidth between or inside groups would buy.
+
+    More memory: from the Pareto front. More bandwidth: another strategy at the micro-batch size
+    and the recomputation of the best setting.
+    """
+    bought = []
+    for factor in (1.25, 1.5, 2.0):
+        limit = case.limit_bytes * factor
+        within = [e for e in (*found.front, found.best) if e and e.memory_bytes <= limit]
+        bought.append(_purchase(f"memory x {factor:g}", min(within, key=_seconds, default=None)))
+    if case.machine.measured or found.best is None:  # what was measured follows from no link
+        return _gains(bought, found)
+    setting = found.best.setting
+    freedom = Freedom(
+        micro_batch_sizes=(setting.micro_batch_size,), recomputes=(setting.recompute,)
+    )
+    machine = case.machine
+    faster: dict[str, Machine] = {}
+    if machine.inter is not None:
+        faster["inter"] = replace(machine, inter=_doubled(machine.inter))
+    if machine.intra is not None:
+        faster["intra"] = replace(machine, intra=_doubled(machine.intra))
+    for name, other in faster.items():
+        best = plan(replace(case, machine=other), freedom).best
+        bought.append(_purchase(f"{name} bandwidth x 2", best))
+    return _gains(bought, found)
+
+
+def _doubled(speed: LinkSpeed) -> LinkSpeed:
+    return replace(speed, bits_per_second=2 * speed.bits_per_second)
+
+
+def _seconds(estimate: Estimate) -> float:
+    return estimate.seconds
+
+
+def _purchase(what: str, best: Estimate | None) -> dict[str, Any]:
+    return {
+        "what": what,
+        "step_seconds": None if best is None else best.seconds,
+        "setting": None if best is None else best.setting.describe(),
+    }
+
+
+def _gains(bought: list[dict[str, Any]], found: Plan) -> list[dict[str, Any]]:
+    for row in bought:
+        own = None if found.best is None else found.best.seconds
+        better = row["step_seconds"]
+        row["speedup"] = own / better if own is not None and better is not None else None
+    return bought
+
+
+def purchase_lines(bought: Sequence[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in bought:
+        if row["step_seconds"] is None:
+            lines.append(f"{row['what']}: still nothing fits")
+            continue
+        gain = "something fits" if row["speedup"] is None else f"{row['speedup']:.3f} times as fast"
+        lines.append(
+            f"{row['what']}: {seconds_text(row['step_seconds'])} a step, {gain}: {row['setting']}"
+        )
+    return lines
+
+
+def as_json(case: Case, estimate: Estimate) -> dict[str, Any]:
+    """A row or a candidate."""
+    setting = estimate.setting
+    recompute = setting.recompute
+    return {
+        "strategy": setting.strategy.name,
+        "degrees": list(setting.strategy.degrees),
+        "group_size": case.group_size,
+        "micro_batch_size": setting.micro_batch_size,
+        "num_micro_batches": estimate.num_micro_batches,
+        "collective": setting.collective,
+        "recompute_granularity": None if recompute is None else recompute.granularity,
+        "fits": estimate.fits,
+        "memory_bytes": estimate.memory_bytes,
+        "memory_moment": estimate.memory.name,
+        "model_state_bytes": estimate.memory.states,
+        "step_seconds": estimate.seconds,
+        "compute_seconds": estimate.timeline.compute_seconds,
+        "exposed_seconds": estimate.timeline.exposed,
+        "tokens_per_second": estimate.tokens_per_second,
+        "mfu": estimate.mfu,
+        "intra_bytes": estimate.sent.intra,
+        "inter_bytes": estimate.sent.inter,
+    }
