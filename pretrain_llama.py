@@ -66,20 +66,15 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         log.log0(line)
     check_placement(config, training)
 
-    loaded = None
-    if config.checkpoint.load is not None:
-        with control.agreed():
-            loaded = load_run(config, training, log)
+    with control.agreed():
+        loaded = load_run(config, training, log) if config.checkpoint.load is not None else None
     state = loaded or start_state(config)
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples whenever the checkpoint was saved
     with control.agreed():
-        datasets = build_data(config, state)
-        if only_evaluate:
-            check_held_out(config, datasets)
-    for line in datasets.describe():
+        datasets = open_data(config, state)
+    for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
         log.log0(line)
-    log.log0(f"[after dataloaders are built] datetime: {datetime.now()}")
     sources = build_sources(config, datasets, training, state)
 
     moment = predict_memory(config, training)
@@ -121,15 +116,17 @@ def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
     return Log(rank=rank, world_size=world_size, one_speaker=one_speaker, show=terminal.show)
 
 
-def check_held_out(config: RunConfig, datasets: Datasets) -> None:
-    """Refuses to evaluate nothing."""
-    if datasets.valid or datasets.named_valid or datasets.test:
-        return
-    split = config.data.split_in_use
-    flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
-    raise ValueError(
-        f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or test"
-    )
+def open_data(config: RunConfig, state: TrainState) -> Datasets:
+    """The data sets of the run, which must leave something to do."""
+    datasets = build_data(config, state)
+    held_out = datasets.valid or datasets.named_valid or datasets.test
+    if config.train.skip_train and not held_out:
+        split = config.data.split_in_use
+        flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
+        raise ValueError(
+            f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or test"
+        )
+    return datasets
 
 
 def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:

@@ -31,6 +31,7 @@ QUICK = (
     ("Continue from a Hugging Face model", "Checkpoints"),
     ("Launch on a cluster",),
     ("Dashboards and long runs",),
+    ("Planning",),
 )
 # Sections whose commands take minutes: `make verify` runs them.
 LONG = ("The quickstart, command by command", "A cluster on one machine")

@@ -18,10 +18,11 @@ import torch
 from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocab
 from paro.arguments import parse_args
 from paro.assembly import build_training
+from paro.collectives.schedule import Op
 from paro.config import RunConfig, take_world
 from paro.dry_run import Plan, plan_run, run_dry
 from paro.placement import placement_lines, predict_memory
-from paro.planning.machine import Machine
+from paro.planning.machine import Axes, Machine, Measured
 from paro.planning.machine_file import machine_to_json
 from paro.runtime import Control, World
 from tests.helpers.ranks import ROOT
@@ -192,7 +193,10 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_machine_file_is_read(tmp_path: Path) -> None:
-    machine = Machine(name="two by two", source="", world_size=4, group_size=2)
+    row = Measured(
+        axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=1000, seconds=1e-3
+    )
+    machine = Machine(name="two by two", source="", world_size=4, group_size=2, measured=(row,))
     (tmp_path / "machine.json").write_text(machine_to_json(machine))
     words = f"{MOCK} --paro-machine {tmp_path}/machine.json --dry-run --world-size 8"
     with pytest.raises(ValueError, match="was measured on 4 ranks in groups of 2, this run has 8"):
