@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from paro.rendezvous import fresh_store
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
@@ -215,6 +217,15 @@ def user_mistakes() -> Iterator[None]:
         raise UserMistakeError(one_line(error)) from error
 
 
+def _store_of_this_attempt(world: World, timeout: timedelta) -> dist.Store | None:
+    """Where the ranks of a torchrun that restarts find each other; else None: torch's own way."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    return fresh_store(store, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
 @contextmanager
 def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
     """The process group of a run, for as long as the block lasts; none for one process."""
@@ -225,6 +236,7 @@ def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
     if world.size > 1:
         dist.init_process_group(
             config.distributed_backend,
+            store=_store_of_this_attempt(world, timeout_of(config)),
             rank=world.rank,
             world_size=world.size,
             timeout=timeout_of(config),

@@ -36,6 +36,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     ),
     "model": ("model",),
     "collectives": (
+        "paro.rendezvous",
         "paro.runtime",
         "paro.groups",
         "paro.lanes",
