@@ -86,7 +86,12 @@ class Launched:
         self.process = subprocess.Popen(
             [*launcher, "pretrain_llama.py", *flags],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # A store that outlives a restart has the addresses of ranks that are dead.
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
             stdin=subprocess.DEVNULL,
             stdout=self._file,
             stderr=self._file,
