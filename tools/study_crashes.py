@@ -1,0 +1,377 @@
+"""Kills ranks of a training inside saves and elsewhere, and sees what is left of it."""
+
+# One training under torchrun --max-restarts: whenever it trains, a random rank is killed, torchrun
+# starts all of them again, and they resume by themselves. What must hold: every start goes on from
+# a whole checkpoint, every loss that is ever written is that of the same training undisturbed, the
+# survivors are gone soon, and at the end no process is left.
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from paro.checkpoint.directory import TRACKER
+from paro.checkpoint.manifest import read_manifest
+from paro.runtime import run_script
+
+ROOT = Path(__file__).resolve().parents[1]
+SAVE_INTERVAL = 3
+# About 15 MB of state: a save takes long enough to be met.
+MODEL = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 "
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 1 --lr 0.001 --log-interval 1 --num-workers 0 --eval-iters 0 "
+    "--peak-tflops 1 --distributed-timeout-minutes 1"
+)
+# Saves last fractions of a second, so that one looks often.
+_LOOK_SECONDS = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """What one kill did."""
+
+    rank: int
+    inside_save: bool
+    asynchronous: bool
+    survivors_gone_seconds: float
+    trains_again_seconds: float | None  # None: it was the last thing that the training did
+
+
+@dataclass(slots=True, kw_only=True)
+class Study:
+    """What has come of it."""
+
+    kills: list[Kill] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+    num_starts: int = 0
+    num_losses: int = 0
+    num_passed_over: int = 0
+
+
+class Launched:
+    """A training under torchrun in a folder of its own, and what it has printed."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace, *, asynchronous: bool) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "ckpt"
+        self.log = folder / "log"
+        self.metrics = folder / "metrics.jsonl"
+        flags = [*MODEL.split(), "--train-iters", str(args.train_iters)]
+        flags += ["--global-batch-size", str(2 * args.ranks), "--paro-strategy", args.strategy]
+        flags += ["--paro-group-size", str(args.group_size), "--metrics-file", str(self.metrics)]
+        flags += ["--save", str(self.checkpoints), "--load", str(self.checkpoints)]
+        flags += ["--save-interval", str(SAVE_INTERVAL)]
+        flags += ["--async-save"] if asynchronous else []
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node", str(args.ranks), "--max-restarts", "1000"]
+        self.cut_short: set[tuple[str, int, int]] = set()
+        self._file = self.log.open("w")
+        self.process = subprocess.Popen(
+            [*launcher, "pretrain_llama.py", *flags],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=self._file,
+            stderr=self._file,
+        )
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def num_iterations(self) -> int:
+        """Iterations that were printed, by all lives together."""
+        return len(re.findall(r"\] iteration +\d+/", self.text()))
+
+    def ranks(self) -> list[int]:
+        """The processes of this life, by rank."""
+        pid = self.process.pid
+        try:
+            words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            return []
+        return [int(word) for word in words]
+
+    def unfinished(self) -> dict[tuple[str, int, int], int]:
+        """The iterations of the folders of unfinished saves, by what tells one from another."""
+        found = {}
+        for path in self.checkpoints.glob("iter_*.partial"):
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            found[path.name, status.st_ino, status.st_ctime_ns] = int(path.name[5:12])
+        return found
+
+    def is_saving(self) -> int | None:
+        """The iteration that is being written; what kills before cut short is none."""
+        for key, iteration in self.unfinished().items():
+            if key not in self.cut_short:
+                return iteration
+        return None
+
+    def saved(self) -> int:
+        try:
+            return int((self.checkpoints / TRACKER).read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self._file.close()
+
+
+@contextmanager
+def launched(folder: Path, args: argparse.Namespace, *, asynchronous: bool) -> Iterator[Launched]:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    training = Launched(folder, args, asynchronous=asynchronous)
+    try:
+        yield training
+    finally:
+        training.end()
+
+
+def losses(path: Path) -> list[tuple[int, float]]:
+    """Every loss that was ever written, by iteration; a line that a kill cut short is none."""
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        found.append((record["iteration"], record["lm_loss"]))
+    return found
+
+
+def wait_for_training(training: Launched, behind: int, limit: float) -> bool:
+    """Until one more iteration was printed; False once the training has ended."""
+    deadline = time.monotonic() + limit
+    while training.num_iterations() <= behind:
+        if training.process.poll() is not None:
+            return False
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no iteration within {limit:.0f} s: {training.text()[-3000:]}")
+        time.sleep(0.05)
+    return True
+
+
+def wait_for_the_moment(
+    training: Launched, drawn: random.Random, *, inside: bool, save_seconds: float
+) -> int | None:
+    """A random moment; inside a save, the iteration that is being written."""
+    if not inside:
+        time.sleep(drawn.uniform(0.0, 1.5))
+        return None
+    while training.process.poll() is None:
+        iteration = training.is_saving()
+        if iteration is not None:
+            time.sleep(drawn.uniform(0.0, save_seconds))
+            return iteration
+        time.sleep(_LOOK_SECONDS)
+    return None
+
+
+def kill_one(
+    training: Launched, drawn: random.Random, args: argparse.Namespace, *, writing: int | None
+) -> tuple[int, bool, float] | None:
+    """Kills a random rank: which, whether a save was cut short, and how long survivors stayed."""
+    ranks = training.ranks()
+    if len(ranks) != args.ranks or training.process.poll() is not None:
+        return None
+    rank = drawn.randrange(len(ranks))
+    begin = time.monotonic()
+    saving = training.is_saving() if writing is None else writing
+    os.kill(ranks[rank], signal.SIGKILL)
+    while any(_runs(pid) for pid in ranks):
+        if time.monotonic() - begin > 120.0:
+            raise TimeoutError(f"ranks {ranks} stay after one was killed")
+        time.sleep(0.01)
+    gone = time.monotonic() - begin
+    inside = saving is not None and training.saved() < saving
+    training.cut_short |= training.unfinished().keys()
+    return rank, inside, gone
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def disturb(
+    training: Launched,
+    study: Study,
+    args: argparse.Namespace,
+    drawn: random.Random,
+    *,
+    asynchronous: bool,
+) -> None:
+    """Kills until the training has ended or there were enough kills of either kind."""
+    limit = 60.0 * args.patience_minutes
+    if not wait_for_training(training, 0, limit):
+        return
+    while wanted := wanted_kinds(study, args, asynchronous=asynchronous):
+        inside = drawn.choice(wanted)
+        behind = training.num_iterations()
+        writing = wait_for_the_moment(
+            training, drawn, inside=inside, save_seconds=args.save_seconds
+        )
+        killed = kill_one(training, drawn, args, writing=writing)
+        if killed is None:
+            return
+        begin = time.monotonic()
+        behind = max(behind, training.num_iterations())
+        again = wait_for_training(training, behind, limit)
+        rank, was_inside, gone = killed
+        study.kills.append(
+            Kill(
+                rank=rank,
+                inside_save=was_inside,
+                asynchronous=asynchronous,
+                survivors_gone_seconds=gone,
+                trains_again_seconds=gone + time.monotonic() - begin if again else None,
+            )
+        )
+        print(f"kill {len(study.kills)}: {study.kills[-1]}", flush=True)
+        if not again:
+            return
+
+
+def wanted_kinds(study: Study, args: argparse.Namespace, *, asynchronous: bool) -> list[bool]:
+    """Which kills are still missing: inside a save, or at any moment."""
+    mine = [kill for kill in study.kills if kill.asynchronous == asynchronous]
+    num_inside = sum(kill.inside_save for kill in mine)
+    half, inside = args.kills // 2, args.inside // 2
+    if asynchronous:
+        half, inside = args.kills - half, args.inside - inside
+    kinds = []
+    if num_inside < inside:
+        kinds.append(True)
+    if len(mine) - num_inside < half - inside:
+        kinds.append(False)
+    return kinds
+
+
+def judge(training: Launched, study: Study, undisturbed: dict[int, float]) -> None:
+    """Holds what a training left against what must be true."""
+    complaints = study.complaints
+    if training.process.wait(600) != 0:
+        complaints.append(f"the training failed: {training.text()[-2000:]}")
+    found = losses(training.metrics)
+    study.num_losses += len(found)
+    wrong = [(at, loss) for at, loss in found if loss != undisturbed[at]]
+    if wrong:
+        complaints.append(f"losses differ from the undisturbed ones: {wrong[:5]}")
+    if {at for at, _ in found} != undisturbed.keys():
+        complaints.append(f"iterations are missing: {sorted({at for at, _ in found})}")
+    text = training.text()
+    study.num_starts += len(re.findall("holds no checkpoint|successfully loaded", text))
+    study.num_passed_over += text.count("passing over iteration")
+    for path in training.checkpoints.glob("iter_*"):
+        manifest = None if path.suffix else read_manifest(path)
+        if manifest is not None:
+            manifest.verify()
+    left = [
+        entry.name
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and str(training.checkpoints) in _command(entry)
+    ]
+    if left:
+        complaints.append(f"processes are left: {left}")
+
+
+def _command(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def make_study(args: argparse.Namespace) -> Study:
+    study, drawn = Study(), random.Random(args.seed)
+    with launched(args.folder / "undisturbed", args, asynchronous=False) as training:
+        if training.process.wait(600) != 0:
+            raise RuntimeError(training.text()[-3000:])
+        undisturbed = dict(losses(training.metrics))
+    for asynchronous in (False, True):
+        while wanted_kinds(study, args, asynchronous=asynchronous):
+            with launched(args.folder / "disturbed", args, asynchronous=asynchronous) as training:
+                disturb(training, study, args, drawn, asynchronous=asynchronous)
+                judge(training, study, undisturbed)
+    return study
+
+
+def describe(study: Study, args: argparse.Namespace) -> dict[str, object]:
+    """The figures of a study."""
+    again = [k.trains_again_seconds for k in study.kills if k.trains_again_seconds is not None]
+    gone = [kill.survivors_gone_seconds for kill in study.kills]
+    return {
+        "kills": len(study.kills),
+        "inside_saves": sum(kill.inside_save for kill in study.kills),
+        "inside_asynchronous_saves": sum(k.inside_save and k.asynchronous for k in study.kills),
+        "ranks": args.ranks,
+        "strategy": args.strategy,
+        "starts": study.num_starts,
+        "losses_compared": study.num_losses,
+        "checkpoints_passed_over": study.num_passed_over,
+        "survivors_gone_seconds": {"median": statistics.median(gone), "most": max(gone)},
+        "trains_again_seconds": {"median": statistics.median(again), "most": max(again)},
+        "complaints": study.complaints,
+        "each": [asdict(kill) for kill in study.kills],
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="where the trainings lie; is emptied")
+    add("--kills", type=int, default=30, help="how many, half of them with --async-save")
+    add("--inside", type=int, default=15, help="how many of them have to cut a save short")
+    add("--ranks", type=int, default=4)
+    add("--group-size", type=int, default=2)
+    add("--strategy", default="IIG")
+    add("--train-iters", type=int, default=36)
+    add("--save-seconds", type=float, default=0.1, help="kill up to so long after a save began")
+    add("--patience-minutes", type=float, default=3.0, help="to train again; more is a hang")
+    add("--seed", type=int, default=1)
+    add("--json", type=Path, help="write the figures here")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    study = make_study(args)
+    figures = describe(study, args)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in figures.items() if name != "each"}, indent=1))
+    if study.complaints:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_script("study_crashes.py", main)
