@@ -66,6 +66,7 @@ EVAL_AND_LOGGING_ARGS=(
     --save "$CHECKPOINTS"
     --save-interval 80
     --load "$CHECKPOINTS"
+    --override-opt_param-scheduler # a run may go on with other TRAIN_ITERS
 )
 
 # Prints a command as one would type it, and runs it.
