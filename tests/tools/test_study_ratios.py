@@ -99,6 +99,7 @@ def test_refusals(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
     assert error.count("\n") == 1
 
 
+@pytest.mark.verify
 @pytest.mark.root
 @pytest.mark.ranks
 def test_measures_in_clusters_of_its_own(tmp_path: Path) -> None:

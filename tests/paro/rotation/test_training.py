@@ -138,7 +138,13 @@ def train_late(flags: str) -> tuple[Trained, Trained, Trained]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("more", ["--tie-embeddings-and-output-weights", IN_PLACE])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--tie-embeddings-and-output-weights",
+        pytest.param(IN_PLACE, marks=pytest.mark.verify),
+    ],
+)
 def test_late_slices_change_nothing(more: str) -> None:
     """Not a bit: sums have one order, whoever is late, and without overlap too."""
     for prompt, late, without in run_ranks(train_late, 4, f"--paro-strategy III {more}"):
