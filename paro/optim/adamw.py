@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IMPLEMENTATIONS = ("torch", "apex")
-
 
 def make_adamw(
     groups: list[dict[str, Any]],

@@ -107,10 +107,6 @@ class Device:
         _check("device.step_seconds", self.step_seconds, 0 <= self.step_seconds < math.inf)
         _check("device.cores", self.cores, self.cores is None or 0 < self.cores < math.inf)
 
-    @property
-    def usable_bytes(self) -> int:
-        return self.memory_bytes - self.reserved_bytes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpeed:

@@ -11,8 +11,6 @@ from paro.report.log import print_line
 from paro.report.record import RunFacts
 from paro.runtime import Control
 
-CHOICES = ("auto", "lines", "live")
-
 
 def live_is_wanted(choice: str, control: Control) -> bool:
     """Whether to draw: by itself on a terminal that one node's ranks share. Collective."""

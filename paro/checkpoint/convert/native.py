@@ -41,10 +41,6 @@ COMPANIONS = "hugging_face"  # the folder of files that a converted model brough
 FREE_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
 
 
-def is_native(directory: Path) -> bool:
-    return (directory / TRACKER).is_file()
-
-
 def open_native(root: Path, iteration: int | None = None) -> Source:
     """A checkpoint of a training or a converted one; `CheckpointError` says what is wrong."""
     directory = find_checkpoint(root, iteration)
