@@ -78,7 +78,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     sources = build_sources(config, datasets, training, state)
 
     moment = predict_memory(config, training)
-    facts = run_facts(config, training, predicted_bytes(moment))
+    facts = run_facts(config, training, predicted_bytes(moment), state=state)
     with control.agreed():
         observers = observers_of(config, log, training)
         report = open_report(

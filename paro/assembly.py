@@ -37,7 +37,7 @@ from paro.sharding.wrap import cut_into_nodes
 from paro.timers import Timers, make_timers
 from paro.topology import make_topology
 from paro.traffic import Traffic
-from paro.training import Training, TrainState
+from paro.training import Training, TrainState, last_iteration
 
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -166,17 +166,18 @@ def _initializer(config: RunConfig) -> Initializer:
 def count_samples(config: RunConfig, state: TrainState | None = None) -> SplitCounts:
     """How many samples of each split the run draws, counted as Megatron counts them.
 
-    A run that goes on from `state` with another global batch may need more.
+    A run that goes on from `state` with another global batch may need more, except of training
+    samples where --train-samples says how many: then their order is what it was.
     """
     train, eval_iters = config.train, config.train.eval_iters
+    last = last_iteration(train, config.batches, state)
     per_evaluation = eval_iters * config.batches.global_batch_size
     # Evaluations while training, and one after it.
-    num_evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
-    num_train = config.batches.samples_after(train.train_iters)
-    num_valid = num_evaluations * per_evaluation
+    num_evaluations = last // train.eval_interval + 1 if train.eval_interval else 1
+    num_train = train.train_samples or config.batches.samples_after(train.train_iters)
     num_valid = num_evaluations * per_evaluation
     if state is not None and not train.skip_train:
-        left = max(0, train.train_iters - state.iteration)
+        left = max(0, last - state.iteration)
         num_train = max(num_train, config.batches.samples_after(left, state.consumed_train_samples))
         passed = state.iteration // train.eval_interval if train.eval_interval else 0
         num_valid_left = max(1, num_evaluations - passed) * per_evaluation
@@ -233,14 +234,21 @@ def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
 
 
 def run_facts(
-    config: RunConfig, training: Training, predicted: Mapping[str, int] | None = None
+    config: RunConfig,
+    training: Training,
+    predicted: Mapping[str, int] | None = None,
+    *,
+    state: TrainState | None = None,
 ) -> RunFacts:
-    """What turns seconds into throughput, and what memory was `predicted`; collective."""
+    """What turns seconds into throughput, and what memory was `predicted`; collective.
+
+    `state` is where the run goes on.
+    """
     seq_length = config.data.seq_length
     return RunFacts(
         world_size=training.control.world.size,
         seq_length=seq_length,
-        train_iters=config.train.train_iters,
+        train_iters=last_iteration(config.train, config.batches, state),
         flops_per_token=flops_per_token(config.model, seq_length, causal=False),
         flops_per_token_causal=flops_per_token(config.model, seq_length, causal=True),
         peak=find_peak(

@@ -56,15 +56,18 @@ class BatchSchedule:
             iterations -= 1
         return consumed + iterations * self.global_batch_size
 
-    def iterations_within(self, samples: int) -> int:
-        """Iterations that fit into `samples`; a last partial batch is left out."""
-        consumed = iterations = 0
+    def iterations_within(self, samples: int, consumed: int = 0) -> int:
+        """Iterations that still fit into `samples`, of which some may be consumed already.
+
+        A last partial batch is left out.
+        """
+        iterations = 0
         while self._in_rampup(consumed):
             consumed += self.batch_size_at(consumed)
             if consumed > samples:
                 return iterations
             iterations += 1
-        return iterations + (samples - consumed) // self.global_batch_size
+        return iterations + max(0, samples - consumed) // self.global_batch_size
 
     def _in_rampup(self, consumed_samples: int) -> bool:
         return self.rampup_batch_size is not None and consumed_samples < self.rampup_batch_size[2]

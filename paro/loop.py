@@ -18,7 +18,14 @@ from paro.report.rank_times import RankTimes
 from paro.report.record import IterationRecord
 from paro.report.report import Report
 from paro.runtime import UserMistakeError
-from paro.training import StepResult, Training, TrainState, evaluate, train_step
+from paro.training import (
+    StepResult,
+    Training,
+    TrainState,
+    evaluate,
+    last_iteration,
+    train_step,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +131,8 @@ class Loop:
             gc.collect()
         self._report.log.log0(f"training ... datetime: {datetime.now()}")
         reason = None
-        while self.state.iteration < config.train_iters and reason is None:
+        last = last_iteration(config, self.training.batches, self.state)
+        while self.state.iteration < last and reason is None:
             result = self._iteration()
             self._evaluate_if_due()
             if self._saving is not None and self._saving.is_due(self.state.iteration):

@@ -73,7 +73,8 @@ def add_training_args(parser: ArgumentParser) -> None:
     add("--train-iters", type=int, metavar="N",
         help="optimizer steps in all, those before a resume included; this or --train-samples")
     add("--train-samples", type=int, metavar="N",
-        help="samples in all; a last partial batch is left out")
+        help="samples in all, those before a resume included, in whatever batches; a last partial "
+        "batch is left out")
     add("--calculate-per-token-loss", action="store_true",
         help="weigh all tokens of a global batch alike; without it every micro-batch counts alike")
     add("--seed", type=int, default=1234, metavar="N",

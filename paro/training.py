@@ -29,7 +29,8 @@ from paro.traffic import Sent, Traffic
 class TrainConfig:
     """How long to train, on what batches, when to evaluate and when to leave."""
 
-    train_iters: int  # derived from train_samples where those are given
+    train_iters: int  # of a run from its beginning, where train_samples are given
+    train_samples: int | None = None
     eval_iters: int = 100
     eval_interval: int | None = 1000
     skip_train: bool = False  # evaluate what was loaded, and leave
@@ -75,6 +76,17 @@ class OwnTimes:
     exposed: Exposed = field(default_factory=Exposed)
     agreement: float = 0.0  # until all ranks had come to the sum of their gradient norms
     loss_is_finite: bool = True
+
+
+def last_iteration(config: TrainConfig, batches: BatchSchedule, state: TrainState | None) -> int:
+    """The iteration that ends a run which goes on from `state`, maybe with other batches.
+
+    With --train-samples it is the samples that are counted, in whatever batches they came.
+    """
+    if state is None or config.train_samples is None:
+        return config.train_iters
+    consumed = state.consumed_train_samples
+    return state.iteration + batches.iterations_within(config.train_samples, consumed)
 
 
 @dataclass(frozen=True, slots=True)

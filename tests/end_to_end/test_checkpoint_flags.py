@@ -189,6 +189,23 @@ def test_the_global_batch_may_change(saved: Path, batch: int, consumed: int) -> 
     assert read_metrics(out)[-1]["consumed_samples"] == consumed
 
 
+@pytest.mark.parametrize(("batch", "iterations", "last"), [(4, [5, 6, 7, 8], 48), (12, [5], 44)])
+def test_samples_are_counted_whatever_batches_they_come_in(
+    straight: Path, saved: Path, batch: int, iterations: list[int], last: int
+) -> None:
+    """48 samples, of which 32 were taken by eights; the schedule counts samples too."""
+    out = saved.parent / "lines"
+    go_on = ["--load", saved, "--ckpt-step", 4, "--metrics-file", out, "--train-samples", 48]
+    printed = run(*go_on, "--global-batch-size", batch)
+    lines = read_metrics(out)
+    assert [line["iteration"] for line in lines] == iterations
+    assert lines[-1]["consumed_samples"] == last
+    assert f"/{iterations[-1]:8d} |" in printed
+    true = {line["consumed_samples"]: line for line in read_metrics(straight / "lines")}
+    if last in true:
+        assert lines[-1]["learning_rate"] == true[last]["learning_rate"]
+
+
 @pytest.mark.parametrize("how", [(), ("--async-save",)], ids=["sync", "async"])
 def test_training_goes_on_after_a_save_that_failed(
     tmp_path: Path, how: Sequence[str], monkeypatch: pytest.MonkeyPatch

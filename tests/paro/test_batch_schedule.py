@@ -45,6 +45,13 @@ def test_a_partial_last_batch_is_left_out(samples: int, iterations: int) -> None
     assert make(RAMP).iterations_within(samples) == iterations
 
 
+def test_what_is_left_counts_from_what_is_consumed() -> None:
+    schedule = make(RAMP)
+    assert [schedule.iterations_within(144, start) for start in (32, 50, 112, 144, 999)] == [
+        *(5, 3, 1, 0, 0)
+    ]
+
+
 @pytest.mark.parametrize("rampup", [(32, 8, 100), (8, 8, 0)])
 def test_a_ramp_without_length_is_none(rampup: tuple[int, int, int]) -> None:
     schedule = make(rampup)

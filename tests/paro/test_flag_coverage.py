@@ -43,7 +43,6 @@ RENAMED = {
     "recompute_granularity": "model.recompute",
     "recompute_method": "model.recompute",
     "recompute_num_layers": "model.recompute",
-    "train_samples": "train.train_iters",
     "use_distributed_optimizer": "sharding.strategy",
     "weight_decay": "schedule.start_weight_decay",
 }
