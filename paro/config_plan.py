@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from model.config import LlamaConfig
 from paro.batch_schedule import BatchSchedule
-from paro.planning.description import describe, why_nothing_fits
+from paro.planning.description import describe
 from paro.planning.machine import Machine
 from paro.planning.machine_file import find_machine
 from paro.planning.planner import Case, Freedom, Plan, plan
+from paro.planning.remedies import why_nothing_fits
 from paro.precision import PrecisionConfig
 from paro.runtime import World
 from paro.sharding.wrap import ShardingConfig
@@ -79,5 +80,5 @@ def choose_strategy(case: Case) -> tuple[Strategy, Sequence[str]]:
         ),
     )
     if found.best is None:
-        raise ValueError(f"{FLAG} {AUTO}: {why_nothing_fits(found)}")
+        raise ValueError(f"{FLAG} {AUTO}: {why_nothing_fits(case, found)}")
     return found.best.setting.strategy, describe(found)

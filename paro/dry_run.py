@@ -14,9 +14,14 @@ from model.config import flops_per_token, num_parameters
 from paro.assembly import build_training
 from paro.checkpoint.directory import find_checkpoint
 from paro.config import RunConfig
+from paro.config_plan import case_of
 from paro.placement import placement_lines, predict_memory
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
+from paro.planning.description import describe, describe_launch
 from paro.planning.llama import units_of
+from paro.planning.planner import Case, Estimator
+from paro.planning.planner import plan as search
+from paro.planning.remedies import why_nothing_fits
 from paro.planning.working_memory import Moment
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
@@ -232,6 +237,53 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
 
 
+def _planner(plan: Plan) -> Iterator[str]:
+    """How long a step takes on the machine of --paro-machine, and what would be faster there.
+
+    `ValueError` in the end where the launch does not fit its devices.
+    """
+    config = plan.config
+    machine = config.sharding.machine
+    if machine is None:
+        yield "> plan: --paro-machine NAME would say how long a step takes, and what is faster"
+    elif machine.device is None:
+        yield f"> plan: machine {machine.name} names no device, without which no step can be timed"
+    elif config.sharding.materialize == "rotate" or config.train.skip_train:
+        yield "> plan: steps that rotate weights or train nothing are not timed"
+    else:
+        yield from _plan_of(_case(plan), plan)
+
+
+def _plan_of(case: Case, plan: Plan) -> Iterator[str]:
+    launch = Estimator(case).estimate(case.setting(plan.config.strategy))
+    yield f"> plan: on machine {case.machine.name} {describe_launch(launch)}"
+    found = search(case)
+    for line in describe(found):
+        yield f"> {line}"
+    if found.best is None:
+        raise ValueError(why_nothing_fits(case, found))
+    if not launch.fits:
+        raise ValueError(
+            f"a rank needs {launch.memory_bytes / 1e9:.1f} GB at {launch.memory.name}, a device of "
+            f"--paro-machine {case.machine.name} has {case.limit_bytes / 1e9:.1f} GB: the fastest "
+            f"that fits is {found.best.setting.describe()}"
+        )
+
+
+def _case(plan: Plan) -> Case:
+    config = plan.config
+    case = case_of(
+        config.model,
+        config.batches,
+        config.sharding,
+        config.precision,
+        seq_length=config.data.seq_length,
+        device_type=plan.training.device.type,
+    )
+    limit = config.launch.device_memory_gb
+    return case if limit is None else replace(case, memory_bytes=round(limit * 1e9))
+
+
 def _count(number: int, what: str) -> str:
     """The number and what it counts, in the plural unless it is one."""
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
@@ -254,4 +306,5 @@ SECTIONS: tuple[Callable[[Plan], Iterable[str]], ...] = (
     _traffic,
     _data,
     _checkpoints,
+    _planner,
 )

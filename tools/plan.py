@@ -16,6 +16,7 @@ if not __package__:  # started as a script: the repository's packages lie beside
 from data.atomic_file import replacing
 from paro.planning.description import describe
 from paro.planning.planner import Case, Estimate, Estimator, Freedom, Plan, letter_rows, plan
+from paro.planning.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.trace import chrome_trace
 from tools.planning.case import case_of, make_parser
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
@@ -28,8 +29,6 @@ from tools.planning.tables import (
     rows_table,
     title,
 )
-
-MOST_RANKS = 16384
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def check_files(args: Namespace) -> None:
 
 
 def report(args: Namespace, case: Case) -> None:
-    """Prints what was found and writes the files."""
+    """Prints what was found and writes the files; `ValueError` in the end where nothing fits."""
     print(title(case), "", sep="\n")
     rows = letter_rows(case)
     print(rows_table(rows), *misfits(case, rows), "", sep="\n")
@@ -71,6 +70,8 @@ def report(args: Namespace, case: Case) -> None:
         draw_scaling(args.scaling, curves, f"MFU on {case.machine.name}, same batch a rank")
     if args.trace is not None or args.timeline is not None:
         draw_step(args, case, found.best or found.least)
+    if found.best is None:
+        raise ValueError(why_nothing_fits(case, found))
 
 
 def fields_of(

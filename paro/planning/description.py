@@ -1,18 +1,25 @@
-"""A plan in words: what was chosen, why, what comes next, and what would do where nothing fits."""
+"""A plan in words: what was chosen, why, and what comes next."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paro.planning.planner import Estimate, Plan
+from paro.planning.planner import RESOLUTION, Estimate, Plan
 
 
 def describe(plan: Plan) -> tuple[str, ...]:
     """A few lines for the start of a run."""
     head = f"planner: {plan.num_settings} settings, {plan.num_simulated} of them simulated"
-    if plan.best is None:
-        return (head, why_nothing_fits(plan))
-    return (head, *_choice(plan, plan.best))
+    return (head,) if plan.best is None else (head, *_choice(plan, plan.best))
+
+
+def describe_launch(estimate: Estimate) -> str:
+    """How long a step of a launch takes as it is, and what it waits for."""
+    return (
+        f"{estimate.setting.describe()} takes {seconds_text(estimate.seconds)} a step, "
+        f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {estimate.mfu:.1%}: it computes for "
+        f"{seconds_text(estimate.timeline.compute_seconds)} and waits {exposed_text(estimate)}"
+    )
 
 
 def _choice(plan: Plan, best: Estimate) -> Iterator[str]:
@@ -26,8 +33,9 @@ def _choice(plan: Plan, best: Estimate) -> Iterator[str]:
         return
     second = plan.runner_up
     slower = second.seconds / best.seconds - 1
+    how = f"is {slower:.1%} slower" if slower > RESOLUTION else "takes as long"
     yield (
-        f"planner: the runner-up {second.setting.describe()} is {slower:.1%} slower, with "
+        f"planner: the runner-up {second.setting.describe()} {how}, with "
         f"{second.memory_bytes / 1e9:.1f} GB; it waits {exposed_text(second)}"
     )
 
@@ -59,16 +67,6 @@ def exposed_text(estimate: Estimate) -> str:
     floor = 0.001 * estimate.seconds
     told = [f"{seconds_text(time)} for {names[kind]}" for kind, time in parts if time > floor]
     return ", ".join(told) or "for nothing"
-
-
-def why_nothing_fits(plan: Plan) -> str:
-    """What is the least that would do."""
-    least = plan.least
-    return (
-        f"nothing fits {plan.limit_bytes / 1e9:.1f} GB a device: the least is "
-        f"{least.memory_bytes / 1e9:.1f} GB with {least.setting.describe()}, "
-        f"{least.memory.describe()}; use larger devices, more of them, or --paro-prefetch-units 0"
-    )
 
 
 def seconds_text(seconds: float) -> str:

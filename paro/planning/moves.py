@@ -79,7 +79,7 @@ class Moves:
         for unit in self.units:
             key = (unit.trainable_numel, unit.frozen_numel)
             if key not in by_size:
-                by_size[key] = tuple(self._moving(unit))
+                by_size[key] = tuple(self.moving(unit))
         return tuple(by_size[unit.trainable_numel, unit.frozen_numel] for unit in self.units)
 
     def loads(self, num_micro_batches: int) -> Loads:
@@ -111,7 +111,8 @@ class Moves:
 
         return total(0), total(1), total(2)
 
-    def _moving(self, unit: UnitSize) -> Iterator[Moving]:
+    def moving(self, unit: UnitSize) -> Iterator[Moving]:
+        """Of a unit: its trainable buffer, its frozen one, where they hold anything."""
         compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
         params, grads, optim = self.strategy.degrees
         runs, phases = self.runs, self.times.phases

@@ -42,16 +42,15 @@ class Setting:
     micro_batch_size: int
     collective: str
     recompute: RecomputeConfig | None
+    letters: str | None = None  # of degrees that have letters in groups of another size
 
     def describe(self) -> str:
         """One line, in the words of the flags."""
         recompute = "no recomputation"
         if self.recompute is not None:
             recompute = f"{self.recompute.granularity} recomputation"
-        return (
-            f"{self.strategy.name}, micro-batches of {self.micro_batch_size}, {self.collective}, "
-            f"{recompute}"
-        )
+        name = self.strategy.name + (f" ({self.letters})" if self.letters else "")
+        return f"{name}, micro-batches of {self.micro_batch_size}, {self.collective}, {recompute}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class Estimate:
     num_micro_batches: int
     fits: bool
     memory: Moment
-    memory_bytes: int  # of the whole rank: what `memory` adds up, and the device's reserve
+    memory_bytes: int  # Estimator.needed_bytes
     timeline: Timeline
     tokens_per_second: float
     mfu: float
@@ -169,18 +168,22 @@ class Estimator:
         case = self.case
         key = (setting.strategy.degrees, setting.collective)
         if key not in self._moves:
-            self._moves[key] = Moves(
-                units=self.units,
-                strategy=setting.strategy,
-                precision=case.precision,
-                times=CollectiveTimes(case.machine, setting.collective),
-            )
+            self._moves[key] = self.moves(setting)
         return StepCosts(
             computing=self._computing_of(setting),
             moves=self._moves[key],
             num_micro_batches=case.micro_batches(setting.micro_batch_size),
             prefetch_units=case.prefetch_units,
             overlap=case.overlap,
+        )
+
+    def moves(self, setting: Setting) -> Moves:
+        """What a setting sends, as this project's engine does; another one's may stand here."""
+        return Moves(
+            units=self.units,
+            strategy=setting.strategy,
+            precision=self.case.precision,
+            times=CollectiveTimes(self.case.machine, setting.collective),
         )
 
     def memory(self, setting: Setting) -> Moment:
@@ -197,11 +200,15 @@ class Estimator:
             )
         return self._memory[key].of(setting.strategy, self.costs(setting).moves.topology)
 
+    def needed_bytes(self, setting: Setting) -> int:
+        """Of a rank's device: what `memory` adds up, and what the device reserves."""
+        return self.memory(setting).total + device_of(self.case.machine).reserved_bytes
+
     def estimate(self, setting: Setting, *, record: bool = False) -> Estimate:
         """A setting's memory, time and traffic; `record` keeps what every stream does."""
         case, costs = self.case, self.costs(setting)
         memory = self.memory(setting)
-        total = memory.total + costs.device.reserved_bytes
+        total = self.needed_bytes(setting)
         timeline = simulate(costs, record=record)
         tokens = case.global_batch_size * case.seq_length
         flops = flops_per_token(case.model, case.seq_length, causal=False) * tokens
@@ -248,10 +255,10 @@ def letter_rows(case: Case) -> tuple[Estimate, ...]:
     return tuple(sorted(rows, key=lambda row: row.seconds))
 
 
-def plan(case: Case, freedom: Freedom | None = None) -> Plan:
+def plan(case: Case, freedom: Freedom | None = None, *, estimator: Estimator | None = None) -> Plan:
     """Solves the case exactly over all that may be chosen."""
     freedom = freedom or Freedom()
-    estimator = Estimator(case)
+    estimator = estimator or Estimator(case)
     settings = list(_settings(case, freedom))
     sizes = {id(setting): estimator.memory(setting).total for setting in settings}
     least = {id(s): estimator.costs(s).least_seconds() for s in settings}
@@ -317,7 +324,9 @@ def _simplest(fastest: Estimate, known: Sequence[Estimate]) -> Estimate:
 
 
 def _settings(case: Case, freedom: Freedom) -> Iterator[Setting]:
-    strategies = freedom.strategies or tuple(legal_strategies(case.world_size, case.group_size))
+    strategies = freedom.strategies or tuple(
+        legal_strategies(case.world_size, case.group_size, case.machine.group_size)
+    )
     sizes = freedom.micro_batch_sizes or micro_batch_sizes(case)
     collectives = freedom.collectives or collectives_of(case.machine)
     recomputes = freedom.recomputes or (
@@ -333,15 +342,36 @@ def _settings(case: Case, freedom: Freedom) -> Iterator[Setting]:
             micro_batch_size=size,
             collective=collective,
             recompute=recompute,
+            letters=_letters_elsewhere(strategy, case.world_size),
         )
 
 
-def legal_strategies(world_size: int, group_size: int) -> Iterator[Strategy]:
-    """Every legal triple of degrees that nest with the group, under letters where these name it."""
+def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
+    """The letters of a strategy of degrees, and the size of the groups in which they hold."""
+    sizes = {*strategy.degrees} - {1, world_size}
+    if "," not in strategy.name or len(sizes) != 1:
+        return None
+    size = sizes.pop()
+    letters = effective_letters(strategy, world_size=world_size, group_size=size)
+    return f"{letters} in groups of {size}"
+
+
+def legal_strategies(
+    world_size: int, group_size: int, links: int | None = None
+) -> Iterator[Strategy]:
+    """Every legal triple of degrees, under letters where groups of `group_size` give it some.
+
+    Degrees nest with these groups, and with the `links` ranks that fast links join. A group size
+    is a degree: letters in other groups are among the triples.
+    """
+
+    def nests(degree: int, size: int) -> bool:
+        return degree % size == 0 or size % degree == 0
+
     degrees = [
         degree
         for degree in range(1, world_size + 1)
-        if world_size % degree == 0 and (degree % group_size == 0 or group_size % degree == 0)
+        if world_size % degree == 0 and nests(degree, group_size) and nests(degree, links or degree)
     ]
     for params, grads, optim in product(degrees, repeat=3):
         chain = sorted({params, grads, optim})

@@ -58,9 +58,11 @@ class Moment:
         }
 
     def describe(self) -> str:
-        """One line with the parts in MB."""
-        listed = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in self.parts().items())
-        return f"{self.total / 1e6:.1f} MB at {self.name}: {listed}"
+        """One line with the parts that there are, in GB, or in MB where all is less than 1 GB."""
+        unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
+        parts = ((name, size) for name, size in self.parts().items() if size)
+        listed = ", ".join(f"{name} {size / scale:.1f}" for name, size in parts)
+        return f"{self.total / scale:.1f} {unit} at {self.name}: {listed}"
 
 
 def peak_memory(

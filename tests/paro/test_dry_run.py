@@ -237,6 +237,50 @@ def test_too_little_memory_ends_with_one_line_and_status_2(tmp_path: Path) -> No
     assert "of --device-memory-gb 80 about 72.0 can be used" in line
 
 
+PLANNED = (
+    "--llama-preset 7B --mock-data --seq-length 512 --micro-batch-size 4 --global-batch-size 256 "
+    "--train-iters 10 --lr 1e-4 --bf16 --dry-run --world-size 32 --paro-machine dgx-a100-roce100"
+)
+
+
+def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(f"{PLANNED} --paro-strategy NII", capsys)
+    launch = r"^> plan: on machine dgx-a100-roce100 NII, micro-batches of 4, native, .* takes \d"
+    assert re.search(launch, out, re.M)
+    assert re.search(r"^> planner: chose \S+, micro-batches of \d+", out, re.M)
+    assert re.search(r"^> planner: the runner-up", out, re.M)
+    without = printed(f"{MOCK} --dry-run --world-size 8", capsys)
+    assert "> plan: --paro-machine NAME would say how long a step takes" in without
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--paro-strategy NNN", "a rank needs 131.3 GB at the forward of head, a device of "),
+        ("--llama-preset 65B --world-size 8", "nothing fits 80.0 GB a device: the least is 1"),
+        ("--device-memory-gb 5", "nothing fits 5.0 GB a device: the least is "),
+    ],
+)
+def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None:
+    args = parse_args([*PLANNED.split(), *words.split()])
+    world = take_world(args)
+    with pytest.raises(ValueError, match=r"\A[^\n]*\Z") as error:
+        run_dry(args, RunConfig.from_args(args, world), world)
+    assert told in str(error.value)
+
+
+def test_a_machine_without_a_device_is_said_and_not_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = Machine(name="bare", source="", world_size=8, group_size=4)
+    path = tmp_path / "bare.json"
+    path.write_text(machine_to_json(bare), encoding="utf-8")
+    out = printed(
+        f"{MOCK} --dry-run --world-size 8 --ranks-per-node 4 --paro-machine {path}", capsys
+    )
+    assert "> plan: machine bare names no device, without which no step can be timed" in out
+
+
 def test_under_a_launcher_it_is_refused(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     done, _ = script(f"{MOCK} --dry-run --world-size 4", tmp_path, **ranks)

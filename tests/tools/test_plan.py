@@ -50,6 +50,21 @@ def test_rows_hold_every_letter_strategy_fastest_first(
     assert "what more would buy" in out
 
 
+def test_a_model_that_fits_nowhere_is_one_line_and_a_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(SystemExit) as left:
+        main([*CASE.split(), "--memory-gb", "2", "--json", str(path)])
+    assert left.value.code == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("plan.py: error: nothing fits 2.0 GB a device: the least is ")
+    assert "use larger devices" in told.err
+    assert told.err.count("\n") == 1
+    assert "* GGG needs" in told.out
+    assert json.loads(path.read_text(encoding="utf-8"))["best"] is None
+
+
 def test_nothing_overlaps_without_prefetching(tmp_path: Path) -> None:
     with_overlap = {r["strategy"]: r["step_seconds"] for r in planned(tmp_path)["rows"]}
     without = planned(tmp_path, f"{CASE} --paro-prefetch-units 0")["rows"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,7 @@ from paro.planning.planner import (
     plan,
 )
 from paro.planning.planner import _settings as all_settings
+from paro.planning.remedies import why_nothing_fits
 from paro.planning.trace import chrome_trace
 from paro.planning.trainable import Kind, Trainable
 from paro.planning.working_memory import peak_memory
@@ -58,7 +61,7 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
         assert found.best is None
         least = min(estimate.memory_bytes for estimate in everything)
         assert found.least.memory_bytes == least
-        assert f"the least is {least / 1e9:.1f} GB" in describe(found)[-1]
+        assert f"the least is {least / 1e9:.1f} GB" in why_nothing_fits(given, found)
         return
     fastest = min(estimate.seconds for estimate in fitting)
     assert found.best is not None
@@ -260,4 +263,46 @@ def test_a_large_model_is_recognised_as_too_large() -> None:
     given = case(LLAMA_PRESETS["65B"], machine=machine(world_size=8), global_batch_size=16)
     found = plan(given)
     assert found.best is None
-    assert "nothing fits 80.0 GB a device: the least is" in describe(found)[-1]
+    told = why_nothing_fits(given, found)
+    assert "nothing fits 80.0 GB a device: the least is" in told
+    ranks = int(re.search(r"or (\d+) ranks, with all states spread over all", told)[1])
+    for world, fits in ((ranks // 2, False), (ranks, True)):
+        more = replace(given, machine=machine(world_size=world), global_batch_size=2 * world)
+        assert (plan(more).best is not None) is fits
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "told"),
+    [
+        ({"prefetch_units": 2}, {"prefetch_units": 0}, "--paro-prefetch-units 0"),
+        ({}, {"recompute": RecomputeConfig(granularity="full")}, "--recompute-granularity full"),
+        ({"micro_batch_size": 6}, {"micro_batch_size": 3}, "--micro-batch-size 3"),
+    ],
+)
+def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told: str) -> None:
+    """A limit between what the flags as given need, and what they need with one changed."""
+    before = case(**changes)
+    model = replace(SMALL, recompute=given.get("recompute"))
+    after = case(model, **(changes | {k: v for k, v in given.items() if k != "recompute"}))
+    as_given = [
+        plan(own, Freedom(micro_batch_sizes=(own.micro_batch_size,), collectives=("native",),
+                          recomputes=(own.model.recompute,)))
+        for own in (before, after)
+    ]  # fmt: skip
+    limit = (as_given[0].least.memory_bytes + as_given[1].least.memory_bytes) // 2
+    short = replace(before, memory_bytes=limit)
+    assert told in why_nothing_fits(short, replace(as_given[0], limit_bytes=limit)).split("; or ")
+
+
+def test_letters_in_groups_of_another_size_are_told() -> None:
+    given = case()
+    found = {s.strategy.degrees: s.describe() for s in all_settings(given, FEW)}
+    assert found[16, 16, 32].startswith("16,16,32 (IIG in groups of 16), ")
+    assert found[8, 8, 32].startswith("IIG, ")
+    assert found[4, 8, 32].startswith("4,8,32, ")
+
+
+def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:
+    degrees = {d for s in legal_strategies(48, 24, 8) for d in s.degrees}
+    assert degrees == {1, 2, 4, 8, 24, 48}
+    assert plan(case(machine=machine(world_size=48), group_size=24), FEW).best is not None

@@ -157,9 +157,10 @@ def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, na
 def test_a_moment_in_words() -> None:
     moment = Moment(name="the update", states=3_000_000, whole_grads=500_000, transient=1_000_000)
     assert moment.describe() == (
-        "4.5 MB at the update: model states 3.0, whole parameters 0.0, whole gradients 0.5, "
-        "activations 0.0, transient 1.0"
+        "4.5 MB at the update: model states 3.0, whole gradients 0.5, transient 1.0"
     )
+    large = Moment(name="the update", states=3_000_000_000, slices=500_000_000)
+    assert large.describe() == "3.5 GB at the update: model states 3.0, slices under way 0.5"
 
 
 @pytest.mark.gpu
