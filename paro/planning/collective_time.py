@@ -103,15 +103,19 @@ class CollectiveTimes:
     def _whole(self, op: Op, run: Run, num_bytes: int, algorithm: str) -> Job:
         """One job over all axes of a run."""
         axes = _axes(self.machine, run)
-        time, cpu = self._measured(op, run, num_bytes, algorithm) or (
-            _ring_seconds(self.machine, op, run, num_bytes),
-            0.0,
-        )
+        found = self._measured(op, run, num_bytes, algorithm)
+        if found is None:
+            time, cpu, busy = _ring_seconds(self.machine, op, run, num_bytes), 0.0, 1.0
+        else:
+            time, cpu = found
+            busy = 1.0
+            if _has_links(self.machine, axes):
+                busy = min(1.0, _ring(self.machine, op, run, num_bytes)[1] / time)
         return Job(
             lane=tuple(axis.index for axis in run),
             seconds=time,
-            intra=1.0 if axes is Axes.INTRA else 0.0,
-            inter=0.0 if axes is Axes.INTRA else 1.0,
+            intra=busy if axes is Axes.INTRA else 0.0,
+            inter=0.0 if axes is Axes.INTRA else busy,
             cpu=cpu,
         )
 
@@ -212,6 +216,11 @@ def _parts(machine: Machine, run: Run) -> list[Run]:
 
 def _ring_seconds(machine: Machine, op: Op, run: Run, num_bytes: int) -> float:
     """One ring through all ranks of a run; it is as slow as its slowest links."""
+    return sum(_ring(machine, op, run, num_bytes))
+
+
+def _ring(machine: Machine, op: Op, run: Run, num_bytes: int) -> tuple[float, float]:
+    """Its latencies, and for how long it keeps its slowest links busy."""
     size = _size(run)
     across = run[-1].outer > machine.group_size
     speed = _link(machine, Link.INTER if across else Link.INTRA)
@@ -231,7 +240,13 @@ def _ring_seconds(machine: Machine, op: Op, run: Run, num_bytes: int) -> float:
         latency = crossings * speed.latency_seconds + (hops - crossings) * within
     if op is Op.ALL_REDUCE:
         latency = min(latency, 2 * math.ceil(math.log2(size)) * speed.latency_seconds)
-    return latency + passes * flows * num_bytes * (size - 1) / size / rate
+    return latency, passes * flows * num_bytes * (size - 1) / size / rate
+
+
+def _has_links(machine: Machine, axes: Axes) -> bool:
+    """Whether the speed of all the links that these axes lead over is known."""
+    needed = [machine.intra] * (axes is not Axes.INTER) + [machine.inter] * (axes is not Axes.INTRA)
+    return None not in needed
 
 
 def _link(machine: Machine, link: Link) -> LinkSpeed:
@@ -249,10 +264,10 @@ def scalar_seconds(machine: Machine) -> float:
     kinds = [link for link, ranks in _ranks(machine) if ranks > 1]
     if not kinds:
         return 0.0
-    if machine.measured:
-        rows = [row for row in machine.measured if row.op is Op.ALL_REDUCE]
-        if rows:
-            return min(row.seconds for row in rows)
+    rows = [row for row in machine.measured if row.op is Op.ALL_REDUCE]
+    if rows:  # of the widest axes: all ranks have to come
+        widest = max((row.axes for row in rows), key=list(Axes).index)
+        return min(row.seconds for row in rows if row.axes is widest)
     hops = {link: 2 * math.ceil(math.log2(ranks)) for link, ranks in _ranks(machine)}
     return math.fsum(hops[link] * _link(machine, link).latency_seconds for link in kinds)
 
