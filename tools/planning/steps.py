@@ -34,7 +34,8 @@ from tools.peers.meters import MemoryMeter
 from tools.peers.turn import in_own_process, process_group, rehearse
 
 WARMUP = 2  # the second step is the first that waits for what was published
-STEPS = 5
+STEPS = 5  # timed; of those with several micro-batches fewer
+STEPS_OF_SEVERAL = 3
 _STAT = Path("/proc/stat")
 
 
@@ -67,8 +68,9 @@ def time_strategy(
         memory = MemoryMeter(device)
         training = build_training(config, control)
         found = []
-        for count in counts:
-            timed = _time(_with(training, config, world, count), config, memory)
+        for index, count in enumerate(counts):
+            resized = _with(training, config, world, count)
+            timed = _time(resized, config, memory, count, warmup=1 if index else WARMUP)
             found.append(_row(control, count, timed))
             memory = memory.again()
         training.model.wait_published()
@@ -92,21 +94,24 @@ def _with(training: Training, config: RunConfig, world: World, count: int) -> Tr
     return replace(training, batches=batches)
 
 
-def _time(training: Training, config: RunConfig, memory: MemoryMeter) -> Timed:
+def _time(
+    training: Training, config: RunConfig, memory: MemoryMeter, count: int, *, warmup: int
+) -> Timed:
     state, batches = start_state(config), same_batches(config, training.device)
     memory.start()
-    for _ in range(WARMUP):
+    steps = STEPS if count == 1 else STEPS_OF_SEVERAL
+    for _ in range(warmup):
         train_step(training, state, batches)
     memory.end_of_warmup()
     ends, used, busy = [time.perf_counter()], time.process_time(), _machine_seconds()
     results = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         results.append(train_step(training, state, batches))
         ends.append(time.perf_counter())
     return Timed(
         seconds=tuple(after - before for before, after in pairwise(ends)),
-        cpu_seconds=(time.process_time() - used) / STEPS,
-        machine_seconds=(_machine_seconds() - busy) / STEPS,
+        cpu_seconds=(time.process_time() - used) / steps,
+        machine_seconds=(_machine_seconds() - busy) / steps,
         peak_bytes=memory.peak(),
         peak_in_use=memory.peak_in_use(),
         results=tuple(results),
