@@ -236,6 +236,7 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
         timeout=timeout_of(settings.runtime),
         algorithms=settings.algorithms,
         rounds=settings.rounds,
+        beside_computing=settings.machine_file is not None and control.device.type == "cpu",
     )
     axes = settings.topology.axes
     alone = [(axis,) for axis in axes] if settings.machine_file and len(axes) > 1 else []
@@ -312,6 +313,7 @@ def measured_machine(
                 num_bytes=outcome.move.num_bytes,
                 seconds=outcome.seconds,
                 cpu_seconds=outcome.cpu_seconds,
+                busy_seconds=outcome.busy_seconds,
             )
             for outcome in outcomes
             if outcome.correct

@@ -71,11 +71,13 @@ class Measured:
     num_bytes: int
     seconds: float
     cpu_seconds: float | None = None  # of a rank's processor time, the mean over ranks
+    busy_seconds: float | None = None  # `seconds` while all ranks compute; CPU ranks
 
     def __post_init__(self) -> None:
         _check("bytes", self.num_bytes, self.num_bytes > 0)
         _check("seconds", self.seconds, 0 < self.seconds < math.inf)
         _check("cpu_seconds", self.cpu_seconds, 0 <= (self.cpu_seconds or 0.0) < math.inf)
+        _check("busy_seconds", self.busy_seconds, 0 <= (self.busy_seconds or 0.0) < math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from statistics import fmean, median
@@ -39,7 +39,7 @@ from tools.peers.meters import anonymous_bytes
 SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16"
 LARGE = "--llama-preset 7B --num-layers 2 --seq-length 2048 --bf16"
 
-_STEPS = 3  # timed, after one that warms up
+_STEPS = 4  # timed, after one that warms up
 _MICRO_BATCHES = 4
 _BURN_SECONDS = 0.4
 _PRODUCT = 1024  # of a square matrix, in the search for the peak
@@ -66,13 +66,14 @@ def measure_device(config: RunConfig, control: Control) -> Device:
     reserved = _bytes_in_use(control.device)
     cores = _cores(control) if control.device.type == "cpu" else None
     training = build_training(config, Control(World(), control.device))
-    one = _step_seconds(training, config, control, 1)
-    more = _step_seconds(training, config, control, 1 + _MICRO_BATCHES)
-    updating = _median(control, lambda: _update(training))
+    clock = _Clock(control=control, cores=cores)
+    one = _step_seconds(training, config, clock, 1)
+    more = _step_seconds(training, config, clock, 1 + _MICRO_BATCHES)
+    updating = clock.median(lambda: _update(training))
     training.close()
     micro_batch = max((more - one) / _MICRO_BATCHES, 1e-9)
     sustained, bytes_by_second = _rates(config, micro_batch, updating)
-    products = 2.0 * _PRODUCT**3 / _median(control, _product(config, control.device))
+    products = 2.0 * _PRODUCT**3 / clock.median(_product(config, control.device))
     memory = min(control.gather(_memory_of_rank(control)))
     return Device(
         name=_name(control.device),
@@ -126,15 +127,15 @@ def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> _Compu
     return _Computed(computing.seconds + taking, updating)
 
 
-def _step_seconds(training: Training, config: RunConfig, control: Control, count: int) -> float:
+def _step_seconds(training: Training, config: RunConfig, clock: _Clock, count: int) -> float:
     """Of a step of `count` micro-batches."""
     size = config.batches.micro_batch_size
     batches = BatchSchedule(
         micro_batch_size=size, global_batch_size=size * count, data_parallel_size=1
     )
     resized = replace(training, batches=batches)
-    state, source = start_state(config), same_batches(config, control.device)
-    return _median(control, lambda: train_step(resized, state, source))
+    state, source = start_state(config), same_batches(config, training.device)
+    return clock.median(lambda: train_step(resized, state, source))
 
 
 def same_batches(config: RunConfig, device: torch.device) -> Iterator[Batch]:
@@ -156,18 +157,33 @@ def _product(config: RunConfig, device: torch.device) -> Callable[[], object]:
     return lambda: matrix @ matrix
 
 
-def _median(control: Control, action: Callable[[], object]) -> float:
-    """Seconds until the last rank has done it, all having begun together."""
-    times = []
-    for _ in range(1 + _STEPS):
-        _finish(control.device)
-        control.barrier()
-        begin = time.perf_counter()
-        action()
-        _finish(control.device)
-        times.append(time.perf_counter() - begin)
-    by_rank: Sequence[list[float]] = control.gather(times[1:])
-    return median(max(step) for step in zip(*by_rank, strict=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Clock:
+    """Times what all ranks do at once."""
+
+    control: Control
+    cores: float | None
+
+    def median(self, action: Callable[[], object]) -> float:
+        """Seconds of an action.
+
+        Of ranks that share cores those that its processor time takes on a rank's share of them:
+        whoever happens to be last has waited for others, who in a training wait for it instead.
+        """
+        control, wall, used = self.control, [], []
+        for _ in range(1 + _STEPS):
+            _finish(control.device)
+            control.barrier()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            action()
+            _finish(control.device)
+            wall.append(time.perf_counter() - begin)
+            used.append(time.process_time() - cpu_begin)
+        if self.cores is not None and self.cores < torch.get_num_threads():
+            by_rank = control.gather(used[1:])
+            return median(fmean(step) for step in zip(*by_rank, strict=True)) / self.cores
+        by_rank = control.gather(wall[1:])
+        return median(max(step) for step in zip(*by_rank, strict=True))
 
 
 def _cores(control: Control) -> float:
@@ -186,8 +202,9 @@ def _cores(control: Control) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    own = (time.process_time() - used) / (time.perf_counter() - begin)
-    return fmean(control.gather(own))
+    own = time.process_time() - used, time.perf_counter() - begin
+    cpu_seconds, wall = zip(*control.gather(own), strict=True)
+    return fmean(cpu_seconds) / max(wall)
 
 
 def _memory_of_rank(control: Control) -> int:

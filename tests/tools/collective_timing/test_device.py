@@ -24,7 +24,7 @@ def alone() -> Control:
 def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = training_config(TINY, "gloo")
     times = iter((1.4, 1.4 + 4 * 1.0, 0.3, 1e-9))  # 1 and 5 micro-batches, update, product
-    monkeypatch.setattr(timing, "_median", lambda *_: next(times))
+    monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     device = measure_device(config, alone())
     machine = Machine(name="one", source="", world_size=1, group_size=1, device=device)
