@@ -111,7 +111,7 @@ class RotatingPart:
         for unit in self.units:
             unit.begin(moves_home=moves_home)
         with torch.profiler.record_function(f"paro/rotate:{self.units[0].name}"):
-            out = self.spec.join(self._slices(), *args)
+            out = self.spec.join(self.module, self._slices(), *args)
         for unit in self.units:
             unit.end()
         return out
@@ -213,10 +213,11 @@ class _StepBegins(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: RotatingPart, step: int) -> Tensor:
         ctx.part = part
+        ctx.set_materialize_grads(False)  # slices that share a norm leave it to the last of them
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         ctx.part.input_grad_made()
         return grads[0], None, None
 
