@@ -91,6 +91,18 @@ class RotatingUnit(UnitShards):
         tally = context.ledger.slices
         return ElasticBuffer(numel, dtype=dtype, tally=tally, device=context.device)
 
+    def _shift(self, kind: Kind, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
+        with self.context.exposure.submitting(kind):  # where nothing overlaps, it is carried out
+            return self._ring.shift(outgoing, incoming, turn)
+
+    def _shift_in_place(
+        self, kind: Kind, values: Tensor, beside: ElasticBuffer, turn: Turn
+    ) -> None:
+        exposure = self.context.exposure
+        with exposure.submitting(kind):
+            moved = self._ring.shift_in_place(values, beside.values, turn)
+        exposure.wait(kind, moved)
+
     # Forward #
 
     def begin(self, *, moves_home: bool) -> None:
@@ -118,7 +130,8 @@ class RotatingUnit(UnitShards):
             self._is_away = True
         slot = self._slot(step)
         if not self._in_place and step + 1 < self.num_steps:
-            self._arrived = self._ring.shift(slot, self._slot(step + 1), Turn.CLOCKWISE)
+            following = self._slot(step + 1)
+            self._arrived = self._shift(Kind.GATHER, slot, following, Turn.CLOCKWISE)
         return self._leaves(slot, step)
 
     def depart(self, step: int) -> None:
@@ -127,10 +140,10 @@ class RotatingUnit(UnitShards):
             return
         slot, following = self._slot(step), self._slot(step + 1)
         if slot is following:
-            moved = self._ring.shift_in_place(slot, self._beside.values, Turn.CLOCKWISE)
+            self._shift_in_place(Kind.GATHER, slot, self._beside, Turn.CLOCKWISE)
         else:
-            moved = self._ring.shift(slot, following, Turn.CLOCKWISE)
-        self.context.exposure.wait(Kind.GATHER, moved)
+            moved = self._shift(Kind.GATHER, slot, following, Turn.CLOCKWISE)
+            self.context.exposure.wait(Kind.GATHER, moved)
 
     def end(self) -> None:
         """Gives the spare slots up."""
@@ -179,7 +192,7 @@ class RotatingUnit(UnitShards):
         self._leaving_for = step - 1
         if not self._in_place and step:
             slot, before = self._slot(step), self._slot(step - 1)
-            self._arrived = self._ring.shift(slot, before, Turn.COUNTER_CLOCKWISE)
+            self._arrived = self._shift(Kind.GATHER, slot, before, Turn.COUNTER_CLOCKWISE)
 
     def receive(self, step: int, name: str, gradient: Tensor) -> None:
         """Adds this rank's gradient of a box to what the slice has brought along."""
@@ -224,16 +237,14 @@ class RotatingUnit(UnitShards):
             return
         turn = Turn.COUNTER_CLOCKWISE
         if self._in_place and self._is_away:
-            moved = self._ring.shift_in_place(self.param_shard, self._beside.values, turn)
-            self.context.exposure.wait(Kind.GATHER, moved)
+            self._shift_in_place(Kind.GATHER, self.param_shard, self._beside, turn)
         if not self.trainable:
             return
         slot, before = self._grad_slot(step), self._grad_slot(step - 1)
         if self._in_place:
-            moved = self._ring.shift_in_place(slot, self._beside_grads.values, turn)
-            self.context.exposure.wait(Kind.REDUCE, moved)
+            self._shift_in_place(Kind.REDUCE, slot, self._beside_grads, turn)
         else:
-            self._grads_arrived = self._ring.shift(slot, before, turn)
+            self._grads_arrived = self._shift(Kind.REDUCE, slot, before, turn)
 
     def _settle(self) -> None:
         """Weights and gradients have come home."""
