@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ class Part:
     beside: tuple[str, ...] = ()  # parameters that every slice reads whole
     join: Callable[..., Tensor]
     of_rows: bool = False  # whether a slice is told its first row, in `first_row`
+    shares: int | None = None  # that it is cut between, where it cannot be cut anywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,11 +273,12 @@ class Llama(nn.Module):
             # Its backward adds gradients up by token and reads no weight.
             backward_needs_weight=False,
         )
+        attention = replace(_ATTENTION, shares=self.config.num_query_groups)
         blocks = (
             UnitSpec(
                 name=f"blocks.{layer}",
                 module=block,
-                parts=(_ATTENTION, _MLP),
+                parts=(attention, _MLP),
                 recomputed=self._blocks_kept_together() > 1
                 or _recompute_of(recompute, layer) == "full",
             )

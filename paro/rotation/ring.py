@@ -190,4 +190,4 @@ def room_beside(numel: int, dtype: torch.dtype) -> int:
 
 # Long enough to outweigh the cost of a message, and little beside a slice.
 _CHUNK_BYTES = 512 << 10
-_LEAST_CHUNKS = 8
+_LEAST_CHUNKS = 4
