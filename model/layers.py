@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,49 +52,107 @@ def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D, epsilon)  # one kernel
 
 
+class SharedNorm:
+    """The norm of one input, for products with several slices of the weights behind it.
+
+    It is computed once for all slices, and once again in backward, where the gradients of the
+    slices add up before they go back through it. Between `release` and backward nothing is kept.
+    """
+
+    def __init__(self, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> None:
+        self._epsilon = epsilon
+        self._y_BSD: Tensor | None = rms_norm(x_BSD.detach(), scale_D.detach(), epsilon)
+        self._inputs: tuple[Tensor, Tensor] | None = None  # of y, in backward
+        self._grad_y_TD: Tensor | None = None
+        self._slices_left = 0  # whose backward is to come
+
+    def release(self) -> None:
+        """Every slice's forward is through."""
+        self._y_BSD = None
+
+    def in_forward(self, *, backward_follows: bool) -> Tensor:
+        assert self._y_BSD is not None, "a slice after the last"
+        self._slices_left += backward_follows
+        return self._y_BSD
+
+    def in_backward(self, x_BSD: Tensor, scale_D: Tensor, needs_grads: tuple[bool, bool]) -> Tensor:
+        if self._inputs is None:
+            with torch.enable_grad():
+                x_BSD = x_BSD.detach().requires_grad_(needs_grads[0])
+                scale_D = scale_D.detach().requires_grad_(needs_grads[1])
+                self._y_BSD = rms_norm(x_BSD, scale_D, self._epsilon)
+            self._inputs = x_BSD, scale_D
+        assert self._y_BSD is not None
+        return self._y_BSD.detach().flatten(0, -2)
+
+    def add_products(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """What a slice adds to the gradient of the normalized input."""
+        for grad, weight in zip(grads, weights, strict=True):
+            if self._grad_y_TD is None:
+                self._grad_y_TD = grad @ weight
+            else:
+                torch.addmm(self._grad_y_TD, grad, weight, out=self._grad_y_TD)
+
+    def input_grads(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and scale, where they are wanted, at the last slice; else None."""
+        self._slices_left -= 1
+        if self._slices_left or self._inputs is None:
+            return None, None
+        (x_BSD, scale_D), y_BSD, grad_TD = self._inputs, self._y_BSD, self._grad_y_TD
+        self._inputs = self._y_BSD = self._grad_y_TD = None
+        leaves = [leaf for leaf in (x_BSD, scale_D) if leaf.requires_grad]
+        if not leaves:
+            return None, None
+        assert y_BSD is not None
+        assert grad_TD is not None
+        found = iter(torch.autograd.grad(y_BSD, leaves, grad_TD.view_as(y_BSD)))
+        grad_x = next(found) if x_BSD.requires_grad else None
+        return grad_x, next(found) if scale_D.requires_grad else None
+
+
 class _NormedLinears(torch.autograd.Function):
     """Keeps the input and computes its norm again in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, epsilon: float, x_BSD: Tensor, scale_D: Tensor, *weights: Tensor
+        ctx: Any, norm: SharedNorm, x_BSD: Tensor, scale_D: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_BSD, scale_D, *weights)
-        ctx.epsilon = epsilon
-        y_BSD = rms_norm(x_BSD, scale_D, epsilon)
+        ctx.norm = norm
+        y_BSD = norm.in_forward(backward_follows=any(ctx.needs_input_grad))
         return tuple(F.linear(y_BSD, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BSD, scale_D, *weights = ctx.saved_tensors
         _, needs_x, needs_scale, *needs_weights = ctx.needs_input_grad
-        with torch.enable_grad():
-            x_BSD = x_BSD.detach().requires_grad_(needs_x)
-            scale_D = scale_D.detach().requires_grad_(needs_scale)
-            y_BSD = rms_norm(x_BSD, scale_D, ctx.epsilon)
-        y_TD = y_BSD.detach().flatten(0, -2)
+        y_TD = ctx.norm.in_backward(x_BSD, scale_D, (needs_x, needs_scale))
         flat_grads = [grad.flatten(0, -2) for grad in grads]
         grad_weights = [
             grad.t() @ y_TD if needed else None
             for grad, needed in zip(flat_grads, needs_weights, strict=True)
         ]
-        leaves = [leaf for leaf in (x_BSD, scale_D) if leaf.requires_grad]
-        if not leaves:
-            return None, None, None, *grad_weights
-        grad_y_TD = flat_grads[0] @ weights[0]
-        for grad, weight in zip(flat_grads[1:], weights[1:], strict=True):
-            torch.addmm(grad_y_TD, grad, weight, out=grad_y_TD)
-        found = iter(torch.autograd.grad(y_BSD, leaves, grad_y_TD.view_as(y_BSD)))
-        grad_x = next(found) if needs_x else None
-        grad_scale = next(found) if needs_scale else None
-        return None, grad_x, grad_scale, *grad_weights
+        if needs_x or needs_scale:
+            ctx.norm.add_products(flat_grads, weights)
+        del y_TD
+        return None, *ctx.norm.input_grads(), *grad_weights
 
 
 def normed_linears(
-    x_BSD: Tensor, scale_D: Tensor, epsilon: float, *weights: Tensor
+    x_BSD: Tensor,
+    scale_D: Tensor,
+    epsilon: float,
+    *weights: Tensor,
+    norm: SharedNorm | None = None,
 ) -> tuple[Tensor, ...]:
-    """The norm of `x` times each weight, transposed; of all this `x` alone is kept."""
-    outputs: tuple[Tensor, ...] = _NormedLinears.apply(epsilon, x_BSD, scale_D, *weights)
+    """The norm of `x` times each weight, transposed; of all this `x` alone is kept.
+
+    Where the weights are one slice of several, `norm` is what they share.
+    """
+    own = norm or SharedNorm(x_BSD, scale_D, epsilon)
+    outputs: tuple[Tensor, ...] = _NormedLinears.apply(own, x_BSD, scale_D, *weights)
+    if norm is None:
+        own.release()
     return outputs
 
 

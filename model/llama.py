@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from model.config import (
     RecomputeConfig,
 )
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
-from model.layers import gated_linear, normed_linears, rms_norm
+from model.layers import SharedNorm, gated_linear, normed_linears, rms_norm
 from model.rotary import rotate, rotations
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # from rotated q_BSNH and k_BSKH, and v_BSKH
@@ -47,8 +47,8 @@ class Places(NamedTuple):
 class Part:
     """A method of a unit that may be computed slice by slice of its weights.
 
-    `join(slices, *args)` equals `method(*args)`: it calls every one of `slices` once, in order,
-    and each runs `of_slice` with a slice of the weights in the place of the whole ones.
+    `join(module, slices, *args)` equals `method(*args)`: it calls every one of `slices` once, in
+    order, and each runs `of_slice` with a slice of the weights in the place of the whole ones.
     """
 
     method: str
@@ -57,6 +57,7 @@ class Part:
     beside: tuple[str, ...] = ()  # parameters that every slice reads whole
     join: Callable[..., Tensor]
     of_rows: bool = False  # whether a slice is told its first row, in `first_row`
+    shares: int | None = None  # that it is cut between, where it cannot be cut anywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +125,13 @@ class Block(nn.Module):
         x_BSD = x_BSD + self.attention(x_BSD, places, attend)
         return x_BSD + self.mlp(x_BSD)
 
-    def attention(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
+    def attention(
+        self, x_BSD: Tensor, places: Places, attend: Attend | None, norm: SharedNorm | None = None
+    ) -> Tensor:
+        """`norm` is what slices of the weights share."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
-        projections = normed_linears(x_BSD, self.attention_norm, epsilon, self.wq, self.wk, self.wv)
+        weights = self.wq, self.wk, self.wv
+        projections = normed_linears(x_BSD, self.attention_norm, epsilon, *weights, norm=norm)
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
         cos, sin, lengths = places
         q_BSNH, k_BSKH = rotate(q_BSNH, cos, sin), rotate(k_BSKH, cos, sin)
@@ -160,9 +165,10 @@ class Block(nn.Module):
         )
         return out_BNSH.transpose(1, 2)
 
-    def mlp(self, x_BSD: Tensor) -> Tensor:
-        epsilon = self.config.norm_epsilon
-        gate_BSF, up_BSF = normed_linears(x_BSD, self.mlp_norm, epsilon, self.w_gate, self.w_up)
+    def mlp(self, x_BSD: Tensor, norm: SharedNorm | None = None) -> Tensor:
+        """`norm` is what slices of the weights share."""
+        epsilon, weights = self.config.norm_epsilon, (self.w_gate, self.w_up)
+        gate_BSF, up_BSF = normed_linears(x_BSD, self.mlp_norm, epsilon, *weights, norm=norm)
         return gated_linear(gate_BSF, up_BSF, self.w_down)
 
 
@@ -267,11 +273,12 @@ class Llama(nn.Module):
             # Its backward adds gradients up by token and reads no weight.
             backward_needs_weight=False,
         )
+        attention = replace(_ATTENTION, shares=self.config.num_query_groups)
         blocks = (
             UnitSpec(
                 name=f"blocks.{layer}",
                 module=block,
-                parts=(_ATTENTION, _MLP),
+                parts=(attention, _MLP),
                 recomputed=self._blocks_kept_together() > 1
                 or _recompute_of(recompute, layer) == "full",
             )
@@ -288,7 +295,7 @@ class Llama(nn.Module):
         return 1
 
 
-def _add(slices: Iterable[Callable[..., Tensor]], *args: Any) -> Tensor:
+def _add(_module: nn.Module, slices: Iterable[Callable[..., Tensor]], *args: Any) -> Tensor:
     """The sum of what the slices give."""
     total: Tensor | None = None
     for run in slices:
@@ -298,7 +305,28 @@ def _add(slices: Iterable[Callable[..., Tensor]], *args: Any) -> Tensor:
     return total
 
 
+def _add_attention(
+    block: Block,
+    slices: Iterable[Callable[..., Tensor]],
+    x_BSD: Tensor,
+    places: Places,
+    attend: Attend | None,
+) -> Tensor:
+    norm = SharedNorm(x_BSD, block.attention_norm, block.config.norm_epsilon)
+    out_BSD = _add(block, slices, x_BSD, places, attend, norm)
+    norm.release()
+    return out_BSD
+
+
+def _add_mlp(block: Block, slices: Iterable[Callable[..., Tensor]], x_BSD: Tensor) -> Tensor:
+    norm = SharedNorm(x_BSD, block.mlp_norm, block.config.norm_epsilon)
+    out_BSD = _add(block, slices, x_BSD, norm)
+    norm.release()
+    return out_BSD
+
+
 def _join_losses(
+    _head: Head,
     slices: Iterable[Callable[..., tuple[Tensor, Tensor]]],
     x_BSD: Tensor,
     labels_BS: Tensor,
@@ -317,9 +345,9 @@ _ATTENTION = Part(
     of_slice="attention",
     cuts=ATTENTION_CUTS,
     beside=("attention_norm",),
-    join=_add,
+    join=_add_attention,
 )
-_MLP = Part(method="mlp", of_slice="mlp", cuts=MLP_CUTS, beside=("mlp_norm",), join=_add)
+_MLP = Part(method="mlp", of_slice="mlp", cuts=MLP_CUTS, beside=("mlp_norm",), join=_add_mlp)
 _LOSS = Part(
     method="loss", of_slice="score_slice", cuts=VOCABULARY_CUTS, join=_join_losses, of_rows=True
 )

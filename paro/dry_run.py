@@ -59,6 +59,7 @@ class Plan:
             world_size=self.world.size,
             is_trained=trained.__contains__,
             rotated_over=self.config.strategy.params if rotates else 1,
+            in_place=self.config.sharding.rotate_in_place,
         )
 
 

@@ -99,6 +99,7 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         world_size=context.topology.world_size,
         is_trained=trained.__contains__,
         rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
+        in_place=config.sharding.rotate_in_place,
     )
     batch = MicroBatch(
         size=config.batches.micro_batch_size,

@@ -60,9 +60,9 @@ class Setting:
             device_type="cuda",
         )
         rings = strategy.params if rotation else 1
-        units = units_of(model, world_size=self.world_size, rotated_over=rings)
+        in_place = rotation == "in place"
+        units = units_of(model, world_size=self.world_size, rotated_over=rings, in_place=in_place)
         if rotation:
-            in_place = rotation == "in place"
             return rotating_peak(strategy, units, self.precision, model, batch, in_place=in_place)
         topology = make_topology(
             world_size=self.world_size, group_size=self.group_size, degrees=strategy.degrees

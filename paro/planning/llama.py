@@ -61,14 +61,17 @@ def units_of(
     world_size: int,
     is_trained: Callable[[str], bool] = lambda _name: True,
     rotated_over: int = 1,
+    in_place: bool = False,
 ) -> tuple[UnitSize, ...]:
     """Embedding, blocks and head, as they are sharded over `world_size` ranks.
 
-    Where weights rotate, over 2 or more ranks, a block is two units, and norms make one of their
-    own.
+    Where weights rotate, over 2 or more ranks, a block is two units, or three `in_place`, and norms
+    make one of their own.
     """
     if rotated_over > 1:
-        return rotating_units_of(config, rotated_over, world_size=world_size, is_trained=is_trained)
+        return rotating_units_of(
+            config, rotated_over, world_size=world_size, is_trained=is_trained, in_place=in_place
+        )
     shapes = parameter_shapes(config)
 
     def unit(name: str, *, borrows: tuple[str, ...] = (), needs_weight: bool = True) -> UnitShapes:

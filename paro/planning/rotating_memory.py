@@ -22,7 +22,7 @@ from paro.planning.working_memory import Moment
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
-_CHUNK_BYTES = 512 << 10  # at most, and at most an eighth of a slice: see rotation/ring.py
+_CHUNK_BYTES = 512 << 10  # at most, and at most a quarter of what travels: see rotation/ring.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def rotating_peak(
         units=tuple(units),
         precision=precision,
         in_place=in_place,
-        parts=tuple(_parts(config, batch, {unit.name: unit for unit in units}, strategy.params)),
+        parts=tuple(_parts(config, batch, _by_part(units), strategy.params)),
     )
     return max(walk.moments(), key=lambda moment: moment.total)
 
@@ -114,7 +114,7 @@ class _Walk:
         return numel // self.strategy.params * BYTES_OF[kind]
 
     def _room(self, slice_bytes: int) -> int:
-        return 2 * min(-(-slice_bytes // 8), _CHUNK_BYTES)
+        return 2 * min(-(-slice_bytes // 4), _CHUNK_BYTES)
 
     def _fp32_grads(self) -> int:
         """The copy of a unit's gradients that the update reads."""
@@ -123,17 +123,30 @@ class _Walk:
         return max(unit.trainable_numel for unit in self.units) // self.strategy.optim * 4
 
 
+def _by_part(units: Sequence[UnitSize]) -> dict[str, list[UnitSize]]:
+    """The units of every part: one, or one for each half of its slices."""
+    parts: dict[str, list[UnitSize]] = {}
+    for unit in units:
+        parts.setdefault(unit.name.partition(" ")[0], []).append(unit)
+    return parts
+
+
+def _largest(units: Sequence[UnitSize]) -> UnitSize:
+    return max(units, key=lambda unit: unit.numel)
+
+
 def _parts(
-    config: LlamaConfig, batch: MicroBatch, units: dict[str, UnitSize], degree: int
+    config: LlamaConfig, batch: MicroBatch, units: dict[str, list[UnitSize]], degree: int
 ) -> Iterator[_Part]:
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
-    rows = -(-config.vocab_size // degree)
+    steps = degree * len(units["embedding"])
+    rows = -(-config.vocab_size // steps)
     vocabulary = rows * config.hidden_size * size
     yield _Part(
         name="embedding",
-        unit=units["embedding"],
-        kept=tokens * 9 * degree,
+        unit=_largest(units["embedding"]),
+        kept=tokens * 9 * steps,
         recomputed=0,
         in_forward=3 * residual,
         in_backward=2 * residual + vocabulary,
@@ -147,8 +160,8 @@ def _parts(
     total = 0 if chunk == tokens * rows or size == 4 else 2 * vocabulary  # summed in fp32
     yield _Part(
         name="head",
-        unit=units[head],
-        kept=2 * residual + tokens * (4 + 20 * degree),
+        unit=_largest(units[head]),
+        kept=2 * residual + tokens * (4 + 20 * steps),
         recomputed=0,
         in_forward=residual + chunk * (8 if size == 4 else 10),
         in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + vocabulary + total),
@@ -156,11 +169,15 @@ def _parts(
 
 
 def _block(
-    config: LlamaConfig, batch: MicroBatch, units: dict[str, UnitSize], degree: int, layer: int
+    config: LlamaConfig,
+    batch: MicroBatch,
+    units: dict[str, list[UnitSize]],
+    degree: int,
+    layer: int,
 ) -> Iterator[_Part]:
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
-    columns = -(-config.ffn_hidden_size // degree)
+    columns = -(-config.ffn_hidden_size // (degree * len(units[f"blocks.{layer}.mlp"])))
     ffn, matrix = tokens * columns * size, columns * config.hidden_size * size
     recompute = config.recompute
     core = recompute is None or recompute.granularity == "full"
@@ -175,7 +192,7 @@ def _block(
         at_first = residual if part == "attention" else 0
         yield _Part(
             name=f"blocks.{layer}.{part}",
-            unit=units[f"blocks.{layer}.{part}"],
+            unit=_largest(units[f"blocks.{layer}.{part}"]),
             kept=at_first if again else keeps,
             recomputed=keeps - at_first if again else 0,
             in_forward=2 * residual + max(residual, ffn) + (keeps if again else 0),

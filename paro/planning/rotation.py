@@ -17,7 +17,7 @@ from model.config import (
     parameter_shapes,
 )
 from paro.planning.cost_model import UnitSize
-from paro.sharding.layout import Shape, make_layout, make_sliced_layout, whole_box
+from paro.sharding.layout import Shape, halves_of, make_layout, make_sliced_layout, whole_box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class _Use:
     unit: str
     matrices: Mapping[str, int]  # their names, by the dim along which they are cut
     beside: tuple[str, ...]
+    shares: int | None = None  # it is cut between these alone
     returns: bool = True  # backward reads them
     recomputed: bool = False
 
@@ -37,40 +38,50 @@ def rotating_units_of(
     *,
     world_size: int,
     is_trained: Callable[[str], bool] = lambda _name: True,
+    in_place: bool = False,
 ) -> tuple[UnitSize, ...]:
     """Embedding, attentions and MLPs, an untied head and all norms, over rings of `degree` ranks.
 
     Parameters train unless `is_trained` denies their name; below the first that does there is no
-    backward. Names are those of sharding: `blocks.0.attention`.
+    backward. Names are those of sharding: `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2`
+    `in_place`, where slices travel by halves.
     """
     shapes = parameter_shapes(config)
     passes: dict[str, int] = {}
     reductions: dict[str, int] = {}
-    matrices: dict[str, Mapping[str, int]] = {}
+    uses: dict[str, _Use] = {}
     follows = False  # whether backward comes as far as the part
     for use in _uses(config):
         follows = follows or any(map(is_trained, (*use.matrices, *use.beside)))
         num_passes = 1 + (follows and use.returns) + (follows and use.recomputed)
         passes[use.unit] = passes.get(use.unit, 0) + num_passes
         reductions[use.unit] = reductions.get(use.unit, 0) + 1
-        matrices[use.unit] = use.matrices
+        uses[use.unit] = use
 
-    def numel(names: Mapping[str, int]) -> int:
-        if not names:
+    def numel(use: _Use, half: int | None, *, trained: bool) -> int:
+        own: dict[str, Shape] = {n: shapes[n] for n in use.matrices if is_trained(n) is trained}
+        if not own:
             return 0
-        own: dict[str, Shape] = {name: shapes[name] for name in names}
-        layout = make_sliced_layout(own, cuts=names, number=degree, world_size=world_size)
-        return layout.numel
+        return make_sliced_layout(
+            own, cuts=use.matrices, number=degree, world_size=world_size, half=half
+        ).numel
+
+    def halves(use: _Use) -> tuple[int | None, ...]:
+        if not in_place:
+            return (None,)
+        own = {name: shapes[name] for name in use.matrices}
+        return halves_of(own, cuts=use.matrices, number=degree, shares=use.shares)
 
     units = [
         UnitSize(
-            name=name,
-            trainable_numel=numel({n: dim for n, dim in own.items() if is_trained(n)}),
-            frozen_numel=numel({n: dim for n, dim in own.items() if not is_trained(n)}),
+            name=name if half is None else f"{name} {half + 1}/2",
+            trainable_numel=numel(use, half, trained=True),
+            frozen_numel=numel(use, half, trained=False),
             gathers_per_micro_batch=passes[name],
             reductions_per_micro_batch=reductions[name],
         )
-        for name, own in matrices.items()
+        for name, use in uses.items()
+        for half in halves(use)
     ]
     return (*units, _norms(shapes, world_size, is_trained))
 
@@ -118,6 +129,7 @@ def _uses(config: LlamaConfig) -> list[_Use]:
                     unit=f"blocks.{layer}.{part}",
                     matrices=named(f"blocks.{layer}", cuts),
                     beside=(f"blocks.{layer}.{part}_norm",),
+                    shares=config.num_query_groups if part == "attention" else None,
                     recomputed=full,
                 )
             )

@@ -1,14 +1,18 @@
 """A part of the model that is computed slice by slice while its weights rotate."""
 
 # [Note: backward of a pass]
-# Every step of a forward runs between two identities of autograd, which tell in backward when the
-# gradients of its output are there and when those of its input have been made. Autograd runs what
-# was computed last first, and passes leaves their gradients at once: so the steps come back in the
-# opposite order, each with all its gradients before the next begins. A step also ends where the one
-# before it begins, or backward as a whole, since not every step has an input that needs gradients.
+# Hooks on the output of a step and on its own view of the input tell in backward when the gradients
+# of the one are there and those of the other have been made (or left to a later step, where slices
+# share a norm). Autograd runs what was computed last first, and passes leaves their gradients at
+# once: so the steps come back in the opposite order, each with all its gradients before the next
+# begins. A step also ends where the one before it begins, or backward as a whole, since not every
+# step has an input that needs gradients.
 #
-# Where a forward is computed again (non-reentrant recomputation) backward runs the identities of
-# the first one, whose leaves get the gradients; the second one fills in what that did not keep.
+# Where a forward is computed again (non-reentrant recomputation) backward runs the hooks of the
+# first one, whose leaves get the gradients; the second one fills in what that did not keep.
+#
+# The leaves of a step are made once for every slot that its slice may lie in: a slot's storage
+# comes and goes, its views stay.
 
 from __future__ import annotations
 
@@ -22,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from paro.rotation.unit import RotatingUnit
-from paro.sharding.layout import Piece
 
 
 class Phase(Enum):
@@ -63,6 +66,14 @@ class PartSpec(Protocol):
     @property
     def of_rows(self) -> bool: ...
 
+    @property
+    def shares(self) -> int | None: ...
+
+
+# The units that hold a part's matrices, trainable and frozen ones, or half of every slice of them.
+Lap = tuple[RotatingUnit, ...]
+Place = tuple[int, int]  # the number of a lap, and a step of it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
@@ -74,27 +85,38 @@ class Course:
 
 
 class RotatingPart:
-    """Takes the place of a method of a module; `units` hold the method's matrices."""
+    """Takes the place of a method of a module; `laps` hold the method's matrices.
+
+    Slices, or their halves, travel lap by lap; in backward the last lap comes first.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         spec: PartSpec,
-        units: Sequence[RotatingUnit],
+        laps: Sequence[Lap],
         course: Course,
         progress: Progress,
     ) -> None:
         self.module = module
         self.spec = spec
-        self.units = tuple(units)
+        self._laps = tuple(laps)
         self._course = course
         self._progress = progress
         self._of_slice = getattr(module, spec.of_slice)
         self._whole = {name: getattr(module, name) for name in spec.cuts}
+        for name in spec.cuts:
+            if name not in module._parameters:  # a tied head's is an attribute
+                delattr(module, name)
+                module.register_parameter(name, None)
+        self._parameters = module._parameters
+        self._leaves: dict[tuple[Place, int], dict[str, nn.Parameter]] = {}  # by place and slot
         self._beside = [module.get_parameter(name) for name in spec.beside]
         self._trains_beside = any(parameter.requires_grad for parameter in self._beside)
-        self._num_steps = units[0].num_steps
-        self._step_of_backward: int | None = None
+        self._trains = any(unit.trainable for lap in laps for unit in lap)
+        self._name = laps[0][0].name.partition(" ")[0]
+        self._moves_home = False
+        self._in_backward: Place | None = None
         self._input_needs_grad = False
         self._input_done = False
         setattr(module, spec.method, self)
@@ -103,101 +125,116 @@ class RotatingPart:
 
     def __call__(self, *args: Any) -> Tensor:
         course, first_of_two = self._course, self._progress.phase is Phase.FORWARD
-        moves_home = (
+        self._moves_home = (
             course.returns
             and self._backward_follows(args)
             and not (course.recomputed and first_of_two)
         )
-        for unit in self.units:
-            unit.begin(moves_home=moves_home)
-        with torch.profiler.record_function(f"paro/rotate:{self.units[0].name}"):
-            out = self.spec.join(self._slices(), *args)
-        for unit in self.units:
-            unit.end()
+        with torch.profiler.record_function(f"paro/rotate:{self._name}"):
+            out: Tensor = self.spec.join(self.module, self._slices(), *args)
         return out
 
     def _backward_follows(self, args: Sequence[Any]) -> bool:
         if not torch.is_grad_enabled():
             return False
         tensors = (arg for arg in args if isinstance(arg, Tensor))
-        trained = any(unit.trainable for unit in self.units)
-        return trained or any(tensor.requires_grad for tensor in (*tensors, *self._beside))
+        return self._trains or any(tensor.requires_grad for tensor in (*tensors, *self._beside))
 
     def _slices(self) -> Iterator[Callable[..., Any]]:
-        for step in range(self._num_steps):
-            yield partial(self._run, step)
+        for number, lap in enumerate(self._laps):
+            for step in range(lap[0].num_steps):
+                yield partial(self._run, (number, step))
 
-    def _run(self, step: int, x: Tensor, *rest: Any) -> Any:
+    def _run(self, place: Place, x: Tensor, *rest: Any) -> Any:
         try:
-            return self._run_slice(step, x, *rest)
+            return self._run_slice(place, x, *rest)
         finally:  # computing again stops where it has all it needs
-            for name, whole in self._whole.items():
-                setattr(self.module, name, whole)
+            self._parameters.update(self._whole)
 
-    def _run_slice(self, step: int, x: Tensor, *rest: Any) -> Any:
-        for unit in self.units:
-            for name, (piece, leaf) in unit.arrive(step).items():
-                self._put(unit, step, name, piece, leaf)
-        if torch.is_grad_enabled() and x.requires_grad:
-            self._input_needs_grad = True
-            x = _StepBegins.apply(x, self, step)
-        else:
-            self._input_needs_grad = False
+    def _run_slice(self, place: Place, x: Tensor, *rest: Any) -> Any:
+        number, step = place
+        lap = self._laps[number]
+        for unit in lap:
+            if step == 0:
+                unit.begin(moves_home=self._moves_home)
+            self._put(unit, place, unit.arrive(step))
+        self._input_needs_grad = torch.is_grad_enabled() and x.requires_grad
+        if self._input_needs_grad:
+            x = x.view_as(x)
+            x.register_hook(self._input_grad_made)
         out = self._of_slice(x, *rest)
-        outs = out if isinstance(out, tuple) else (out,)
-        if any(tensor.requires_grad for tensor in outs):
-            outs = _StepEnds.apply(self, step, *outs)
-        for unit in self.units:
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._output_grad_made, place))
+        for unit in lap:
             unit.depart(step)
-        return outs if isinstance(out, tuple) else outs[0]
+            if step + 1 == unit.num_steps:
+                unit.end()
+        return out
 
-    def _put(
-        self, unit: RotatingUnit, step: int, name: str, piece: Piece, leaf: nn.Parameter
-    ) -> None:
-        """Puts a box of a slice in the place of the whole parameter."""
-        setattr(self.module, name.rpartition(".")[2], leaf)
+    def _put(self, unit: RotatingUnit, place: Place, slot: Tensor) -> None:
+        """Puts the boxes of a slice in the place of the whole parameters."""
+        key = place, id(slot)  # slots live as long as their unit
+        leaves = self._leaves.get(key)
+        if leaves is None:
+            leaves = self._leaves[key] = self._make_leaves(unit, place, slot)
+        self._parameters.update(leaves)
         if self.spec.of_rows:
-            self.module.first_row = piece.box.start[0]  # type: ignore[assignment]
-        if leaf.requires_grad and torch.is_grad_enabled():
-            leaf.register_post_accumulate_grad_hook(partial(self._received, unit, step, name))
+            self.module.first_row = unit.first_row(place[1])  # type: ignore[assignment]
+
+    def _make_leaves(
+        self, unit: RotatingUnit, place: Place, slot: Tensor
+    ) -> dict[str, nn.Parameter]:
+        leaves = {}
+        for name, box in unit.boxes(place[1], slot).items():
+            # `data`: the slot is written while autograd keeps the leaf, on purpose.
+            leaf = nn.Parameter(box.data, requires_grad=unit.trainable)
+            if unit.trainable:
+                leaf.register_post_accumulate_grad_hook(partial(self._received, unit, place, name))
+            leaves[name.rpartition(".")[2]] = leaf
+        return leaves
 
     # Backward #
 
-    def output_grad_made(self, step: int) -> None:
-        """Runs right before the backward of a step."""
+    def _output_grad_made(self, place: Place, _gradient: Tensor) -> None:
+        """Runs right before the backward of a step, for each of its outputs."""
+        if place == self._in_backward:
+            return
         self._end_step()
-        self._step_of_backward, self._input_done = step, False
+        self._in_backward, self._input_done = place, False
         if self._course.returns:
-            for unit in self.units:
+            number, step = place
+            for unit in self._laps[number]:
                 unit.return_to(step)
 
-    def _received(self, unit: RotatingUnit, step: int, name: str, leaf: Tensor) -> None:
+    def _received(self, unit: RotatingUnit, place: Place, name: str, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None, f"{name} got no gradient"
-        assert step == self._step_of_backward, f"{name}: {step} is not {self._step_of_backward}"
+        assert place == self._in_backward, f"{name}: {place} is not {self._in_backward}"
         if self._course.returns:
-            unit.return_to(step)
-        unit.receive(step, name, gradient)
+            unit.return_to(place[1])
+        unit.receive(place[1], name, gradient)
         self._end_step_if_through()
 
-    def input_grad_made(self) -> None:
-        """Runs when the gradient of a step's input has been made."""
+    def _input_grad_made(self, _gradient: Tensor | None) -> None:
+        """Runs when what a step adds to the gradient of its input has been made."""
         self._input_done = True
         self._end_step_if_through()
 
     def _end_step_if_through(self) -> None:
-        step = self._step_of_backward
-        assert step is not None, f"{self.units[0].name} is not in backward"
+        assert self._in_backward is not None, f"{self._name} is not in backward"
+        number, step = self._in_backward
         # Where the input needs no gradient, but a norm does, nothing tells when that has been made.
-        all_here = all(unit.has_all(step) for unit in self.units)
+        all_here = all(unit.has_all(step) for unit in self._laps[number])
         if all_here and (self._input_done if self._input_needs_grad else not self._trains_beside):
             self._end_step()
 
     def _end_step(self) -> None:
-        step, self._step_of_backward = self._step_of_backward, None
-        if step is None:
+        place, self._in_backward = self._in_backward, None
+        if place is None:
             return
-        for unit in self.units:
+        number, step = place
+        for unit in self._laps[number]:
             assert unit.has_all(step), f"{unit.name} misses gradients of step {step}"
             unit.leave(step)
             if step == 0 and unit.trainable and self._course.completes and self._progress.last:
@@ -207,27 +244,3 @@ class RotatingPart:
     def finish_backward(self) -> None:
         """Backward is through, whatever is left."""
         self._end_step()
-
-
-class _StepBegins(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, part: RotatingPart, step: int) -> Tensor:
-        ctx.part = part
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.part.input_grad_made()
-        return grads[0], None, None
-
-
-class _StepEnds(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: RotatingPart, step: int, *outs: Tensor) -> tuple[Tensor, ...]:
-        ctx.part, ctx.step = part, step
-        return tuple(out.view_as(out) for out in outs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.part.output_grad_made(ctx.step)
-        return None, None, *grads

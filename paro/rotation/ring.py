@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from enum import Enum
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paro.collectives.wire import Pending, Wire
 from paro.groups import Groups, Run, Use, make_groups
-from paro.lanes import Event, Job, Lanes
+from paro.lanes import Event, Lanes, Stage
 from paro.topology import Axis, Topology
 from paro.traffic import Traffic
 
@@ -35,17 +35,36 @@ class Turn(Enum):
     COUNTER_CLOCKWISE = -1
 
 
+class _Underway:
+    """A shift whose messages the backend's own threads carry; `finish` is what ends it."""
+
+    def __init__(self, lane: Hashable, finish: Callable[[], None]) -> None:
+        self._lane = lane
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def stages(self) -> Iterator[Stage]:
+        if self._finish is not None:
+            yield self._lane, self
+
+
 class Ring:
     """This rank's place among those along `axis`, with a lane and a process group of its own.
 
-    Every rank calls `shift` alike and in one order. Buffers belong to the ring from the call to
-    the end of the event that it returns; after an exception the ring is unusable.
+    Every rank calls `shift` alike and in one order, and waits for the events that it returns in
+    that order. Buffers belong to the ring from the call to the end of the event; after an exception
+    the ring is unusable.
     """
 
     def __init__(self, axis: Axis, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
         self._run = (axis,)
         self._groups = groups
         self._lanes = lanes
+        self._lane = (Use.ROTATE, axis.index)
         self._wire = Wire(groups, traffic)
         self._members = groups.topology.members(self._run, groups.rank)
         self._next_tag = 0
@@ -57,13 +76,23 @@ class Ring:
         return (self.place - num_shifts) % self.size
 
     def shift(self, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
-        """Queues one step: `outgoing` to the one neighbour, into `incoming` from the other."""
+        """Starts one step: `outgoing` to the one neighbour, into `incoming` from the other."""
         assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs room beside"
         tag = self._take_tags(1)
-        return self._submit(lambda: self._exchange(outgoing, incoming, turn, tag))
+        if not self._lanes.run_at_the_same_time:
+            return self._lanes.submit(
+                self._lane, lambda: self._exchange(outgoing, incoming, turn, tag)
+            )
+        messages = self._receive(incoming, turn, tag), self._send(outgoing, turn, tag)
+
+        def finish() -> None:
+            for message in messages:
+                message.wait()
+
+        return _Underway(self._lane, finish)
 
     def shift_in_place(self, values: Tensor, beside: Tensor, turn: Turn) -> Event:
-        """Queues one step within one buffer, in chunks that land in `beside`, two at a time.
+        """Starts one step within one buffer, in chunks that land in `beside`, two at a time.
 
         A chunk is overwritten when it has left. Where jobs have threads, all chunks set out at
         once and the next one lands while one is copied; on streams each is one grouped exchange.
@@ -80,35 +109,42 @@ class Ring:
                 self._exchange(chunk, landed, turn, first_tag + number)
                 chunk.copy_(landed)
 
-        def pipelined() -> None:
-            self._exchange_ahead(chunks, landings, turn, first_tag)
-
-        return self._submit(pipelined if self._lanes.run_at_the_same_time else job)
+        if self._lanes.run_at_the_same_time:
+            return self._exchange_ahead(chunks, landings, turn, first_tag)
+        return self._lanes.submit(self._lane, job)
 
     def _exchange_ahead(
         self, chunks: Sequence[Tensor], landings: Sequence[Tensor], turn: Turn, first_tag: int
-    ) -> None:
-        to, source = self._neighbours(turn)
+    ) -> Event:
+        def receive(number: int) -> Pending:
+            return self._receive(landings[number], turn, first_tag + number)
 
-        def post(number: int) -> Pending:
-            tag = (first_tag + number) % _TAGS
-            return self._wire.receive(Use.ROTATE, self._run, landings[number], source, tag)
-
-        arriving = deque(post(number) for number in range(min(2, len(chunks))))
+        arriving = deque(receive(number) for number in range(min(2, len(chunks))))
         leaving = [
-            self._wire.send(Use.ROTATE, self._run, chunk, to, (first_tag + number) % _TAGS)
-            for number, chunk in enumerate(chunks)
+            self._send(chunk, turn, first_tag + number) for number, chunk in enumerate(chunks)
         ]
-        for number, chunk in enumerate(chunks):
-            arriving.popleft().wait()
-            leaving[number].wait()
-            chunk.copy_(landings[number])
-            if number + 2 < len(chunks):
-                arriving.append(post(number + 2))
+
+        def finish() -> None:
+            for number, chunk in enumerate(chunks):
+                arriving.popleft().wait()
+                leaving[number].wait()
+                chunk.copy_(landings[number])
+                if number + 2 < len(chunks):
+                    arriving.append(receive(number + 2))
+
+        return _Underway(self._lane, finish)
 
     def close(self) -> None:
         """Gives the process group back; its lane ends with the others'."""
         self._groups.close()
+
+    def _send(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
+        to, _ = self._neighbours(turn)
+        return self._wire.send(Use.ROTATE, self._run, tensor, to, tag % _TAGS)
+
+    def _receive(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
+        _, source = self._neighbours(turn)
+        return self._wire.receive(Use.ROTATE, self._run, tensor, source, tag % _TAGS)
 
     def _exchange(self, outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
         to, source = self._neighbours(turn)
@@ -125,9 +161,6 @@ class Ring:
         first = self._next_tag
         self._next_tag += number
         return first
-
-    def _submit(self, job: Job) -> Event:
-        return self._lanes.submit((Use.ROTATE, self._run[0].index), job)
 
 
 def make_ring(
@@ -157,4 +190,4 @@ def room_beside(numel: int, dtype: torch.dtype) -> int:
 
 # Long enough to outweigh the cost of a message, and little beside a slice.
 _CHUNK_BYTES = 512 << 10
-_LEAST_CHUNKS = 8
+_LEAST_CHUNKS = 4

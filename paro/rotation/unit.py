@@ -19,8 +19,9 @@
 #   forward, copies  S E F (E F ..)  2 slices                S E (E ..)     1 slice and room
 #   backward         E X Y  3 slices                         X              1 slice and room
 #
-# (room for each where weights and gradients travel in different types; a chunk is 1/8 slice, or
-# less).
+# (room for each where weights and gradients travel in different types; a chunk is 1/4 slice, or
+# less). In place a unit holds half of every slice of its part where that has halves, which take
+# their way one after the other: 1 slice and room are then less than one slice of the part.
 #
 # Out of place a shift runs under the computation with the slice that it takes away. In backward the
 # lane carries, in this order, the gradients that come with slice t, and the weights of step t - 1:
@@ -29,13 +30,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paro.exposure import Kind
 from paro.lanes import DONE, Event
 from paro.rotation.ring import Ring, Turn, room_beside
 from paro.sharding.buffers import ElasticBuffer
-from paro.sharding.layout import Piece, UnitLayout
+from paro.sharding.layout import UnitLayout
 from paro.sharding.shards import ShardingContext, UnitShards
 
 
@@ -79,6 +80,7 @@ class RotatingUnit(UnitShards):
         self._beside_grads = self._beside  # they are exchanged one after the other
         if wire != compute:
             self._beside_grads = self._spare(room_beside(numel, wire), wire)
+        self._grad_boxes: dict[int, dict[str, Tensor]] = {}  # by step: its place in X or Y
         self._moves_home = False  # whether this forward moves the slices, and backward brings back
         self._is_away = False  # S holds the slice of the next rank
         self._arrived: Event = DONE
@@ -90,6 +92,18 @@ class RotatingUnit(UnitShards):
         context = self.context
         tally = context.ledger.slices
         return ElasticBuffer(numel, dtype=dtype, tally=tally, device=context.device)
+
+    def _shift(self, kind: Kind, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
+        with self.context.exposure.submitting(kind):  # where nothing overlaps, it is carried out
+            return self._ring.shift(outgoing, incoming, turn)
+
+    def _shift_in_place(
+        self, kind: Kind, values: Tensor, beside: ElasticBuffer, turn: Turn
+    ) -> None:
+        exposure = self.context.exposure
+        with exposure.submitting(kind):
+            moved = self._ring.shift_in_place(values, beside.values, turn)
+        exposure.wait(kind, moved)
 
     # Forward #
 
@@ -110,16 +124,17 @@ class RotatingUnit(UnitShards):
         if moves_home and self._slot(0) is self._E.values:
             self._E.values.copy_(self.param_shard)
 
-    def arrive(self, step: int) -> dict[str, tuple[Piece, nn.Parameter]]:
-        """The boxes of this step's slice as leaves of autograd, by parameter."""
+    def arrive(self, step: int) -> Tensor:
+        """The slot in which this step's slice lies now."""
         self.context.exposure.wait(Kind.GATHER, self._arrived)
         self._arrived = DONE
         if self._moves_home and step + 1 == self.num_steps:
             self._is_away = True
         slot = self._slot(step)
         if not self._in_place and step + 1 < self.num_steps:
-            self._arrived = self._ring.shift(slot, self._slot(step + 1), Turn.CLOCKWISE)
-        return self._leaves(slot, step)
+            following = self._slot(step + 1)
+            self._arrived = self._shift(Kind.GATHER, slot, following, Turn.CLOCKWISE)
+        return slot
 
     def depart(self, step: int) -> None:
         """The computation with this step's slice is through."""
@@ -127,10 +142,10 @@ class RotatingUnit(UnitShards):
             return
         slot, following = self._slot(step), self._slot(step + 1)
         if slot is following:
-            moved = self._ring.shift_in_place(slot, self._beside.values, Turn.CLOCKWISE)
+            self._shift_in_place(Kind.GATHER, slot, self._beside, Turn.CLOCKWISE)
         else:
-            moved = self._ring.shift(slot, following, Turn.CLOCKWISE)
-        self.context.exposure.wait(Kind.GATHER, moved)
+            moved = self._shift(Kind.GATHER, slot, following, Turn.CLOCKWISE)
+            self.context.exposure.wait(Kind.GATHER, moved)
 
     def end(self) -> None:
         """Gives the spare slots up."""
@@ -146,20 +161,20 @@ class RotatingUnit(UnitShards):
             return self.param_shard
         return self._E.values if self._in_place or step % 2 else self._F.values
 
-    def _leaves(self, slot: Tensor, step: int) -> dict[str, tuple[Piece, nn.Parameter]]:
+    def boxes(self, step: int, slot: Tensor) -> dict[str, Tensor]:
+        """Views of this step's slice, by parameter; they stay valid while the slot is alive."""
         index = self._ring.home_of(step)
+        begin = index * slot.numel()
         return {
-            piece.box.name: (
-                piece,
-                # `data`: the slot is written while autograd keeps the leaf, on purpose.
-                nn.Parameter(self._box(slot, piece, index).data, requires_grad=self.trainable),
+            piece.box.name: slot[piece.offset - begin :][: piece.high - piece.low].view(
+                piece.box.extent
             )
             for piece in self._pieces[index]
         }
 
-    def _box(self, slot: Tensor, piece: Piece, index: int) -> Tensor:
-        begin = piece.offset - index * slot.numel()
-        return slot[begin : begin + piece.high - piece.low].view(piece.box.extent)
+    def first_row(self, step: int) -> int:
+        """The row of its parameter that this step's slice begins with."""
+        return self._pieces[self._ring.home_of(step)][0].box.start[0]
 
     # Backward #
 
@@ -179,16 +194,15 @@ class RotatingUnit(UnitShards):
         self._leaving_for = step - 1
         if not self._in_place and step:
             slot, before = self._slot(step), self._slot(step - 1)
-            self._arrived = self._ring.shift(slot, before, Turn.COUNTER_CLOCKWISE)
+            self._arrived = self._shift(Kind.GATHER, slot, before, Turn.COUNTER_CLOCKWISE)
 
     def receive(self, step: int, name: str, gradient: Tensor) -> None:
         """Adds this rank's gradient of a box to what the slice has brought along."""
-        is_first_here, slot = self._num_received == 0, self._grad_slot(step)
-        index = self._ring.home_of(step)
-        if is_first_here:
-            self._meet_gradients(step, index)
-        (piece,) = (piece for piece in self._pieces[index] if piece.box.name == name)
-        box = self._box(slot, piece, index)
+        if self._num_received == 0:
+            self._meet_gradients(step, self._ring.home_of(step))
+        if step not in self._grad_boxes:
+            self._grad_boxes[step] = self.boxes(step, self._grad_slot(step))
+        box = self._grad_boxes[step][name]
         if step + 1 == self.num_steps:
             box.copy_(gradient)
         else:
@@ -224,16 +238,14 @@ class RotatingUnit(UnitShards):
             return
         turn = Turn.COUNTER_CLOCKWISE
         if self._in_place and self._is_away:
-            moved = self._ring.shift_in_place(self.param_shard, self._beside.values, turn)
-            self.context.exposure.wait(Kind.GATHER, moved)
+            self._shift_in_place(Kind.GATHER, self.param_shard, self._beside, turn)
         if not self.trainable:
             return
         slot, before = self._grad_slot(step), self._grad_slot(step - 1)
         if self._in_place:
-            moved = self._ring.shift_in_place(slot, self._beside_grads.values, turn)
-            self.context.exposure.wait(Kind.REDUCE, moved)
+            self._shift_in_place(Kind.REDUCE, slot, self._beside_grads, turn)
         else:
-            self._grads_arrived = self._ring.shift(slot, before, turn)
+            self._grads_arrived = self._shift(Kind.REDUCE, slot, before, turn)
 
     def _settle(self) -> None:
         """Weights and gradients have come home."""

@@ -9,11 +9,11 @@ from typing import Protocol
 from torch import nn
 
 from paro.groups import Run, Use
-from paro.rotation.part import Course, PartSpec, Progress, RotatingPart
+from paro.rotation.part import Course, Lap, PartSpec, Progress, RotatingPart
 from paro.rotation.ring import Ring
 from paro.rotation.unit import RotatingUnit
 from paro.sharding import wrap
-from paro.sharding.layout import Shape, make_layout, make_sliced_layout, whole_box
+from paro.sharding.layout import Shape, halves_of, make_layout, make_sliced_layout, whole_box
 from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.unit import ShardedUnit
 from paro.strategy import Strategy, replicated
@@ -62,10 +62,11 @@ def cut_into_parts(
 
     The matrices of a part lie in units of their own, slice by slice. A part of a unit that borrows
     has those of the borrowed one, as a tied head does. What belongs to no part is replicated.
+    In place slices travel in two halves, one after the other, so that half as much is beside them.
     """
     original = dict(model.named_parameters())
     bound = wrap.bind_empty(model, context)
-    units: dict[str, tuple[RotatingUnit, ...]] = {}  # by the parameters' common prefix and part
+    units: dict[str, tuple[Lap, ...]] = {}  # by the first of a part's parameters
     parts = []
     borrowed = {name for spec in specs for name in spec.borrows}
     for spec in specs:
@@ -76,15 +77,15 @@ def cut_into_parts(
             if key not in units:
                 label = spec.name if len(spec.parts) == 1 else f"{spec.name}.{part.method}"
                 matrices = {name: original[name] for name in own}
-                made = _rotating_units(label, matrices, own, context, ring, in_place=in_place)
-                units[key] = tuple(made)
+                halves = _halves(matrices, own, ring, part.shares) if in_place else (None,)
+                units[key] = tuple(_laps(label, matrices, own, halves, context, ring, in_place))
             course = Course(
                 returns=spec.backward_needs_weight,
                 recomputed=spec.recomputed,
                 completes=not spec.borrows or holder not in borrowed,
             )
             parts.append(RotatingPart(spec.module, part, units[key], course, progress))
-    rotating = tuple(unit for made in units.values() for unit in made)
+    rotating = tuple(unit for laps in units.values() for lap in laps for unit in lap)
     held = {span.box.name for unit in rotating for span in unit.layout.spans}
     beside = tuple(
         _units_beside({n: p for n, p in original.items() if n not in held}, bound, context)
@@ -92,21 +93,39 @@ def cut_into_parts(
     return Parts(parts=tuple(parts), rotating=rotating, beside=beside)
 
 
-def _rotating_units(
+def _halves(
+    matrices: Mapping[str, nn.Parameter], cuts: Mapping[str, int], ring: Ring, shares: int | None
+) -> tuple[int | None, ...]:
+    shapes = {name: tuple(matrix.shape) for name, matrix in matrices.items()}
+    return halves_of(shapes, cuts=cuts, number=ring.size, shares=shares)
+
+
+def _laps(
     label: str,
     matrices: Mapping[str, nn.Parameter],
     cuts: Mapping[str, int],
+    halves: Sequence[int | None],
     context: ShardingContext,
     ring: Ring,
-    *,
     in_place: bool,
-) -> Iterator[RotatingUnit]:
-    for trainable, shapes in _by_training(matrices):
-        layout = make_sliced_layout(
-            shapes, cuts=cuts, number=ring.size, world_size=context.topology.world_size
-        )
-        name = label if trainable else f"{label} (frozen)"
-        yield RotatingUnit(name, layout, context, ring, trainable=trainable, in_place=in_place)
+) -> Iterator[Lap]:
+    """The units of a part's slices, or of their halves one after the other."""
+    for half in halves:
+        units = []
+        for trainable, shapes in _by_training(matrices):
+            layout = make_sliced_layout(
+                shapes,
+                cuts=cuts,
+                number=ring.size,
+                world_size=context.topology.world_size,
+                half=half,
+            )
+            name = label if half is None else f"{label} {half + 1}/2"
+            name = name if trainable else f"{name} (frozen)"
+            units.append(
+                RotatingUnit(name, layout, context, ring, trainable=trainable, in_place=in_place)
+            )
+        yield tuple(units)
 
 
 def _units_beside(

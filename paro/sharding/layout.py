@@ -111,15 +111,28 @@ def make_layout(boxes: list[Box], *, decayed: frozenset[str], world_size: int) -
 
 
 def make_sliced_layout(
-    shapes: Mapping[str, Shape], *, cuts: Mapping[str, int], number: int, world_size: int
+    shapes: Mapping[str, Shape],
+    *,
+    cuts: Mapping[str, int],
+    number: int,
+    world_size: int,
+    half: int | None = None,
 ) -> UnitLayout:
     """The layout of matrices slice by slice: the shard at degree `number` is one slice of each.
 
     `cuts` tells the dim that each is cut along. Every slice is padded to the length of the longest.
+    With `half` it is the first (0) or second (1) half of every slice.
     """
+    parts = 1 if half is None else 2
     slices = [
         [
-            slice_box(name, shape, dim=cuts[name], index=index, number=number)
+            slice_box(
+                name,
+                shape,
+                dim=cuts[name],
+                index=index * parts + (half or 0),
+                number=number * parts,
+            )
             for name, shape in shapes.items()
         ]
         for index in range(number)
@@ -134,6 +147,18 @@ def make_sliced_layout(
             spans.append(Span(box, position))
             position = _round_up(position + box.numel, ALIGN)
     return UnitLayout(tuple(spans), number * length, number * length)
+
+
+def halves_of(
+    shapes: Mapping[str, Shape], *, cuts: Mapping[str, int], number: int, shares: int | None
+) -> tuple[int | None, ...]:
+    """The halves of a slice of these matrices, for `half` above; (None,) where it has none.
+
+    With `shares` matrices consist of so many equal ones, as of heads, and are cut between them.
+    """
+    shortest = min(shape[cuts[name]] for name, shape in shapes.items())
+    may_be = shortest >= 2 * number if shares is None else shares % (2 * number) == 0
+    return (0, 1) if may_be else (None,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from paro.placement import check_placement
 from paro.runtime import Control, World, device_for
 from paro.sharding.buffers import Ledger
 from paro.sharding.layout import rectangles
+from paro.sharding.shards import UnitShards
 from paro.training import StepResult, Training, train_step
 
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
@@ -37,7 +38,7 @@ class Trained:
     parameters: dict[str, Tensor]  # whole, fp32: the optimizer's own where it has them
     model_state_bytes: int
     ledger: Ledger  # as it was after training
-    slice_bytes: int = 0  # of parameters, of the largest unit that rotates
+    slice_bytes: int = 0  # of parameters, of the largest part that rotates
 
 
 def train(
@@ -61,7 +62,7 @@ def train(
         before(training)
     steps = run_steps(config, training, build_data(config))
     ledger = training.model.units[0].context.ledger
-    largest = max((u.param_shard.nbytes for u in training.model.units), default=0)
+    largest = max(slices_by_part(training.model.units).values(), default=0)
     parameters = whole_parameters(training)
     training.close()
     return Trained(
@@ -71,6 +72,15 @@ def train(
         ledger=ledger,
         slice_bytes=largest,
     )
+
+
+def slices_by_part(units: Sequence[UnitShards]) -> dict[str, int]:
+    """Bytes of parameters here, by the part of the model: units may hold halves of a slice."""
+    held: dict[str, int] = {}
+    for unit in units:
+        part = unit.name.partition(" ")[0]
+        held[part] = held.get(part, 0) + unit.param_shard.nbytes
+    return held
 
 
 def run_steps(config: RunConfig, training: Training, datasets: Datasets) -> list[StepResult]:

@@ -47,8 +47,10 @@ def run_in_slices(model: Llama, number: int) -> None:
                 for index in range(number):
                     yield partial(run_slice, module, part, weights, (index, number), whole)
 
-            def joined(*args: Any, part: Part = part, slices: Any = slices) -> Tensor:
-                return part.join(slices(), *args)
+            def joined(
+                *args: Any, spec: UnitSpec = spec, part: Part = part, slices: Any = slices
+            ) -> Tensor:
+                return part.join(spec.module, slices(), *args)
 
             setattr(spec.module, part.method, joined)
 

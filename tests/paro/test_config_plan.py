@@ -59,6 +59,10 @@ def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
     [
         ("--paro-strategy auto", "--paro-strategy auto plans for a machine: give --paro-machine"),
         (
+            "--paro-strategy auto --paro-machine dgx-a100-roce100 --paro-materialize rotate",
+            "--paro-strategy auto plans for parameters that are gathered",
+        ),
+        (
             "--paro-strategy auto --paro-machine dgx-a100-roce100 --llama-preset 65B "
             "--micro-batch-size 40",
             "--paro-strategy auto: nothing fits 80.0 GB a device: the least is",

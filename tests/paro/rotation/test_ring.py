@@ -98,6 +98,6 @@ def test_slices_travel_round_and_gradients_come_home(world_size: int, degree: in
 
 
 def test_chunks_are_short_beside_the_slice() -> None:
-    assert room_beside(80, torch.float32) == 2 * 10
+    assert room_beside(80, torch.float32) == 2 * 20
     assert room_beside(1, torch.float32) == 2
     assert room_beside(10**9, torch.bfloat16) * 2 == 1 << 20

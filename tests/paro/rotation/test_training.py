@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, start_state
 from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import save_checkpoint
+from paro.collectives.wire import Pending
 from paro.config import RunConfig
 from paro.placement import check_placement, placement_lines, predict_memory
 from paro.rotation.engine import RotatedModel
@@ -114,17 +116,33 @@ def test_a_checkpoint_moves_between_rotated_and_gathered(
     assert after.following == pytest.approx(before.following, rel=1e-5)
 
 
+class LateMessage:
+    """A message that sets out when the training thread has long gone on."""
+
+    def __init__(self, send: Callable[[], Pending]) -> None:
+        self._send = send
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        time.sleep(0.003)
+        self._message = self._send()
+
+    def wait(self) -> None:
+        self._thread.join()
+        self._message.wait()
+
+
 def delay_shifts(training: Training) -> None:
-    """Makes every slice come long after the training thread has gone on."""
+    """Makes every slice come late."""
     model = training.model
     assert isinstance(model, RotatedModel)
-    exchange = model._ring._exchange
+    send = model._ring._send
 
-    def late(outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
-        time.sleep(0.003)
-        exchange(outgoing, incoming, turn, tag)
+    def late(tensor: Tensor, turn: Turn, tag: int) -> LateMessage:
+        return LateMessage(lambda: send(tensor, turn, tag))
 
-    model._ring._exchange = late  # type: ignore[method-assign]
+    model._ring._send = late  # type: ignore[assignment, method-assign]
 
 
 def train_late(flags: str) -> tuple[Trained, Trained, Trained]:
@@ -154,6 +172,11 @@ def test_late_slices_change_nothing(more: str) -> None:
                 assert step.sent == wanted.sent
             for name, values in prompt.parameters.items():
                 assert torch.equal(values, other.parameters[name]), name
+        for step in without.steps:  # where nothing overlaps, all that shifts take is exposed
+            exposed = step.exposed
+            assert exposed.intra is not None
+            assert min(exposed.gather, exposed.reduce) > 0.0
+            assert 0.0 < exposed.intra <= exposed.total
 
 
 def what_is_printed(flags: str) -> tuple[list[str], str]:

@@ -1,0 +1,145 @@
+"""How far the loss curves of runs lie apart, iteration by iteration."""
+
+# Runs of the same model on the same samples differ by the order of their sums, and training makes
+# such a difference grow. How much so, a second pair of runs tells that differs in nothing else.
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.atomic_file import replacing
+from paro.runtime import run_script, user_mistakes
+from tools.picture import check_can_draw, drawing
+from tools.run_report.runs import Run, read_runs
+
+DESCRIPTION = """\
+Compares the losses of runs with those of the first one: metrics files, written with
+--log-interval 1. Prints relative differences, and can write and draw the curves.
+
+  python tools/compare_curves.py gathered.jsonl rotated.jsonl --json curves.json --plot curves.png
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distance:
+    """A run beside the first one: relative differences of the loss, without their sign."""
+
+    name: str
+    first: float  # at the first iteration that both have
+    early: float  # the largest within the first tenth
+    largest: float
+    mean: float
+    mean_signed: float  # loss above (+) or below the first run's, in the mean
+    last_loss: float
+
+
+def losses_of(run: Run) -> dict[int, float]:
+    """Losses by iteration; of an iteration that was run again, the last one's."""
+    iterations, losses = run.series("lm_loss")
+    return {int(iteration): loss for iteration, loss in zip(iterations, losses, strict=True)}
+
+
+def differences_from(run: Run, reference: Run) -> dict[int, float]:
+    """By iteration, (loss - reference) / reference; `ValueError` where they share none."""
+    mine, theirs = losses_of(run), losses_of(reference)
+    shared = sorted(mine.keys() & theirs.keys())
+    if not shared:
+        raise ValueError(f"{run.name} and {reference.name} have logged no iteration in common")
+    return {at: (mine[at] - theirs[at]) / theirs[at] for at in shared}
+
+
+def distance_of(run: Run, reference: Run) -> Distance:
+    """How far a run is from the reference."""
+    signed = list(differences_from(run, reference).values())
+    sizes = [abs(value) for value in signed]
+    return Distance(
+        name=run.name,
+        first=sizes[0],
+        early=max(sizes[: max(1, len(sizes) // 10)]),
+        largest=max(sizes),
+        mean=sum(sizes) / len(sizes),
+        mean_signed=sum(signed) / len(signed),
+        last_loss=list(losses_of(run).values())[-1],
+    )
+
+
+def table(distances: Sequence[Distance], reference: Run) -> str:
+    """The distances, for people."""
+    width = max(len(row.name) for row in distances)
+    last = list(losses_of(reference).values())[-1]
+    heads = ("first", "first tenth", "largest", "mean", "signed mean", "last loss")
+    lines = [
+        f"losses beside those of {reference.name}, whose last is {last:.4f}, relative",
+        " ".join([" " * width, *(f"{head:>11}" for head in heads)]),
+    ]
+    for row in distances:
+        values = (row.first, row.early, row.largest, row.mean)
+        cells = [f"{value:11.1e}" for value in values]
+        lines.append(
+            " ".join([f"{row.name:{width}}", *cells, f"{row.mean_signed:+11.1e}"])
+            + f" {row.last_loss:11.4f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(path: Path, runs: Sequence[Run]) -> None:
+    """The curves one over the other, and below them how far they lie apart."""
+    with drawing(path, 2, 1, size=(8, 7), sharex=True) as (_, panels):
+        losses, apart = panels[0][0], panels[1][0]
+        for number, run in enumerate(runs):
+            curve = losses_of(run)
+            style = {"linewidth": 2.5 - number, "linestyle": ("-", "--", ":")[min(number, 2)]}
+            losses.plot(list(curve), list(curve.values()), label=run.name, **style)
+            if number:
+                gaps = differences_from(run, runs[0])
+                sizes = [abs(gap) or None for gap in gaps.values()]
+                apart.plot(list(gaps), sizes, label=f"{run.name}, beside {runs[0].name}")
+        losses.set_ylabel("loss")
+        apart.set_ylabel("relative difference of the loss")
+        apart.set_yscale("log")
+        apart.set_xlabel("iteration")
+        for panel in (losses, apart):
+            panel.grid(alpha=0.3)
+            panel.legend()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("metrics", nargs="+", type=Path, help="what --metrics-file wrote; the first is compared to")
+    add("--names", nargs="+", default=(), help="of the runs; default: strategies")
+    add("--json", type=Path, metavar="FILE", help="write curves and distances there")
+    add("--plot", type=Path, metavar="FILE", help="draw them there (png, svg, pdf)")
+    options = parser.parse_args(argv)
+    with user_mistakes():
+        if len(options.metrics) < 2:
+            raise ValueError("there is nothing to compare: give two metrics files or more")
+        if options.plot is not None:
+            check_can_draw(options.plot)
+        runs = read_runs(options.metrics, options.names)
+        distances = [distance_of(run, runs[0]) for run in runs[1:]]
+    print(table(distances, runs[0]))
+    if options.json is not None:
+        figures = {
+            "reference": runs[0].name,
+            "distances": [asdict(row) for row in distances],
+            "losses": {run.name: losses_of(run) for run in runs},
+        }
+        with replacing(options.json) as temporary:
+            temporary.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        draw(options.plot, runs)
+
+
+if __name__ == "__main__":
+    run_script("compare_curves.py", main)
