@@ -23,6 +23,8 @@ from paro.report.log_line import arguments_block
 from paro.report.memory import MemoryForecast, resident_bytes
 from paro.report.observer import Observer
 from paro.report.profiler import MemoryHistory, Profiler
+from paro.report.progress import Progress
+from paro.report.record import RunFacts
 from paro.report.report import open_report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
@@ -30,6 +32,7 @@ from paro.resume import Saver, load_run
 from paro.runtime import (
     Control,
     distributed,
+    read_job_id,
     run_script,
     seed_everything,
     user_mistakes,
@@ -98,7 +101,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        saving=saving_of(args, config, training, log, loaded),
+        saving=saving_of(args, config, training, facts, log, loaded),
         forecast=forecast,
         observers=observers,
     )
@@ -132,9 +135,14 @@ def open_data(config: RunConfig, state: TrainState) -> Datasets:
 def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
     """What watches the loop beside the report."""
     folder = config.report.tensorboard_dir or config.checkpoint.save
-    minutes = config.runtime.distributed_timeout_minutes
+    runtime = config.runtime
     return (
-        Watchdog(config.watch, rank=log.rank, timeout_minutes=minutes),
+        Watchdog(
+            config.watch,
+            rank=log.rank,
+            timeout_minutes=runtime.distributed_timeout_minutes,
+            flight_dir=runtime.flight_recorder_dir,
+        ),
         Profiler(config.profile, log, folder=folder),
         MemoryHistory(config.profile, log, training.device),
     )
@@ -147,13 +155,22 @@ def title_of(config: RunConfig) -> str:
 
 
 def saving_of(
-    args: Namespace, config: RunConfig, training: Training, log: Log, loaded: TrainState | None
+    args: Namespace,
+    config: RunConfig,
+    training: Training,
+    facts: RunFacts,
+    log: Log,
+    loaded: TrainState | None,
 ) -> Saving | None:
     """How the run is saved, if at all; what lies under --save already is not saved again."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or config.train.skip_train:
         return None
-    saver = Saver(config, training, log, arguments=vars(args))
+    progress = None
+    if config.report.log_progress:
+        start = 0 if loaded is None else loaded.consumed_train_samples
+        progress = Progress(checkpoint.save, facts, log, start_samples=start, job_id=read_job_id())
+    saver = Saver(config, training, log, arguments=vars(args), progress=progress)
     continued = loaded if checkpoint.save == checkpoint.load else None
     return Saving(
         write=saver.save,

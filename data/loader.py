@@ -296,19 +296,23 @@ class MicroBatches:
                 "again with a smaller --num-workers, or with 0 to see what it meets"
             ) from error
         if isinstance(batch, Exception):
-            raise batch
+            try:
+                raise batch
+            finally:
+                del batch  # else it would hold this frame, whose part it is
         return batch
 
     def sample_numbers(self) -> Iterator[range]:
         """The samples of micro-batch 0, 1, ...; without end."""
-        stride = self.micro_batch_size * self.world_size
-        first = self.consumed_samples
-        while True:
-            begin = first + self.rank * self.micro_batch_size
-            yield range(begin, begin + self.micro_batch_size)
-            first += stride
-            if self.whole and first >= len(self.dataset):
-                first = 0
+        # A generator of its own: one that held `self`, and by it its own reader, would be left to
+        # the garbage collector, which takes the queues of processes that read ahead before their
+        # ends are told, and then waits 5 seconds for each.
+        return _sample_numbers(
+            range(self.rank * self.micro_batch_size, (self.rank + 1) * self.micro_batch_size),
+            consumed=self.consumed_samples,
+            stride=self.micro_batch_size * self.world_size,
+            round_of=len(self.dataset) if self.whole else None,
+        )
 
     def _read(self) -> Iterator[Batch | Exception]:
         fetch = Fetch(self.dataset, self.rules, masks_beyond_end=self.whole)
@@ -331,6 +335,18 @@ class MicroBatches:
         )
         with _child_signals_left_alone():
             return iter(loader)
+
+
+def _sample_numbers(
+    own: range, *, consumed: int, stride: int, round_of: int | None
+) -> Iterator[range]:
+    """A rank's part of every stride; from the beginning again where a round is over."""
+    first = consumed
+    while True:
+        yield range(first + own.start, first + own.stop)
+        first += stride
+        if round_of is not None and first >= round_of:
+            first = 0
 
 
 @contextmanager

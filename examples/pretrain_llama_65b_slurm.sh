@@ -141,6 +141,8 @@ EVAL_AND_LOGGING_ARGS=(
     --save "$CHECKPOINT_PATH"
     --load "$CHECKPOINT_PATH"
     --exit-signal-handler
+    --log-progress
+    --flight-recorder-dir "$CHECKPOINT_PATH/flight_recorder"
     --tensorboard-dir "$TENSORBOARD_LOGS_PATH"
     --metrics-file "$CHECKPOINT_PATH/metrics.jsonl"
 )

@@ -9,6 +9,7 @@
 #   RUN_DIR          where everything is written (runs/quickstart)
 #   TEXT             a .jsonl file of your own, {"text": ...} a line, instead of Python's library
 #   TRAIN_ITERS      optimizer steps (240)
+#   EXTRA_FLAGS      more flags for the training, such as --tensorboard-dir runs/quickstart/board
 #   OMP_NUM_THREADS  threads of a rank (1: the 4 ranks already fill the cores of a small machine)
 #   DRY_RUN=1        only print the commands, and check that of the training if its tokenizer is there
 set -euo pipefail
@@ -68,6 +69,7 @@ EVAL_AND_LOGGING_ARGS=(
     --load "$CHECKPOINTS"
     --override-opt_param-scheduler # a run may go on with other TRAIN_ITERS
 )
+read -ra EXTRA_ARGS <<<"${EXTRA_FLAGS:-}"
 
 # Prints a command as one would type it, and runs it.
 run() {
@@ -107,7 +109,7 @@ train() {
     fi
     local flags=(
         "${PARO_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}"
-        "${EVAL_AND_LOGGING_ARGS[@]}"
+        "${EVAL_AND_LOGGING_ARGS[@]}" "${EXTRA_ARGS[@]}"
     )
     run torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py "${flags[@]}"
     if [[ -n ${DRY_RUN:-} && -s $TOKENIZER.model ]]; then

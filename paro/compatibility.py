@@ -230,7 +230,6 @@ RULES = (
     _switch("--log-world-size-to-tensorboard", "the number of ranks is always written"),
     _switch("--log-batch-size-to-tensorboard", "the batch size is always written"),
     _unheard("--no-log-loss-scale-to-tensorboard", "the loss scale is always written"),
-    _unheard("--log-progress", "progress.txt is not written"),
 )
 
 

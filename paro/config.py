@@ -127,7 +127,7 @@ class RunConfig:
         if not config.launch.dry_run:  # folders and packages are the training machine's
             check_load(config.checkpoint)
             check_save(config.checkpoint)
-            check_trackers(config.report)
+            check_trackers(config.report, config.runtime)
         return config
 
 

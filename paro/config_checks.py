@@ -14,6 +14,7 @@ from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import newest_whole
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
+from paro.runtime import RuntimeConfig
 from paro.sharding.wrap import ShardingConfig
 from paro.strategy import FLAG, Strategy
 from paro.training import TrainConfig
@@ -100,7 +101,7 @@ def check_save(checkpoint: CheckpointConfig) -> None:
         _check_writable("--save", checkpoint.save)
 
 
-def check_trackers(report: ReportConfig) -> None:
+def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:
     """A package that is missing, or a folder that cannot be written, is told before the start."""
     for flag, given, package in (
         ("--tensorboard-dir", report.tensorboard_dir, "tensorboard"),
@@ -115,11 +116,15 @@ def check_trackers(report: ReportConfig) -> None:
         _check_writable("--tensorboard-dir", report.tensorboard_dir)
     if report.wandb_save_dir is not None:
         _check_writable("--wandb-save-dir", report.wandb_save_dir)
+    if runtime.flight_recorder_dir is not None:
+        _check_writable("--flight-recorder-dir", runtime.flight_recorder_dir)
 
 
 def check_profile(
     profile: ProfileConfig, report: ReportConfig, checkpoint: CheckpointConfig
 ) -> None:
+    if report.log_progress and checkpoint.save is None:
+        raise ValueError("--log-progress needs --save: progress.txt lies with the checkpoints")
     if profile.use_pytorch_profiler and not (report.tensorboard_dir or checkpoint.save):
         raise ValueError("--use-pytorch-profiler needs --tensorboard-dir, or --save, for its trace")
 

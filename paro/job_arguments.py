@@ -112,6 +112,8 @@ def add_logging_args(parser: ArgumentParser) -> None:
         "memory, bytes sent")
     add("--peak-tflops", type=float, metavar="X",
         help="what one device can compute, for MFU; default: a table of GPUs, else timed at start")
+    add("--log-progress", action="store_true",
+        help="note every start and save in progress.txt under --save, with throughput and tokens")
     add("--timing-log-level", type=int, choices=(0, 1, 2), default=0, metavar="LEVEL",
         help="time more than the iteration, and print it with the line: 1, the parts of a step; 2, "
         "those of each micro-batch; on a GPU a timer waits for the device, which costs overlap")
@@ -127,6 +129,9 @@ def add_logging_args(parser: ArgumentParser) -> None:
     add("--hang-dump-minutes", type=float, metavar="MINUTES",
         help="after so long without progress every rank prints where its threads stand; default: "
         "half of --distributed-timeout-minutes; 0: never")
+    add("--flight-recorder-dir", metavar="DIR",
+        help="write the collectives that a rank began last to DIR/rank_<rank> when it stands "
+        "still, and when NCCL gives up on one; torchfrtrace DIR compares the ranks")
     add("--log-straggler", action="store_true",
         help="print with the line which rank the others wait for, and whether computing, data or "
         "communication is the cause")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from paro.groups import make_save_groups
 from paro.optim.loss_scale import LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
 from paro.report.log import Log
+from paro.report.progress import Progress
 from paro.runtime import UserMistakeError, one_line, timeout_of, user_mistakes
 from paro.training import Training, TrainState
 
@@ -42,12 +43,14 @@ class Saver:
         log: Log,
         *,
         arguments: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         assert config.checkpoint.save is not None, "nowhere to save"
         self._config = config
         self._training = training
         self._log = log
         self._arguments = dict(arguments or {})
+        self._progress = progress
         self._root = Path(config.checkpoint.save)
         self._background = Background()
         self._copy = HostCopy()
@@ -98,12 +101,14 @@ class Saver:
         )
         self._under_way = state.iteration
         if config.checkpoint.async_save:
-            self._background.start(write)
+            self._note(state, is_async=True)
+            self._background.start(partial(self._finish, write, state.iteration))
             return True
         try:
             write()
         except CheckpointError as error:  # a full disk, say, on which all ranks agree
             return self._give_up(error)
+        self._note(state, is_async=False)
         return True
 
     def settle(self) -> bool:
@@ -114,6 +119,17 @@ class Saver:
         if not isinstance(failure, CheckpointError):
             raise failure
         return self._give_up(failure)
+
+    def _note(self, state: TrainState, *, is_async: bool) -> None:
+        if self._progress is not None:
+            samples = state.consumed_train_samples
+            self._progress.saved(state.iteration, samples, is_async=is_async)
+
+    def _finish(self, write: Callable[[], None], iteration: int) -> None:
+        """On the thread beside the training."""
+        write()
+        if self._progress is not None:
+            self._progress.finished(iteration)
 
     def _give_up(self, error: CheckpointError) -> bool:
         told = f"iteration {self._under_way} is not saved: {one_line(error)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pickle
 import random
 import re
 import signal
@@ -13,10 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from paro.rendezvous import fresh_store
 
@@ -32,6 +36,7 @@ class World:
 
 
 DEFAULT_RANKS_PER_NODE = 8  # of a dry run: a DGX
+FLIGHT_PREFIX = "rank_"  # of the files in --flight-recorder-dir; the rank is the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,7 @@ class RuntimeConfig:
 
     distributed_backend: str = "nccl"  # or "gloo": CPU ranks
     distributed_timeout_minutes: int = 10
+    flight_recorder_dir: str | None = None
 
     def __post_init__(self) -> None:
         if self.distributed_timeout_minutes <= 0:
@@ -217,6 +223,54 @@ def user_mistakes() -> Iterator[None]:
         raise UserMistakeError(one_line(error)) from error
 
 
+def read_job_id() -> str:
+    """SLURM's number of this job; empty where there is none."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+# torch keeps this many of its last collectives in memory.
+_RECORDED_COLLECTIVES = 2000
+
+
+def _record_flights(folder: str) -> None:
+    """Lets torch record collectives, and NCCL write them down where one times out.
+
+    What the environment says about it already stands.
+    """
+    place = Path(folder).absolute()
+    place.mkdir(parents=True, exist_ok=True)
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES)),
+        ("TORCH_FR_DUMP_TEMP_FILE", str(place / FLIGHT_PREFIX)),  # torch appends the rank
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def recorded_collectives() -> bytes | None:
+    """What torch's flight recorder has of this process, pickled; None without process groups."""
+    if not dist.is_initialized():
+        return None
+    recorders = importlib.import_module("torch._C._distributed_c10d")
+    if dist.get_backend() == "nccl":
+        return bytes(recorders._dump_nccl_trace())
+    recorded = pickle.loads(recorders._dump_fr_trace())
+    # Of gloo's groups torch leaves out their names, by which its tool looks their ranks up.
+    groups = {group.group_name: group for group in distributed_c10d._world.pg_names}
+    recorded["pg_config"] = {
+        name: {
+            "name": name,
+            "desc": group.group_desc,
+            "ranks": str(dist.get_process_group_ranks(group)),
+        }
+        for name, group in groups.items()
+    }
+    recorded["entries"] = [
+        entry for entry in recorded["entries"] if entry["process_group"][0] in groups
+    ]
+    return pickle.dumps(recorded)
+
+
 def _store_of_this_attempt(world: World, timeout: timedelta) -> dist.Store | None:
     """Where the ranks of a torchrun that restarts find each other; else None: torch's own way."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -231,6 +285,8 @@ def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
     """The process group of a run, for as long as the block lasts; none for one process."""
     with user_mistakes():
         device = device_for(config, world)
+        if config.flight_recorder_dir is not None:
+            _record_flights(config.flight_recorder_dir)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.size > 1:

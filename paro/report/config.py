@@ -12,6 +12,7 @@ class ReportConfig:
 
     log_interval: int = 100
     log_throughput: bool = False
+    log_progress: bool = False
     metrics_file: str | None = None
     peak_tflops: float | None = None
     tensorboard_dir: str | None = None

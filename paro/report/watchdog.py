@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from data.atomic_file import replacing
+from paro.runtime import FLIGHT_PREFIX, recorded_collectives
 
 _BEAT_SECONDS = 1.0
 _State = tuple[str, int, float]  # what is done, after how many iterations, since when
@@ -45,11 +46,13 @@ class Watchdog:
         *,
         rank: int,
         timeout_minutes: float,
+        flight_dir: str | None = None,
         stream: TextIO | None = None,
     ) -> None:
         minutes = config.hang_dump_minutes
         self._limit = 60.0 * (timeout_minutes / 2.0 if minutes is None else minutes)
         self._rank = rank
+        self._flights = None if flight_dir is None else Path(flight_dir) / f"{FLIGHT_PREFIX}{rank}"
         self._heartbeat = None
         if rank == 0 and config.heartbeat_file is not None:
             self._heartbeat = Path(config.heartbeat_file)
@@ -89,7 +92,9 @@ class Watchdog:
             if stood > self._limit and state is not self._told:
                 self._told = state
                 self._stream.write(self._standstill(state, stood))
-                self._stream.flush()
+                self._stream.flush()  # what comes next may stand still as well
+                if self._flights is not None:
+                    self._write_flights(self._flights)
         if self._limit:
             faulthandler.cancel_dump_traceback_later()
         if self._heartbeat is not None and self._state is not self._beaten:
@@ -105,6 +110,19 @@ class Watchdog:
             self._stream.write(f"--heartbeat-file is left out from here on: {error}\n")
             self._heartbeat = None
         self._beaten = state
+
+    def _write_flights(self, path: Path) -> None:
+        try:
+            recorded = recorded_collectives()
+            if recorded is None:
+                return
+            with replacing(path) as temporary:
+                temporary.write_bytes(recorded)
+            told = f"its last collectives are in {path}: torchfrtrace {path.parent} compares ranks"
+        except (OSError, RuntimeError) as error:
+            told = f"--flight-recorder-dir: {error}"
+        self._stream.write(f"[Rank {self._rank}] {told}\n")
+        self._stream.flush()
 
     def _standstill(self, state: _State, stood: float) -> str:
         """Where each thread stands, in one text so that ranks do not mix."""

@@ -279,13 +279,29 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
     monkeypatch.setattr(os, "fsync", fail)
 
 
+def noted(folder: Path) -> list[str]:
+    """What progress.txt says that happened, with the iteration."""
+    lines = (folder / "progress.txt").read_text().splitlines()
+    fields = [line.split("\t")[3:5] for line in lines]
+    return [" ".join(word.removeprefix("Iteration: ") for word in words) for words in fields]
+
+
 @pytest.mark.ranks
 def test_an_asynchronous_save_is_the_synchronous_one(tmp_path: Path) -> None:
     flags = [*RUN, "--train-iters", 5, "--paro-strategy", "NIG", "--paro-group-size", 2]
     for name, how in (("sync", []), ("async", ["--async-save"])):
         lines = tmp_path / f"{name}.jsonl"
         save = ["--save", tmp_path / name, "--save-interval", 2, "--metrics-file", lines]
-        on_ranks([*flags, *save, *how], 4)
+        on_ranks([*flags, *save, *how, "--log-progress"], 4)
+    assert noted(tmp_path / "sync") == [
+        "Starting job",
+        *(f"Saved checkpoint {i}" for i in (2, 4, 5)),
+    ]
+    beside = noted(tmp_path / "async")
+    assert sorted(beside) == sorted(
+        ["Starting job"]
+        + [f"{what} async checkpoint {i}" for i in (2, 4, 5) for what in ("Saving", "Saved")]
+    )
     assert losses(tmp_path / "async.jsonl") == losses(tmp_path / "sync.jsonl")
     for iteration in (2, 4, 5):
         there, here = (load_parameters(tmp_path / name, iteration) for name in ("sync", "async"))

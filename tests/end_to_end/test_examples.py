@@ -17,6 +17,7 @@ from paro.arguments import parse_args
 from paro.config import RunConfig, take_world
 from paro.dry_run import Plan, plan_run
 from paro.runtime import World
+from tests.end_to_end.test_training import run_main
 from tests.helpers.ranks import ROOT
 from tools.train_tokenizer import main as train_tokenizer
 
@@ -105,16 +106,34 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Dry runs, as a user makes them
 
 
-def dry_run(script: str, world_size: int, folder: Path) -> str:
-    nodes = {"NNODES": world_size // 8, "GPUS_PER_NODE": 8, "RANKS_PER_NODE": 8}
-    return bash(script, folder / "save", folder / "board", path=str(BIN), DRY_RUN=1, **nodes)
+def nodes_of(world_size: int) -> dict[str, object]:
+    return {"NNODES": world_size // 8, "GPUS_PER_NODE": 8, "RANKS_PER_NODE": 8, "DRY_RUN": 1}
+
+
+def dry_run(recorders: Path, script: str, world_size: int, folder: Path) -> str:
+    """What the plain process prints that a script starts; its start costs more than its work."""
+    nodes = nodes_of(world_size)
+    started = start(recorders, script, folder / "save", folder / "board", **nodes)
+    assert started.launcher == ["python"]
+    ended = run_main(["pretrain_llama.py", *started.flags])
+    assert ended.mistake is None, ended.mistake
+    return ended.printed
+
+
+def test_a_dry_run_is_one_plain_process(recorders: Path, tmp_path: Path) -> None:
+    for script in ("pretrain_llama_7b_dgx.sh", "cpu_emulated_cluster.sh"):
+        printed = bash(script, tmp_path / "save", tmp_path / "board", path=str(BIN), **nodes_of(16))
+        ours = dry_run(recorders, script, 16, tmp_path)
+        assert printed == ours
 
 
 @pytest.mark.parametrize("world_size", [16, 128])
 @pytest.mark.parametrize("script", CLUSTER)
-def test_a_cluster_is_planned_on_any_machine(script: str, world_size: int, tmp_path: Path) -> None:
+def test_a_cluster_is_planned_on_any_machine(
+    recorders: Path, script: str, world_size: int, tmp_path: Path
+) -> None:
     before = sorted(ROOT.iterdir())
-    out = dry_run(script, world_size, tmp_path)
+    out = dry_run(recorders, script, world_size, tmp_path)
     assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, nccl\n" in out
     assert f"> number of parameters: {NUM_PARAMETERS[size_of(script)]};" in out
     assert "> fits into the 76.4 GB that can be used of 84.9 GB\n" in out
@@ -124,16 +143,18 @@ def test_a_cluster_is_planned_on_any_machine(script: str, world_size: int, tmp_p
 
 
 @pytest.mark.parametrize("world_size", [16, 128])
-def test_an_emulated_cluster_is_planned_without_root(world_size: int, tmp_path: Path) -> None:
-    out = dry_run("cpu_emulated_cluster.sh", world_size, tmp_path)
+def test_an_emulated_cluster_is_planned_without_root(
+    recorders: Path, world_size: int, tmp_path: Path
+) -> None:
+    out = dry_run(recorders, "cpu_emulated_cluster.sh", world_size, tmp_path)
     assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, gloo\n" in out
     assert "> strategy IIG: " in out
     assert ", collectives ho-ring\n" in out
     assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
 
 
-def test_a_single_gpu_is_planned_without_one(tmp_path: Path) -> None:
-    out = dry_run("single_gpu.sh", 8, tmp_path)
+def test_a_single_gpu_is_planned_without_one(recorders: Path, tmp_path: Path) -> None:
+    out = dry_run(recorders, "single_gpu.sh", 8, tmp_path)
     assert "> dry run of 1 rank on 1 node of 1, nccl\n" in out
     assert "> number of parameters: 364,430,336;" in out
     assert "> fits into the 14.4 GB that can be used of 16 GB\n" in out

@@ -1,4 +1,4 @@
-"""The quickstart from text to sample, shortened; called again it goes on from what is there."""
+"""The quickstart from text to sample, shortened, tracked; called again it goes on from there."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.test_trackers import MEGATRON, OURS, read_tensorboard, read_wandb
+from tests.end_to_end.test_training import read_metrics
 from tests.helpers.ranks import ROOT
 
+BIN = Path(sys.executable).parent
 TEXT_BYTES = 600_000
+ALL_TAGS = (
+    "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --log-timers-to-tensorboard"
+)
 
 
 def write_text(path: Path) -> None:
@@ -29,16 +35,20 @@ def write_text(path: Path) -> None:
                 return
 
 
-def quickstart(run_dir: Path, text: Path, *, train_iters: int) -> subprocess.CompletedProcess[str]:
+def quickstart(
+    run_dir: Path, text: Path, *, train_iters: int, programs: Path = BIN, extra_flags: str = ""
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(ROOT / "examples" / "quickstart.sh")],
         env={
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{programs}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "offline",
             "RUN_DIR": str(run_dir),
             "TEXT": str(text),
             "TRAIN_ITERS": str(train_iters),
+            "EXTRA_FLAGS": extra_flags,
         },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -56,13 +66,45 @@ def sample(output: str) -> str:
     return output[output.rindex("+ python tools/generate.py") : output.index("loss of the untr")]
 
 
+def check_summary(output: str, metrics: list[dict[str, float]]) -> None:
+    """The losses and the places that stand at the end."""
+    told = re.search(r"untrained model ([\d.]+), on held-out .* ([\d.]+): (-?[\d.]+) nats", output)
+    assert told is not None, output
+    start, end, gained = map(float, told.groups())
+    assert start == pytest.approx(metrics[0]["lm_loss"], abs=0.006)
+    assert gained == pytest.approx(start - end, abs=0.011)
+    paths = re.findall(r"^(?:tokenizer|token ids|checkpoints|metrics|log) +([^,\n]+)", output, re.M)
+    assert len(paths) == 5
+    assert all(Path(path).exists() for path in paths)
+
+
+def check_trackers(folder: Path, metrics: list[dict[str, float]]) -> None:
+    """Every tag, in TensorBoard's files and in those of one W&B run that was gone on with."""
+    wanted = MEGATRON | OURS
+    board = read_tensorboard(folder / "board")
+    assert wanted <= board.keys()
+    assert {f"{tag} vs samples" for tag in wanted} <= board.keys()
+    (values,) = read_wandb(folder).values()  # one run, in two files
+    assert wanted | {"samples vs steps"} <= values.keys()
+    assert sorted(values["lm loss"]) == [1, 2]
+    for line in metrics:
+        step = int(line["iteration"])
+        assert board["lm loss"][step] == pytest.approx(line["lm_loss"], rel=1e-6)
+        assert values["lm loss"][step] == pytest.approx(line["lm_loss"], rel=1e-6)
+        assert values["samples vs steps"][step] == line["consumed_samples"]
+    panels = {tag.partition("/")[0] for tag in OURS}
+    assert panels == {"throughput", "memory", "communication", "data", "steps"}
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(900)  # half a minute on two cores of one's own
 def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     run_dir, text = tmp_path / "a run", tmp_path / "text.jsonl"
     write_text(text)
+    trackers = f"--tensorboard-dir {tmp_path}/board --wandb-project p --wandb-save-dir {tmp_path}"
+    extra_flags = f"{trackers} {ALL_TAGS}"
 
-    first = quickstart(run_dir, text, train_iters=1)
+    first = quickstart(run_dir, text, train_iters=1, extra_flags=extra_flags)
     assert first.returncode == 0, first.stdout
     assert commands(first.stdout) == [
         "train_tokenizer",
@@ -72,39 +114,33 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     ]
     assert "> strategy IIG: 4 ranks in groups of 2" in first.stdout
     assert "validation loss at iteration 1 on validation set" in first.stdout
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(run_dir / "metrics.jsonl")
     assert [line["iteration"] for line in metrics] == [1]
     # Close to the loss of a fair guess, ln 4096, as the summary has it too.
     assert metrics[0]["lm_loss"] == pytest.approx(8.32, abs=0.2)
-    told = re.search(
-        r"untrained model ([\d.]+), on held-out .* ([\d.]+): (-?[\d.]+) nats", first.stdout
-    )
-    assert told is not None, first.stdout
-    start, end, gained = map(float, told.groups())
-    assert start == pytest.approx(metrics[0]["lm_loss"], abs=0.006)
-    assert gained == pytest.approx(start - end, abs=0.011)
+    check_summary(first.stdout, metrics)
     assert len(sample(first.stdout)) > 100
-    paths = re.findall(
-        r"^(?:tokenizer|token ids|checkpoints|metrics|log) +([^,\n]+)", first.stdout, re.M
-    )
-    assert len(paths) == 5
-    assert all(Path(path).exists() for path in paths)
 
+    second = quickstart(run_dir, text, train_iters=2, extra_flags=extra_flags)
+    assert second.returncode == 0, second.stdout
+    assert commands(second.stdout) == ["pretrain_llama", "generate"]
+    assert "successfully loaded checkpoint" in second.stdout
+    assert re.findall(r"iteration +(\d+)/ +2 ", second.stdout) == ["2"]
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["iteration"] for line in metrics] == [1, 2]
+    check_trackers(tmp_path, metrics)
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho a sample\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
     made = [path for path in run_dir.rglob("*") if path.is_file() and path.suffix != ".log"]
     before = {path: path.stat().st_mtime_ns for path in made}
-    second = quickstart(run_dir, text, train_iters=1)
-    assert second.returncode == 0, second.stdout
-    assert commands(second.stdout) == ["generate"]
-    assert second.stdout.count("\n= ") + second.stdout.startswith("= ") == 4
-    assert sample(second.stdout) == sample(first.stdout)
-    assert second.stdout.endswith(first.stdout[first.stdout.index("loss of the untrained") :])
-    assert {path: path.stat().st_mtime_ns for path in made} == before
-
-    third = quickstart(run_dir, text, train_iters=2)
+    third = quickstart(run_dir, text, train_iters=2, programs=tmp_path / "bin")
     assert third.returncode == 0, third.stdout
-    assert commands(third.stdout) == ["pretrain_llama", "generate"]
-    assert "successfully loaded checkpoint" in third.stdout
-    assert re.findall(r"iteration +(\d+)/ +2 ", third.stdout) == ["2"]
+    assert commands(third.stdout) == ["generate"]
+    assert third.stdout.count("\n= ") + third.stdout.startswith("= ") == 4
+    assert third.stdout.endswith(second.stdout[second.stdout.index("loss of the untrained") :])
+    assert {path: path.stat().st_mtime_ns for path in made} == before
 
 
 def test_a_step_that_fails_ends_the_quickstart(tmp_path: Path) -> None:

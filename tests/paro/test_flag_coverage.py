@@ -87,6 +87,7 @@ CASES = {
     "hidden_size": ((), "", "--hidden-size 128"),
     "initial_loss_scale": ((), "", "--initial-loss-scale 64"),
     "llama_preset": (("num-layers",), "--num-layers 4", "--llama-preset 7B"),
+    "log_progress": ((), "--save .", "--save . --log-progress"),
     "lr_decay_style": ((), "", "--lr-decay-style cosine"),
     "lr_warmup_iters": ((), "", "--lr-warmup-iters 3"),
     "lr_warmup_samples": ((), "", "--lr-warmup-samples 50"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -11,9 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from paro.report.watchdog import WatchConfig, Watchdog
-from tests.helpers.ranks import ROOT
+from tests.helpers.ranks import ROOT, run_ranks
+
+ODD_SIZE = 7919  # of a collective that no other test has
 
 
 class Stream(io.StringIO):
@@ -107,3 +112,34 @@ def test_a_library_that_keeps_the_interpreters_lock_is_shown_too() -> None:
     assert done.returncode == 0, done.stderr
     assert "Timeout (" in done.stderr
     assert 'File "<string>", line 7' in done.stderr
+
+
+def stand_still(folder: str) -> tuple[str, list[str]]:
+    """What a rank prints, and the collectives it wrote down, while rank 0 waits for rank 1."""
+    rank, stream, tensor = dist.get_rank(), Stream(), torch.ones(ODD_SIZE)
+    begun = dist.all_reduce(tensor, async_op=True) if rank == 0 else None
+    config = WatchConfig(hang_dump_minutes=0.2 / 60)
+    dog = Watchdog(config, rank=rank, timeout_minutes=10.0, flight_dir=folder, stream=stream)
+    dog.begins("training", 7)
+    while len(list(Path(folder).glob("rank_?"))) < 2:
+        time.sleep(0.02)
+    dog.ends()
+    if begun is None:
+        dist.all_reduce(tensor)
+    else:
+        begun.wait()
+    recorded = pickle.loads(Path(folder, f"rank_{rank}").read_bytes())
+    here = [entry for entry in recorded["entries"] if entry["input_sizes"] == [[ODD_SIZE]]]
+    # torch's own tool finds the ranks of a collective's group by its name.
+    ranks = [recorded["pg_config"][entry["process_group"][0]]["ranks"] for entry in here]
+    return stream.getvalue(), [f"{entry['profiling_name']} {ranks}" for entry in here]
+
+
+@pytest.mark.ranks
+def test_the_flight_recorder_shows_who_is_missing(tmp_path: Path) -> None:
+    (waiting, begun), (missing, not_begun) = run_ranks(stand_still, 2, str(tmp_path))
+    assert begun == ["gloo:all_reduce ['[0, 1]']"]
+    assert not_begun == []
+    for rank, text in enumerate((waiting, missing)):
+        place = f"its last collectives are in {tmp_path}/rank_{rank}: torchfrtrace {tmp_path} "
+        assert text.count(f"[Rank {rank}] {place}") == 1

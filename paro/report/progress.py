@@ -1,0 +1,113 @@
+"""progress.txt beside the checkpoints: every start and every save of a run, and its throughput."""
+
+# Megatron-LM's lines, field by field, so that what reads its file reads this one: time, job, ranks,
+# what happened; and of a save the iteration, the throughput of this job and that since the first
+# job on as many ranks (time between jobs included), the FLOPs and the tokens so far.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from paro.report.log import Log
+from paro.report.record import RunFacts
+
+PROGRESS_FILE = "progress.txt"
+_TIME = "%Y-%m-%d %H:%M:%S"
+_START = "Starting job"
+_SAVES = ("Saved checkpoint", "Saving async checkpoint")
+_FLOPS = "Floating-point operations: "
+
+
+class Progress:
+    """What the first rank writes down; a disk that fails costs one line and the file."""
+
+    def __init__(
+        self,
+        folder: str,
+        facts: RunFacts,
+        log: Log,
+        *,
+        start_samples: int,
+        job_id: str,
+        clock: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._path = Path(folder) / PROGRESS_FILE
+        self._facts = facts
+        self._log = log
+        self._job_id = job_id
+        self._is_open = log.rank == 0
+        self._clock = clock
+        self._start = clock()
+        self._start_flops = self._flops(start_samples)
+        if self._is_open:
+            self._append(_START)
+
+    def saved(self, iteration: int, samples: int, *, is_async: bool = False) -> None:
+        """A save that is complete, or that goes on beside the training."""
+        if not self._is_open:
+            return
+        flops = self._flops(samples)
+        job = self._tflops(flops - self._start_flops, since=self._start)
+        since, flops_then = self._first_start()
+        cumulative = self._tflops(flops - flops_then, since=since)
+        self._append(
+            f"{_SAVES[is_async]}\tIteration: {iteration}\t"
+            f"Job throughput: {job:.1f} TFLOP/s/GPU\t"
+            f"Cumulative throughput: {cumulative:.1f} TFLOP/s/GPU\t"
+            f"{_FLOPS}{flops:.2e}\t"
+            f"Tokens (in billions): {samples * self._facts.seq_length / 1e9:.2f}"
+        )
+
+    def finished(self, iteration: int) -> None:
+        """The end of a save beside the training; from the thread that made it."""
+        if self._is_open:
+            self._append(f"Saved async checkpoint\tIteration: {iteration}")
+
+    def _flops(self, samples: int) -> float:
+        return samples * self._facts.seq_length * self._facts.flops_per_token
+
+    def _tflops(self, flops: float, *, since: datetime) -> float:
+        """Per second and device."""
+        seconds = (self._clock() - since).total_seconds()
+        return flops / (seconds * 1e12 * self._facts.world_size) if seconds > 0 else 0.0
+
+    def _first_start(self) -> tuple[datetime, float]:
+        """When the first of the latest jobs on as many ranks began, and the FLOPs until then."""
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            lines = []
+        return first_start(lines, self._facts.world_size) or (self._start, self._start_flops)
+
+    def _append(self, text: str) -> None:
+        now = self._clock().strftime(_TIME)
+        ranks = self._facts.world_size
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as stream:
+                stream.write(f"{now}\tJob ID: {self._job_id}\t# GPUs: {ranks}\t{text}\n")
+        except OSError as error:
+            self._is_open = False
+            self._log.log0(f"--log-progress is left out from here on: {error}")
+
+
+def first_start(lines: Sequence[str], world_size: int) -> tuple[datetime, float] | None:
+    """The first start in the last run of jobs on `world_size` ranks, with the FLOPs before it."""
+    start: tuple[datetime, float] | None = None
+    flops = 0.0
+    for line in lines:
+        fields = line.split("\t")
+        try:
+            begun = datetime.strptime(fields[0], _TIME)
+            ranks = int(fields[2].removeprefix("# GPUs: "))
+            if fields[3] in _SAVES:
+                flops = float(fields[7].removeprefix(_FLOPS))
+        except (ValueError, IndexError):
+            continue  # half a line, of a job that was killed
+        if ranks != world_size:
+            start = None
+        elif fields[3] == _START and start is None:
+            start = (begun, flops)
+    return start
