@@ -69,7 +69,8 @@ def test_of_a_training_moments_and_versions_are_told(
     states = {tensor["name"].partition(".")[0] for tensor in found["tensors"]}
     assert states == {"param", "exp_avg", "exp_avg_sq"}
     assert found["iteration"] == 0
-    assert found["versions"]["torch"] == torch.__version__
+    # A wheel's metadata may leave out the build that torch itself names: 2.11.0+cu130.
+    assert found["versions"]["torch"] in (torch.__version__, torch.__version__.partition("+")[0])
     main(["--load", str(tmp_path)])
     out = capsys.readouterr().out
     totals = [line for line in out.splitlines() if line.startswith("  exp_avg_sq: ")]
