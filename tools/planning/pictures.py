@@ -101,16 +101,34 @@ class Pair(Protocol):
     @property
     def ours(self) -> float: ...
 
+    @property
+    def tolerance(self) -> float | None: ...
+
+    @property
+    def holds(self) -> bool: ...
+
 
 def draw_pairs(path: Path, pairs: Sequence[Pair]) -> None:
-    """Ours over published, a row each; between the lines they differ by a fifth at most."""
-    figure, axes = _canvas(11, 0.28 * len(pairs) + 1)
+    """Ours over published, a row each, with the band in which ours is to be."""
+    figure, axes = _canvas(11, 0.22 * len(pairs) + 1.2)
+    kinds = {
+        "within its band": ("o", "#4c78a8"),
+        "outside": ("X", "#e45756"),
+        "only its order counts": ("o", "#bab0ac"),
+    }
     for row, pair in enumerate(pairs):
-        axes.plot(pair.ours / pair.published, row, "o", color="#4c78a8")
+        if pair.tolerance is None:
+            kind = "only its order counts"
+        else:
+            kind = "within its band" if pair.holds else "outside"
+            axes.barh(row, 2 * pair.tolerance, left=1 - pair.tolerance, height=1, color="#f0f3f7")
+        marker, color = kinds[kind]
+        axes.plot(pair.ours / pair.published, row, marker, color=color, markersize=5)
+    for kind, (marker, color) in kinds.items():
+        axes.plot([], [], marker, color=color, label=kind)
     axes.set_yticks(range(len(pairs)), [f"{p.name}: {p.what}" for p in pairs], fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="gray")
-    for limit in (0.8, 1.2):
-        axes.axvline(limit, color="gray", linestyle=":")
-    axes.set(xlabel="ours / published")
+    axes.set_ylim(len(pairs) - 0.5, -0.5)
+    axes.axvline(1.0, color="gray", linewidth=0.8)
+    axes.set(xlabel="ours / published", title="The papers' figures and the planner's")
+    axes.legend(fontsize=8, loc="lower right")
     _save(figure, path)
