@@ -26,8 +26,10 @@ if not __package__:  # started as a script: the repository's packages lie beside
 from data.atomic_file import replacing
 from paro.collectives import COLLECTIVES
 from paro.collectives.schedule import Op
+from paro.config import RunConfig
 from paro.groups import Run
 from paro.planning.machine import (
+    Device,
     Machine,
     Measured,
     Nic,
@@ -49,8 +51,10 @@ from paro.runtime import (
     user_mistakes,
 )
 from paro.topology import Link, Topology, make_topology
+from tools.collective_timing.device import LARGE, SMALL, measure_device, training_config
 from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race
+from tools.collective_timing.text import table, told
 from tools.collective_timing.trial import Move
 from tools.picture import check_can_draw
 
@@ -79,6 +83,7 @@ class Settings:
     json: Path | None
     machine_file: Path | None
     plot: Path | None
+    trained: RunConfig | None = None  # what the device of a machine file is timed with
 
     def moves(self, op: Op, run: Run) -> list[Move]:
         """A move per size, each rounded up until every rank has as many elements."""
@@ -115,7 +120,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--intra-bandwidth", metavar="RATE", help="of each rank's link inside its group")
     add("--nic", choices=[nic.value for nic in Nic], help="a group's NICs; default per-rank")
     add("--paro-machine", type=Path, metavar="FILE", help="take links that no flag gives from it")
-    add("--machine-file", type=Path, metavar="OUT", help="time all axes alone too, write a machine")
+    add(
+        "--machine-file",
+        type=Path,
+        metavar="OUT",
+        help="time all axes alone too, and a model on every rank alone, and write a machine",
+    )
+    add("--train", metavar="FLAGS", help=f"that model: of pretrain_llama.py; on CPUs {SMALL}")
     add("--plot", type=Path, metavar="FILE.png", help="draw bandwidth over size")
     add("--json", type=Path, metavar="FILE", help="write the rows; bandwidths in bytes per second")
     return parser
@@ -151,7 +162,18 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
         json=args.json,
         machine_file=args.machine_file,
         plot=args.plot,
+        trained=trained(args, backend),
     )
+
+
+def trained(args: argparse.Namespace, backend: str) -> RunConfig | None:
+    """The training that tells a machine file's device; None where none is written."""
+    if args.machine_file is None:
+        return None
+    try:
+        return training_config(args.train or (LARGE if backend == "nccl" else SMALL), backend)
+    except ValueError as error:
+        raise ValueError(f"--train: {error}") from error
 
 
 def chosen(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -214,6 +236,7 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
         timeout=timeout_of(settings.runtime),
         algorithms=settings.algorithms,
         rounds=settings.rounds,
+        beside_computing=settings.machine_file is not None and control.device.type == "cpu",
     )
     axes = settings.topology.axes
     alone = [(axis,) for axis in axes] if settings.machine_file and len(axes) > 1 else []
@@ -252,26 +275,6 @@ def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of one op along one run, for people."""
-    over = {
-        "intra": "inside groups",
-        "inter": "between groups",
-        "both": "inside and between groups",
-    }
-    title = f"{rows[0]['op']}, {rows[0]['ranks']} ranks, {over[rows[0]['axes']]}"
-    lines = [f"{title:52s}ms      MB/s  bus MB/s  of bound"]
-    for row in rows:
-        fraction = row["fraction_of_bound"]
-        lines.append(
-            f"{row['bytes']:>14,} bytes  {row['algorithm']:22s} {row['seconds'] * 1e3:9.2f} "
-            f"{row['algorithm_bandwidth'] / 1e6:9.1f} {row['bus_bandwidth'] / 1e6:9.1f} "
-            f"{'' if fraction is None else format(fraction, '9.3f')}"
-            f"{'' if row['correct'] else '  WRONG'}".rstrip()
-        )
-    return "\n".join(lines) + "\n"
-
-
 def conditions(settings: Settings, control: Control) -> dict[str, Any]:
     """Under what the rows were measured."""
     machine, device = settings.machine, control.device
@@ -294,26 +297,14 @@ def conditions(settings: Settings, control: Control) -> dict[str, Any]:
     }
 
 
-def told(facts: dict[str, Any]) -> str:
-    """The conditions in a line."""
-    num_nodes = facts["nodes"]
-    rates = "".join(
-        f"{link.value} links of {rate}, "
-        for link in Link
-        if (rate := facts[f"{link.value}_bandwidth"]) is not None
-    )
-    return (
-        f"{facts['world_size']} ranks in groups of {facts['group_size']}, {num_nodes} "
-        f"node{'s' if num_nodes > 1 else ''}, {rates}{facts['dtype']}, {facts['backend']} on "
-        f"{facts['device']}, torch {facts['torch']}, medians of {facts['rounds']} rounds"
-    )
-
-
-def measured_machine(settings: Settings, outcomes: Sequence[Outcome], source: str) -> Machine:
+def measured_machine(
+    settings: Settings, outcomes: Sequence[Outcome], source: str, device: Device | None = None
+) -> Machine:
     """What was found out about the machine; wrong results are left out, however fast."""
     machine = replace(
         settings.machine,
         source=source,
+        device=device,
         measured=tuple(
             Measured(
                 axes=axes_of(outcome.move.run),
@@ -322,6 +313,7 @@ def measured_machine(settings: Settings, outcomes: Sequence[Outcome], source: st
                 num_bytes=outcome.move.num_bytes,
                 seconds=outcome.seconds,
                 cpu_seconds=outcome.cpu_seconds,
+                busy_seconds=outcome.busy_seconds,
             )
             for outcome in outcomes
             if outcome.correct
@@ -335,7 +327,12 @@ def measured_machine(settings: Settings, outcomes: Sequence[Outcome], source: st
     return replace(machine, intra=intra, inter=inter)
 
 
-def write(settings: Settings, outcomes: Sequence[Outcome], facts: dict[str, Any]) -> None:
+def write(
+    settings: Settings,
+    outcomes: Sequence[Outcome],
+    facts: dict[str, Any],
+    device: Device | None,
+) -> None:
     """The files that were asked for."""
     world = axes_of(settings.topology.axes).value
     rows = [row_of(outcome, settings) for outcome in outcomes]
@@ -346,9 +343,8 @@ def write(settings: Settings, outcomes: Sequence[Outcome], facts: dict[str, Any]
         write_text(settings.json, text + "\n")
     if settings.machine_file is not None:
         source = f"measured by tools/bench_collectives.py: {told(facts)}"
-        write_text(
-            settings.machine_file, machine_to_json(measured_machine(settings, outcomes, source))
-        )
+        machine = measured_machine(settings, outcomes, source, device)
+        write_text(settings.machine_file, machine_to_json(machine))
     if settings.plot is not None:
         plot(settings.plot, told(facts), of_world)
 
@@ -367,10 +363,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         facts = conditions(settings, control)
         if world.rank == 0:
             print(told(facts), flush=True)
+        device = measure_device(settings.trained, control) if settings.trained else None
         outcomes = race_all(settings, control)
         with control.agreed():
             if world.rank == 0:
-                write(settings, outcomes, facts)
+                write(settings, outcomes, facts, device)
     wrong = [outcome for outcome in outcomes if not outcome.correct]
     if wrong:
         if world.rank == 0:

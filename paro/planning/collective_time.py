@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paro.collectives.schedule import Op, count_pieces
-from paro.planning.machine import Axes, LinkSpeed, Machine, Nic, seconds
+from paro.planning.machine import Axes, LinkSpeed, Machine, Nic, measured_at, seconds
 from paro.topology import Axis, Link
 
 Lane = tuple[int, ...]  # the axes that a lane serves
@@ -36,7 +36,7 @@ class Job(NamedTuple):
     """Work for one lane. `intra`, `inter` and `cpu` are parts of its time, from 0 to 1.
 
     Jobs that want a kind of links at the same time share it; what a job takes of a CPU rank's
-    processor time is missing to computing.
+    processor time is missing to computing, and while ranks compute it takes `slowed` times as long.
     """
 
     lane: Lane
@@ -44,6 +44,7 @@ class Job(NamedTuple):
     intra: float
     inter: float
     cpu: float
+    slowed: float = 1.0
 
 
 Phase = tuple[Job, ...]
@@ -103,16 +104,18 @@ class CollectiveTimes:
     def _whole(self, op: Op, run: Run, num_bytes: int, algorithm: str) -> Job:
         """One job over all axes of a run."""
         axes = _axes(self.machine, run)
-        time, cpu = self._measured(op, run, num_bytes, algorithm) or (
-            _ring_seconds(self.machine, op, run, num_bytes),
-            0.0,
-        )
+        found = self._measured(op, run, num_bytes, algorithm)
+        time, cpu, slowed = found or _Found(_ring_seconds(self.machine, op, run, num_bytes))
+        busy = 1.0
+        if found and _has_links(self.machine, axes):
+            busy = min(1.0, _ring(self.machine, op, run, num_bytes)[1] / time)
         return Job(
             lane=tuple(axis.index for axis in run),
             seconds=time,
-            intra=1.0 if axes is Axes.INTRA else 0.0,
-            inter=0.0 if axes is Axes.INTRA else 1.0,
+            intra=busy if axes is Axes.INTRA else 0.0,
+            inter=0.0 if axes is Axes.INTRA else busy,
             cpu=cpu,
+            slowed=slowed,
         )
 
     def _rings(self, op: Op, run: Run, num_bytes: int, algorithm: str) -> Phase:
@@ -124,12 +127,11 @@ class CollectiveTimes:
         within = _ring_seconds(self.machine, op, inner, num_bytes)
         between = _ring_seconds(self.machine, op, outer, num_bytes // _size(inner))
         found = self._measured(op, run, num_bytes, algorithm)
-        if found is not None:
-            time, cpu = found
-        elif algorithm == "h-ring":
-            time, cpu = within + between, 0.0
-        else:
-            time, cpu = max(within, between) + self._last_piece(op, inner, outer, num_bytes), 0.0
+        if found is None and algorithm == "h-ring":
+            found = _Found(within + between)
+        elif found is None:
+            found = _Found(max(within, between) + self._last_piece(op, inner, outer, num_bytes))
+        time, cpu, slowed = found
         share = within / (within + between)
         return tuple(
             Job(
@@ -138,6 +140,7 @@ class CollectiveTimes:
                 intra=min(1.0, within / time) if part is inner else 0.0,
                 inter=min(1.0, between / time) if part is outer else 0.0,
                 cpu=cpu * (share if part is inner else 1.0 - share),
+                slowed=slowed,
             )
             for part in parts
         )
@@ -148,10 +151,8 @@ class CollectiveTimes:
         piece_bytes = num_bytes // _size(outer) // pieces
         return _ring_seconds(self.machine, op, inner, piece_bytes)
 
-    def _measured(
-        self, op: Op, run: Run, num_bytes: int, algorithm: str
-    ) -> tuple[float, float] | None:
-        """Seconds, and the part of a rank's processor time, by what was measured.
+    def _measured(self, op: Op, run: Run, num_bytes: int, algorithm: str) -> _Found | None:
+        """A collective by what was measured.
 
         An axis of another size than the one that was measured takes as long as the buffer of which
         each rank of that one would send as much.
@@ -169,22 +170,21 @@ class CollectiveTimes:
         if ranks == 1:
             return None
         same = round(num_bytes * ((size - 1) / size) / ((ranks - 1) / ranks))
-        time = seconds(machine, op, axes, algorithm, max(1, same))
-        return time, _cpu_share(machine, (axes, op, algorithm), same)
+        kind = machine, op, axes, algorithm, max(1, same)
+        time = seconds(*kind)
+        busy = measured_at(*kind, figure=lambda row: row.busy_seconds) or time
+        cpu = measured_at(*kind, figure=lambda row: row.cpu_seconds) or 0.0
+        cores = machine.device.cores if machine.device else None
+        share = 0.0 if cores is None else min(1.0, cpu / time / cores)
+        return _Found(time, share, max(1.0, busy / time))
 
 
-def _cpu_share(machine: Machine, kind: tuple[Axes, Op, str], num_bytes: int) -> float:
-    """What a collective takes of a rank's share of the cores, by the measured size next to it."""
-    cores = machine.device.cores if machine.device else None
-    rows = [
-        row
-        for row in machine.measured
-        if (row.axes, row.op, row.algorithm) == kind and row.cpu_seconds is not None
-    ]
-    if cores is None or not rows:
-        return 0.0
-    row = min(rows, key=lambda row: abs(math.log(row.num_bytes / max(1, num_bytes))))
-    return min(1.0, (row.cpu_seconds or 0.0) / row.seconds / cores)
+class _Found(NamedTuple):
+    """What a collective takes alone, of a rank's share of the cores, and beside computing."""
+
+    seconds: float
+    cpu: float = 0.0
+    slowed: float = 1.0
 
 
 def _size(run: Run) -> int:
@@ -239,12 +239,23 @@ def ring_of(machine: Machine, run: Run) -> Ring:
 
 
 def _ring_seconds(machine: Machine, op: Op, run: Run, num_bytes: int) -> float:
+    return sum(_ring(machine, op, run, num_bytes))
+
+
+def _ring(machine: Machine, op: Op, run: Run, num_bytes: int) -> tuple[float, float]:
+    """Its latencies, and for how long it keeps its slowest links busy."""
     ring = ring_of(machine, run)
     passes = 2 if op is Op.ALL_REDUCE else 1
     latency = passes * ring.lap_seconds
     if op is Op.ALL_REDUCE:
         latency = min(latency, 2 * math.ceil(math.log2(ring.size)) * ring.hop_seconds)
-    return latency + passes * num_bytes * (ring.size - 1) / ring.size * ring.seconds_per_byte
+    return latency, passes * num_bytes * (ring.size - 1) / ring.size * ring.seconds_per_byte
+
+
+def _has_links(machine: Machine, axes: Axes) -> bool:
+    """Whether the speed of all the links that these axes lead over is known."""
+    needed = [machine.intra] * (axes is not Axes.INTER) + [machine.inter] * (axes is not Axes.INTRA)
+    return None not in needed
 
 
 def speed_of(machine: Machine, link: Link) -> LinkSpeed:
@@ -262,10 +273,10 @@ def scalar_seconds(machine: Machine) -> float:
     kinds = [link for link, ranks in _ranks(machine) if ranks > 1]
     if not kinds:
         return 0.0
-    if machine.measured:
-        rows = [row for row in machine.measured if row.op is Op.ALL_REDUCE]
-        if rows:
-            return min(row.seconds for row in rows)
+    rows = [row for row in machine.measured if row.op is Op.ALL_REDUCE]
+    if rows:  # of the widest axes: all ranks have to come
+        widest = max((row.axes for row in rows), key=list(Axes).index)
+        return min(row.seconds for row in rows if row.axes is widest)
     hops = {link: 2 * math.ceil(math.log2(ranks)) for link, ranks in _ranks(machine)}
     return math.fsum(hops[link] * speed_of(machine, link).latency_seconds for link in kinds)
 

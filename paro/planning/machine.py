@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from enum import Enum
@@ -71,11 +71,13 @@ class Measured:
     num_bytes: int
     seconds: float
     cpu_seconds: float | None = None  # of a rank's processor time, the mean over ranks
+    busy_seconds: float | None = None  # `seconds` while all ranks compute; CPU ranks
 
     def __post_init__(self) -> None:
         _check("bytes", self.num_bytes, self.num_bytes > 0)
         _check("seconds", self.seconds, 0 < self.seconds < math.inf)
         _check("cpu_seconds", self.cpu_seconds, 0 <= (self.cpu_seconds or 0.0) < math.inf)
+        _check("busy_seconds", self.busy_seconds, 0 <= (self.busy_seconds or 0.0) < math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,31 +220,46 @@ def fastest_algorithm(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> s
 
 
 def seconds(machine: Machine, op: Op, axes: Axes, algorithm: str, num_bytes: int) -> float:
-    """How long a collective takes on a buffer of this size, from those that were measured.
+    """How long a collective takes on a buffer of this size, from those that were measured."""
+    found = measured_at(machine, op, axes, algorithm, num_bytes)
+    if found is None:
+        raise ValueError(
+            f"machine {machine.name}: no {op.value} over {axes.value} axes by {algorithm} was "
+            "measured; measure it with tools/bench_collectives.py --machine-file"
+        )
+    return found
+
+
+def measured_at(
+    machine: Machine,
+    op: Op,
+    axes: Axes,
+    algorithm: str,
+    num_bytes: int,
+    figure: Callable[[Measured], float | None] = lambda row: row.seconds,
+) -> float | None:
+    """A figure of a collective on a buffer of this size; None where it was never measured.
 
     Straight lines between the measured sizes, both on logarithmic scales. Outside it is latency and
     bandwidth: those of the two smallest sizes below them, that of the two largest beyond.
     """
     assert num_bytes >= 0, f"{num_bytes} bytes"
     curve = sorted(
-        (row.num_bytes, row.seconds)
+        (row.num_bytes, found)
         for row in machine.measured
-        if (row.axes, row.op, row.algorithm) == (axes, op, algorithm)
+        if (row.axes, row.op, row.algorithm) == (axes, op, algorithm) and (found := figure(row))
     )
     if not curve:
-        raise ValueError(
-            f"machine {machine.name}: no {op.value} over {axes.value} axes by {algorithm} was "
-            "measured; measure it with tools/bench_collectives.py --machine-file"
-        )
+        return None
     sizes = [size for size, _ in curve]
     index = bisect_left(sizes, num_bytes)
     if index == 0:
         return _below(curve, num_bytes)
     if index == len(curve):
         return _beyond(curve, num_bytes)
-    (low, low_seconds), (high, high_seconds) = curve[index - 1 : index + 1]
+    (low, at_low), (high, at_high) = curve[index - 1 : index + 1]
     share = math.log(num_bytes / low) / math.log(high / low)
-    return low_seconds * (high_seconds / low_seconds) ** share
+    return at_low * (at_high / at_low) ** share
 
 
 Curve = list[tuple[int, float]]  # (bytes, seconds), ascending

@@ -71,7 +71,7 @@ _MEASURED: Types = {
     "bytes": int,
     "seconds": (int, float),
 }
-_CPU_SECONDS: Types = {"cpu_seconds": (int, float)}
+_MEASURED_MORE: Types = {"cpu_seconds": (int, float), "busy_seconds": (int, float)}
 _NUMBER = (int, float)
 _DEVICE: Types = {
     "name": str,
@@ -162,7 +162,8 @@ def _row_fields(row: Measured) -> dict[str, object]:
         "bytes": row.num_bytes,
         "seconds": row.seconds,
     }
-    return fields if row.cpu_seconds is None else fields | {"cpu_seconds": row.cpu_seconds}
+    more = {"cpu_seconds": row.cpu_seconds, "busy_seconds": row.busy_seconds}
+    return fields | {name: value for name, value in more.items() if value is not None}
 
 
 def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:
@@ -231,7 +232,7 @@ def _link_speed(value: object, name: str) -> LinkSpeed | None:
 
 def _measured(value: object, index: int) -> Measured:
     with _inside(f"measured[{index}]"):
-        fields = _fields(value, _MEASURED, _CPU_SECONDS)
+        fields = _fields(value, _MEASURED, _MEASURED_MORE)
         return Measured(
             axes=_choice(Axes, fields["axes"], "axes"),
             op=_choice(Op, fields["op"], "op"),
@@ -239,6 +240,7 @@ def _measured(value: object, index: int) -> Measured:
             num_bytes=fields["bytes"],
             seconds=fields["seconds"],
             cpu_seconds=fields.get("cpu_seconds"),
+            busy_seconds=fields.get("busy_seconds"),
         )
 
 

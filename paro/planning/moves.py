@@ -26,6 +26,7 @@ class Moving:
     replicas: tuple[Phase, ...] = ()
     publish: tuple[Phase, ...] = ()
     accumulated_bytes: int = 0  # read and written behind every reduction, in its lane
+    converted_bytes: int = 0  # read and written beside the last reductions: into the wire's type
     trainable: bool = False
 
 
@@ -118,7 +119,11 @@ class Moves:
         runs, phases = self.runs, self.times.phases
         numel = unit.trainable_numel
         if numel:
-            added = numel // grads * (wire + 2 * BYTES_OF[self.precision.accumulate])
+            accumulate = BYTES_OF[self.precision.accumulate]
+            added = numel // grads * (wire + 2 * accumulate)
+            converted = 0
+            if wire != accumulate and (runs["finish"] or runs["replicas"]):  # in, and back
+                converted = (numel // grads + numel // optim) * (wire + accumulate)
             yield Moving(
                 trainable=True,
                 gather=phases(Op.ALL_GATHER, runs["gather"], numel * compute),
@@ -127,6 +132,7 @@ class Moves:
                 replicas=phases(Op.ALL_REDUCE, runs["replicas"], numel // optim * wire),
                 publish=phases(Op.ALL_GATHER, runs["publish"], numel // params * compute),
                 accumulated_bytes=added if grads > 1 else 0,
+                converted_bytes=converted,
             )
         if unit.frozen_numel:
             gather = phases(Op.ALL_GATHER, runs["gather"], unit.frozen_numel * compute)

@@ -8,7 +8,7 @@
 #
 # Jobs that are under way share links: each progresses at 1 / (sum of the parts of time for which
 # they want the link), if that is more than 1. What jobs take of processor time is missing to the
-# thread.
+# thread, and beside a thread that computes they are as slow as was measured.
 
 from __future__ import annotations
 
@@ -196,6 +196,8 @@ class Simulation:
                     inter[index] if work.job.inter else 0.0,
                     cpu[index] if work.job.cpu else 0.0,
                 )
+            if any(self.actors[index].computing for index in work.submitted):
+                crowd = max(crowd, work.job.slowed)
             work.rate = 1.0 / crowd
 
     def _compute_speed(self, actor: Actor) -> float:

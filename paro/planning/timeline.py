@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from paro.planning.collective_time import Job, Phase, scalar_seconds
+from paro.planning.collective_time import Job, Lane, Phase, scalar_seconds
 from paro.planning.machine import GroupSpeed
 from paro.planning.moves import Moving
 from paro.planning.simulation import Actor, Compute, Program, Simulation, Span, Wait, Work
@@ -285,14 +285,14 @@ class _Thread:
         if moving.reduce:
             event = self._move("reduce", "reduce", buffer.name, moving.reduce, ())
             lane = moving.reduce[-1][-1].lane
-            busy = 1.0 if self.costs.device.cores is not None else 0.0
-            seconds = self.costs.computing.memory_seconds(moving.accumulated_bytes)
-            add = Job(lane=lane, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
-            event = self._queue("reduce", "reduce", f"add {buffer.name}", (add,), event)
+            event = self._copy(f"add {buffer.name}", lane, moving.accumulated_bytes, event)
             buffer.read = event
             if not self.overlaps.reductions:
                 yield Wait(event)
         if last:
+            if moving.converted_bytes:
+                lane = (moving.finish or moving.replicas)[0][0].lane
+                event = self._copy(f"convert {buffer.name}", lane, moving.converted_bytes, event)
             for phases in (moving.finish, moving.replicas):
                 event = self._move("reduce", "finish", buffer.name, phases, event)
             if not self.overlaps.finishing:
@@ -303,6 +303,15 @@ class _Thread:
 
     def _compute(self, seconds: float, name: str, kind: str) -> Compute:
         return Compute(seconds / self.speed.compute, name, kind)
+
+    def _copy(
+        self, name: str, lane: Lane, num_bytes: int, after: tuple[Work, ...]
+    ) -> tuple[Work, ...]:
+        """Reading and writing in a reduction's lane; on CPU ranks it takes the processor."""
+        busy = 1.0 if self.costs.device.cores is not None else 0.0
+        seconds = self.costs.computing.memory_seconds(num_bytes)
+        job = Job(lane=lane, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
+        return self._queue("reduce", "reduce", name, (job,), after)
 
     def _move(
         self,

@@ -219,6 +219,7 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
         (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json cannot be written"),
         (["--plot", "picture.jpeg2"], "--plot picture.jpeg2: the name must end in .png, .svg"),
         (["--paro-machine", "absent.json"], "machine file absent.json: No such file"),
+        (["--machine-file", "m.json", "--train=--tall"], "--train: --seq-length is missing"),
         (["--json-file", "x"], "unrecognized arguments: --json-file x"),
     ],
 )
@@ -256,6 +257,7 @@ def test_one_process_alone_is_told_to_start_several() -> None:
 
 # On ranks
 
+TRAIN = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 63"
 FLAGS = ["--distributed-backend", "gloo", "--group-size", "2", "--sizes", "64,4K", "--rounds", "1"]
 
 
@@ -263,6 +265,7 @@ FLAGS = ["--distributed-backend", "gloo", "--group-size", "2", "--sizes", "64,4K
 def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     rows_file, machine_file = tmp_path / "rows.json", tmp_path / "four.json"
     flags = ("--inter-bandwidth", "8gbit", "--json", rows_file, "--machine-file", machine_file)
+    flags += ("--train", TRAIN)
     done = run_script(["tools/bench_collectives.py", *FLAGS, *flags], 4)
     assert done.returncode == 0, done.stderr
     found = json.loads(rows_file.read_text(encoding="utf-8"))
@@ -300,6 +303,9 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     assert machine.inter.is_typed
     assert machine.intra is not None
     assert not machine.intra.is_typed
+    assert machine.device is not None
+    assert 0 < machine.device.sustained_flops <= machine.device.peak_flops
+    assert machine.device.cores is not None
     assert fastest_algorithm(machine, Op.ALL_REDUCE, Axes.BOTH, 1_000) in COLLECTIVES
 
 
@@ -329,6 +335,7 @@ def bench_with_a_wrong_collective(folder: str) -> int | str | None:
 
     own, race.make_collectives = race.make_collectives, make  # type: ignore[assignment]
     files = ("--json", f"{folder}/rows.json", "--machine-file", f"{folder}/machine.json")
+    files += ("--train", TRAIN)
     try:
         main([*FLAGS, "--ops", "all_gather,all_reduce", "--algorithms", "ring,native", *files])
     except SystemExit as leaving:

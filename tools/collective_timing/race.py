@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean, median
@@ -47,6 +49,7 @@ class Outcome:
     seconds_by_round: tuple[float, ...]
     correct: bool
     cpu_seconds: float | None = None  # of a rank's processor time, the mean over ranks
+    busy_seconds: float | None = None  # while every rank computes too
 
     @property
     def seconds(self) -> float:
@@ -59,6 +62,7 @@ class Turn(NamedTuple):
     seconds: float
     correct: bool
     cpu_seconds: float = 0.0  # all threads; of all ranks: the mean
+    busy_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,7 @@ class Race:
     timeout: timedelta
     algorithms: tuple[str, ...]
     rounds: int
+    beside_computing: bool = False  # time every move once more while all ranks compute
 
     def run(self, moves: Sequence[Move]) -> list[Outcome]:
         """Times every algorithm on moves of one run; the same on all ranks.
@@ -87,6 +92,7 @@ class Race:
         correct = {name: [True] * len(trials) for name in names}
         seconds: dict[str, list[list[float]]] = {name: [[] for _ in trials] for name in names}
         cpu: dict[str, list[list[float]]] = {name: [[] for _ in trials] for name in names}
+        busy: dict[str, list[list[float]]] = {name: [[] for _ in trials] for name in names}
         for number in range(1 + self.rounds):
             first = number % len(names)
             for name in (*names[first:], *names[:first]):
@@ -96,6 +102,8 @@ class Race:
                     if number > 0:
                         seconds[name][index].append(turn.seconds)
                         cpu[name][index].append(turn.cpu_seconds)
+                        if turn.busy_seconds is not None:
+                            busy[name][index].append(turn.busy_seconds)
                 if number == 0:
                     pairs = zip(moves, turns, strict=True)
                     repeats[name] = [count_repeats(*pair) for pair in pairs]
@@ -107,6 +115,7 @@ class Race:
                 seconds_by_round=tuple(seconds[name][index]),
                 correct=correct[name][index],
                 cpu_seconds=median(cpu[name][index]),
+                busy_seconds=median(busy[name][index]) if busy[name][index] else None,
             )
             for index, move in enumerate(moves)
             for name in names
@@ -130,16 +139,15 @@ class Race:
         self._time(collectives, trials[0], 1)
         pairs = zip(trials, repeats, strict=True)
         own = [self._turn(collectives, trial, times) for trial, times in pairs]
-        by_rank = self.control.gather(own)
+        if self.beside_computing:
+            with computing(device):
+                own = [
+                    turn._replace(busy_seconds=self._time(collectives, trial, -(-times // 2))[0])
+                    for turn, trial, times in zip(own, trials, repeats, strict=True)
+                ]
+        by_rank: list[list[Turn]] = self.control.gather(own)
         collectives.close()
-        return [
-            Turn(
-                max(turn.seconds for turn in turns),
-                all(turn.correct for turn in turns),
-                fmean(turn.cpu_seconds for turn in turns),
-            )
-            for turns in zip(*by_rank, strict=True)
-        ]
+        return [_of_all(turns) for turns in zip(*by_rank, strict=True)]
 
     def _turn(self, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
         seconds, cpu_seconds, buffers = self._time(collectives, trial, repeats)
@@ -162,6 +170,36 @@ class Race:
         _finish(device)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         return seconds / repeats, cpu_seconds / repeats, buffers
+
+
+def _of_all(turns: Sequence[Turn]) -> Turn:
+    """The turns of all ranks as one."""
+    busy = [turn.busy_seconds for turn in turns if turn.busy_seconds is not None]
+    return Turn(
+        seconds=max(turn.seconds for turn in turns),
+        correct=all(turn.correct for turn in turns),
+        cpu_seconds=fmean(turn.cpu_seconds for turn in turns),
+        busy_seconds=max(busy) if busy else None,
+    )
+
+
+@contextmanager
+def computing(device: torch.device) -> Iterator[None]:
+    """Another thread computes meanwhile, as a training's does: products as small as a block's."""
+    end = threading.Event()
+    left, right = (torch.ones(128, 256, device=device), torch.ones(256, 256, device=device))
+
+    def compute() -> None:
+        while not end.is_set():
+            torch.mm(left, right)
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 def start(collectives: Collectives, move: Move, buffer: Tensor) -> Event:

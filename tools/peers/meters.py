@@ -15,6 +15,7 @@ import torch
 _SAMPLE_SECONDS = 0.005
 _COUNTERS = Path("/proc/net/dev")  # of this process's network namespace
 _PAGES = Path("/proc/self/statm")
+_LIBC = ctypes.CDLL(ctypes.util.find_library("c"))
 
 
 def watched_interfaces(names: str | None) -> tuple[str, ...]:
@@ -66,10 +67,12 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peak = 0
+        self._most_in_use = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         _give_back_freed_memory()
         self._before = self._now()
+        self._in_use_before = bytes_in_use() or 0
 
     def start(self) -> None:
         """When the contender is built and has not trained."""
@@ -78,6 +81,12 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
         elif _PAGES.exists():
             self._thread.start()
+
+    def again(self) -> MemoryMeter:
+        """One for another contender's way of using what was built, above the same beginning."""
+        other = MemoryMeter(self._device)
+        other._before, other._in_use_before = self._before, self._in_use_before
+        return other
 
     def end_of_warmup(self) -> None:
         if self._thread.is_alive():
@@ -90,6 +99,15 @@ class MemoryMeter:
             return torch.cuda.max_memory_allocated(self._device) - self._before
         return self._peak - self._before if self._peak else None
 
+    def peak_in_use(self) -> int | None:
+        """The same without what the allocator keeps for later; after the last warm-up step.
+
+        On CUDA it is the peak itself; None where the C library does not tell.
+        """
+        if self._device.type == "cuda":
+            return self.peak()
+        return self._most_in_use - self._in_use_before if self._most_in_use else None
+
     def _now(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
@@ -98,6 +116,7 @@ class MemoryMeter:
     def _sample(self) -> None:
         while not self._stop.is_set():
             self._peak = max(self._peak, self._now())
+            self._most_in_use = max(self._most_in_use, bytes_in_use() or 0)
             time.sleep(_SAMPLE_SECONDS)
 
 
@@ -107,9 +126,31 @@ def anonymous_bytes(pages: str) -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
+class _MallInfo(ctypes.Structure):
+    """glibc's mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def bytes_in_use() -> int | None:
+    """What the process has from malloc and has not freed; None where glibc cannot tell."""
+    told = getattr(_LIBC, "mallinfo2", None)
+    if told is None:
+        return None
+    told.restype = _MallInfo
+    info = told()
+    return int(info.uordblks + info.hblkhd)
+
+
 def _give_back_freed_memory() -> None:
     """What was freed is nobody's; Python and glibc keep it until told."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+    trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
 from model.llama import Llama
+from paro.config import RunConfig
 from paro.runtime import (
     Control,
+    RuntimeConfig,
     UserMistakeError,
     World,
     device_for,
@@ -79,11 +81,11 @@ def take_turn(task: Task, name: str, world: World, *, number: int) -> Turn:
     """Trains with one contender on all ranks; every rank returns the same figures."""
     with user_mistakes():
         device = device_for(task.run.runtime, world)
-    with _process_group(task, world, device, number):
+    with process_group(task.run.runtime, world, device, number):
         control = Control(world, device)
         batches = _batches(task, world, device)
         if device.type == "cpu":
-            _rehearse(task)
+            rehearse(task.run, task.compute_type)
         memory = MemoryMeter(device)
         contender = build(task, name, control)
         memory.start()
@@ -96,15 +98,17 @@ def take_turn(task: Task, name: str, world: World, *, number: int) -> Turn:
 
 
 @contextmanager
-def _process_group(task: Task, world: World, device: torch.device, number: int) -> Iterator[None]:
+def process_group(
+    runtime: RuntimeConfig, world: World, device: torch.device, number: int
+) -> Iterator[None]:
     """The default group, met through the launcher's store under this turn's own name."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = timeout_of(task.run.runtime)
+    timeout = timeout_of(runtime)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        task.run.runtime.distributed_backend,
+        runtime.distributed_backend,
         store=dist.PrefixStore(f"turn-{number}", store),
         rank=world.rank,
         world_size=world.size,
@@ -130,13 +134,13 @@ def _batches(task: Task, world: World, device: torch.device) -> Iterator[Batch]:
     return iter([batch.to(device) for batch in itertools.islice(source, num_micro_batches)])
 
 
-def _rehearse(task: Task) -> None:
+def rehearse(run: RunConfig, compute_type: torch.dtype) -> None:
     """Trains one block alone once: what any training leaves behind is no contender's memory.
 
     Kernels that are compiled, scratch memory of threads and the like; on a GPU they do not count.
     """
-    model = Llama(replace(task.model, num_layers=1)).to(task.compute_type)
-    size = (task.run.batches.micro_batch_size, task.run.data.seq_length)
+    model = Llama(replace(run.model, num_layers=1)).to(compute_type)
+    size = (run.batches.micro_batch_size, run.data.seq_length)
     ids_BS = torch.zeros(size, dtype=torch.int64)
     model(ids_BS, ids_BS, torch.zeros(size)).backward()
     torch.optim.AdamW(model.parameters(), fused=True).step()

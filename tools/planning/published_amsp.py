@@ -134,9 +134,10 @@ def _sharding_alone() -> Iterator[Figure]:
             name="sharding", published=found.gain, tolerance=None,
             what=f"{preset} on 1024 GPUs, AMSP's {found.strategy} over {found.mics} in its engine",
             ours=owned(case, found.mics).seconds / owned(case, found.strategy).seconds,
-            note="ours is the other way round: gathers hide behind computing, so finer params cost "
-            "next to nothing and save what is exposed at a step's end. In the paper's ablation they "
-            "hide too; why its engine with MiCS's sharding is slower on 1024 GPUs is not known",
+            note="ours is the other way round: gathers hide behind computing, so finer params "
+            "cost next to nothing and save what is exposed at a step's end. In the paper's "
+            "ablation they hide too; why MiCS's sharding is slower in its engine on 1024 GPUs is "
+            "not known",
         )  # fmt: skip
 
 

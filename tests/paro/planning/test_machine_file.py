@@ -28,7 +28,13 @@ MACHINE = Machine(
             axes=Axes.BOTH, op=Op.ALL_GATHER, algorithm="ring", num_bytes=4_000, seconds=0.1 / 3
         ),
         Measured(
-            axes=Axes.INTER, op=Op.ALL_REDUCE, algorithm="flat", num_bytes=32_000_000, seconds=2
+            axes=Axes.INTER,
+            op=Op.ALL_REDUCE,
+            algorithm="flat",
+            num_bytes=32_000_000,
+            seconds=2,
+            cpu_seconds=0.5,
+            busy_seconds=3.0,
         ),
     ),
 )

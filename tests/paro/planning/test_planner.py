@@ -13,7 +13,7 @@ import pytest
 from model.config import LLAMA_PRESETS, RecomputeConfig
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Op, make_schedule, sent_fraction
-from paro.planning.collective_time import CollectiveTimes
+from paro.planning.collective_time import CollectiveTimes, Job
 from paro.planning.description import describe
 from paro.planning.llama import activations_of
 from paro.planning.machine import Axes, Measured
@@ -39,7 +39,7 @@ from paro.planning.trainable import Kind, Trainable
 from paro.planning.working_memory import peak_memory
 from paro.strategy import legal_letters
 from paro.topology import make_topology
-from tests.paro.planning.cases import SMALL, case, machine
+from tests.paro.planning.cases import DEVICE, SMALL, case, machine
 
 FEW = Freedom(collectives=("native",), recomputes=(None, RecomputeConfig(granularity="full")))
 
@@ -244,6 +244,29 @@ def test_measured_times_go_before_links() -> None:
     times = CollectiveTimes(measured, "native")
     assert times.seconds(Op.ALL_GATHER, run[1:2], 700) == pytest.approx(400e-9, rel=1e-3)
     assert times.seconds(Op.ALL_GATHER, run[2:], 5000) == pytest.approx(5000e-9, rel=1e-3)
+
+
+def test_what_a_measured_collective_wants() -> None:
+    size = 800_000
+    row = Measured(
+        axes=Axes.INTER,
+        op=Op.ALL_REDUCE,
+        algorithm="native",
+        num_bytes=size,
+        seconds=0.02,
+        cpu_seconds=0.001,
+        busy_seconds=0.03,
+    )
+    share = replace(DEVICE, cores=0.25)
+    run = make_topology(world_size=32, group_size=8, degrees=()).axes[1:]
+    times = CollectiveTimes(machine(inter=0.05, measured=(row,), device=share), "native")
+    (((job,),),) = (times.phases(Op.ALL_REDUCE, run, size),)
+    link = 2 * 3 / 4 * 8 * size * 8 / (8 * 0.05e9)
+    assert link > 0.02  # a link that was promised too slow is busy all the time, no longer
+    assert job == Job(lane=(1,), seconds=0.02, intra=0.0, inter=1.0, cpu=0.2, slowed=1.5)
+    fast = CollectiveTimes(machine(inter=5, measured=(row,), device=share), "native")
+    (((job,),),) = (fast.phases(Op.ALL_REDUCE, run, size),)
+    assert job.inter == pytest.approx(link / 100 / 0.02)
 
 
 def test_a_trace_has_every_span() -> None:

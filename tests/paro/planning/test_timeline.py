@@ -9,11 +9,11 @@ import pytest
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.collectives.schedule import Op
-from paro.planning.collective_time import CollectiveTimes
+from paro.planning.collective_time import CollectiveTimes, Job
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine import GroupSpeed
 from paro.planning.planner import Case, Estimator
-from paro.planning.simulation import Simulation
+from paro.planning.simulation import Compute, Program, Simulation, Wait, Work
 from paro.planning.step_costs import NOTHING, StepCosts
 from paro.planning.timeline import simulate
 from paro.planning.trainable import Kind, Trainable
@@ -172,7 +172,30 @@ def test_micro_batches_in_the_middle_are_alike(strategy: str) -> None:
     assert simulate(step).seconds == pytest.approx(whole.seconds, rel=2e-3)
 
 
-def test_links_are_shared_and_processor_time_is_taken() -> None:
+def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
+    simulation = Simulation(1)
+    (actor,) = simulation.actors
+    job = Job(lane=(0,), seconds=1.0, intra=0.0, inter=1.0, cpu=0.5, slowed=2.0)
+
+    def program() -> Program:
+        for number in range(2):  # beside computing, then while the thread waits
+            work = Work(
+                name="", kind="", job=job, lane=("", (0,)), members=1, after=(), left=job.seconds
+            )
+            simulation.submit(actor, work, number)
+            if number == 0:
+                yield Compute(2.0, "", "")
+                ends.append(simulation.now)
+            yield Wait((work,))
+            ends.append(simulation.now)
+
+    ends: list[float] = []
+    simulation.run([program()])
+    # The first job is done after 2 s and has taken half a second of the computing thread's.
+    assert ends == pytest.approx([2.5, 2.5, 3.5])
+
+
+def test_links_are_shared() -> None:
     given = case()
     alone = simulate(costs(given, "IIG"))
     slow = simulate(costs(replace(given, machine=machine(intra=20)), "IIG"))

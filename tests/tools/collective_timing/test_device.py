@@ -1,0 +1,59 @@
+"""A device is timed so that the planner computes just the times that were measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paro.planning.machine import Machine
+from paro.planning.planner import Case, Estimator
+from paro.runtime import Control, World
+from tools.collective_timing import device as timing
+from tools.collective_timing.device import measure_device, training_config
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 63 --seq-length 16 "
+    "--make-vocab-size-divisible-by 1 --bf16"
+)
+
+
+def alone() -> Control:
+    return Control(World(), torch.device("cpu"))
+
+
+def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = training_config(TINY, "gloo")
+    times = iter((1.4, 1.4 + 4 * 1.0, 0.3, 1e-9))  # 1 and 5 micro-batches, update, product
+    monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
+    monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
+    device = measure_device(config, alone())
+    machine = Machine(name="one", source="", world_size=1, group_size=1, device=device)
+    for count, seconds in ((1, 1.4), (5, 5.4)):
+        case = Case(
+            model=config.model,
+            machine=machine,
+            group_size=1,
+            seq_length=16,
+            micro_batch_size=1,
+            global_batch_size=count,
+            precision=config.precision,
+            device_type="cpu",
+        )
+        estimate = Estimator(case).estimate(case.setting(case.strategy("NNN")))
+        assert estimate.seconds == pytest.approx(seconds, rel=1e-6)
+
+
+def test_a_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_BURN_SECONDS", 0.02)
+    monkeypatch.setattr(timing, "_PRODUCT", 64)
+    device = measure_device(training_config(TINY, "gloo"), alone())
+    assert 0 < device.sustained_flops <= device.peak_flops
+    assert device.memory_bytes_per_second > 0
+    assert device.reserved_bytes < device.memory_bytes
+    assert device.cores is not None
+    assert device.cores > 0
+
+
+def test_flags_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="--seq-length"):
+        training_config("--num-layers 2", "gloo")

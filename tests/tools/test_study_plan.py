@@ -1,0 +1,116 @@
+"""The study of steps: it goes on where it ended, runs what it says, and writes its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import ROOT, run_script
+from tools import study_plan
+from tools.study_plan import COUNTS, Part, main, missing, parts, rows_of
+
+PART = Part(nic="per-rank", shape="deep")
+
+
+def row(part: Part, strategy: str, count: int) -> dict[str, Any]:
+    return {
+        "nic": part.nic,
+        "shape": part.shape,
+        "strategy": strategy,
+        "collective": "native",
+        "micro_batches": count,
+        "seconds": 1.0,
+        "cpu_seconds": 0.2,
+        "machine_seconds": 1.65,
+        "peak_in_use": 50_000_000,
+        "exposed": {"gather": 0.1},
+    }
+
+
+def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
+    write_rows(tmp_path, [row(PART, "IIG", count) for count in COUNTS])
+    with (tmp_path / "steps.jsonl").open("a") as rows:
+        rows.write('{"nic": "per-rank", "shape": "de')
+    assert missing(PART, ["IIG@native", "GGG@native"], rows_of(tmp_path)) == ["GGG@native"]
+
+
+def test_a_row_that_another_program_disturbed_is_measured_again(tmp_path: Path) -> None:
+    calm, disturbed = row(PART, "IIG", 1), row(PART, "IIG", 4) | {"machine_seconds": 2.0}
+    write_rows(tmp_path, [calm, disturbed])
+    assert missing(PART, ["IIG@native"], rows_of(tmp_path)) == ["IIG@native"]
+    write_rows(tmp_path, [calm, disturbed, calm | {"seconds": 2.0}])
+    assert [found["seconds"] for found in rows_of(tmp_path)] == [2.0]
+
+
+def test_it_measures_what_is_missing_and_each_machine_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[list[str]] = []
+
+    @contextmanager
+    def cluster(spec: object) -> Iterator[object]:
+        yield spec
+
+    def run(made: Any, argv: Sequence[str]) -> int:
+        words = list(argv)
+        runs.append(words)
+        if "--machine-file" in words:
+            Path(words[words.index("--machine-file") + 1]).write_text("{}")
+            return 0
+        label = json.loads(words[words.index("--label") + 1])
+        names = words[words.index("--settings") + 1].split(",")[:1]  # time for one only
+        found = [row(Part(**label), name.partition("@")[0], c) for name in names for c in COUNTS]
+        write_rows(tmp_path, [*rows_of(tmp_path), *found])
+        return 0
+
+    monkeypatch.setattr(study_plan, "cluster", cluster)
+    monkeypatch.setattr(study_plan, "run", run)
+    command = ["measure", "--folder", str(tmp_path), "--settings", "NNN@native,GGG@native"]
+    for number in (1, 2, 3):
+        assert main(command) == 0
+        assert len(rows_of(tmp_path)) == min(number, 2) * len(list(parts())) * len(COUNTS)
+    assert len(runs) == 3 * len(list(parts()))  # machine and first; second; nothing
+
+
+def test_a_failure_in_the_cluster_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study_plan, "cluster", lambda _: nullcontext())
+    monkeypatch.setattr(study_plan, "run", lambda *_: 1)
+    assert main(["measure", "--folder", str(tmp_path)]) == 2
+    assert "failed, status 1" in capsys.readouterr().err
+
+
+def test_a_report_needs_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--folder", str(tmp_path)]) == 2
+    assert "there are no rows" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
+    rows = tmp_path / "steps.jsonl"
+    train = (
+        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 63 --seq-length 16 "
+        "--make-vocab-size-divisible-by 1 --bf16 --distributed-backend gloo --mock-data "
+        "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 2 "
+        "--train-iters 10 --lr 1e-5 --paro-group-size 1"
+    )
+    flags = ("--output", rows, "--settings", "GGG@native", "--counts", "1,2", "--train", train)
+    done = run_script([ROOT / "tools/planning/steps.py", *flags], nproc=2)
+    assert done.returncode == 0, done.stderr
+    one, two = map(json.loads, rows.read_text().splitlines())
+    assert (one["micro_batches"], two["micro_batches"]) == (1, 2)
+    for found in (one, two):
+        assert found["strategy"] == "GGG"
+        assert found["seconds"] > 0
+        assert found["peak_in_use"] > 0
+        assert found["exposed"].keys() == {"gather", "reduce", "publish"}

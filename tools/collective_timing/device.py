@@ -1,0 +1,233 @@
+"""What a rank computes with, timed while every rank trains a model alone, all at the same time."""
+
+# All at once, because ranks that share cores, memory or a power budget slow each other down.
+# Nothing travels meanwhile: a step is as long as its computing. From the time of one more
+# micro-batch follows FLOP/s, from that of an update alone the speed of what only reads and writes
+# memory; what is left of a step is counted apart. These are the rates by which
+# paro/planning/computing.py computes, so a device is right for models like the one that it was
+# timed with.
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import repeat
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
+
+from data.loader import Batch
+from paro.arguments import parse_args
+from paro.assembly import TORCH_TYPES, build_training, start_state
+from paro.batch_schedule import BatchSchedule
+from paro.config import RunConfig
+from paro.planning.computing import Computing
+from paro.planning.llama import MicroBatch, units_of
+from paro.planning.machine import Device
+from paro.precision import BYTES_OF
+from paro.runtime import Control, World
+from paro.training import Training, train_step
+from tools.peers.meters import anonymous_bytes
+
+SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16"
+LARGE = "--llama-preset 7B --num-layers 2 --seq-length 2048 --bf16"
+
+_STEPS = 4  # timed, after one that warms up
+_MICRO_BATCHES = 4
+_BURN_SECONDS = 0.4
+_PRODUCT = 1024  # of a square matrix, in the search for the peak
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # which machine this is, in any container
+_PAGES = Path("/proc/self/statm")
+
+
+def training_config(flags: str, backend: str) -> RunConfig:
+    """One rank's training of one micro-batch a step; `ValueError` for flags that cannot be."""
+    words = flags.split()
+    if "--micro-batch-size" not in words:
+        words += ["--micro-batch-size", "1"]
+    size = words[words.index("--micro-batch-size") + 1]
+    words += ["--global-batch-size", size, "--distributed-backend", backend, "--mock-data"]
+    words += ["--tokenizer-type", "NullTokenizer", "--train-iters", "1000", "--lr", "1e-5"]
+    words += ["--paro-strategy", "NNN"]
+    if "--llama-preset" not in words and "--vocab-size" not in words:
+        words += ["--vocab-size", "4095"]
+    return RunConfig.from_args(parse_args(words), World())
+
+
+def measure_device(config: RunConfig, control: Control) -> Device:
+    """The device of a rank, the slowest where they differ; collective over all ranks."""
+    reserved = _bytes_in_use(control.device)
+    cores = _cores(control) if control.device.type == "cpu" else None
+    training = build_training(config, Control(World(), control.device))
+    clock = _Clock(control=control, cores=cores)
+    one = _step_seconds(training, config, clock, 1)
+    more = _step_seconds(training, config, clock, 1 + _MICRO_BATCHES)
+    updating = clock.median(lambda: _update(training))
+    training.close()
+    micro_batch = max((more - one) / _MICRO_BATCHES, 1e-9)
+    sustained, bytes_by_second = _rates(config, micro_batch, updating)
+    products = 2.0 * _PRODUCT**3 / clock.median(_product(config, control.device))
+    memory = min(control.gather(_memory_of_rank(control)))
+    return Device(
+        name=_name(control.device),
+        memory_bytes=memory,
+        reserved_bytes=min(max(control.gather(reserved)), memory - 1),
+        peak_flops=max(products, sustained),
+        sustained_flops=sustained,
+        memory_bytes_per_second=bytes_by_second,
+        step_seconds=max(0.0, one - micro_batch - updating),
+        cores=cores,
+    )
+
+
+def _rates(config: RunConfig, micro_batch: float, updating: float) -> tuple[float, float]:
+    """FLOP/s and bytes per second with which the planner computes just these times."""
+    bytes_by_second = _computed(config, 1.0, 1.0).update / updating
+    without_products = _computed(config, math.inf, bytes_by_second).micro_batch
+    flops = _computed(config, 1.0, math.inf).micro_batch
+    return flops / max(micro_batch - without_products, micro_batch / 10), bytes_by_second
+
+
+class _Computed(NamedTuple):
+    """Seconds that the planner computes."""
+
+    micro_batch: float
+    update: float
+
+
+def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> _Computed:
+    """What a rank alone would take with these rates."""
+    fast = 1e30
+    device = Device(
+        name="",
+        memory_bytes=1,
+        reserved_bytes=0,
+        peak_flops=min(flops, fast),
+        sustained_flops=min(flops, fast),
+        memory_bytes_per_second=min(bytes_by_second, fast),
+    )
+    units = units_of(config.model, world_size=1)
+    batch = MicroBatch(
+        size=config.batches.micro_batch_size,
+        seq_length=config.data.seq_length,
+        compute_bytes=BYTES_OF[config.precision.compute],
+        device_type="cpu",
+    )
+    computing = Computing(model=config.model, units=units, batch=batch, device=device)
+    trained = sum(unit.trainable_numel for unit in units)
+    taking = computing.taking_seconds(config.strategy, config.precision, trained)
+    updating = computing.update_seconds(config.strategy, config.precision, trained)
+    return _Computed(computing.seconds + taking, updating)
+
+
+def _step_seconds(training: Training, config: RunConfig, clock: _Clock, count: int) -> float:
+    """Of a step of `count` micro-batches."""
+    size = config.batches.micro_batch_size
+    batches = BatchSchedule(
+        micro_batch_size=size, global_batch_size=size * count, data_parallel_size=1
+    )
+    resized = replace(training, batches=batches)
+    state, source = start_state(config), same_batches(config, training.device)
+    return clock.median(lambda: train_step(resized, state, source))
+
+
+def same_batches(config: RunConfig, device: torch.device) -> Iterator[Batch]:
+    """One made-up micro-batch, over and over."""
+    size = config.batches.micro_batch_size, config.data.seq_length
+    generator = torch.Generator().manual_seed(config.train.seed)
+    tokens_BS = torch.randint(0, config.model.vocab_size, size, generator=generator)
+    batch = Batch(tokens_BS=tokens_BS, labels_BS=tokens_BS, loss_mask_BS=torch.ones(size))
+    return repeat(batch.to(device))
+
+
+def _update(training: Training) -> None:
+    training.optimizer.step(lr=0.0, weight_decay=0.0, grad_norm=1.0, unscale=0.5)
+
+
+def _product(config: RunConfig, device: torch.device) -> Callable[[], object]:
+    kind = TORCH_TYPES[config.precision.compute]
+    matrix = torch.ones(_PRODUCT, _PRODUCT, dtype=kind, device=device)
+    return lambda: matrix @ matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Clock:
+    """Times what all ranks do at once."""
+
+    control: Control
+    cores: float | None
+
+    def median(self, action: Callable[[], object]) -> float:
+        """Seconds of an action.
+
+        Of ranks that share cores those that its processor time takes on a rank's share of them:
+        whoever happens to be last has waited for others, who in a training wait for it instead.
+        """
+        control, wall, used = self.control, [], []
+        for _ in range(1 + _STEPS):
+            _finish(control.device)
+            control.barrier()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            action()
+            _finish(control.device)
+            wall.append(time.perf_counter() - begin)
+            used.append(time.process_time() - cpu_begin)
+        if self.cores is not None and self.cores < torch.get_num_threads():
+            by_rank = control.gather(used[1:])
+            return median(fmean(step) for step in zip(*by_rank, strict=True)) / self.cores
+        by_rank = control.gather(wall[1:])
+        return median(max(step) for step in zip(*by_rank, strict=True))
+
+
+def _cores(control: Control) -> float:
+    """Cores that a rank gets while all take what they can, in the mean over ranks."""
+    block = bytes(1 << 20)
+
+    def burn() -> None:
+        while time.perf_counter() < end:
+            zlib.crc32(block)  # without the interpreter's lock
+
+    control.barrier()
+    begin, used = time.perf_counter(), time.process_time()
+    end = begin + _BURN_SECONDS
+    threads = [threading.Thread(target=burn) for _ in range(len(os.sched_getaffinity(0)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    own = time.process_time() - used, time.perf_counter() - begin
+    cpu_seconds, wall = zip(*control.gather(own), strict=True)
+    return fmean(cpu_seconds) / max(wall)
+
+
+def _memory_of_rank(control: Control) -> int:
+    """A GPU's memory, or an equal part of the machine's for all ranks that run on it."""
+    if control.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(control.device).total_memory)
+    machine = _BOOT.read_text().strip()
+    sharing = control.gather(machine).count(machine)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
+
+
+def _bytes_in_use(device: torch.device) -> int:
+    """What a rank takes before it has a model: libraries, the driver, process groups."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return anonymous_bytes(_PAGES.read_text())
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

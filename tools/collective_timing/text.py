@@ -1,0 +1,43 @@
+"""Rows of bench_collectives.py and their conditions, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paro.topology import Link
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of one op along one run, for people."""
+    over = {
+        "intra": "inside groups",
+        "inter": "between groups",
+        "both": "inside and between groups",
+    }
+    title = f"{rows[0]['op']}, {rows[0]['ranks']} ranks, {over[rows[0]['axes']]}"
+    lines = [f"{title:52s}ms      MB/s  bus MB/s  of bound"]
+    for row in rows:
+        fraction = row["fraction_of_bound"]
+        lines.append(
+            f"{row['bytes']:>14,} bytes  {row['algorithm']:22s} {row['seconds'] * 1e3:9.2f} "
+            f"{row['algorithm_bandwidth'] / 1e6:9.1f} {row['bus_bandwidth'] / 1e6:9.1f} "
+            f"{'' if fraction is None else format(fraction, '9.3f')}"
+            f"{'' if row['correct'] else '  WRONG'}".rstrip()
+        )
+    return "\n".join(lines) + "\n"
+
+
+def told(facts: dict[str, Any]) -> str:
+    """The conditions in a line."""
+    num_nodes = facts["nodes"]
+    rates = "".join(
+        f"{link.value} links of {rate}, "
+        for link in Link
+        if (rate := facts[f"{link.value}_bandwidth"]) is not None
+    )
+    return (
+        f"{facts['world_size']} ranks in groups of {facts['group_size']}, {num_nodes} "
+        f"node{'s' if num_nodes > 1 else ''}, {rates}{facts['dtype']}, {facts['backend']} on "
+        f"{facts['device']}, torch {facts['torch']}, medians of {facts['rounds']} rounds"
+    )

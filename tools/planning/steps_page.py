@@ -1,0 +1,137 @@
+"""The page that sets measured steps beside predicted ones, and its picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools.picture import drawing
+from tools.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Comparison
+
+HEAD = """\
+<!-- Written by python tools/study_plan.py report --folder examples/measured: change that. -->
+# Measured steps beside the planner's.
+
+Written by `python tools/study_plan.py report --folder examples/measured` from the rows and
+machine files there, which `tools/study_plan.py measure` measured in emulated clusters of 2 nodes x
+4 ranks on 2 cores: a NIC of 100 Mbit/s per rank, or one of 400 Mbit/s a node. A measured step is
+the median of 3 (of one micro-batch: of 5), each as long as its slowest rank. A machine file was
+measured in the same cluster minutes before, its device by training the same shape on every rank
+alone.
+
+![measured and predicted](steps.png)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chapter:
+    """One cluster, shape, collective and number of micro-batches."""
+
+    cluster: str
+    collective: str
+    micro_batches: int
+    compared: Comparison
+
+    @property
+    def title(self) -> str:
+        ending = "es" if self.micro_batches > 1 else ""
+        return f"{self.cluster}, {self.collective}, {self.micro_batches} micro-batch{ending}"
+
+
+def page(chapters: Sequence[Chapter], shapes: dict[str, str]) -> str:
+    """The page in Markdown."""
+    lines = [HEAD.rstrip("\n"), "", *_shapes(shapes), *_summary(chapters)]
+    for chapter in chapters:
+        lines += ["", f"**{chapter.title}**", "", *_rows(chapter)]
+    return "\n".join(lines) + "\n"
+
+
+def _shapes(shapes: dict[str, str]) -> list[str]:
+    return [f"- {name}: `{flags}`" for name, flags in shapes.items()] + [""]
+
+
+def _summary(chapters: Sequence[Chapter]) -> list[str]:
+    lines = [
+        f"Pairs are those whose measured steps differ by more than {MOST_ALIKE - 1:.0%}; *auto* is "
+        "its choice under limits that let in one strategy, all of them and some in between: how "
+        "much longer it takes than the best measured one that fits, at the most.",
+        "",
+        "| | median error | worst | pairs ordered wrongly | auto, at most |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {c.title} | {c.compared.median_error:.1%} | {c.compared.worst_error:.1%} "
+        f"| {len(c.compared.wrong_pairs())} of {len(list(c.compared.pairs()))} "
+        f"| {max(choice.ratio for choice in c.compared.choices) - 1:.1%} |"
+        for c in chapters
+    ]
+    errors = [abs(row.error) for c in chapters for row in c.compared.rows]
+    wrong = sum(len(c.compared.wrong_pairs()) for c in chapters)
+    pairs = sum(len(list(c.compared.pairs())) for c in chapters)
+    most = max(choice.ratio for c in chapters for choice in c.compared.choices) - 1
+    lines.append(
+        f"| **all** | **{median(errors):.1%}** | **{max(errors):.1%}** | **{wrong} of {pairs}** "
+        f"| **{most:.1%}** |"
+    )
+    memory = [e for c in chapters for row in c.compared.rows if (e := row.memory_error) is not None]
+    if memory:
+        lines += [
+            "",
+            f"Memory: what malloc has given out at most beyond what the process had before, within "
+            f"{max(map(abs, memory)):.1%} of the prediction plus at most "
+            f"{CONSTANT_BYTES / 1e6:.0f} MB; the median is within {median(map(abs, memory)):.1%}.",
+        ]
+    return lines
+
+
+def _rows(chapter: Chapter) -> list[str]:
+    lines = [
+        "| | measured s | predicted s | error | peak MB | predicted MB | waits, measured "
+        "| waits, predicted |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(chapter.compared.rows, key=lambda row: row.seconds):
+        peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}"
+        waits = ", ".join(f"{kind} {s:.2f}" for kind, s in row.measured_exposed.items() if s > 5e-3)
+        said = ", ".join(f"{kind} {s:.2f}" for kind, s in row.exposed.items() if s > 5e-3)
+        lines.append(
+            f"| {row.strategy} | {row.seconds:.3f} | {row.predicted:.3f} | {row.error:+.1%} "
+            f"| {peak} | {row.predicted_bytes / 1e6:.1f} | {waits} | {said} |"
+        )
+    return lines
+
+
+def draw(path: Path, chapters: Sequence[Chapter]) -> None:
+    """Predicted over measured seconds, a panel for each kind of cluster and shape."""
+    names = list(dict.fromkeys(chapter.cluster for chapter in chapters))
+    columns = 2 if len(names) > 1 else 1
+    rows = -(-len(names) // columns)
+    with drawing(path, rows, columns, size=(5.2 * columns, 4.6 * rows)) as (_, panels):
+        for index, name in enumerate(names):
+            panel = panels[index // columns][index % columns]
+            mine = [chapter for chapter in chapters if chapter.cluster == name]
+            _draw_panel(panel, name, mine)
+
+
+def _draw_panel(panel: Any, name: str, chapters: Sequence[Chapter]) -> None:
+    points = [row for chapter in chapters for row in chapter.compared.rows]
+    ends = [
+        min(min(row.seconds, row.predicted) for row in points) / 1.2,
+        max(max(row.seconds, row.predicted) for row in points) * 1.2,
+    ]
+    panel.plot(ends, ends, color="gray", linewidth=0.8)
+    for factor in (0.9, 1.1):
+        panel.plot(ends, [factor * end for end in ends], ":", color="gray", linewidth=0.8)
+    for chapter, marker in zip(chapters, "os^v", strict=False):
+        compared = chapter.compared.rows
+        label = f"{chapter.collective}, {chapter.micro_batches} micro-batches"
+        xs, ys = [row.seconds for row in compared], [row.predicted for row in compared]
+        panel.plot(xs, ys, marker, markersize=4, label=label)
+        for row in compared:
+            panel.annotate(row.strategy, (row.seconds, row.predicted), fontsize=5)
+    panel.set(xscale="log", yscale="log", xlabel="measured, s a step", ylabel="predicted")
+    panel.set_title(name)
+    panel.legend(fontsize=7)

@@ -1,0 +1,270 @@
+"""Measures training steps in emulated clusters and sets the planner's predictions beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from data.atomic_file import replacing
+from paro.planning.machine import Machine
+from paro.planning.machine_file import read_machine
+from paro.planning.planner import Case
+from paro.strategy import legal_letters
+from tools.cluster.launch import run
+from tools.cluster.lifecycle import cluster
+from tools.cluster.spec import ClusterSpec
+from tools.collective_timing.device import training_config
+from tools.picture import check_can_draw
+from tools.planning.comparison import compare
+from tools.planning.steps_page import Chapter, draw, page
+
+DESCRIPTION = """\
+Measures steps of all strategies in emulated clusters of 2 nodes x 4 ranks, and sets the planner's
+predictions beside them, from a machine file that is measured in the same cluster. Needs root; a
+run that ends early, or after --minutes, goes on where it ended.
+
+  python tools/study_plan.py measure --folder examples/measured --minutes 12
+  python tools/study_plan.py report --folder examples/measured
+"""
+NicSetting = Literal["per-rank", "shared"]
+INTER: dict[NicSetting, str] = {"per-rank": "100mbit", "shared": "400mbit"}
+SHAPES = {
+    "deep": "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 688 "
+    "--vocab-size 4095 --seq-length 128",
+    "wide": "--num-layers 3 --hidden-size 384 --num-attention-heads 6 --ffn-hidden-size 1024 "
+    "--vocab-size 2047 --seq-length 64",
+}
+COUNTS = (1, 4)
+NODES, RANKS_PER_NODE = 2, 4
+MOST_ELSEWHERE = 0.12  # the kernel's own threads take 0.03 to 0.08
+SIZES = "64K,256K,1M,4M"
+TOOLS = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is measured in one cluster, with one machine file."""
+
+    nic: NicSetting
+    shape: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.nic}-{self.shape}"
+
+    def machine_in(self, folder: Path) -> Path:
+        return folder / f"steps-{self.name}.json"
+
+    @property
+    def train_flags(self) -> str:
+        return f"{SHAPES[self.shape]} --make-vocab-size-divisible-by 1 --bf16"
+
+
+def parts() -> Iterator[Part]:
+    for nic in INTER:
+        for shape in SHAPES:
+            yield Part(nic=nic, shape=shape)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """What was measured so far, of each setting the last time that no other program was busy.
+
+    A line that was cut off counts as none.
+    """
+    path = folder / "steps.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if busy_elsewhere(row) <= MOST_ELSEWHERE:
+            key = tuple(row[name] for name in ("nic", "shape", "strategy", "collective"))
+            found[*key, str(row["micro_batches"])] = row
+    return list(found.values())
+
+
+def busy_elsewhere(row: dict[str, Any]) -> float:
+    """The part of a step's processor time that no rank took: the kernel's, and other programs'."""
+    return 1.0 - row["cpu_seconds"] * NODES * RANKS_PER_NODE / row["machine_seconds"]
+
+
+def missing(part: Part, settings: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The settings of a part of which not all rows are there yet."""
+    done = Counter(
+        f"{row['strategy']}@{row['collective']}"
+        for row in rows
+        if (row["nic"], row["shape"]) == (part.nic, part.shape)
+    )
+    return [setting for setting in settings if done[setting] < len(COUNTS)]
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measures what is missing, until the time is over."""
+    end = time.monotonic() + 60 * args.minutes
+    args.folder.mkdir(parents=True, exist_ok=True)
+    settings = args.settings.split(",")
+    for part in parts():
+        if args.parts and part.name not in args.parts.split(","):
+            continue
+        left = missing(part, settings, rows_of(args.folder))
+        machine = part.machine_in(args.folder)
+        if (not left and machine.exists()) or time.monotonic() > end:
+            continue
+        spec = ClusterSpec(
+            nodes=NODES,
+            ranks_per_node=RANKS_PER_NODE,
+            inter=INTER[part.nic],
+            nic=part.nic,
+            name=args.name,
+        )
+        print(f"{part.name}: {len(left)} of {len(settings)} to measure", flush=True)
+        with cluster(spec) as made:
+            if not machine.exists():
+                _run(made, _machine_flags(part, machine, settings))
+            if left:
+                seconds = max(1.0, end - time.monotonic())
+                _run(made, _steps_flags(part, args.folder, left, seconds))
+    rows = rows_of(args.folder)
+    left = [setting for part in parts() for setting in missing(part, settings, rows)]
+    print(f"{len(rows)} rows, {len(left)} settings left", flush=True)
+
+
+def _machine_flags(part: Part, machine: Path, settings: Sequence[str]) -> list[str]:
+    names = ",".join(dict.fromkeys(setting.partition("@")[2] for setting in settings))
+    return [
+        str(TOOLS / "bench_collectives.py"),
+        *("--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"),
+        *("--inter-bandwidth", INTER[part.nic], "--nic", part.nic),
+        *("--train", part.train_flags, "--machine-file", str(machine)),
+    ]
+
+
+def _steps_flags(part: Part, folder: Path, settings: Sequence[str], seconds: float) -> list[str]:
+    train = (
+        f"{part.train_flags} --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer "
+        "--micro-batch-size 1 --global-batch-size 8 --train-iters 1000 --lr 1e-5"
+    )
+    return [
+        str(TOOLS / "planning" / "steps.py"),
+        *("--output", str(folder / "steps.jsonl")),
+        *("--label", json.dumps({"nic": part.nic, "shape": part.shape})),
+        *("--settings", ",".join(settings), "--counts", ",".join(map(str, COUNTS))),
+        *("--seconds", f"{seconds:.0f}", "--train", train),
+    ]
+
+
+def chapters_of(folder: Path) -> list[Chapter]:
+    """All that was measured, beside what the planner says now."""
+    rows = rows_of(folder)
+    if not rows:
+        raise ValueError(f"--folder {folder}: there are no rows: measure first")
+    found = []
+    for part in parts():
+        mine = [row for row in rows if (row["nic"], row["shape"]) == (part.nic, part.shape)]
+        keys = dict.fromkeys((row["collective"], row["micro_batches"]) for row in mine)
+        for collective, count in keys:
+            key = collective, count
+            measured = [r for r in mine if (r["collective"], r["micro_batches"]) == key]
+            case = case_of(part, read_machine(part.machine_in(folder)), collective, count)
+            nics = "a NIC per rank" if part.nic == "per-rank" else "one NIC a node"
+            found.append(
+                Chapter(
+                    cluster=f"{part.shape}, {nics}",
+                    collective=collective,
+                    micro_batches=count,
+                    compared=compare(case, measured),
+                )
+            )
+    return found
+
+
+def case_of(part: Part, machine: Machine, collective: str, count: int) -> Case:
+    """What was measured as the planner sees it."""
+    config = training_config(part.train_flags, "gloo")
+    return Case(
+        model=config.model,
+        machine=machine,
+        group_size=machine.group_size,
+        seq_length=config.data.seq_length,
+        micro_batch_size=config.batches.micro_batch_size,
+        global_batch_size=config.batches.micro_batch_size * machine.world_size * count,
+        precision=config.precision,
+        collective=collective,
+        device_type="cpu",
+    )
+
+
+def report(args: argparse.Namespace) -> None:
+    """Writes steps.md and steps.png."""
+    page_file = args.folder / "steps.md"
+    picture = page_file.with_suffix(".png")
+    check_can_draw(picture, "--folder")
+    chapters = chapters_of(args.folder)
+    with replacing(page_file) as temporary:
+        temporary.write_text(page(chapters, SHAPES), encoding="utf-8")
+    draw(picture, chapters)
+    print(f"wrote {page_file} and {picture}")
+
+
+def _run(made: Any, argv: Sequence[str]) -> None:
+    status = run(made, argv)
+    if status != 0:
+        raise OSError(f"{shlex.join(argv)} failed, status {status}")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"study_plan.py: error: {message}\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    measuring = commands.add_parser("measure", help="measure what is missing", allow_abbrev=False)
+    add = measuring.add_argument
+    add("--folder", type=Path, required=True, metavar="DIR", help="of rows and machine files")
+    add("--minutes", type=float, default=60.0, help="begin nothing after so many; default 60")
+    add("--name", default="study", help="of the cluster; default study")
+    settings = ",".join(f"{name}@native" for name in legal_letters())
+    add("--settings", default=settings, help="STRATEGY@COLLECTIVE, ...; default all by native")
+    names = ",".join(part.name for part in parts())
+    add("--parts", help=f"some of {names}; default all")
+    reporting = commands.add_parser("report", help="write the page", allow_abbrev=False)
+    reporting.add_argument("--folder", type=Path, required=True, metavar="DIR")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        if args.command == "measure":
+            measure(args)
+        else:
+            report(args)
+    except (OSError, ValueError) as error:
+        print(f"study_plan.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
