@@ -54,12 +54,7 @@ class LinkSpeed:
     bandwidth_source: BandwidthSource
 
     def __post_init__(self) -> None:
-        _check(
-            "bandwidth in bits per second",
-            self.bits_per_second,
-            self.bits_per_second > 0,
-            "positive",
-        )
+        _check_number("bandwidth in bits per second", self.bits_per_second)
         _check_number("latency_seconds", self.latency_seconds, or_zero=True)
 
     @property
@@ -147,16 +142,11 @@ class Machine:
     sources: tuple[tuple[str, str], ...] = ()  # a figure's place in the file, and whence it is
 
     def __post_init__(self) -> None:
-        _check(
-            "world_size", self.world_size, 0 < self.world_size <= MOST_RANKS, f"1 to {MOST_RANKS}"
-        )
+        possible = 0 < self.world_size <= MOST_RANKS
+        _check("world_size", self.world_size, possible, f"1 to {MOST_RANKS}")
         divides = self.group_size > 0 and self.world_size % self.group_size == 0
-        _check(
-            f"group_size of {self.world_size} ranks",
-            self.group_size,
-            divides,
-            "one of their divisors",
-        )
+        name = f"group_size of {self.world_size} ranks"
+        _check(name, self.group_size, divides, "one of their divisors")
         rows = [(row.axes, row.op, row.algorithm, row.num_bytes) for row in self.measured]
         for row, following in pairwise(sorted(rows, key=str)):
             if row == following:
