@@ -18,6 +18,7 @@ from paro.planning.description import describe
 from paro.planning.planner import Case, Estimate, Estimator, Freedom, Plan, letter_rows, plan
 from paro.planning.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.trace import chrome_trace
+from tools.picture import check_can_draw
 from tools.planning.case import case_of, make_parser
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
@@ -48,6 +49,8 @@ def check_files(args: Namespace) -> None:
         path: Path | None = getattr(args, flag)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(f"--{flag} {path} cannot be written: there is no such folder")
+        if path is not None and flag in ("plot", "timeline", "scaling"):
+            check_can_draw(path, f"--{flag}")
 
 
 def report(args: Namespace, case: Case) -> None:
@@ -101,9 +104,17 @@ def fields_of(
 
 
 def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
-    """MFU over ranks, at the batch of a rank as given, for some strategies and for the best."""
+    """MFU over ranks, at the batch of a rank as given, for some strategies and for the best.
+
+    All degrees are weighed; all other flags are as given.
+    """
     per_rank = case.global_batch_size // case.world_size
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
+    as_given = Freedom(
+        micro_batch_sizes=(case.micro_batch_size,),
+        collectives=(case.collective,),
+        recomputes=(case.model.recompute,),
+    )
     ranks = case.machine.group_size
     while ranks <= MOST_RANKS and not (case.machine.measured and ranks != case.world_size):
         own = replace(
@@ -117,7 +128,7 @@ def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
             estimate = estimator.estimate(own.setting(own.strategy(name)))
             if estimate.fits:
                 curves.setdefault(name, []).append((ranks, estimate.mfu))
-        best = plan(own, Freedom(collectives=(case.collective,))).best
+        best = plan(own, as_given).best
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
         ranks *= 2

@@ -18,7 +18,7 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 from data.atomic_file import replacing
 from paro.planning.machine import Machine
-from paro.planning.machine_file import find_machine
+from paro.planning.machine_file import read_machine
 from paro.planning.planner import Case
 from paro.strategy import legal_letters
 from tools.cluster.launch import run
@@ -34,8 +34,8 @@ Measures steps of all strategies in emulated clusters of 2 nodes x 4 ranks, and 
 predictions beside them, from a machine file that is measured in the same cluster. Needs root; a
 run that ends early, or after --minutes, goes on where it ended.
 
-  python tools/study_plan.py measure --folder examples/measured/steps --minutes 12
-  python tools/study_plan.py report --folder examples/measured/steps
+  python tools/study_plan.py measure --folder examples/measured --minutes 12
+  python tools/study_plan.py report --folder examples/measured
 """
 NicSetting = Literal["per-rank", "shared"]
 INTER: dict[NicSetting, str] = {"per-rank": "100mbit", "shared": "400mbit"}
@@ -62,6 +62,9 @@ class Part:
     @property
     def name(self) -> str:
         return f"{self.nic}-{self.shape}"
+
+    def machine_in(self, folder: Path) -> Path:
+        return folder / f"steps-{self.name}.json"
 
     @property
     def train_flags(self) -> str:
@@ -117,7 +120,7 @@ def measure(args: argparse.Namespace) -> None:
         if args.parts and part.name not in args.parts.split(","):
             continue
         left = missing(part, settings, rows_of(args.folder))
-        machine = args.folder / f"{part.name}.json"
+        machine = part.machine_in(args.folder)
         if (not left and machine.exists()) or time.monotonic() > end:
             continue
         spec = ClusterSpec(
@@ -175,7 +178,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
         for collective, count in keys:
             key = collective, count
             measured = [r for r in mine if (r["collective"], r["micro_batches"]) == key]
-            case = case_of(part, find_machine(str(folder / f"{part.name}.json")), collective, count)
+            case = case_of(part, read_machine(part.machine_in(folder)), collective, count)
             nics = "a NIC per rank" if part.nic == "per-rank" else "one NIC a node"
             found.append(
                 Chapter(
@@ -205,8 +208,8 @@ def case_of(part: Part, machine: Machine, collective: str, count: int) -> Case:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Writes steps.md and steps.png beside the folder."""
-    page_file = args.folder.parent / f"{args.folder.name}.md"
+    """Writes steps.md and steps.png."""
+    page_file = args.folder / "steps.md"
     picture = page_file.with_suffix(".png")
     check_can_draw(picture, "--folder")
     chapters = chapters_of(args.folder)
@@ -238,7 +241,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     measuring = commands.add_parser("measure", help="measure what is missing", allow_abbrev=False)
     add = measuring.add_argument
-    add("--folder", type=Path, required=True, metavar="DIR", help="of machine files and rows")
+    add("--folder", type=Path, required=True, metavar="DIR", help="of rows and machine files")
     add("--minutes", type=float, default=60.0, help="begin nothing after so many; default 60")
     add("--name", default="study", help="of the cluster; default study")
     settings = ",".join(f"{name}@native" for name in legal_letters())

@@ -210,33 +210,46 @@ def _parts(machine: Machine, run: Run) -> list[Run]:
     return [part for part in kinds if part]
 
 
-def _ring_seconds(machine: Machine, op: Op, run: Run, num_bytes: int) -> float:
+class Ring(NamedTuple):
     """One ring through all ranks of a run; it is as slow as its slowest links."""
+
+    size: int
+    lap_seconds: float  # of nothing, from the first rank to the last
+    hop_seconds: float  # of nothing, over the slowest links
+    seconds_per_byte: float  # over the slowest links, which all rings of the run's kind share
+
+
+def ring_of(machine: Machine, run: Run) -> Ring:
+    """The ring of a run that is not empty, neighbours of a group being neighbours in it."""
+    size = _size(run)
+    if run[-1].outer <= machine.group_size:
+        speed = speed_of(machine, Link.INTRA)
+        lap = (size - 1) * speed.latency_seconds
+        return Ring(size, lap, speed.latency_seconds, 8 / speed.bits_per_second)
+    speed = speed_of(machine, Link.INTER)
+    flows = min(run[0].inner, machine.group_size)
+    inside = machine.group_size // flows  # of the ring's ranks are neighbours in a group
+    crossings = size // inside - 1
+    lap = crossings * speed.latency_seconds
+    if inside > 1:
+        lap += (size - 1 - crossings) * speed_of(machine, Link.INTRA).latency_seconds
+    num_nics = 1 if machine.nic is Nic.SHARED else machine.group_size
+    per_byte = 8 * flows / (speed.bits_per_second * num_nics)
+    return Ring(size, lap, speed.latency_seconds, per_byte)
+
+
+def _ring_seconds(machine: Machine, op: Op, run: Run, num_bytes: int) -> float:
     return sum(_ring(machine, op, run, num_bytes))
 
 
 def _ring(machine: Machine, op: Op, run: Run, num_bytes: int) -> tuple[float, float]:
     """Its latencies, and for how long it keeps its slowest links busy."""
-    size = _size(run)
-    across = run[-1].outer > machine.group_size
-    speed = _link(machine, Link.INTER if across else Link.INTRA)
-    inner, inside = run[0].inner, 1
-    rate = speed.bits_per_second / 8
-    flows = 1
-    if across:
-        flows = min(inner, machine.group_size)
-        inside = machine.group_size // flows  # of the ring's ranks are neighbours in a group
-        rate *= 1 if machine.nic is Nic.SHARED else machine.group_size
+    ring = ring_of(machine, run)
     passes = 2 if op is Op.ALL_REDUCE else 1
-    hops = passes * (size - 1)
-    latency = hops * speed.latency_seconds
-    if inside > 1:
-        crossings = passes * (size // inside - 1)
-        within = _link(machine, Link.INTRA).latency_seconds
-        latency = crossings * speed.latency_seconds + (hops - crossings) * within
+    latency = passes * ring.lap_seconds
     if op is Op.ALL_REDUCE:
-        latency = min(latency, 2 * math.ceil(math.log2(size)) * speed.latency_seconds)
-    return latency, passes * flows * num_bytes * (size - 1) / size / rate
+        latency = min(latency, 2 * math.ceil(math.log2(ring.size)) * ring.hop_seconds)
+    return latency, passes * num_bytes * (ring.size - 1) / ring.size * ring.seconds_per_byte
 
 
 def _has_links(machine: Machine, axes: Axes) -> bool:
@@ -245,7 +258,7 @@ def _has_links(machine: Machine, axes: Axes) -> bool:
     return None not in needed
 
 
-def _link(machine: Machine, link: Link) -> LinkSpeed:
+def speed_of(machine: Machine, link: Link) -> LinkSpeed:
     speed = machine.link(link)
     if speed is None:
         raise ValueError(
@@ -265,7 +278,7 @@ def scalar_seconds(machine: Machine) -> float:
         widest = max((row.axes for row in rows), key=list(Axes).index)
         return min(row.seconds for row in rows if row.axes is widest)
     hops = {link: 2 * math.ceil(math.log2(ranks)) for link, ranks in _ranks(machine)}
-    return math.fsum(hops[link] * _link(machine, link).latency_seconds for link in kinds)
+    return math.fsum(hops[link] * speed_of(machine, link).latency_seconds for link in kinds)
 
 
 def _ranks(machine: Machine) -> Sequence[tuple[Link, int]]:

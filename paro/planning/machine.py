@@ -19,6 +19,7 @@ from itertools import pairwise
 from paro.collectives.schedule import Op
 from paro.topology import Axis, Link
 
+MOST_RANKS = 1 << 20  # of a world that one may plan for
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -53,8 +54,8 @@ class LinkSpeed:
     bandwidth_source: BandwidthSource
 
     def __post_init__(self) -> None:
-        _check("bandwidth in bits per second", self.bits_per_second, self.bits_per_second > 0)
-        _check("latency_seconds", self.latency_seconds, 0 <= self.latency_seconds < math.inf)
+        _check_number("bandwidth in bits per second", self.bits_per_second)
+        _check_number("latency_seconds", self.latency_seconds, or_zero=True)
 
     @property
     def is_typed(self) -> bool:
@@ -74,10 +75,10 @@ class Measured:
     busy_seconds: float | None = None  # `seconds` while all ranks compute; CPU ranks
 
     def __post_init__(self) -> None:
-        _check("bytes", self.num_bytes, self.num_bytes > 0)
-        _check("seconds", self.seconds, 0 < self.seconds < math.inf)
-        _check("cpu_seconds", self.cpu_seconds, 0 <= (self.cpu_seconds or 0.0) < math.inf)
-        _check("busy_seconds", self.busy_seconds, 0 <= (self.busy_seconds or 0.0) < math.inf)
+        _check_number("bytes", self.num_bytes)
+        _check_number("seconds", self.seconds)
+        _check_number("cpu_seconds", self.cpu_seconds or 0.0, or_zero=True)
+        _check_number("busy_seconds", self.busy_seconds or 0.0, or_zero=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +99,16 @@ class Device:
     cores: float | None = None  # CPU ranks: a rank's share, which sending takes from computing
 
     def __post_init__(self) -> None:
-        _check("device.memory_bytes", self.memory_bytes, self.memory_bytes > 0)
+        _check_number("device.memory_bytes", self.memory_bytes)
         within = 0 <= self.reserved_bytes < self.memory_bytes
-        _check("device.reserved_bytes", self.reserved_bytes, within)
-        _check("device.peak_flops", self.peak_flops, 0 < self.peak_flops < math.inf)
+        _check("device.reserved_bytes", self.reserved_bytes, within, "less than memory_bytes")
+        _check_number("device.peak_flops", self.peak_flops)
         within = 0 < self.sustained_flops <= self.peak_flops
-        _check(f"device.sustained_flops of {self.peak_flops:g}", self.sustained_flops, within)
-        speed = self.memory_bytes_per_second
-        _check("device.memory_bytes_per_second", speed, 0 < speed < math.inf)
-        _check("device.step_seconds", self.step_seconds, 0 <= self.step_seconds < math.inf)
-        _check("device.cores", self.cores, self.cores is None or 0 < self.cores < math.inf)
+        name = f"device.sustained_flops of {self.peak_flops:g}"
+        _check(name, self.sustained_flops, within, "positive, and no more than peak_flops")
+        _check_number("device.memory_bytes_per_second", self.memory_bytes_per_second)
+        _check_number("device.step_seconds", self.step_seconds, or_zero=True)
+        _check_number("device.cores", 1 if self.cores is None else self.cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +121,8 @@ class GroupSpeed:
     inter: float = 1.0
 
     def __post_init__(self) -> None:
-        _check("groups.num_groups", self.num_groups, self.num_groups > 0)
-        for name in ("compute", "intra", "inter"):
-            value = getattr(self, name)
-            _check(f"groups.{name}", value, 0 < value < math.inf)
+        for name in ("num_groups", "compute", "intra", "inter"):
+            _check_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +142,19 @@ class Machine:
     sources: tuple[tuple[str, str], ...] = ()  # a figure's place in the file, and whence it is
 
     def __post_init__(self) -> None:
-        _check("world_size", self.world_size, self.world_size > 0)
+        possible = 0 < self.world_size <= MOST_RANKS
+        _check("world_size", self.world_size, possible, f"1 to {MOST_RANKS}")
         divides = self.group_size > 0 and self.world_size % self.group_size == 0
-        _check(f"group_size of {self.world_size} ranks", self.group_size, divides)
+        name = f"group_size of {self.world_size} ranks"
+        _check(name, self.group_size, divides, "one of their divisors")
         rows = [(row.axes, row.op, row.algorithm, row.num_bytes) for row in self.measured]
         for row, following in pairwise(sorted(rows, key=str)):
-            _check("measured, twice there", row, row != following)
+            if row == following:
+                what = f"{row[1].value} over {row[0].value} axes by {row[2]}, {row[3]} bytes"
+                raise ValueError(f"measured: {what}, is there twice")
         num_uneven = sum(part.num_groups for part in self.uneven)
-        _check(f"groups, {self.num_groups} in all", num_uneven, num_uneven <= self.num_groups)
+        if num_uneven > self.num_groups:
+            raise ValueError(f"uneven: {num_uneven} groups cannot be, there are {self.num_groups}")
 
     def for_world(self, world_size: int, *, told: str) -> Machine:
         """The same machine with another number of groups; `told` is what asks for it."""
@@ -168,7 +172,10 @@ class Machine:
                 f"{told} {self.name} has groups of {group_size}, which do not divide the "
                 f"{world_size} ranks: choose a multiple of {group_size}"
             )
-        return replace(self, world_size=world_size, group_size=group_size)
+        try:
+            return replace(self, world_size=world_size, group_size=group_size)
+        except ValueError as error:
+            raise ValueError(f"{told} {self.name} for {world_size} ranks: {error}") from error
 
     @property
     def num_groups(self) -> int:
@@ -178,9 +185,14 @@ class Machine:
         return self.intra if link is Link.INTRA else self.inter
 
 
-def _check(field: str, value: object, holds: bool) -> None:
+def _check(field: str, value: object, holds: bool, rule: str) -> None:
     if not holds:
-        raise ValueError(f"{field}: {value} cannot be")
+        raise ValueError(f"{field}: {value} cannot be, it must be {rule}")
+
+
+def _check_number(field: str, value: float, *, or_zero: bool = False) -> None:
+    holds = 0 < value < math.inf or (or_zero and value == 0)
+    _check(field, value, holds, "a number of 0 or more" if or_zero else "a positive number")
 
 
 def axes_of(run: Sequence[Axis]) -> Axes:

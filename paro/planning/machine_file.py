@@ -24,6 +24,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,6 +32,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paro.collectives import COLLECTIVES
 from paro.collectives.schedule import Op
 from paro.planning.machine import (
     Axes,
@@ -118,11 +120,23 @@ def read_machine(path: Path) -> Machine:
 def machine_from_json(text: str, where: str) -> Machine:
     """The machine that `machine_to_json` wrote; what a mistake says begins with `where`."""
     try:
-        return _machine(json.loads(text))
+        return _machine(json.loads(text, object_pairs_hook=_without_repeats))
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where} is nested too deeply for a machine") from error
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of a field that is there twice Python would take the last."""
+    fields = dict(pairs)
+    names = [name for name, _ in pairs]
+    for name in fields:
+        if names.count(name) > 1:
+            raise ValueError(f"{name}: is there {names.count(name)} times")
+    return fields
 
 
 def machine_to_json(machine: Machine) -> str:
@@ -236,12 +250,18 @@ def _measured(value: object, index: int) -> Measured:
         return Measured(
             axes=_choice(Axes, fields["axes"], "axes"),
             op=_choice(Op, fields["op"], "op"),
-            algorithm=fields["algorithm"],
+            algorithm=_algorithm(fields["algorithm"]),
             num_bytes=fields["bytes"],
             seconds=fields["seconds"],
             cpu_seconds=fields.get("cpu_seconds"),
             busy_seconds=fields.get("busy_seconds"),
         )
+
+
+def _algorithm(name: str) -> str:
+    if name not in COLLECTIVES:
+        raise ValueError(f"algorithm: {name!r} is none of {', '.join(COLLECTIVES)}")
+    return name
 
 
 @contextmanager
@@ -266,6 +286,8 @@ def _fields(value: object, types: Types, optional: Types | None = None) -> dict[
         # In Python, true is a number too.
         if not isinstance(value[name], known[name]) or isinstance(value[name], bool):
             raise ValueError(f"{name}: {value[name]!r} is of the wrong type")
+        if isinstance(value[name], float) and not math.isfinite(value[name]):
+            raise ValueError(f"{name}: {value[name]} cannot be, it must be a finite number")
     return value
 
 

@@ -129,7 +129,9 @@ class Case:
     def micro_batches(self, size: int) -> int:
         """How many of them a rank takes in a step."""
         at_once = size * self.world_size
-        if size < 1 or self.global_batch_size < at_once or self.global_batch_size % at_once:
+        if size < 1:
+            raise ValueError(f"--micro-batch-size {size} must be at least 1")
+        if self.global_batch_size < at_once or self.global_batch_size % at_once:
             raise ValueError(
                 f"--global-batch-size {self.global_batch_size} is no multiple of "
                 f"--micro-batch-size {size} times {self.world_size} ranks: choose a multiple of "

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import pytest
 
+from paro.planning.planner import Estimator
+from paro.planning.step_costs import NOTHING
 from tests.helpers.ranks import ROOT
-from tools.planning.published import amsp_choices, feasible, figures
-from tools.study_papers import main, page
+from tools.planning.figure import case_on, model_of
+from tools.planning.published import feasible
+from tools.planning.published_amsp import AMSP, LIMIT_GB, amsp_case, amsp_choices, owned
+from tools.study_papers import figures, main, page
 
 # Of the figures that have a tolerance, those that our one set of assumptions does not explain.
-MISSES = {
-    ("R11", "7B, NNI over ZeRO-1, 540 samples a GPU"),
-    ("R12", "65B on 64 GPUs, IIG over ZeRO-3"),
-    ("MFU", "7B on 1024 GPUs, AMSP's 1,1,8"),
-    ("MFU", "7B on 1024 GPUs, MiCS 8,8,8"),
-    ("MFU", "13B on 1024 GPUs, AMSP's 4,4,8"),
-    ("MFU", "13B on 1024 GPUs, MiCS 8,8,8"),
-    ("overlap", "13B on 64 GPUs, 1 micro-batches: all over nor gathers"),
-    ("InternEvo", "7B on 1024 GPUs, NNI over ZeRO-1"),
-}
+MISSES = {("R11", "7B, NNI over ZeRO-1, dynamic batch")}
 
 
 def test_all_figures_hold_but_those_that_are_said_to_miss() -> None:
-    assert {(row.name, row.what) for row in figures() if not row.holds} == MISSES
+    rows = figures()
+    assert {(row.name, row.what) for row in rows if not row.holds} == MISSES
+    assert {row.name: row.tolerance for row in rows} == {
+        **dict.fromkeys(("R1", "R2", "R3", "R11", "R12", "overlap"), 0.2),
+        **dict.fromkeys(("MFU", "InternEvo"), 0.15),
+        **dict.fromkeys(("R5", "R6", "R7", "R10", "sharding"), None),
+    }
+    overlaps = [row for row in rows if row.name == "overlap"]
+    assert len(overlaps) == 32
+    assert all(row.ours > 1 for row in overlaps)
 
 
-def test_the_gains_of_the_main_tables() -> None:
-    errors = {row.name: abs(row.error) for row in figures()}
-    assert errors["R1"] < 0.05
-    assert errors["R2"] < 0.2
-    assert errors["R3"] < 0.1
+def test_partial_training_gains_in_the_papers_order() -> None:
+    gains = {(r.name, r.what.split(", ")[-1]): r.ours for r in figures() if r.name in ("R5", "R6")}
+    assert 1 < gains["R5", "NIG over ZeRO-2"] < gains["R5", "NII over ZeRO-2"]
+    assert 1 < gains["R6", "III over ZeRO-3"] < gains["R6", "IIG over ZeRO-3"]
+    assert all(row.ours > 1 for row in figures() if row.name == "R7")
 
 
 def test_what_fits_is_what_the_paper_ran() -> None:
@@ -37,18 +41,39 @@ def test_what_fits_is_what_the_paper_ran() -> None:
     assert {name for name, fit in fits.items() if fit} == {"IIG", "IGG", "GGG"}
 
 
-def test_overlap_helps_as_in_the_ablation() -> None:
-    rows = [row for row in figures() if row.name == "overlap"]
-    assert all(row.ours >= 1 for row in rows)
-    assert sum(row.holds for row in rows) == len(rows) - 1
+def test_amsps_choices_for_two_of_three_models() -> None:
+    choices = {choice.preset: choice for choice in amsp_choices()}
+    assert all(choice.slower >= 0 for choice in choices.values())
+    for preset in ("7B", "13B"):
+        assert choices[preset].ours.strategy.degrees == choices[preset].amsp.strategy.degrees
+    assert choices["30B"].slower < 0.08
+    # What the limit is taken from: 30B over 8 ranks, which MiCS did not take.
+    needed = owned(amsp_case("30B"), "8,8,8").memory_bytes / 1e9
+    assert LIMIT_GB < needed < LIMIT_GB + 1
 
 
-def test_partial_training_gains_in_the_papers_direction() -> None:
-    assert all(row.ours > 1 for row in figures() if row.name in ("R5", "R6", "R7"))
+@pytest.mark.parametrize("preset", AMSP)
+def test_overlapped_runs_are_as_fast_as_those_that_computing_was_taken_from(preset: str) -> None:
+    for count, tokens in AMSP[preset].overlapped.items():
+        case = amsp_case(preset, 64, micro_batches=count)
+        ours = owned(case, AMSP[preset].strategy).tokens_per_second / 64
+        assert ours == pytest.approx(tokens, rel=0.05)
 
 
-def test_the_planner_is_no_slower_than_amsps_choices() -> None:
-    assert all(slower >= -0.002 for _, slower in amsp_choices().values())
+def test_internevos_machine_computes_as_fast_as_one_of_its_nodes() -> None:
+    case = case_on("a100-roce400", model_of("7B"), 8, seq_length=2048, micro_batch_size=2,
+                   micro_batches=4, collective="flat")  # fmt: skip
+    assert owned(case, "1,1,8").tokens_per_second / 8 == pytest.approx(4078, rel=0.02)
+
+
+def test_broadcasts_of_owners_cost_their_laps() -> None:
+    """291 tensors, 1023 hops each: 127 between nodes, 896 inside them."""
+    case = case_on("a100-roce400", model_of("7B"), 1024, seq_length=2048, micro_batch_size=2,
+                   overlap=NOTHING, collective="flat")  # fmt: skip
+    waited = owned(case, "NNG").timeline.exposed["publish"]
+    parameters = sum(unit.numel for unit in Estimator(case).units)
+    laps = 291 * (127 * 14e-6 + 896 * 3.4e-6)
+    assert waited == pytest.approx(laps + 2 * parameters / (340e9 / 8), rel=1e-3)
 
 
 def test_the_page_is_what_the_command_writes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,6 @@ def trainable_of(text: str) -> Trainable:
 def memory_of(args: Namespace) -> int | None:
     if args.memory_gb is None:
         return None
-    if args.memory_gb <= 0:
+    if not 0 < args.memory_gb < math.inf:
         raise ValueError(f"--memory-gb {args.memory_gb} must be positive")
     return round(args.memory_gb * 1e9)

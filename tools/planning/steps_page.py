@@ -12,10 +12,10 @@ from tools.picture import drawing
 from tools.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Comparison
 
 HEAD = """\
-<!-- Written by python tools/study_plan.py report --folder examples/measured/steps: change that. -->
+<!-- Written by python tools/study_plan.py report --folder examples/measured: change that. -->
 # Measured steps beside the planner's.
 
-Written by `python tools/study_plan.py report --folder examples/measured/steps` from the rows and
+Written by `python tools/study_plan.py report --folder examples/measured` from the rows and
 machine files there, which `tools/study_plan.py measure` measured in emulated clusters of 2 nodes x
 4 ranks on 2 cores: a NIC of 100 Mbit/s per rank, or one of 400 Mbit/s a node. A measured step is
 the median of 3 (of one micro-batch: of 5), each as long as its slowest rank. A machine file was

@@ -74,7 +74,10 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
         (("colour",), "red", "colour: is unknown; the fields are format, name"),
         (("world_size",), "8", "world_size: '8' is of the wrong type"),
         (("world_size",), True, "world_size: True is of the wrong type"),
-        (("group_size",), 3, "group_size of 8 ranks: 3 cannot be"),
+        (("group_size",), 3, "group_size of 8 ranks: 3 cannot be, it must be one of their div"),
+        (("world_size",), 1 << 40, "world_size: 1099511627776 cannot be, it must be 1 to"),
+        (("measured", 0, "algorithm"), "magic", "measured[0].algorithm: 'magic' is none of native"),
+        (("links", "inter", "latency_seconds"), float("inf"), "latency_seconds: inf cannot be"),
         (("nic",), "mine", "nic: 'mine' is none of per-rank, shared"),
         (("links", "intra"), 3, "links.intra: 3 is of the wrong type"),
         (("links", "inter", "bandwidth"), "fast", "links.inter.bandwidth: 'fast' is no rate"),
@@ -105,6 +108,12 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match=r"list: \[\] is no object"):
         read_machine(tmp_path / "list")
+    (tmp_path / "deep").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ValueError, match="deep is nested too deeply"):
+        read_machine(tmp_path / "deep")
+    (tmp_path / "twice").write_text('{"name": "a", "name": "b"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="twice: name: is there 2 times"):
+        read_machine(tmp_path / "twice")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="binary is no text"):
         read_machine(tmp_path / "binary")

@@ -208,7 +208,7 @@ def test_impossible_devices_are_named(field: str, value: object, told: str) -> N
 def test_too_many_uneven_groups() -> None:
     fields = json.loads(machine_to_json(machine()))
     fields["uneven"] = [{"num_groups": 5, "inter": 0.5}]
-    with pytest.raises(ValueError, match="groups, 4 in all: 5 cannot be"):
+    with pytest.raises(ValueError, match="uneven: 5 groups cannot be, there are 4"):
         machine_from_json(json.dumps(fields), "file")
 
 

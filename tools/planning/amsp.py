@@ -1,0 +1,122 @@
+"""How AMSP and InternEvo bring what was summed and updated to every rank: tensors have owners."""
+
+# Optimizer state is not cut into equal slices, every tensor has one owner (AMSP section IV, and
+# InternEvo's hybrid_zero_optim.py). So a step ends otherwise than in this project's engine:
+#
+#     sums      an all-reduce over all ranks with the same parameters; each keeps what it owns
+#     updates   a broadcast by every owner, one after the other, as many as there are owners
+#
+# and parameters are gathered, and gradients reduced, tensor by tensor. A broadcast goes along a
+# chain: a lap of nothing, and every byte once over the slowest links. A step has as many laps as
+# owners, which nothing else in training has: over 1024 ranks it is they that count.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from statistics import linear_regression
+
+from model.config import parameter_shapes
+from paro.collectives.schedule import Op
+from paro.planning.collective_time import CollectiveTimes, Job, Phase, Run, ring_of
+from paro.planning.cost_model import UnitSize
+from paro.planning.moves import Moves, Moving
+from paro.planning.planner import Case, Estimator, Setting
+from paro.precision import BYTES_OF
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedTensors(Moves):
+    """The moves of units whose tensors have owners; grads must be cut as params are."""
+
+    num_tensors: int  # each of which has an owner
+    matrices_of_block: int  # which are gathered and reduced one by one; norms travel along
+
+    def moving(self, unit: UnitSize) -> Iterator[Moving]:
+        params, grads = self.strategy.params, self.strategy.grads
+        assert params == grads, f"{self.strategy.name}: of grads finer than params nothing is said"
+        compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
+        run = self.topology.axes_between(params, self.machine.world_size)
+        summed = unit.trainable_numel // params * wire
+        for own in super().moving(unit):
+            assert own.trainable, f"{unit.name}: of frozen tensors nothing is said"
+            yield replace(
+                own,
+                gather=self._tensor_by_tensor(own.gather, self.runs["gather"], unit),
+                reduce=self._tensor_by_tensor(own.reduce, self.runs["reduce"], unit),
+                finish=(),
+                replicas=self.times.phases(Op.ALL_REDUCE, run, summed),
+                publish=self._broadcasts(unit, unit.trainable_numel // params * compute),
+            )
+
+    def _tensor_by_tensor(
+        self, phases: tuple[Phase, ...], run: Run, unit: UnitSize
+    ) -> tuple[Phase, ...]:
+        """A lap more for every matrix but the first."""
+        if not run:
+            return phases
+        matrices = self.matrices_of_block if unit.name.startswith("blocks.") else 1
+        more = (matrices - 1) * ring_of(self.machine, run).lap_seconds
+        (job,), *others = phases
+        assert not others, "one collective over all axes"
+        return ((job._replace(seconds=job.seconds + more),),)
+
+    def _broadcasts(self, unit: UnitSize, num_bytes: int) -> tuple[Phase, ...]:
+        """A unit's part of a step's broadcasts."""
+        run = self.runs["publish"]
+        if not run:
+            return ()
+        ring = ring_of(self.machine, run)
+        share = unit.numel / sum(other.numel for other in self.units)
+        laps = min(self.num_tensors, ring.size) * share
+        crosses = run[-1].outer > self.machine.group_size
+        job = Job(
+            lane=tuple(axis.index for axis in run),
+            seconds=laps * ring.lap_seconds + num_bytes * ring.seconds_per_byte,
+            intra=0.0 if crosses else 1.0,
+            inter=1.0 if crosses else 0.0,
+            cpu=0.0,
+        )
+        return ((job,),)
+
+
+class OwnedTensorsEstimator(Estimator):
+    """Estimates steps that send as AMSP's do, collectives being flat; `sent` is as ever."""
+
+    def moves(self, setting: Setting) -> Moves:
+        shapes = parameter_shapes(self.case.model)
+        return OwnedTensors(
+            units=self.units,
+            strategy=setting.strategy,
+            precision=self.case.precision,
+            times=CollectiveTimes(self.case.machine, setting.collective),
+            num_tensors=len(shapes),
+            matrices_of_block=sum(
+                name.startswith("blocks.0.") and len(shape) == 2 for name, shape in shapes.items()
+            ),
+        )
+
+
+def with_speeds_of(case: Case, strategy: str, runs: Mapping[int, float]) -> Case:
+    """The case on devices that compute as fast as runs in which everything overlaps.
+
+    `runs` has the tokens per second and rank by the number of micro-batches. In a line through the
+    steps' times a micro-batch's computing is the slope; what a step takes besides, and what the
+    model does not explain of it, is the intercept.
+    """
+    counts = sorted(runs)
+    tokens = case.micro_batch_size * case.seq_length
+    line = linear_regression(counts, [count * tokens / runs[count] for count in counts])
+    estimator = OwnedTensorsEstimator(
+        replace(case, overlap=None, global_batch_size=case.micro_batch_size * case.world_size)
+    )
+    setting = case.setting(case.strategy(strategy))
+    costs, one = estimator.costs(setting), estimator.estimate(setting).seconds
+    products, taking = costs.computing.seconds, costs.taking(costs.num_trained)
+    besides = one - products - taking - costs.device.step_seconds
+    device = replace(
+        costs.device,
+        sustained_flops=costs.device.sustained_flops * products / (line.slope - taking),
+        step_seconds=max(0.0, line.intercept - besides),
+    )
+    return replace(case, machine=replace(case.machine, device=device))
