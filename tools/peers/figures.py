@@ -20,6 +20,12 @@ class Turn:
     nic_bytes: int | None  # that left all nodes together; None where no interface is watched
     losses: list[float]  # of every step, warm-up included
     grad_norms: list[float]
+    # For which computing stood still on a rank, in the mean, by what for; None where nobody tells.
+    waited_seconds: dict[str, float] | None = None
+
+    @property
+    def waited(self) -> float | None:
+        return None if self.waited_seconds is None else sum(self.waited_seconds.values())
 
 
 Rounds = dict[str, list[Turn]]  # by contender, in the order of rounds
@@ -63,6 +69,7 @@ class Summary:
     state_bytes: int
     peak_bytes: float | None
     nic_bytes: float | None
+    waited_seconds: float | None
 
 
 def summarize(rounds: Rounds, tokens_per_step: int) -> list[Summary]:
@@ -76,6 +83,7 @@ def summarize(rounds: Rounds, tokens_per_step: int) -> list[Summary]:
             state_bytes=max(turn.state_bytes for turn in turns),
             peak_bytes=_median_known([turn.peak_bytes for turn in turns]),
             nic_bytes=_median_known([turn.nic_bytes for turn in turns]),
+            waited_seconds=_median_known([turn.waited for turn in turns]),
         )
         for name, turns in rounds.items()
     ]
@@ -130,6 +138,7 @@ def _median_known(values: Sequence[float | None]) -> float | None:
 def summary_table(summaries: Sequence[Summary]) -> str:
     """Seconds, tokens and bytes by contender."""
     head = ["contender", "s/step", "tokens/s", "states MB", "peak MB", "NIC MB/step", "CPU s/step"]
+    head.append("waited s/step")
     rows = [
         [
             row.contender,
@@ -139,6 +148,7 @@ def summary_table(summaries: Sequence[Summary]) -> str:
             _mb(row.peak_bytes),
             _mb(row.nic_bytes),
             f"{row.cpu_seconds:.2f}",
+            "-" if row.waited_seconds is None else f"{row.waited_seconds:.2f}",
         ]
         for row in summaries
     ]

@@ -52,7 +52,8 @@ class Own:
         if result.skipped:
             raise RuntimeError(f"step {self.state.iteration} was skipped: a gradient overflowed")
         observe()  # its accumulators stay, whether full or not
-        return Outcome(result.loss, result.grad_norm)
+        waited = {kind: getattr(result.exposed, kind) for kind in ("gather", "reduce", "publish")}
+        return Outcome(result.loss, result.grad_norm, waited)
 
     def held(self) -> Iterable[Tensor]:
         for unit in self.training.model.units:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,7 @@ class Outcome:
 
     loss: float | Tensor  # mean over the micro-batches of this rank, or of all
     grad_norm: float | Tensor  # of all ranks, before clipping
+    waited: Mapping[str, float] | None = None  # seconds by what for; None: it does not tell
 
 
 class Contender(Protocol):

@@ -12,7 +12,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -94,7 +94,8 @@ def take_turn(task: Task, name: str, world: World, *, number: int) -> Turn:
         memory.end_of_warmup()
         measured = trial.measure()
         contender.finish()
-        return _agree(control, name, trial.outcomes, measured, (states, memory.peak()))
+        held = states, memory.peak()
+        return _agree(control, name, trial.outcomes, measured, held, task.warmup_steps)
 
 
 @contextmanager
@@ -215,12 +216,14 @@ def _agree(
     outcomes: list[Outcome],
     measured: _Measured,
     held: tuple[int, int | None],
+    warmup_steps: int,
 ) -> Turn:
     """The figures of all ranks as one; its exchange is also the barrier before they leave."""
     ranks: list[_Measured] = control.gather(measured)
     bytes_held: list[tuple[int, int | None]] = control.gather(held)
     losses = control.sum([float(outcome.loss) for outcome in outcomes])
     peaks = [peak for _, peak in bytes_held if peak is not None]
+    waits = [outcome.waited for outcome in outcomes[warmup_steps:] if outcome.waited is not None]
     return Turn(
         contender=name,
         seconds=max(rank.seconds for rank in ranks),
@@ -228,6 +231,11 @@ def _agree(
         state_bytes=max(states for states, _ in bytes_held),
         peak_bytes=max(peaks) if peaks else None,
         nic_bytes=add_up_sent([(rank.node, rank.sent) for rank in ranks]),
+        waited_seconds=_mean_by_kind(waits) if waits else None,
         losses=[loss / control.world.size for loss in losses],
         grad_norms=[float(outcome.grad_norm) for outcome in outcomes],
     )
+
+
+def _mean_by_kind(waits: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {kind: sum(wait[kind] for wait in waits) / len(waits) for kind in waits[0]}

@@ -85,11 +85,15 @@ def test_gradients_of_a_wrong_scale_differ_though_adam_does_not_feel_them() -> N
 
 
 def test_tables() -> None:
-    rounds = {"ddp": [turn("ddp", 2.0)], "paro:IIG": [turn("paro:IIG", peak_bytes=None)]}
+    waited = {"gather": 0.25, "reduce": 0.5}
+    rounds = {
+        "ddp": [turn("ddp", 2.0)],
+        "paro:IIG": [turn("paro:IIG", peak_bytes=None, waited_seconds=waited)],
+    }
     assert summary_table(summarize(rounds, tokens_per_step=128)) == (
-        "contender  s/step  tokens/s  states MB  peak MB  NIC MB/step  CPU s/step\n"
-        "ddp         2.000      64.0       1.00     3.00         0.50        8.00\n"
-        "paro:IIG    1.000     128.0       1.00        -         0.50        4.00"
+        "contender  s/step  tokens/s  states MB  peak MB  NIC MB/step  CPU s/step  waited s/step\n"
+        "ddp         2.000      64.0       1.00     3.00         0.50        8.00              -\n"
+        "paro:IIG    1.000     128.0       1.00        -         0.50        4.00           0.75"
     )
     assert ratio_table(compare(rounds, "ddp")) == (
         "beside ddp  tokens/s     (rounds)  states   peak    NIC\n"
