@@ -68,6 +68,12 @@ def two_runs(tmp_path: Path) -> list[Path]:
     return [fast, write_run(tmp_path / "b.jsonl", "GGG")]
 
 
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what the page says in words: drawing takes longest."""
+    monkeypatch.setattr("tools.run_report.page.CHARTS", ())
+
+
 def report(files: list[Path], folder: Path, *flags: str) -> str:
     assert main([*map(str, files), "--output", str(folder / "report.html"), *flags]) == 0
     return (folder / "report.html").read_text()
@@ -82,6 +88,7 @@ def refusal(
     return line
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_runs_are_named_by_strategy_and_compared(two_runs: list[Path], tmp_path: Path) -> None:
     page = report(two_runs, tmp_path)
     assert re.findall(r"</span>(\w+)</li>", page) == ["IIG", "GGG"]
@@ -119,6 +126,7 @@ def test_the_page_stands_alone_and_follows_light_and_dark(
     HTMLParser().feed(page)
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_a_run_that_went_wrong_says_so(tmp_path: Path) -> None:
     path = write_run(tmp_path / "m.jsonl", "IIG")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -130,6 +138,7 @@ def test_a_run_that_went_wrong_says_so(tmp_path: Path) -> None:
     assert "IIG left out 50 steps, 40 with a loss not finite." in page
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_a_ninth_run_is_told_from_the_first(tmp_path: Path) -> None:
     files = [write_run(tmp_path / f"{i}.jsonl", "IIG") for i in range(9)]
     page = report(files, tmp_path)
@@ -144,12 +153,14 @@ def test_pictures_of_every_chart(two_runs: list[Path], tmp_path: Path) -> None:
     assert all(content.startswith(b"\x89PNG") for content in pictures.values())
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_metrics_alone_are_enough(tmp_path: Path) -> None:
     page = report([write_run(tmp_path / "m.jsonl", "IIG", record=False)], tmp_path)
     assert "No record lies beside the metrics files." in page
     assert ">m</li>" in page
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_sets_of_held_out_data_are_told_apart(tmp_path: Path) -> None:
     path = write_run(tmp_path / "m.jsonl", "IIG")
     record = json.loads(Path(f"{path}.run.json").read_text())
@@ -197,6 +208,7 @@ def test_files_that_are_no_metrics(
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_names_must_fit(
     two_runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,18 +10,18 @@ from tools.run_report.charts import CHARTS, GRID, INK, MUTED, SERIES, as_svg
 from tools.run_report.runs import Run, differences
 
 
+def _variables(dark: int) -> str:
+    named = {"ink": INK[dark], "muted": MUTED[dark], "grid": GRID[dark]}
+    named["paper"], named["card"] = (("#f5f7f9", "#ffffff"), ("#12171d", "#1b222b"))[dark]
+    named |= {f"c{i}": pair[dark] for i, pair in enumerate(SERIES)}
+    return " ".join(f"--{name}: {colour};" for name, colour in named.items())
+
+
 def _style() -> str:
     """The colours of both pages as variables, and the layout."""
-
-    def variables(dark: int) -> str:
-        named = {"ink": INK[dark], "muted": MUTED[dark], "grid": GRID[dark]}
-        named["paper"], named["card"] = (("#f5f7f9", "#ffffff"), ("#12171d", "#1b222b"))[dark]
-        named |= {f"c{i}": pair[dark] for i, pair in enumerate(SERIES)}
-        return " ".join(f"--{name}: {colour};" for name, colour in named.items())
-
     return f"""
-:root {{ color-scheme: light dark; {variables(0)} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {variables(1)} }} }}
+:root {{ color-scheme: light dark; {_variables(0)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; padding: 2rem 1.25rem 3rem; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }}
@@ -63,9 +63,15 @@ summary {{ cursor: pointer; color: var(--muted); }}
   figure.wide {{ overflow-x: auto; }}
   figure.wide svg {{ width: 760px; }}
 }}
+"""
+
+
+def _paper_style() -> str:
+    """What differs on paper: the light page, smaller, with nothing cut off."""
+    return f"""
 @media print {{
   @page {{ margin: 14mm; }}
-  :root {{ color-scheme: light; {variables(0)} --paper: #ffffff; }}
+  :root {{ color-scheme: light; {_variables(0)} --paper: #ffffff; }}
   html {{ font-size: 11px; }}
   body {{ padding: 0; font-size: 11px; }}
   .charts {{ grid-template-columns: 1fr 1fr; }}
@@ -94,7 +100,7 @@ def page(runs: Sequence[Run], title: str) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
-<style>{_style()}</style>
+<style>{_style()}{_paper_style()}</style>
 </head>
 <body>
 <main>
