@@ -12,7 +12,6 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
-from paro.runtime import run_script, user_mistakes
 from tools.run_report.charts import CHARTS, as_png
 from tools.run_report.page import page
 from tools.run_report.runs import read_runs
@@ -25,7 +24,7 @@ communication, configuration and environment. The page needs no network and no f
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,23 +35,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--png-dir", type=Path, help="write every chart there as a picture too")
     parser.add_argument("--names", nargs="+", default=(), help="of the runs; default: strategies")
     parser.add_argument("--title", default="Training report", help="title of the page")
-    options = parser.parse_args(argv)
-    with user_mistakes():
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("this needs matplotlib: pip install -r requirements.txt")
-        runs = read_runs(options.metrics, options.names)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(options.output) as temporary:
-            temporary.write_text(page(runs, options.title), encoding="utf-8")
-        print(options.output)
-        if options.png_dir is not None:
-            options.png_dir.mkdir(parents=True, exist_ok=True)
-            for chart in CHARTS:
-                place = options.png_dir / f"{chart.name}.png"
-                with replacing(place) as temporary:
-                    temporary.write_bytes(as_png(chart, runs))
-                print(place)
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("this needs matplotlib: pip install -r requirements.txt")
+    runs = read_runs(options.metrics, options.names)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(options.output) as temporary:
+        temporary.write_text(page(runs, options.title), encoding="utf-8")
+    print(options.output)
+    if options.png_dir is not None:
+        options.png_dir.mkdir(parents=True, exist_ok=True)
+        for chart in CHARTS:
+            place = options.png_dir / f"{chart.name}.png"
+            with replacing(place) as temporary:
+                temporary.write_bytes(as_png(chart, runs))
+            print(place)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
+    try:
+        run(options)
+    except (OSError, ValueError) as error:
+        print(f"report.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    run_script("report.py", main)
+    sys.exit(main())

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+def run_record_path(metrics_file: str | Path) -> Path:
+    """Where the record beside a metrics file lies."""
+    return Path(f"{metrics_file}.run.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

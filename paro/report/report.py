@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from paro.report.config import ReportConfig
+from paro.report.config import ReportConfig, run_record_path
 from paro.report.dashboards import Dashboards, one_line, open_dashboards
 from paro.report.log import Log
 from paro.report.log_line import iteration_line, perplexity, validation_block
@@ -16,7 +16,7 @@ from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
 from paro.report.metrics import MetricsFile
 from paro.report.rank_times import RankTimes, straggler_line, timer_lines
 from paro.report.record import IterationRecord, Metrics, RunFacts, summarize
-from paro.report.run_record import RunRecord, run_record_path
+from paro.report.run_record import RunRecord
 from paro.report.tags import scalars_of
 
 

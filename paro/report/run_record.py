@@ -22,13 +22,6 @@ import torch
 from data.atomic_file import replacing
 from paro.report.record import RunFacts
 
-SUFFIX = ".run.json"
-
-
-def run_record_path(metrics_file: str | Path) -> Path:
-    """Where the record of a metrics file lies."""
-    return Path(f"{metrics_file}{SUFFIX}")
-
 
 class RunRecord:
     """Written by the first rank, whole at every change."""

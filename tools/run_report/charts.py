@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from tools.run_report.runs import Run
@@ -71,43 +72,67 @@ class Chart:
 def _curves(field: str, label: str, *, agree: bool, log: bool = False) -> Draw:
     def draw(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
         for index, run in enumerate(runs):
-            x, y = run.series(field)
-            width = _width(index, runs) if agree else 1.6
-            axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=width)
+            width = _width(index, runs) if agree else _THIN
+            _plot(axis, run.series(field), palette.of(index), index, label=run.name, width=width)
         if log:
             axis.set_yscale("log", subs=(2, 5))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}")
         axis.set_ylabel(label)
-        axis.set_xlabel("iteration")
+        _number_iterations(axis)
 
     return draw
 
 
+_THIN, _WIDE = 1.6, 5.2  # points
+
+
 def _width(index: int, runs: Sequence[Run]) -> float:
-    """Runs that agree lie on each other: wide ones below."""
-    return 1.6 + 1.2 * (len(runs) - 1 - index)
+    """Runs that agree lie on each other: wide ones below, each seen beside the next."""
+    step = min(1.2, (_WIDE - _THIN) / max(len(runs) - 1, 1))
+    return _THIN + step * (len(runs) - 1 - index)
+
+
+def _plot(
+    axis: Any,
+    series: tuple[list[float], list[float]],
+    colour: str,
+    index: int,
+    *,
+    label: str,
+    width: float,
+) -> None:
+    """A run's line: dashed where its colour comes round again, a dot where it is a point."""
+    x, y = series
+    dot = {"marker": "o", "markersize": 3 + width} if len(x) == 1 else {}
+    line = "-" if index < len(SERIES) else "--"
+    axis.plot(x, y, line, color=colour, label=label, linewidth=width, **dot)
+
+
+def _number_iterations(axis: Any) -> None:
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("iteration")
 
 
 def _draw_loss(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     for index, run in enumerate(runs):
-        x, y = run.series("lm_loss")
-        axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=_width(index, runs))
-        x, y = run.validation_series()
-        size = 3.5 + 2.5 * (len(runs) - 1 - index)
-        axis.plot(x, y, "o--", color=palette.of(index), linewidth=1.0, markersize=size)
+        width = _width(index, runs)
+        _plot(axis, run.series("lm_loss"), palette.of(index), index, label=run.name, width=width)
+        size = 2.0 * width
+        for marker, (x, y) in zip(cycle("os^Dv"), run.validations().values(), strict=False):
+            axis.plot(x, y, f"{marker}--", color=palette.of(index), linewidth=1.0, markersize=size)
     axis.set_ylabel("nats per token")
-    axis.set_xlabel("iteration")
+    _number_iterations(axis)
 
 
 def _draw_mfu(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     for index, run in enumerate(runs):
-        x, y = run.series("mfu", scale=100.0)
-        axis.plot(x, y, color=palette.of(index), label=run.name, linewidth=1.6)
+        full = run.series("mfu", scale=100.0)
+        _plot(axis, full, palette.of(index), index, label=run.name, width=_THIN)
         x, y = run.series("mfu_causal", scale=100.0)
         axis.plot(x, y, ":", color=palette.of(index), linewidth=1.4)
     axis.set_ylabel("% of the peak")
-    axis.set_xlabel("iteration")
+    _number_iterations(axis)
     axis.set_ylim(bottom=0)
 
 
@@ -136,17 +161,22 @@ def _stacked(axis: Any, runs: Sequence[Run], parts: Sequence[Part], palette: Pal
         )
     axis.set_yticks(list(places), [run.name for run in runs])
     axis.invert_yaxis()
-    axis.margins(x=0.14)
+    axis.margins(x=0.16)
     axis.grid(axis="y", visible=False)
     _legend(axis, palette)
 
 
 def _legend(axis: Any, palette: Palette) -> None:
-    handles, _ = axis.get_legend_handles_labels()
+    handles, labels = axis.get_legend_handles_labels()
+    columns = min(len(handles), 3)
+    # matplotlib fills columns; one reads rows.
+    order = [i for column in range(columns) for i in range(column, len(handles), columns)]
     axis.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),
-        ncols=min(len(handles), 3),
+        ncols=columns,
         frameon=False,
         fontsize=9,
         labelcolor=palette.ink,
@@ -157,8 +187,10 @@ def _legend(axis: Any, palette: Palette) -> None:
 
 
 def _draw_memory(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-    kinds = ("model-states", "whole-parameters", "whole-gradients", "activations", "transient")
     predicted = [run.facts.get("predicted") or {} for run in runs]
+    kinds = [
+        kind for kind in dict.fromkeys(k for each in predicted for k in each) if kind != "total"
+    ]
     parts: list[Part] = [
         (kind.replace("-", " "), [bytes_by_kind.get(kind, 0) / 1e6 for bytes_by_kind in predicted])
         for kind in kinds
@@ -210,7 +242,13 @@ def _draw_iteration(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
 
 
 CHARTS = (
-    Chart("loss", "Loss", "Lines: training. Dots: held-out data.", _draw_loss, wide=True),
+    Chart(
+        "loss",
+        "Loss",
+        "Lines: training. Marks: held-out data, a shape for each set.",
+        _draw_loss,
+        wide=True,
+    ),
     Chart(
         "throughput",
         "Throughput",
@@ -273,9 +311,9 @@ def _figure(chart: Chart, runs: Sequence[Run], palette: Palette) -> Iterator[Any
         "axes.labelsize": 10,
     }
     bars = chart.name in ("iteration", "exposed", "bytes", "memory")
-    height = 1.5 + 0.42 * len(runs) if bars else 3.2
+    height = 1.4 + 0.42 * len(runs) if bars else 3.2
     with matplotlib.rc_context(style):
-        size = (11.0 if chart.wide else 5.4, max(height, 2.4))
+        size = (11.0 if chart.wide else 5.4, height)
         figure, axis = pyplot.subplots(figsize=size, layout="constrained")
         try:
             chart.draw(axis, runs, palette)

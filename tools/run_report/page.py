@@ -10,18 +10,18 @@ from tools.run_report.charts import CHARTS, GRID, INK, MUTED, SERIES, as_svg
 from tools.run_report.runs import Run, differences
 
 
+def _variables(dark: int) -> str:
+    named = {"ink": INK[dark], "muted": MUTED[dark], "grid": GRID[dark]}
+    named["paper"], named["card"] = (("#f5f7f9", "#ffffff"), ("#12171d", "#1b222b"))[dark]
+    named |= {f"c{i}": pair[dark] for i, pair in enumerate(SERIES)}
+    return " ".join(f"--{name}: {colour};" for name, colour in named.items())
+
+
 def _style() -> str:
     """The colours of both pages as variables, and the layout."""
-
-    def variables(dark: int) -> str:
-        named = {"ink": INK[dark], "muted": MUTED[dark], "grid": GRID[dark]}
-        named["paper"], named["card"] = (("#f5f7f9", "#ffffff"), ("#12171d", "#1b222b"))[dark]
-        named |= {f"c{i}": pair[dark] for i, pair in enumerate(SERIES)}
-        return " ".join(f"--{name}: {colour};" for name, colour in named.items())
-
     return f"""
-:root {{ color-scheme: light dark; {variables(0)} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {variables(1)} }} }}
+:root {{ color-scheme: light dark; {_variables(0)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; padding: 2rem 1.25rem 3rem; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }}
@@ -36,6 +36,8 @@ h3 {{ font-size: 0.95rem; margin: 0; }}
   list-style: none; font-weight: 600; }}
 .chip {{ display: inline-block; width: 0.8em; height: 0.8em; border-radius: 0.2em;
   margin-right: 0.45em; vertical-align: -0.05em; }}
+.again {{ background-image: linear-gradient(90deg, transparent 35%, var(--card) 35% 65%,
+  transparent 65%); }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr));
   gap: 1rem; }}
 figure {{ margin: 0; padding: 0.9rem 1rem 0.6rem; background: var(--card);
@@ -54,13 +56,27 @@ td:first-child {{ white-space: nowrap; }}
 tr:last-child td {{ border-bottom: 0; }}
 thead th {{ color: var(--muted); }}
 code {{ font: 0.92em ui-monospace, "SF Mono", Menlo, monospace; }}
+.warning {{ color: var(--c1); font-weight: 600; }}
 details {{ margin-top: 0.8rem; }}
 summary {{ cursor: pointer; color: var(--muted); }}
+@media screen and (max-width: 760px) {{
+  figure.wide {{ overflow-x: auto; }}
+  figure.wide svg {{ width: 760px; }}
+}}
+"""
+
+
+def _paper_style() -> str:
+    """What differs on paper: the light page, smaller, with nothing cut off."""
+    return f"""
 @media print {{
   @page {{ margin: 14mm; }}
-  :root {{ color-scheme: light; {variables(0)} --paper: #ffffff; }}
+  :root {{ color-scheme: light; {_variables(0)} --paper: #ffffff; }}
+  html {{ font-size: 11px; }}
   body {{ padding: 0; font-size: 11px; }}
   .charts {{ grid-template-columns: 1fr 1fr; }}
+  .table {{ overflow: visible; }}
+  th, td {{ padding: 0.3rem 0.45rem; }}
   figure, .table, tr {{ break-inside: avoid; }}
   h2 {{ break-after: avoid; }}
   * {{ print-color-adjust: exact; -webkit-print-color-adjust: exact; }}
@@ -70,11 +86,7 @@ summary {{ cursor: pointer; color: var(--muted); }}
 
 def page(runs: Sequence[Run], title: str) -> str:
     """The whole page."""
-    legend = "".join(
-        f'<li><span class="chip" style="background: var(--c{index % len(SERIES)})"></span>'
-        f"{escape(run.name)}</li>"
-        for index, run in enumerate(runs)
-    )
+    legend = "".join(f"<li>{_chip(index)}{escape(run.name)}</li>" for index, run in enumerate(runs))
     charts = "".join(
         f'<figure id="{chart.name}"{" class=wide" if chart.wide else ""}>'
         f"<h3>{escape(chart.title)}</h3>"
@@ -88,7 +100,7 @@ def page(runs: Sequence[Run], title: str) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
-<style>{_style()}</style>
+<style>{_style()}{_paper_style()}</style>
 </head>
 <body>
 <main>
@@ -107,6 +119,13 @@ def page(runs: Sequence[Run], title: str) -> str:
 </body>
 </html>
 """
+
+
+def _chip(index: int) -> str:
+    """A run's colour; broken, as its lines are, where colours come round again."""
+    again = " again" if index >= len(SERIES) else ""
+    colour = f"var(--c{index % len(SERIES)})"
+    return f'<span class="chip{again}" style="background-color: {colour}"></span>'
 
 
 def _count(number: int, noun: str) -> str:
@@ -137,14 +156,16 @@ def _figures(runs: Sequence[Run]) -> str:
         ranks = run.facts.get("world_size")
         speed = run.typical("tokens_per_second")
         mfu, halved = (run.typical(name, scale=100.0) for name in ("mfu", "mfu_causal"))
-        _, held_out = run.validation_series()
+        held_out = [
+            f"{escape(name.removeprefix('validation').removeprefix('-'))} {losses[-1]:.3f}".strip()
+            for name, (_, losses) in run.validations().items()
+        ]
         cells = [
-            f'<span class="chip" style="background: var(--c{index % len(SERIES)})"></span>'
-            f"{escape(run.name)}",
+            f"{_chip(index)}{escape(run.name)}",
             _number(ranks, "d"),
             str(int(run.lines[-1]["iteration"])),
-            _number(run.last("lm_loss"), ".3f"),
-            _number(held_out[-1] if held_out else None, ".3f"),
+            _last_loss(run),
+            "<br>".join(held_out) or "-",
             _number(speed, ",.0f"),
             _number(speed / ranks if speed and ranks else None, ",.0f"),
             _percent(mfu),
@@ -159,7 +180,29 @@ def _figures(runs: Sequence[Run]) -> str:
         "iteration for which computing stood still for communication. The peak is allocated memory "
         "on CUDA and resident memory, interpreter and libraries included, on a CPU."
     )
-    return f'{_table(heads, rows)}<p class="note">{note}</p>'
+    warnings = "".join(
+        f'<p class="note warning">{escape(text)}</p>' for text in map(_left_out, runs) if text
+    )
+    return f'{_table(heads, rows)}{warnings}<p class="note">{note}</p>'
+
+
+def _last_loss(run: Run) -> str:
+    """The last loss that is a number, and its iteration where it is not the last."""
+    iterations, losses = run.series("lm_loss")
+    if not losses:
+        return "-"
+    at_end = iterations[-1] == run.lines[-1]["iteration"]
+    return f"{losses[-1]:.3f}" + ("" if at_end else f"<br>at {iterations[-1]}")
+
+
+def _left_out(run: Run) -> str:
+    """How many steps a run skipped, in a sentence; empty where none."""
+    skipped, not_finite = (
+        int(sum(run.series(name)[1])) for name in ("skipped_iterations", "nan_iterations")
+    )
+    if skipped == 0:
+        return ""
+    return f"{run.name} left out {_count(skipped, 'step')}, {not_finite} with a loss not finite."
 
 
 def _millions(value: float | None) -> float | None:
@@ -210,6 +253,9 @@ def _environment(runs: Sequence[Run]) -> str:
     rows.append(["peak of a device", *map(escape, peaks)])
     if not names:
         return '<p class="note">No record lies beside the metrics files.</p>'
+    if all(len(set(cells)) == 1 for _, *cells in rows):
+        one = escape(runs[0].name) if len(runs) == 1 else "all runs"
+        return _table(["", one], [row[:2] for row in rows], text=True)
     return _table(["", *(escape(run.name) for run in runs)], rows, text=True)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paro.report.run_record import run_record_path
+from paro.report.config import run_record_path
 
 _NEEDED = ("iteration", "lm_loss", "tokens_per_second", "iteration_time_ms")
 _SETTLING = 0.1  # of the lines, at the start, that figures of speed leave out
@@ -23,7 +23,7 @@ class Run:
     name: str
     lines: list[dict[str, Any]]
     start: dict[str, Any] = field(default_factory=dict)
-    validations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     num_starts: int = 0
 
     @property
@@ -57,15 +57,16 @@ class Run:
         _, values = self.series(name)
         return values[-1] if values else None
 
-    def validation_series(self) -> tuple[list[float], list[float]]:
-        """Iterations and losses of the evaluations on the way."""
-        found = [
-            (at["iteration"], at["lm_loss"])
-            for at in self.validations
-            if at["lm_loss"] is not None and at["data_set"] != "test"
-        ]
-        pairs = sorted(dict(found).items())
-        return [x for x, _ in pairs], [y for _, y in pairs]
+    def validations(self) -> dict[str, tuple[list[float], list[float]]]:
+        """Iterations and losses of the evaluations on the way, by validation set."""
+        found: dict[str, dict[float, float]] = {}
+        for at in self.evaluations:
+            if at["lm_loss"] is not None and at["data_set"] != "test":
+                found.setdefault(at["data_set"], {})[at["iteration"]] = at["lm_loss"]
+        return {
+            name: (sorted(losses), [losses[iteration] for iteration in sorted(losses)])
+            for name, losses in found.items()
+        }
 
 
 def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
@@ -81,7 +82,7 @@ def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
             name=name,
             lines=run.lines,
             start=run.start,
-            validations=run.validations,
+            evaluations=run.evaluations,
             num_starts=run.num_starts,
         )
         for name, run in zip(chosen, runs, strict=True)
@@ -105,7 +106,10 @@ def _read_run(path: Path) -> Run:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     lines = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    written = text.splitlines()
+    if written and not text.endswith("\n") and not written[-1].endswith("}"):
+        del written[-1]  # of a run that was killed, or that is just writing
+    for number, line in enumerate(written, start=1):
         try:
             values = json.loads(line)
             missing = [name for name in _NEEDED if name not in values]
@@ -122,7 +126,7 @@ def _read_run(path: Path) -> Run:
         name="",
         lines=lines,
         start=starts[-1] if starts else {},
-        validations=record.get("validations", []),
+        evaluations=record.get("validations", []),
         num_starts=len(starts),
     )
 

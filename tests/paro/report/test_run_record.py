@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from paro.report.run_record import RunRecord, run_record_path
+from paro.report.config import run_record_path
+from paro.report.run_record import RunRecord
 from tests.paro.report.test_report import FACTS
 
 CPU = torch.device("cpu")
