@@ -15,8 +15,16 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 from data.atomic_file import replacing
 from paro.planning.description import describe
-from paro.planning.planner import Case, Estimate, Estimator, Freedom, Plan, letter_rows, plan
+from paro.planning.planner import (
+    Estimate,
+    Estimator,
+    Plan,
+    fastest_that_fits,
+    letter_rows,
+    plan,
+)
 from paro.planning.remedies import MOST_RANKS, why_nothing_fits
+from paro.planning.settings import Case, Freedom
 from paro.planning.trace import chrome_trace
 from tools.picture import check_can_draw
 from tools.planning.case import case_of, make_parser
@@ -128,7 +136,7 @@ def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
             estimate = estimator.estimate(own.setting(own.strategy(name)))
             if estimate.fits:
                 curves.setdefault(name, []).append((ranks, estimate.mfu))
-        best = plan(own, as_given).best
+        best = fastest_that_fits(own, as_given)
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
         ranks *= 2

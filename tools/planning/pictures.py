@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from paro.planning.planner import Case, Estimate, Plan
+from paro.planning.planner import Estimate, Plan
+from paro.planning.settings import Case
 from paro.planning.simulation import Span
 from paro.strategy import legal_letters
 from tools.picture import drawing
