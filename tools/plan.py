@@ -71,7 +71,10 @@ def report(args: Namespace, case: Case) -> None:
     print(front_table(found), "", sep="\n")
     bought = purchases(case, found)
     print("what more would buy:", *purchase_lines(bought), sep="\n")
-    curves = scaling(case) if args.scaling is not None else {}
+    curves = {}
+    if args.scaling is not None:
+        print("", "the best that fits at the same batch a rank:", sep="\n")
+        curves = scaling(case)
     if args.json is not None:
         text = json.dumps(fields_of(case, rows, found, bought, curves), indent=1)
         write_text(args.json, text + "\n")
@@ -114,7 +117,7 @@ def fields_of(
 def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
     """MFU over ranks, at the batch of a rank as given, for some strategies and for the best.
 
-    All degrees are weighed; all other flags are as given.
+    All degrees are weighed, all other flags are as given; the best are printed as they are found.
     """
     per_rank = case.global_batch_size // case.world_size
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
@@ -139,6 +142,7 @@ def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
         best = fastest_that_fits(own, as_given)
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
+            print(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.setting.describe()}")
         ranks *= 2
     return curves
 
