@@ -163,10 +163,9 @@ def legal_strategies(
 
 
 def micro_batch_sizes(case: Case) -> tuple[int, ...]:
-    """Powers of two, and the one that was given, which divide a rank's part of the batch."""
+    """All that divide a rank's part of the batch."""
     per_rank = case.global_batch_size // case.world_size
-    powers = (1 << exponent for exponent in range(per_rank.bit_length()))
-    return tuple(sorted({case.micro_batch_size, *(p for p in powers if per_rank % p == 0)}))
+    return tuple(size for size in range(1, per_rank + 1) if per_rank % size == 0)
 
 
 def collectives_of(machine: Machine) -> tuple[str, ...]:
