@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -18,12 +18,13 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 from data.atomic_file import replacing
 from paro.planning.machine import Machine
-from paro.planning.machine_file import read_machine
+from paro.planning.machine_file import machine_to_json, read_machine
 from paro.planning.planner import Case
 from paro.strategy import legal_letters
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
+from tools.cluster.state import Cluster
 from tools.collective_timing.device import training_config
 from tools.picture import check_can_draw
 from tools.planning.comparison import compare
@@ -133,7 +134,7 @@ def measure(args: argparse.Namespace) -> None:
         print(f"{part.name}: {len(left)} of {len(settings)} to measure", flush=True)
         with cluster(spec) as made:
             if not machine.exists():
-                _run(made, _machine_flags(part, machine, settings))
+                _measure_machine(made, part, args.folder, settings)
             if left:
                 seconds = max(1.0, end - time.monotonic())
                 _run(made, _steps_flags(part, args.folder, left, seconds))
@@ -142,14 +143,23 @@ def measure(args: argparse.Namespace) -> None:
     print(f"{len(rows)} rows, {len(left)} settings left", flush=True)
 
 
-def _machine_flags(part: Part, machine: Path, settings: Sequence[str]) -> list[str]:
+def _measure_machine(made: Cluster, part: Part, folder: Path, settings: Sequence[str]) -> None:
+    """The machine file of a part; collectives are timed once for each kind of NICs."""
+    machine = part.machine_in(folder)
+    same = [other.machine_in(folder) for other in parts() if other.nic == part.nic]
+    timed = next((path for path in same if path.exists()), None)
     names = ",".join(dict.fromkeys(setting.partition("@")[2] for setting in settings))
-    return [
-        str(TOOLS / "bench_collectives.py"),
-        *("--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"),
-        *("--inter-bandwidth", INTER[part.nic], "--nic", part.nic),
-        *("--train", part.train_flags, "--machine-file", str(machine)),
-    ]
+    flags = ["--algorithms", names, "--sizes", SIZES]
+    if timed is not None:
+        flags = ["--algorithms", "native", "--ops", "all_reduce", "--sizes", "64K", "--rounds", "1"]
+    bench = str(TOOLS / "bench_collectives.py")
+    flags += ["--dtype", "bfloat16", "--inter-bandwidth", INTER[part.nic], "--nic", part.nic]
+    _run(made, [bench, *flags, "--train", part.train_flags, "--machine-file", str(machine)])
+    if timed is not None:
+        own = read_machine(machine)
+        whole = replace(read_machine(timed), name=own.name, device=own.device)
+        with replacing(machine) as temporary:
+            temporary.write_text(machine_to_json(whole), encoding="utf-8")
 
 
 def _steps_flags(part: Part, folder: Path, settings: Sequence[str], seconds: float) -> list[str]:
@@ -219,7 +229,7 @@ def report(args: argparse.Namespace) -> None:
     print(f"wrote {page_file} and {picture}")
 
 
-def _run(made: Any, argv: Sequence[str]) -> None:
+def _run(made: Cluster, argv: Sequence[str]) -> None:
     status = run(made, argv)
     if status != 0:
         raise OSError(f"{shlex.join(argv)} failed, status {status}")

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paro.collectives.schedule import Op
+from paro.planning.machine import Axes, Machine, Measured
+from paro.planning.machine_file import machine_to_json, read_machine
 from tests.helpers.ranks import ROOT, run_script
 from tools import study_plan
 from tools.study_plan import COUNTS, Part, main, missing, parts, rows_of
 
 PART = Part(nic="per-rank", shape="deep")
+MACHINE = Machine(name="", source="", world_size=8, group_size=4)
+ROWS = (Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=64, seconds=1.0),)
 
 
 def row(part: Part, strategy: str, count: int) -> dict[str, Any]:
@@ -64,7 +70,9 @@ def test_it_measures_what_is_missing_and_each_machine_once(
         words = list(argv)
         runs.append(words)
         if "--machine-file" in words:
-            Path(words[words.index("--machine-file") + 1]).write_text("{}")
+            path = Path(words[words.index("--machine-file") + 1])
+            rows = () if "--rounds" in words else ROWS  # collectives are timed once for each NIC
+            path.write_text(machine_to_json(replace(MACHINE, name=path.stem, measured=rows)))
             return 0
         label = json.loads(words[words.index("--label") + 1])
         names = words[words.index("--settings") + 1].split(",")[:1]  # time for one only
@@ -79,6 +87,10 @@ def test_it_measures_what_is_missing_and_each_machine_once(
         assert main(command) == 0
         assert len(rows_of(tmp_path)) == min(number, 2) * len(list(parts())) * len(COUNTS)
     assert len(runs) == 3 * len(list(parts()))  # machine and first; second; nothing
+    for part in parts():
+        machine = read_machine(part.machine_in(tmp_path))
+        assert machine.measured == ROWS
+        assert machine.name == f"steps-{part.name}"
 
 
 def test_a_failure_in_the_cluster_is_one_line(

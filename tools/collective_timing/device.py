@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -41,7 +39,6 @@ LARGE = "--llama-preset 7B --num-layers 2 --seq-length 2048 --bf16"
 
 _STEPS = 4  # timed, after one that warms up
 _MICRO_BATCHES = 4
-_BURN_SECONDS = 0.4
 _PRODUCT = 1024  # of a square matrix, in the search for the peak
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # which machine this is, in any container
 _PAGES = Path("/proc/self/statm")
@@ -64,7 +61,7 @@ def training_config(flags: str, backend: str) -> RunConfig:
 def measure_device(config: RunConfig, control: Control) -> Device:
     """The device of a rank, the slowest where they differ; collective over all ranks."""
     reserved = _bytes_in_use(control.device)
-    cores = _cores(control) if control.device.type == "cpu" else None
+    cores = min(control.gather(_cores(control))) if control.device.type == "cpu" else None
     training = build_training(config, Control(World(), control.device))
     clock = _Clock(control=control, cores=cores)
     one = _step_seconds(training, config, clock, 1)
@@ -187,24 +184,11 @@ class _Clock:
 
 
 def _cores(control: Control) -> float:
-    """Cores that a rank gets while all take what they can, in the mean over ranks."""
-    block = bytes(1 << 20)
-
-    def burn() -> None:
-        while time.perf_counter() < end:
-            zlib.crc32(block)  # without the interpreter's lock
-
-    control.barrier()
-    begin, used = time.perf_counter(), time.process_time()
-    end = begin + _BURN_SECONDS
-    threads = [threading.Thread(target=burn) for _ in range(len(os.sched_getaffinity(0)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    own = time.process_time() - used, time.perf_counter() - begin
-    cpu_seconds, wall = zip(*control.gather(own), strict=True)
-    return fmean(cpu_seconds) / max(wall)
+    """An equal part, of the cores that the ranks on this machine may use together."""
+    machine = _BOOT.read_text().strip()
+    everybody = control.gather((machine, frozenset(os.sched_getaffinity(0))))
+    here = [usable for where, usable in everybody if where == machine]
+    return len(frozenset().union(*here)) / len(here)
 
 
 def _memory_of_rank(control: Control) -> int:
