@@ -193,8 +193,9 @@ def _add_dry_run_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group(
         "dry run",
         "Check a launch without it: one plain process, with the same flags and no torchrun or "
-        "srun, configures for N ranks and says what each would hold, compute and send. It needs "
-        "no GPU, allocates nothing and writes no file; status 0, or 2 and one line.",
+        "srun, configures for N ranks and says what each would hold, compute and send, with "
+        "--paro-machine also how long a step takes and what is faster. It needs no GPU, allocates "
+        "nothing and writes no file; status 0, or 2 and one line.",
     ).add_argument
     add("--dry-run", action="store_true", help="do that, and start no rank")
     add("--world-size", type=int, metavar="N", help="with --dry-run: the ranks to plan for; needed")

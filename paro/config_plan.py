@@ -9,8 +9,9 @@ from paro.batch_schedule import BatchSchedule
 from paro.planning.description import describe
 from paro.planning.machine import Machine
 from paro.planning.machine_file import find_machine
-from paro.planning.planner import Case, Freedom, Plan, plan
+from paro.planning.planner import Plan, plan
 from paro.planning.remedies import why_nothing_fits
+from paro.planning.settings import Case, Freedom
 from paro.precision import PrecisionConfig
 from paro.runtime import World
 from paro.sharding.wrap import ShardingConfig

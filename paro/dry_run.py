@@ -19,9 +19,10 @@ from paro.placement import placement_lines, predict_memory
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
 from paro.planning.description import describe, describe_launch
 from paro.planning.llama import units_of
-from paro.planning.planner import Case, Estimator
+from paro.planning.planner import Estimator
 from paro.planning.planner import plan as search
 from paro.planning.remedies import why_nothing_fits
+from paro.planning.settings import Case
 from paro.planning.working_memory import Moment
 from paro.report.log import Log
 from paro.report.log_line import arguments_block

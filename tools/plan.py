@@ -15,8 +15,16 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 from data.atomic_file import replacing
 from paro.planning.description import describe
-from paro.planning.planner import Case, Estimate, Estimator, Freedom, Plan, letter_rows, plan
+from paro.planning.planner import (
+    Estimate,
+    Estimator,
+    Plan,
+    fastest_that_fits,
+    letter_rows,
+    plan,
+)
 from paro.planning.remedies import MOST_RANKS, why_nothing_fits
+from paro.planning.settings import Case, Freedom
 from paro.planning.trace import chrome_trace
 from tools.picture import check_can_draw
 from tools.planning.case import case_of, make_parser
@@ -63,7 +71,10 @@ def report(args: Namespace, case: Case) -> None:
     print(front_table(found), "", sep="\n")
     bought = purchases(case, found)
     print("what more would buy:", *purchase_lines(bought), sep="\n")
-    curves = scaling(case) if args.scaling is not None else {}
+    curves = {}
+    if args.scaling is not None:
+        print("", "the best that fits at the same batch a rank:", sep="\n")
+        curves = scaling(case)
     if args.json is not None:
         text = json.dumps(fields_of(case, rows, found, bought, curves), indent=1)
         write_text(args.json, text + "\n")
@@ -106,7 +117,7 @@ def fields_of(
 def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
     """MFU over ranks, at the batch of a rank as given, for some strategies and for the best.
 
-    All degrees are weighed; all other flags are as given.
+    All degrees are weighed, all other flags are as given; the best are printed as they are found.
     """
     per_rank = case.global_batch_size // case.world_size
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
@@ -128,9 +139,10 @@ def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
             estimate = estimator.estimate(own.setting(own.strategy(name)))
             if estimate.fits:
                 curves.setdefault(name, []).append((ranks, estimate.mfu))
-        best = plan(own, as_given).best
+        best = fastest_that_fits(own, as_given)
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
+            print(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.setting.describe()}")
         ranks *= 2
     return curves
 

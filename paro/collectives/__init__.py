@@ -1,3 +1,5 @@
 """Collectives over runs of axes, by algorithm."""
 
-COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")
+from paro.collectives.schedule import COLLECTIVES
+
+__all__ = ["COLLECTIVES"]

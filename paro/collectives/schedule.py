@@ -25,6 +25,8 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
+COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")  # the first two are the backend's
+
 # How many messages of a level may be under way: one is on the link while the next gets ready. So
 # many receives are posted ahead, and so much room a reduction needs beside its buffer.
 MESSAGES_UNDER_WAY = 3

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.sharding.layout import Shape, make_layout, whole_box
@@ -158,6 +158,22 @@ def model_state_bytes(
         grads += unit.trainable_numel // placed.grads * BYTES_OF[precision.accumulate]
         optim += unit.trainable_numel // placed.optim * 4 * (3 if has_master else 2)
     return ModelStateBytes(params=params, grads=grads, optim=optim)
+
+
+def merged(units: Iterable[UnitSize]) -> tuple[UnitSize, ...]:
+    """One unit with the elements of all, one more of all that are replicated: equal model states.
+
+    Padded units are multiples of every degree, so that sums may be cut instead of each.
+    """
+    found: dict[bool, UnitSize] = {}
+    for unit in units:
+        before = found.get(unit.replicated)
+        found[unit.replicated] = replace(
+            unit,
+            trainable_numel=unit.trainable_numel + (before.trainable_numel if before else 0),
+            frozen_numel=unit.frozen_numel + (before.frozen_numel if before else 0),
+        )
+    return tuple(found.values())
 
 
 def describe_placement(

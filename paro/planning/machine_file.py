@@ -32,8 +32,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paro.collectives import COLLECTIVES
-from paro.collectives.schedule import Op
+from paro.collectives.schedule import COLLECTIVES, Op
 from paro.planning.machine import (
     Axes,
     BandwidthSource,

@@ -9,48 +9,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
 
-from model.config import LlamaConfig, RecomputeConfig, flops_per_token
+from model.config import flops_per_token
 from paro.planning.collective_time import CollectiveTimes
 from paro.planning.computing import Computing
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.llama import MicroBatch, activations_of
-from paro.planning.machine import Machine
 from paro.planning.moves import Moves
-from paro.planning.step_costs import Overlap, StepCosts, device_of
+from paro.planning.settings import Case, Freedom, Setting, all_settings
+from paro.planning.step_costs import StepCosts, device_of
 from paro.planning.timeline import Timeline, simulate
-from paro.planning.trainable import Trainable
 from paro.planning.working_memory import Moment, PeakMemory
-from paro.precision import BYTES_OF, PrecisionConfig
-from paro.strategy import Strategy, effective_letters, legal_letters, parse_strategy
+from paro.precision import BYTES_OF
+from paro.strategy import legal_letters
 from paro.traffic import Sent
 
 RESOLUTION = 0.002  # of a step's time
 FRONT_STEP = 0.02
 _FRONT_LIMIT = 4  # times the memory that there is: beyond that nobody looks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What may be chosen."""
-
-    strategy: Strategy
-    micro_batch_size: int
-    collective: str
-    recompute: RecomputeConfig | None
-    letters: str | None = None  # of degrees that have letters in groups of another size
-
-    def describe(self) -> str:
-        """One line, in the words of the flags."""
-        recompute = "no recomputation"
-        if self.recompute is not None:
-            recompute = f"{self.recompute.granularity} recomputation"
-        name = self.strategy.name + (f" ({self.letters})" if self.letters else "")
-        return f"{name}, micro-batches of {self.micro_batch_size}, {self.collective}, {recompute}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,16 +52,6 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Freedom:
-    """What a search may choose from; None: every possibility."""
-
-    strategies: tuple[Strategy, ...] | None = None
-    micro_batch_sizes: tuple[int, ...] | None = None
-    collectives: tuple[str, ...] | None = None
-    recomputes: tuple[RecomputeConfig | None, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What a search has found; every list is fastest first."""
 
@@ -93,63 +62,6 @@ class Plan:
     num_settings: int
     num_simulated: int
     limit_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What is to be trained, and where; `settings` and the rest of the flags as given."""
-
-    model: LlamaConfig
-    machine: Machine  # of the world that trains
-    group_size: int  # what I means in letters
-    seq_length: int
-    micro_batch_size: int
-    global_batch_size: int
-    precision: PrecisionConfig
-    prefetch_units: int = 1
-    collective: str = "native"
-    trainable: Trainable = field(default_factory=Trainable)
-    overlap: Overlap | None = None
-    memory_bytes: int | None = None  # of a device, instead of the machine's
-    device_type: str = "cuda"
-
-    def __post_init__(self) -> None:
-        device_of(self.machine)
-        self.micro_batches(self.micro_batch_size)
-
-    @property
-    def world_size(self) -> int:
-        return self.machine.world_size
-
-    @property
-    def limit_bytes(self) -> int:
-        device = device_of(self.machine)
-        return device.memory_bytes if self.memory_bytes is None else self.memory_bytes
-
-    def micro_batches(self, size: int) -> int:
-        """How many of them a rank takes in a step."""
-        at_once = size * self.world_size
-        if size < 1:
-            raise ValueError(f"--micro-batch-size {size} must be at least 1")
-        if self.global_batch_size < at_once or self.global_batch_size % at_once:
-            raise ValueError(
-                f"--global-batch-size {self.global_batch_size} is no multiple of "
-                f"--micro-batch-size {size} times {self.world_size} ranks: choose a multiple of "
-                f"{at_once}"
-            )
-        return self.global_batch_size // at_once
-
-    def strategy(self, text: str) -> Strategy:
-        return parse_strategy(text, world_size=self.world_size, group_size=self.group_size)
-
-    def setting(self, strategy: Strategy) -> Setting:
-        """A strategy at the flags as given."""
-        return Setting(
-            strategy=strategy,
-            micro_batch_size=self.micro_batch_size,
-            collective=self.collective,
-            recompute=self.model.recompute,
-        )
 
 
 class Estimator:
@@ -257,143 +169,84 @@ def letter_rows(case: Case) -> tuple[Estimate, ...]:
     return tuple(sorted(rows, key=lambda row: row.seconds))
 
 
-def plan(case: Case, freedom: Freedom | None = None, *, estimator: Estimator | None = None) -> Plan:
-    """Solves the case exactly over all that may be chosen."""
-    freedom = freedom or Freedom()
-    estimator = estimator or Estimator(case)
-    settings = list(_settings(case, freedom))
-    sizes = {id(setting): estimator.memory(setting).total for setting in settings}
-    least = {id(s): estimator.costs(s).least_seconds() for s in settings}
-    limit = case.limit_bytes - device_of(case.machine).reserved_bytes
-    done: dict[int, Estimate] = {}
+class _Search:
+    """The settings of a case, what each needs and takes at least, and those simulated so far."""
 
-    def estimate(setting: Setting) -> Estimate:
-        if id(setting) not in done:
-            done[id(setting)] = estimator.estimate(setting)
-        return done[id(setting)]
+    def __init__(self, case: Case, freedom: Freedom | None, estimator: Estimator | None) -> None:
+        self._estimator = estimator or Estimator(case)
+        self.settings = tuple(all_settings(case, freedom or Freedom()))
+        self._sizes = {id(s): self._estimator.memory(s).total for s in self.settings}
+        self._least = {id(s): self._estimator.costs(s).least_seconds() for s in self.settings}
+        self._limit = case.limit_bytes - device_of(case.machine).reserved_bytes
+        self._done: dict[int, Estimate] = {}
 
-    def fastest(candidates: Sequence[Setting]) -> Estimate | None:
+    @property
+    def num_simulated(self) -> int:
+        return len(self._done)
+
+    def estimate(self, setting: Setting) -> Estimate:
+        if id(setting) not in self._done:
+            self._done[id(setting)] = self._estimator.estimate(setting)
+        return self._done[id(setting)]
+
+    def that_fit(self) -> list[Setting]:
+        return [setting for setting in self.settings if self._sizes[id(setting)] <= self._limit]
+
+    def smallest(self) -> Setting:
+        return min(self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)]))
+
+    def fastest(self, candidates: Sequence[Setting]) -> Estimate | None:
+        """The fastest; of what is as fast as far as that can be told, the simplest."""
         found: Estimate | None = None
-        for setting in sorted(candidates, key=lambda s: (least[id(s)], sizes[id(s)])):
-            if found is not None and least[id(setting)] >= found.seconds * (1 - RESOLUTION):
+        for setting in sorted(candidates, key=lambda s: (self._least[id(s)], self._sizes[id(s)])):
+            if found and self._least[id(setting)] >= found.seconds * (1 - RESOLUTION):
                 break
-            own = estimate(setting)
+            own = self.estimate(setting)
             if found is None or own.seconds < found.seconds:
                 found = own
-        return found and _simplest(found, [done[id(s)] for s in candidates if id(s) in done])
+        if found is None:
+            return None
+        known = [self._done[id(s)] for s in candidates if id(s) in self._done]
+        alike = [e for e in known if e.seconds * (1 - RESOLUTION) <= found.seconds]
+        return min(alike, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
 
-    fitting = [setting for setting in settings if sizes[id(setting)] <= limit]
-    best = fastest(fitting)
+    def front(self) -> tuple[Estimate, ...]:
+        """What is faster than all that needs as little memory; fastest first."""
+        most = max(_FRONT_LIMIT * self._limit, self._sizes[id(self.smallest())])
+        found: list[Estimate] = []
+        fastest = float("inf")
+        for setting in sorted(
+            self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)])
+        ):
+            enough = fastest * (1 - FRONT_STEP)
+            if self._sizes[id(setting)] <= most and self._least[id(setting)] < enough:
+                own = self.estimate(setting)
+                if own.seconds < enough:
+                    fastest = own.seconds
+                    found.append(own)
+        return tuple(reversed(found))
+
+
+def fastest_that_fits(
+    case: Case, freedom: Freedom | None = None, *, estimator: Estimator | None = None
+) -> Estimate | None:
+    """The best of a plan, without the rest of it."""
+    search = _Search(case, freedom, estimator)
+    return search.fastest(search.that_fit())
+
+
+def plan(case: Case, freedom: Freedom | None = None) -> Plan:
+    """Solves the case exactly over all that may be chosen."""
+    search = _Search(case, freedom, None)
+    fitting = search.that_fit()
+    best = search.fastest(fitting)
     others = [s for s in fitting if best and s.strategy.degrees != best.setting.strategy.degrees]
-    runner_up = fastest(others)
-    smallest = min(settings, key=lambda s: (sizes[id(s)], least[id(s)]))
-    within = [s for s in settings if sizes[id(s)] <= max(_FRONT_LIMIT * limit, sizes[id(smallest)])]
-    front = _front(within, estimate, lambda s: sizes[id(s)], lambda s: least[id(s)])
     return Plan(
         best=best,
-        runner_up=runner_up,
-        front=front,
-        least=estimate(smallest),
-        num_settings=len(settings),
-        num_simulated=len(done),
+        runner_up=search.fastest(others),
+        front=search.front(),
+        least=search.estimate(search.smallest()),
+        num_settings=len(search.settings),
+        num_simulated=search.num_simulated,
         limit_bytes=case.limit_bytes,
     )
-
-
-def _front(
-    settings: Sequence[Setting],
-    estimate: Callable[[Setting], Estimate],
-    size: Callable[[Setting], int],
-    least: Callable[[Setting], float],
-) -> tuple[Estimate, ...]:
-    """What is faster than all that needs as little memory; fastest first."""
-    found: list[Estimate] = []
-    fastest = float("inf")
-    for setting in sorted(settings, key=lambda s: (size(s), least(s))):
-        if least(setting) >= fastest * (1 - FRONT_STEP):
-            continue
-        own = estimate(setting)
-        if own.seconds < fastest * (1 - FRONT_STEP):
-            fastest = own.seconds
-            found.append(own)
-    return tuple(reversed(found))
-
-
-def _simplest(fastest: Estimate, known: Sequence[Estimate]) -> Estimate:
-    """Of what is as fast, as far as that can be told, what sends least between groups."""
-    alike = [e for e in known if e.seconds * (1 - RESOLUTION) <= fastest.seconds]
-    return min(alike, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
-
-
-def _settings(case: Case, freedom: Freedom) -> Iterator[Setting]:
-    strategies = freedom.strategies or tuple(
-        legal_strategies(case.world_size, case.group_size, case.machine.group_size)
-    )
-    sizes = freedom.micro_batch_sizes or micro_batch_sizes(case)
-    collectives = freedom.collectives or collectives_of(case.machine)
-    recomputes = freedom.recomputes or (
-        None,
-        RecomputeConfig(granularity="selective"),
-        RecomputeConfig(granularity="full"),
-    )
-    for strategy, size, collective, recompute in product(
-        strategies, sizes, collectives, recomputes
-    ):
-        yield Setting(
-            strategy=strategy,
-            micro_batch_size=size,
-            collective=collective,
-            recompute=recompute,
-            letters=_letters_elsewhere(strategy, case.world_size),
-        )
-
-
-def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
-    """The letters of a strategy of degrees, and the size of the groups in which they hold."""
-    sizes = {*strategy.degrees} - {1, world_size}
-    if "," not in strategy.name or len(sizes) != 1:
-        return None
-    size = sizes.pop()
-    letters = effective_letters(strategy, world_size=world_size, group_size=size)
-    return f"{letters} in groups of {size}"
-
-
-def legal_strategies(
-    world_size: int, group_size: int, links: int | None = None
-) -> Iterator[Strategy]:
-    """Every legal triple of degrees, under letters where groups of `group_size` give it some.
-
-    Degrees nest with these groups, and with the `links` ranks that fast links join. A group size
-    is a degree: letters in other groups are among the triples.
-    """
-
-    def nests(degree: int, size: int) -> bool:
-        return degree % size == 0 or size % degree == 0
-
-    degrees = [
-        degree
-        for degree in range(1, world_size + 1)
-        if world_size % degree == 0 and nests(degree, group_size) and nests(degree, links or degree)
-    ]
-    for params, grads, optim in product(degrees, repeat=3):
-        chain = sorted({params, grads, optim})
-        nested = all(b % a == 0 for a, b in pairwise(chain))
-        if not nested or optim < max(params, grads):
-            continue
-        text = f"{params},{grads},{optim}"
-        strategy = Strategy(name=text, params=params, grads=grads, optim=optim)
-        letters = effective_letters(strategy, world_size=world_size, group_size=group_size)
-        yield replace(strategy, name=letters or text)
-
-
-def micro_batch_sizes(case: Case) -> tuple[int, ...]:
-    """Powers of two, and the one that was given, which divide a rank's part of the batch."""
-    per_rank = case.global_batch_size // case.world_size
-    powers = (1 << exponent for exponent in range(per_rank.bit_length()))
-    return tuple(sorted({case.micro_batch_size, *(p for p in powers if per_rank % p == 0)}))
-
-
-def collectives_of(machine: Machine) -> tuple[str, ...]:
-    """Those that were measured; else the backend's and the fastest of ours."""
-    names = dict.fromkeys(row.algorithm for row in machine.measured)
-    return tuple(names) or ("native", "ho-ring")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from paro.planning.cost_model import UnitSize, model_state_bytes
+from paro.planning.cost_model import UnitSize, merged, model_state_bytes
 from paro.planning.llama import UnitActivations
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
@@ -107,6 +107,7 @@ class PeakMemory:
         num_micro_batches: int,
     ) -> None:
         self._units = tuple(units)
+        self._merged = merged(self._units)
         self._precision = precision
         self._activations = tuple(activations)
         self._num_live = 1 + prefetch_units
@@ -120,7 +121,7 @@ class PeakMemory:
         if kind not in self._kinds:
             self._kinds[kind] = self._largest(strategy, topology)
         walk = self._walk(strategy, topology)
-        states = model_state_bytes(strategy, self._units, self._precision).total
+        states = model_state_bytes(strategy, self._merged, self._precision).total
         converts, copies = walk.conversion_bytes(), walk.copy_bytes()
         found = (
             replace(

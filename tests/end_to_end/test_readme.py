@@ -206,7 +206,7 @@ def listing(folder: Path, depth: int) -> list[str]:
     for path in sorted(inside, key=lambda path: (path.is_dir(), path.name)):
         if path.is_dir():
             lines += listing(path, depth + 1)
-        elif path.suffix not in (".json", ".png"):
+        elif path.suffix not in (".json", ".jsonl", ".png"):
             lines.append(f"{indent}  {path.name}".ljust(COLUMN) + first_line(path))
     return lines
 

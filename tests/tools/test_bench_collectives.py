@@ -219,7 +219,10 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
         (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json cannot be written"),
         (["--plot", "picture.jpeg2"], "--plot picture.jpeg2: the name must end in .png, .svg"),
         (["--paro-machine", "absent.json"], "machine file absent.json: No such file"),
-        (["--machine-file", "m.json", "--train=--tall"], "--train: --seq-length is missing"),
+        (
+            ["--machine-file", "m.json", "--train=--num-layers 1"],
+            "--train: --seq-length is missing",
+        ),
         (["--json-file", "x"], "unrecognized arguments: --json-file x"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The parts of bench_collectives.py: what is moved, the race of algorithms, and its picture."""
+"""The parts of bench_collectives.py: what is moved, the race, the device, texts and pictures."""

@@ -36,6 +36,7 @@ from tools.collective_timing.trial import Move, Trial, make_trial
 # repetition has a buffer of its own, so that each result can be checked.
 TURN_SECONDS = 0.02
 MOST_REPEATS = 20
+BUSY_ROUNDS = 3  # the last ones: beside computing even little takes a tenth of a second
 MOST_BYTES = 4 << 20  # more of every rank would not stay in a cache that ranks share
 
 
@@ -96,7 +97,10 @@ class Race:
         for number in range(1 + self.rounds):
             first = number % len(names)
             for name in (*names[first:], *names[:first]):
-                turns = self._visit(name, trials, repeats[name])
+                late = number > max(0, self.rounds - BUSY_ROUNDS)
+                turns = self._visit(
+                    name, trials, repeats[name], busy_too=late and self.beside_computing
+                )
                 for index, turn in enumerate(turns):
                     correct[name][index] &= turn.correct
                     if number > 0:
@@ -121,7 +125,9 @@ class Race:
             for name in names
         ]
 
-    def _visit(self, name: str, trials: Sequence[Trial], repeats: Sequence[int]) -> list[Turn]:
+    def _visit(
+        self, name: str, trials: Sequence[Trial], repeats: Sequence[int], *, busy_too: bool
+    ) -> list[Turn]:
         """A turn of one algorithm at every trial, with groups that live no longer."""
         runs = frozenset(trial.move.run for trial in trials)
         device = self.control.device
@@ -139,11 +145,11 @@ class Race:
         self._time(collectives, trials[0], 1)
         pairs = zip(trials, repeats, strict=True)
         own = [self._turn(collectives, trial, times) for trial, times in pairs]
-        if self.beside_computing:
+        if busy_too:
             with computing(device):
                 own = [
-                    turn._replace(busy_seconds=self._time(collectives, trial, min(times, 2))[0])
-                    for turn, trial, times in zip(own, trials, repeats, strict=True)
+                    turn._replace(busy_seconds=self._time(collectives, trial, 1)[0])
+                    for turn, trial in zip(own, trials, strict=True)
                 ]
         by_rank: list[list[Turn]] = self.control.gather(own)
         collectives.close()

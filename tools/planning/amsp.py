@@ -21,7 +21,8 @@ from paro.collectives.schedule import Op
 from paro.planning.collective_time import CollectiveTimes, Job, Phase, Run, ring_of
 from paro.planning.cost_model import UnitSize
 from paro.planning.moves import Moves, Moving
-from paro.planning.planner import Case, Estimator, Setting
+from paro.planning.planner import Estimator
+from paro.planning.settings import Case, Setting
 from paro.precision import BYTES_OF
 
 

@@ -15,7 +15,7 @@ from paro.config_model import take_model
 from paro.model_arguments import add_mixed_precision_args, add_model_args, add_recompute_args
 from paro.planning.machine import Machine
 from paro.planning.machine_file import find_machine
-from paro.planning.planner import Case
+from paro.planning.settings import Case
 from paro.planning.trainable import Kind, Trainable
 from paro.precision import PrecisionConfig
 from paro.strategy import check_group_size

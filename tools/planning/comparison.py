@@ -12,7 +12,7 @@ from paro.planning.planner import Case, Estimator, Freedom, plan
 
 # Of a rank's peak, beside what the planner adds up: gloo's buffers and threads, the allocator's
 # rounding, what Python and torch keep.
-CONSTANT_BYTES = 24_000_000
+CONSTANT_BYTES = 20_000_000
 MOST_ALIKE = 1.1  # steps that differ by less are taken to be as long
 NUM_LIMITS = 6
 

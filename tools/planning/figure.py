@@ -7,7 +7,8 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.planning.machine_file import find_machine
-from paro.planning.planner import Case, Estimate, Estimator
+from paro.planning.planner import Estimate, Estimator
+from paro.planning.settings import Case
 from paro.precision import PrecisionConfig
 
 

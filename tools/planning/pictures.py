@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from paro.planning.planner import Case, Estimate, Plan
+from paro.planning.planner import Estimate, Plan
+from paro.planning.settings import Case
 from paro.planning.simulation import Span
 from paro.strategy import legal_letters
 from tools.picture import drawing
@@ -36,9 +37,13 @@ def draw_front(path: Path, case: Case, rows: Sequence[Estimate], found: Plan) ->
                     [row.memory_bytes / 1e9 for row in chosen], [row.seconds for row in chosen],
                     marker, color="#e45756", label=f"at the flags as given, {label}",
                 )  # fmt: skip
-        for (memory, seconds), names in _together(rows).items():
-            axes.annotate(names, (memory, seconds), xytext=(5, 3), textcoords="offset points",
-                          fontsize=8)  # fmt: skip
+        below = False
+        last = 0.0
+        for (memory, seconds), names in sorted(_together(rows).items()):
+            below = not below and memory < 1.13 * last  # neighbours' names do not touch
+            last = memory
+            axes.annotate(names, (memory, seconds), xytext=(5, -12 if below else 3),
+                          textcoords="offset points", fontsize=8)  # fmt: skip
         axes.axvline(limit, color="gray", linestyle="--", label=f"a device: {limit:g} GB")
         axes.set(xscale="log", yscale="log", xlabel="memory of a rank, GB", ylabel="seconds a step")
         for axis in (axes.xaxis, axes.yaxis):

@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from paro.planning.planner import Case, Estimate
+from paro.planning.planner import Estimate
+from paro.planning.settings import Case
 from paro.planning.step_costs import NOTHING
 from paro.planning.trainable import Kind, Trainable
 from tools.planning.figure import Figure, case_on, estimate, model_of

@@ -15,7 +15,8 @@ from typing import Any
 
 from model.config import LlamaConfig, parameter_shapes
 from paro.planning.machine import Device
-from paro.planning.planner import Case, Estimate, Freedom, Setting, legal_strategies, plan
+from paro.planning.planner import Estimate, fastest_that_fits
+from paro.planning.settings import Case, Freedom, Setting, legal_strategies
 from paro.planning.step_costs import NOTHING, Overlap, device_of
 from tools.planning.amsp import OwnedTensorsEstimator, with_speeds_of
 from tools.planning.figure import Figure, case_on, estimate, model_of
@@ -212,7 +213,7 @@ def _choice(preset: str) -> Choice:
         collectives=("flat",),
         recomputes=(case.model.recompute,),
     )
-    best = plan(case, freedom, estimator=OwnedTensorsEstimator(case)).best
+    best = fastest_that_fits(case, freedom, estimator=OwnedTensorsEstimator(case))
     assert best is not None, f"{preset} does not fit"
     own = owned(case, AMSP[preset].strategy)
     return Choice(

@@ -134,4 +134,4 @@ def _draw_panel(panel: Any, name: str, chapters: Sequence[Chapter]) -> None:
             panel.annotate(row.strategy, (row.seconds, row.predicted), fontsize=5)
     panel.set(xscale="log", yscale="log", xlabel="measured, s a step", ylabel="predicted")
     panel.set_title(name)
-    panel.legend(fontsize=7)
+    panel.legend(fontsize=7, loc="upper left")

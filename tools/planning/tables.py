@@ -9,7 +9,8 @@ from typing import Any
 from model.config import num_parameters
 from paro.planning.description import exposed_text, seconds_text
 from paro.planning.machine import LinkSpeed, Machine
-from paro.planning.planner import Case, Estimate, Freedom, Plan, plan
+from paro.planning.planner import Estimate, Plan, fastest_that_fits
+from paro.planning.settings import Case, Freedom
 
 HEADS = (
     "strategy", "GB", "states GB", "s/step", "tokens/s", "MFU", "intra GB", "inter GB", "waits",
@@ -98,7 +99,7 @@ def purchases(case: Case, found: Plan) -> list[dict[str, Any]]:
     if machine.intra is not None:
         faster["intra"] = replace(machine, intra=_doubled(machine.intra))
     for name, other in faster.items():
-        best = plan(replace(case, machine=other), freedom).best
+        best = fastest_that_fits(replace(case, machine=other), freedom)
         bought.append(_purchase(f"{name} bandwidth x 2", best))
     return _gains(bought, found)
 

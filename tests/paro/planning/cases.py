@@ -7,7 +7,7 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig
 from paro.planning.machine import BandwidthSource, Device, LinkSpeed, Machine
-from paro.planning.planner import Case
+from paro.planning.settings import Case
 from paro.precision import PrecisionConfig
 
 DEVICE = Device(

@@ -27,13 +27,11 @@ from paro.planning.machine_file import (
 from paro.planning.planner import (
     RESOLUTION,
     Estimator,
-    Freedom,
-    legal_strategies,
     letter_rows,
     plan,
 )
-from paro.planning.planner import _settings as all_settings
 from paro.planning.remedies import why_nothing_fits
+from paro.planning.settings import Freedom, all_settings, legal_strategies
 from paro.planning.trace import chrome_trace
 from paro.planning.trainable import Kind, Trainable
 from paro.planning.working_memory import peak_memory

@@ -12,7 +12,8 @@ from paro.collectives.schedule import Op
 from paro.planning.collective_time import CollectiveTimes, Job
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine import GroupSpeed
-from paro.planning.planner import Case, Estimator
+from paro.planning.planner import Estimator
+from paro.planning.settings import Case
 from paro.planning.simulation import Compute, Program, Simulation, Wait, Work
 from paro.planning.step_costs import NOTHING, StepCosts
 from paro.planning.timeline import simulate

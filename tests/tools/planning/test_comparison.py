@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import pytest
 
 from paro.planning.planner import Case, Estimator
+from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import case as make_case
 from tools.planning.comparison import CONSTANT_BYTES, Row, compare
+from tools.study_plan import chapters_of
 
 NAMES = ("NNI", "IIG", "GGG")
 
@@ -71,3 +74,12 @@ def test_memory_may_lie_between_the_prediction_and_the_constant(peak: int, error
         measured_exposed={},
     )
     assert row.memory_error == pytest.approx(error)
+
+
+def test_recorded_steps_are_predicted() -> None:
+    """What the README says of the measurements in examples/measured holds for this planner."""
+    chapters = [chapter.compared for chapter in chapters_of(ROOT / "examples/measured")]
+    errors = [abs(row.error) for chapter in chapters for row in chapter.rows]
+    assert median(errors) < 0.1
+    assert max(errors) < 0.25
+    assert all(row.memory_error == 0.0 for chapter in chapters for row in chapter.rows)

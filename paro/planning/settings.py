@@ -1,0 +1,174 @@
+"""What is to be trained, and where, and all that may be chosen for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+
+from model.config import LlamaConfig, RecomputeConfig
+from paro.planning.machine import Machine
+from paro.planning.step_costs import Overlap, device_of
+from paro.planning.trainable import Trainable
+from paro.precision import PrecisionConfig
+from paro.strategy import Strategy, effective_letters, parse_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is to be trained, and where; `settings` and the rest of the flags as given."""
+
+    model: LlamaConfig
+    machine: Machine  # of the world that trains
+    group_size: int  # what I means in letters
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    precision: PrecisionConfig
+    prefetch_units: int = 1
+    collective: str = "native"
+    trainable: Trainable = field(default_factory=Trainable)
+    overlap: Overlap | None = None
+    memory_bytes: int | None = None  # of a device, instead of the machine's
+    device_type: str = "cuda"
+
+    def __post_init__(self) -> None:
+        device_of(self.machine)
+        self.micro_batches(self.micro_batch_size)
+
+    @property
+    def world_size(self) -> int:
+        return self.machine.world_size
+
+    @property
+    def limit_bytes(self) -> int:
+        device = device_of(self.machine)
+        return device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    def micro_batches(self, size: int) -> int:
+        """How many of them a rank takes in a step."""
+        at_once = size * self.world_size
+        if size < 1:
+            raise ValueError(f"--micro-batch-size {size} must be at least 1")
+        if self.global_batch_size < at_once or self.global_batch_size % at_once:
+            raise ValueError(
+                f"--global-batch-size {self.global_batch_size} is no multiple of "
+                f"--micro-batch-size {size} times {self.world_size} ranks: choose a multiple of "
+                f"{at_once}"
+            )
+        return self.global_batch_size // at_once
+
+    def strategy(self, text: str) -> Strategy:
+        return parse_strategy(text, world_size=self.world_size, group_size=self.group_size)
+
+    def setting(self, strategy: Strategy) -> Setting:
+        """A strategy at the flags as given."""
+        return Setting(
+            strategy=strategy,
+            micro_batch_size=self.micro_batch_size,
+            collective=self.collective,
+            recompute=self.model.recompute,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What may be chosen."""
+
+    strategy: Strategy
+    micro_batch_size: int
+    collective: str
+    recompute: RecomputeConfig | None
+    letters: str | None = None  # of degrees that have letters in groups of another size
+
+    def describe(self) -> str:
+        """One line, in the words of the flags."""
+        recompute = "no recomputation"
+        if self.recompute is not None:
+            recompute = f"{self.recompute.granularity} recomputation"
+        name = self.strategy.name + (f" ({self.letters})" if self.letters else "")
+        return f"{name}, micro-batches of {self.micro_batch_size}, {self.collective}, {recompute}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freedom:
+    """What a search may choose from; None: every possibility."""
+
+    strategies: tuple[Strategy, ...] | None = None
+    micro_batch_sizes: tuple[int, ...] | None = None
+    collectives: tuple[str, ...] | None = None
+    recomputes: tuple[RecomputeConfig | None, ...] | None = None
+
+
+def all_settings(case: Case, freedom: Freedom) -> Iterator[Setting]:
+    """Every combination of what may be chosen."""
+    strategies = freedom.strategies or tuple(
+        legal_strategies(case.world_size, case.group_size, case.machine.group_size)
+    )
+    sizes = freedom.micro_batch_sizes or micro_batch_sizes(case)
+    collectives = freedom.collectives or collectives_of(case.machine)
+    recomputes = freedom.recomputes or (
+        None,
+        RecomputeConfig(granularity="selective"),
+        RecomputeConfig(granularity="full"),
+    )
+    for strategy, size, collective, recompute in product(
+        strategies, sizes, collectives, recomputes
+    ):
+        yield Setting(
+            strategy=strategy,
+            micro_batch_size=size,
+            collective=collective,
+            recompute=recompute,
+            letters=_letters_elsewhere(strategy, case.world_size),
+        )
+
+
+def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
+    """The letters of a strategy of degrees, and the size of the groups in which they hold."""
+    sizes = {*strategy.degrees} - {1, world_size}
+    if "," not in strategy.name or len(sizes) != 1:
+        return None
+    size = sizes.pop()
+    letters = effective_letters(strategy, world_size=world_size, group_size=size)
+    return f"{letters} in groups of {size}"
+
+
+def legal_strategies(
+    world_size: int, group_size: int, links: int | None = None
+) -> Iterator[Strategy]:
+    """Every legal triple of degrees, under letters where groups of `group_size` give it some.
+
+    Degrees nest with these groups, and with the `links` ranks that fast links join. A group size
+    is a degree: letters in other groups are among the triples.
+    """
+
+    def nests(degree: int, size: int) -> bool:
+        return degree % size == 0 or size % degree == 0
+
+    degrees = [
+        degree
+        for degree in range(1, world_size + 1)
+        if world_size % degree == 0 and nests(degree, group_size) and nests(degree, links or degree)
+    ]
+    for params, grads, optim in product(degrees, repeat=3):
+        chain = sorted({params, grads, optim})
+        nested = all(b % a == 0 for a, b in pairwise(chain))
+        if not nested or optim < max(params, grads):
+            continue
+        text = f"{params},{grads},{optim}"
+        strategy = Strategy(name=text, params=params, grads=grads, optim=optim)
+        letters = effective_letters(strategy, world_size=world_size, group_size=group_size)
+        yield replace(strategy, name=letters or text)
+
+
+def micro_batch_sizes(case: Case) -> tuple[int, ...]:
+    """All that divide a rank's part of the batch."""
+    per_rank = case.global_batch_size // case.world_size
+    return tuple(size for size in range(1, per_rank + 1) if per_rank % size == 0)
+
+
+def collectives_of(machine: Machine) -> tuple[str, ...]:
+    """Those that were measured; else the backend's and the fastest of ours."""
+    names = dict.fromkeys(row.algorithm for row in machine.measured)
+    return tuple(names) or ("native", "ho-ring")
