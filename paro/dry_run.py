@@ -229,7 +229,7 @@ def _data(plan: Plan) -> Iterator[str]:
 def _checkpoints(plan: Plan) -> Iterator[str]:
     checkpoint = plan.config.checkpoint
     if checkpoint.load is not None:
-        found = find_checkpoint(checkpoint.load)
+        found = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
         what = "no checkpoint on this machine" if found is None else f"holds {found.name}"
         yield f"> --load {checkpoint.load}: {what}"
     if checkpoint.save is not None:

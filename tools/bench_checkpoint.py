@@ -4,8 +4,8 @@
 # torchrun --standalone --nproc-per-node 2 tools/bench_checkpoint.py --folder runs/bench --steps 20
 #
 # The disk's bandwidth is that of as many ranks writing as many bytes to one file each, with fsync,
-# and reading them. Before anything is read, its pages are dropped from the cache. The turns
-# interleave, so that a disk which others use is judged by neighbours in time.
+# and reading them. Nothing is overwritten, and before anything is read, its pages are dropped from
+# the cache. The turns interleave, so that a disk which others use is judged by neighbours in time.
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from paro.topology import make_topology
 from paro.training import train_step
 from tools.peers.meters import MemoryMeter
 
-BLOCK_BYTES = 2**24
+BLOCK_BYTES = 2**20
 STATES = ("param", "exp_avg", "exp_avg_sq")
 MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 "
@@ -129,6 +129,9 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
     save = partial(save_checkpoint, folder, 1, shards, {})
     load = partial(load_checkpoint, folder, shards)
     peaks = {"save": peak_of(save), "load": peak_of(load)}  # a round of its own, untimed
+    control.barrier()
+    if control.world.rank == 0:
+        shutil.rmtree(folder)
     for _ in range(args.rounds):
         seconds["write"].append(timed(control, lambda: write_plainly(plain, held)))
         seconds["save"].append(timed(control, save))
@@ -136,7 +139,10 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
         drop_from_cache(args.folder)
         seconds["read"].append(timed(control, lambda: read_plainly(plain)))
         seconds["load"].append(timed(control, load))
-    plain.unlink()
+        control.barrier()
+        plain.unlink()
+        if control.world.rank == 0:  # nobody's time is spent on freeing what was there before
+            shutil.rmtree(folder)
     ratios = {
         action: statistics.median(
             disk / ours for disk, ours in zip(seconds[bare], seconds[action], strict=True)
@@ -160,8 +166,11 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
 
 
 def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, object]:
-    """Medians of steps while a save is under way and of steps without one, in turns."""
-    folder = str(args.folder / "ckpt")
+    """Medians of steps that begin while a save is under way and of steps without one, in turns.
+
+    A save may end within the step that began behind it: then that one counts.
+    """
+    folder = args.folder / "ckpt"
     flags = f"{MODEL} --save {folder} --global-batch-size {4 * control.world.size}"
     config = RunConfig.from_args(parse_args(flags.split()), control.world)
     training = build_training(config, control)
@@ -180,22 +189,22 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     while len(with_save) < args.steps:
         training.model.wait_published()
         staging.append(timed(control, lambda: saver.save(state)))
-        under_way = True
-        while under_way:
-            seconds = step()
-            under_way = any(control.gather(saver.under_way))
-            if under_way:  # a save that ended during a step slowed down a part of it only
-                with_save.append(seconds)
+        while any(control.gather(saver.under_way)):
+            with_save.append(step())
         saver.settle()
         without += [step() for _ in range(2)]
+        if control.world.rank == 0:  # the disk need not hold them all
+            shutil.rmtree(folder)
+        control.barrier()
         if not with_save and len(staging) > args.steps:
-            raise ValueError("--steps: saves end within a step: enlarge --params")
+            raise ValueError("--steps: saves end before a step begins: the disk is too fast")
     training.close()
     during, alone = statistics.median(with_save), statistics.median(without)
     return {
         "ranks": control.world.size,
         "cores": os.cpu_count(),
         "seconds_of_a_step": {"during_a_save": during, "without": alone, "ratio": during / alone},
+        "steps_of_a_save": len(with_save) / len(staging),
         "seconds_of_staging": statistics.median(staging[1:] or staging),
         "steps": {"during_a_save": with_save, "without": without},
     }

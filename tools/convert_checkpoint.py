@@ -30,6 +30,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--from", required=True, choices=list(OPENERS), dest="source_format", help="what it is")
     add("--to", required=True, choices=TARGETS, dest="target_format", help="what it becomes")
     add("--input", required=True, type=Path, metavar="DIR", help="the folder to convert")
+    add(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="with --from paro: which iteration; default: the latest one",
+    )
     add("--output", required=True, type=Path, metavar="DIR", help="a folder that does not exist")
     add("--dtype", choices=list(DTYPES), help="type of the tensors; default: as they are stored")
     add(
@@ -62,6 +68,7 @@ def convert(args: argparse.Namespace) -> None:
         source=args.input,
         target=args.output,
         dtype=DTYPES.get(args.dtype),
+        iteration=args.ckpt_step,
         divisible_by=args.make_vocab_size_divisible_by,
     )
     source = conversion.open()

@@ -120,16 +120,18 @@ def texts_until_end(
     return texts
 
 
-def open_model(directory: Path) -> Source:
-    """The latest checkpoint of a training, a converted model, or a Hugging Face folder."""
+def open_model(directory: Path, iteration: int | None) -> Source:
+    """A checkpoint of a training, a converted model, or a Hugging Face folder."""
     if is_hugging_face(directory):
+        if iteration is not None:
+            raise ValueError(f"--ckpt-step {iteration}: a Hugging Face folder has no iterations")
         return open_hugging_face(directory)
-    if latest_iteration(directory) is None:
+    if iteration is None and latest_iteration(directory) is None:
         raise ValueError(
             f"--load {directory} holds no checkpoint: give the --save of a training, or a folder "
             "with a converted model or one of Hugging Face"
         )
-    return open_native(directory)
+    return open_native(directory, iteration)
 
 
 def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
@@ -176,6 +178,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--load", required=True, type=Path, metavar="DIR", help="the model")
+    add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")
     add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
     add("--prompt-file", type=Path, metavar="FILE", help="more prompts, one a line")
     add(
@@ -250,7 +253,7 @@ def generate(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
     prompts = read_prompts(args)
-    source = open_model(args.load)
+    source = open_model(args.load, args.ckpt_step)
     tokenizer = load_tokenizer(source, args.tokenizer_model)
     texts = encode(tokenizer, prompts)
     model = load_model(source, tokenizer)

@@ -1,19 +1,15 @@
-"""Loads a run into shards of any strategy and world size, or its parameters as whole tensors."""
+"""Loads a run into shards of any strategy and world size."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, TensorStorageMetadata
+from torch.distributed.checkpoint import LoadPlan
 
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.boxes import (
@@ -24,12 +20,7 @@ from paro.checkpoint.boxes import (
     boxed_states,
     check_states,
 )
-from paro.checkpoint.directory import (
-    candidates,
-    common_of,
-    find_checkpoint,
-    newest_whole,
-)
+from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.errors import CheckpointError, DamagedError
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import CheckedReader, read_metadata
@@ -89,32 +80,6 @@ def load_checkpoint(
             say(f"  successfully loaded checkpoint from {directory_root} {at}")
             return common
     raise CheckpointError(f"{complaint}; no checkpoint there is whole")
-
-
-def load_parameters(directory_root: str | Path, iteration: int | None = None) -> dict[str, Tensor]:
-    """Every parameter whole, in fp32 on the CPU, read by this process alone."""
-    with Ranks(None, alone=True).agreed(f"--load {directory_root}"):
-        if iteration is None:
-            directory = newest_whole(directory_root)
-        else:
-            directory = find_checkpoint(directory_root, iteration)
-        if directory is None:
-            raise CheckpointError("there is no checkpoint")
-        saved = read_metadata(directory).state_dict_metadata
-        tensors = {
-            name: torch.empty(state.size, dtype=torch.float32)
-            for name, state in saved.items()
-            if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                tensors,
-                storage_reader=CheckedReader(directory, read_manifest(directory)),
-                planner=DefaultLoadPlanner(),
-                no_dist=True,
-            )
-    return {name.removeprefix(f"{PARAM}."): tensor for name, tensor in tensors.items()}
 
 
 def _silence(_line: str) -> None:

@@ -79,18 +79,18 @@ class Manifest:
                 what = "truncated" if found < wanted.num_bytes else "too long"
                 raise DamagedError(f"{path} is {what}: {found} bytes of {wanted.num_bytes}")
 
-    def check_bytes(self, name: str, begin: int, content: bytes | memoryview) -> None:
-        """Raises `DamagedError` unless these bytes are a stretch of a file as it was written."""
+    def check_sum(self, name: str, begin: int, length: int, checksum: int) -> None:
+        """Raises `DamagedError` unless bytes with this sum are a stretch of a file as written."""
         stretch = self._by_place.get((name, begin))
         wanted = None if stretch is None else (stretch.length, stretch.checksum)
-        if wanted != (len(content), crc32(content)):
-            raise DamagedError(_wrong(self.directory / name, begin, begin + len(content)))
+        if wanted != (length, checksum):
+            raise DamagedError(_wrong(self.directory / name, begin, begin + length))
 
     def read_file(self, name: str) -> bytes:
         """A small file, as it was written."""
         self.check_sizes([name])
         content = (self.directory / name).read_bytes()
-        self.check_bytes(name, 0, content)
+        self.check_sum(name, 0, len(content), crc32(content))
         return content
 
     def verify(self, advance: Callable[[int], None] = lambda _num_bytes: None) -> int:
@@ -177,9 +177,11 @@ def read_manifest(directory: Path) -> Manifest | None:
 def check_format(directory: Path, format_version: object, versions: object) -> None:
     """Refuses what a later version of this project wrote."""
     if not isinstance(format_version, int) or format_version > FORMAT_VERSION:
+        named = versions.items() if isinstance(versions, dict) else ()
+        with_them = ", with " * bool(named) + ", ".join(f"{name} {v}" for name, v in named)
         raise CheckpointError(
             f"{directory} has format {format_version}, and this version reads formats up to "
-            f"{FORMAT_VERSION}: use the version that wrote it, {versions}"
+            f"{FORMAT_VERSION}: use the version that wrote it{with_them}"
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from itertools import groupby
 from math import prod
@@ -31,10 +31,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from paro.checkpoint.boxes import MAX_ITEM_BYTES
 from paro.checkpoint.directory import METADATA
 from paro.checkpoint.errors import CheckpointError, DamagedError, describe
 from paro.checkpoint.manifest import FileSum, Manifest, Stretch
+from paro.checkpoint.stored_tensor import tensor_in
 
 Place = tuple[str, int, int]  # a file, where in it, and how many bytes
 
@@ -89,20 +92,19 @@ class BoundedWriter(FileSystemWriter):
         results, stretches = [], []
         stream = None
         try:
-            with (Path(self.path) / name).open("xb", buffering=0) as file:
+            with (Path(self.path) / name).open("xb", buffering=0) as file, _summed_once():
+                stream = _SummingStream(file)
                 for item in items:
                     values = planner.resolve_data(item)
                     assert isinstance(values, Tensor), f"{item.index} is no tensor"
-                    begin = file.tell()
-                    stream = _SummingStream(file)
                     torch.save(_alone_in_storage(values.detach().cpu()), stream)  # type: ignore[arg-type]
-                    length = file.tell() - begin
-                    stretches.append(Stretch(begin=begin, length=length, checksum=stream.checksum))
+                    stretch = stream.end_stretch()
+                    stretches.append(stretch)
                     results.append(
                         WriteResult(
                             index=item.index,
-                            size_in_bytes=length,
-                            storage_data=_StorageInfo(name, begin, length),
+                            size_in_bytes=stretch.length,
+                            storage_data=_StorageInfo(name, stretch.begin, stretch.length),
                         )
                     )
                 os.fsync(file.fileno())
@@ -114,12 +116,25 @@ class BoundedWriter(FileSystemWriter):
         return results
 
 
+@contextmanager
+def _summed_once() -> Iterator[None]:
+    """torch.save without sums of its own, which nobody compares and which take as long as ours."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
 class _SummingStream:
-    """The checksum of what is written through it."""
+    """Writes to a file, sums up what it writes, and has the disk begin before the file is whole."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
-        self.checksum = 0
+        self._begin = self._written = 0  # of the stretch that is written, and so far
+        self._asked = 0  # up to here the disk was asked to write
+        self._checksum = 0
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
@@ -128,7 +143,8 @@ class _SummingStream:
         try:
             for begin in range(0, len(view), _BLOCK_BYTES):
                 block = view[begin : begin + _BLOCK_BYTES]
-                self.checksum = crc32(block, self.checksum)
+                self._checksum = crc32(block, self._checksum)
+                self._written += len(block)
                 while len(block) > 0:
                     block = block[self._file.write(block) or 0 :]
         except OSError as error:
@@ -138,6 +154,16 @@ class _SummingStream:
 
     def flush(self) -> None:
         """Nothing is held back."""
+
+    def end_stretch(self) -> Stretch:
+        """What was written since the one before."""
+        begin, self._begin = self._begin, self._written
+        checksum, self._checksum = self._checksum, 0
+        if self._written - self._asked >= MAX_ITEM_BYTES:
+            # Linux begins to write pages that it cannot forget yet, and does not wait for them.
+            os.posix_fadvise(self._file.fileno(), self._asked, 0, os.POSIX_FADV_DONTNEED)
+            self._asked = self._written
+        return Stretch(begin=begin, length=self._written - begin, checksum=checksum)
 
 
 def _alone_in_storage(values: Tensor) -> Tensor:
@@ -184,10 +210,12 @@ class CheckedReader(FileSystemReader):
                 with path.open("rb", buffering=0) as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
                     by_place = [(p, list(wanted)) for p, wanted in groupby(items, key=self._place)]
+                    asked = 0
                     for index, (place, wanted) in enumerate(by_place):
                         # The disk reads on while this rectangle is verified and copied.
-                        for (_, begin, length), _ in by_place[index + 1 : index + 1 + _READ_AHEAD]:
-                            os.posix_fadvise(file.fileno(), begin, length, os.POSIX_FADV_WILLNEED)
+                        while asked < min(len(by_place), index + 1 + _READ_AHEAD):
+                            _read_soon(file, by_place[asked][0])
+                            asked += 1
                         self._read_rectangle(file, place, wanted, planner)
             except CheckpointError:
                 raise
@@ -204,11 +232,10 @@ class CheckedReader(FileSystemReader):
         if len(self._room) < length:
             self._room = bytearray(length)
         file.seek(begin)
-        content = _read(file, memoryview(self._room)[:length])
+        content, checksum = _read(file, memoryview(self._room)[:length])
         if self.manifest is not None:
-            self.manifest.check_bytes(name, begin, content)
-        window: Any = _Window(content)  # all that torch asks of a file
-        saved = torch.load(window, map_location="cpu", weights_only=True)
+            self.manifest.check_sum(name, begin, len(content), checksum)
+        saved = tensor_in(content)
         for item in items:
             part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
@@ -221,40 +248,20 @@ class CheckedReader(FileSystemReader):
         return str(place.relative_path), place.offset, place.length
 
 
-def _read(file: FileIO, room: memoryview) -> memoryview:
-    """Fills `room` as far as there are bytes; one call reads 2 GiB at most."""
-    filled = 0
-    while filled < len(room) and (count := file.readinto(room[filled:])):
+def _read_soon(file: FileIO, place: Place) -> None:
+    """Block by block: of a long piece Linux takes the beginning alone."""
+    _, begin, length = place
+    for block in range(begin, begin + length, _BLOCK_BYTES):
+        os.posix_fadvise(file.fileno(), block, _BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
+
+
+def _read(file: FileIO, room: memoryview) -> tuple[memoryview, int]:
+    """Fills `room` as far as there are bytes, and sums them block by block, as writing does."""
+    filled = checksum = 0
+    while filled < len(room) and (count := file.readinto(room[filled : filled + _BLOCK_BYTES])):
+        checksum = crc32(room[filled : filled + count], checksum)
         filled += count
-    return room[:filled]
-
-
-class _Window(io.RawIOBase):
-    """Bytes as a file, without a copy of them."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content = content
-        self._position = 0
-
-    def readinto(self, room: Any) -> int:
-        part = self._content[self._position : self._position + len(room)]
-        room[: len(part)] = part
-        self._position += len(part)
-        return len(part)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}
-        self._position = base[whence] + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
+    return room[:filled], checksum
 
 
 def read_metadata(directory: Path) -> Metadata:

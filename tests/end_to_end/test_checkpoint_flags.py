@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from paro.checkpoint.directory import read_common
-from paro.checkpoint.load import load_parameters
 from tests.end_to_end.test_training import (
     RUN,
     Ended,
@@ -21,6 +20,7 @@ from tests.end_to_end.test_training import (
     read_metrics,
     run_main,
 )
+from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks
 
 SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size")

@@ -25,11 +25,11 @@ from paro.checkpoint.convert import hugging_face
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.checkpoint.convert.native import LazySavePlanner, open_native
 from paro.checkpoint.convert.source import LazyTensor
-from paro.checkpoint.load import load_parameters
 from paro.config import RunConfig
 from paro.report.log import Log
 from paro.resume import load_run, save_run
 from paro.runtime import Control, UserMistakeError, World
+from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import ROOT
 from tests.paro.checkpoint.convert.folders import (
     logits_of,
@@ -288,8 +288,14 @@ def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 0)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     (file,) = (tmp_path / "paro" / "iter_0000000").glob("*.distcp")
+    shutil.copytree(file.parent, tmp_path / "paro" / "iter_0000005")
     file.write_bytes(file.read_bytes()[:-100])
     assert f"{file} is truncated" in mistake("paro", "hf", tmp_path / "paro", tmp_path / "out")
+    convert("paro", "hf", tmp_path / "paro", tmp_path / "out", "--ckpt-step", 5)
+    weights = [tmp_path / name / "model.safetensors" for name in ("hf", "out")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    step = ("--ckpt-step", 5)
+    assert "needs --from paro" in mistake("hf", "paro", tmp_path / "hf", tmp_path / "o", *step)
 
 
 def test_a_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

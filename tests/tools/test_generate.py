@@ -18,11 +18,11 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from paro.arguments import parse_args
 from paro.assembly import build_training, start_state
-from paro.checkpoint.load import load_parameters
 from paro.config import RunConfig
 from paro.report.log import Log
 from paro.resume import save_run
 from paro.runtime import Control, UserMistakeError, World
+from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import ROOT
 from tools.generate import Sampling, continuation, main, text_of, until_end
 from tools.train_tokenizer import main as train_tokenizer
@@ -233,6 +233,22 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     assert f"--load {tmp_path} holds no checkpoint" in mistake("--load", tmp_path, "--prompt", "1")
     missing = tmp_path / "missing"
     assert f"--load {missing} holds no" in mistake("--load", missing, "--prompt", "1")
+
+
+def test_damage_is_named_and_another_iteration_can_be_asked_for(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "saved"
+    shutil.copytree(checkpoint, folder)
+    (newest,) = folder.glob("iter_*")
+    shutil.copytree(newest, folder / "iter_0000007")
+    words = ("--load", folder, "--prompt", "3 1 2", "--max-new-tokens", 2)
+    whole = printed(capsys, *words)
+    (file,) = newest.glob("*.distcp")
+    file.write_bytes(bytes(file.stat().st_size))
+    assert f"{file} is damaged (wrong checksum" in mistake(*words)
+    assert printed(capsys, *words, "--ckpt-step", 7) == whole
+    assert "iter_0000009 does not exist" in mistake(*words, "--ckpt-step", 9)
 
 
 def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:

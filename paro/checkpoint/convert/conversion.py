@@ -36,6 +36,7 @@ class Conversion:
     source: Path
     target: Path
     dtype: torch.dtype | None  # None: as it is stored
+    iteration: int | None = None  # of a training's checkpoint; None: the latest one
     divisible_by: int  # rows of embedding and output layer of this project's checkpoints
 
     def open(self) -> Source:
@@ -48,7 +49,12 @@ class Conversion:
             raise CheckpointError(
                 f"--make-vocab-size-divisible-by {self.divisible_by} must be at least 1"
             )
-        source = OPENERS[self.source_format](self.source)
+        if self.iteration is None:
+            source = OPENERS[self.source_format](self.source)
+        elif self.source_format == "paro":
+            source = open_native(self.source, self.iteration)
+        else:
+            raise CheckpointError(f"--ckpt-step {self.iteration} needs --from paro")
         tensors = {name: tensor.cast(self.dtype) for name, tensor in source.tensors.items()}
         return replace(source, tensors=tensors)
 

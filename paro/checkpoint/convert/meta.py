@@ -61,10 +61,7 @@ def open_meta(directory: Path) -> Source:
     if not is_meta(directory):
         raise CheckpointError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
     params = read_json(directory / PARAMS)
-    shards = [load_torch_file(path) for path in _files(directory)]
-    for path, shard in zip(_files(directory), shards, strict=True):
-        if not isinstance(shard, dict) or "tok_embeddings.weight" not in shard:
-            raise CheckpointError(f"{path} holds no model: it has no tok_embeddings.weight")
+    shards: list[Mapping[str, Tensor]] = [_tensors_in(path) for path in _files(directory)]
     config = _config(directory, params, shards)
     names = {name: meta_name(name) for name in parameter_shapes(config)}
     found = {
@@ -108,6 +105,16 @@ def _files(directory: Path) -> list[Path]:
     return files
 
 
+def _tensors_in(path: Path) -> dict[str, Tensor]:
+    """What of a file may belong to a model."""
+    content = load_torch_file(path)
+    entries = content.items() if isinstance(content, dict) else ()
+    tensors = {name: value for name, value in entries if isinstance(value, Tensor)}
+    if "tok_embeddings.weight" not in tensors:
+        raise CheckpointError(f"{path} holds no model: it has no tok_embeddings.weight")
+    return tensors
+
+
 def _joined(config: LlamaConfig, name: str, parts: list[Tensor]) -> LazyTensor:
     """One parameter from its shards, in this project's order of channels."""
     part = name.rpartition(".")[2]
@@ -135,9 +142,13 @@ def _config(
     """Sizes by params.json, and by the tensors where it is silent."""
     try:
         hidden, layers, heads = (int(params[name]) for name in ("dim", "n_layers", "n_heads"))
-    except (KeyError, TypeError, ValueError) as error:
+        groups = int(params.get("n_kv_heads") or heads)
+        epsilon, base = float(params["norm_eps"]), float(params.get("rope_theta", 10000.0))
+        stretched_by = float(params.get("rope_scaling_factor", 8.0))
+    except KeyError as error:
         raise CheckpointError(f"{directory / PARAMS} is damaged: no {error}") from None
-    groups = params.get("n_kv_heads") or heads
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{directory / PARAMS} is damaged: {error}") from None
     first = shards[0]
     columns = first["tok_embeddings.weight"].shape[1]
     by_rows = columns == hidden  # LLaMA-3 cuts the vocabulary, the older ones the channels
@@ -155,14 +166,14 @@ def _config(
         hidden_size=hidden,
         ffn_hidden_size=sum(shard[gate].shape[0] for shard in shards),
         num_attention_heads=heads,
-        num_query_groups=int(groups),
+        num_query_groups=groups,
         kv_channels=hidden // heads,
         max_position_embeddings=_positions(params),
         vocab_size=sum(vocab_rows) if by_rows else vocab_rows[0],
-        rotary_base=float(params.get("rope_theta", 10000.0)),
+        rotary_base=base,
         use_rope_scaling=bool(params.get("use_scaled_rope", False)),
-        rope_scaling_factor=float(params.get("rope_scaling_factor", 8.0)),
-        norm_epsilon=float(params["norm_eps"]),
+        rope_scaling_factor=stretched_by,
+        norm_epsilon=epsilon,
         tie_embeddings_and_output_weights="output.weight" not in first,
     )
     return _as_published(config, first)
@@ -172,7 +183,7 @@ def _positions(params: Mapping[str, Any]) -> int:
     """How long the model's texts were; params.json does not say."""
     if params.get("use_scaled_rope"):
         return 131072
-    return 8192 if params.get("rope_theta", 10000.0) > 10000.0 else 2048
+    return 8192 if float(params.get("rope_theta", 10000.0)) > 10000.0 else 2048
 
 
 def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConfig:

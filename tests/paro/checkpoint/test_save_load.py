@@ -12,8 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from paro.checkpoint.errors import CheckpointError
-from paro.checkpoint.load import Loading, load_checkpoint, load_parameters
+from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import save_checkpoint
+from tests.helpers.parameters import load_parameters
 from tests.paro.checkpoint.toy_run import (
     DEGREES_ON_EIGHT,
     GGG_ON_SIX,

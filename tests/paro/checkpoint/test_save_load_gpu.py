@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paro.checkpoint.load import load_checkpoint, load_parameters
+from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import save_checkpoint
 from paro.sharding.buffers import FlatShard
+from tests.helpers.parameters import load_parameters
 from tests.paro.checkpoint.toy_run import ONE, assert_true, make_shards
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,10 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.errors import CheckpointError
-from paro.checkpoint.load import Loading, load_checkpoint, load_parameters
+from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import save_checkpoint
 from paro.checkpoint.storage import read_metadata
+from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.toy_run import (
     DEGREES_ON_EIGHT,

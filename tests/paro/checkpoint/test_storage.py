@@ -18,12 +18,13 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 import paro.checkpoint.storage as storage
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.errors import CheckpointError
-from paro.checkpoint.load import load_checkpoint, load_parameters
+from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 from paro.checkpoint.save import save_checkpoint
 from paro.checkpoint.storage import read_metadata
 from paro.sharding.buffers import FlatShard
 from paro.sharding.layout import make_layout, whole_box
+from tests.helpers.parameters import load_parameters
 from tests.paro.checkpoint.toy_run import (
     FROZEN,
     IIG,

@@ -1,0 +1,113 @@
+"""A saved tensor is found in its bytes, uncopied where it is ordinary, and nothing there runs."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paro.checkpoint.stored_tensor import tensor_in
+
+
+def saved(value: Any, **how: Any) -> memoryview:
+    stream = io.BytesIO()
+    torch.save(value, stream, **how)
+    return memoryview(bytearray(stream.getvalue()))
+
+
+def lies_in(content: memoryview, tensor: Tensor) -> bool:
+    whole = torch.frombuffer(content, dtype=torch.uint8)
+    return 0 <= tensor.data_ptr() - whole.data_ptr() < len(content)
+
+
+WIDE = torch.randn(6, 8)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        WIDE,
+        WIDE.bfloat16(),
+        WIDE.half(),
+        WIDE.double(),
+        WIDE[2:5, 1:],
+        WIDE.t(),
+        torch.tensor(3.5),
+        torch.randn(2, 3, 4),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}",
+)
+def test_an_ordinary_tensor_is_a_view_of_the_bytes(tensor: Tensor) -> None:
+    content = saved(tensor)
+    found = tensor_in(content)
+    assert found.dtype == tensor.dtype
+    assert found.shape == tensor.shape
+    assert torch.equal(found, tensor)
+    assert lies_in(content, found)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "how"),
+    [
+        (torch.arange(5), {}),
+        (torch.zeros(0, 3), {}),
+        (torch.nn.Parameter(WIDE), {}),
+        (WIDE, {"_use_new_zipfile_serialization": False}),
+    ],
+    ids=["integers", "empty", "parameter", "before zip files"],
+)
+def test_any_other_is_read_as_torch_reads_it(tensor: Tensor, how: dict[str, Any]) -> None:
+    found = tensor_in(saved(tensor, **how))
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="it holds a dict and no tensor"):
+        tensor_in(saved({"a": WIDE}))
+
+
+class Evil:
+    """Unpickled, it would make a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def with_pickle(content: memoryview, pickled: bytes) -> memoryview:
+    """The same archive with another data.pkl."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(stream, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, pickled if name.endswith("data.pkl") else old.read(name))
+    return memoryview(bytearray(stream.getvalue()))
+
+
+def test_no_code_runs(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    with pytest.raises(pickle.UnpicklingError):
+        tensor_in(with_pickle(saved(WIDE), pickle.dumps(Evil(made), 2)))
+    assert not made.exists()
+
+
+def test_nothing_beyond_the_bytes_is_reached() -> None:
+    content = saved(WIDE)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        pickled = archive.read("archive/data.pkl")
+    sizes = b"K\x06K\x08\x86"
+    assert pickled.count(sizes) == 1
+    larger = with_pickle(content, pickled.replace(sizes, b"K\x06K\x7f\x86"))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        tensor_in(larger)
+    with pytest.raises((RuntimeError, pickle.UnpicklingError)):
+        tensor_in(content[:-30])
