@@ -24,13 +24,15 @@ from paro.topology import make_topology
 from tests.helpers.ranks import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+MEASURED = (ROOT / "examples" / "measured" / "README.md").read_text(encoding="utf-8")
+MOST_LINES = 900  # that are seen at once; what is behind a fold comes on top
 
 # Folders whose files are listed one by one; of tests/ the folder alone.
 LISTED = ("paro", "model", "data", "tools", "examples")
 FOLDERS = {  # without a package's docstring
     "examples": "One launch script per story.",
     "machines": "Clusters to plan for, every figure with its source.",
-    "measured": "Figures and pictures behind those of this page, as the tools wrote them.",
+    "measured": "What was measured: every figure, and the files as the tools wrote them.",
 }
 COLUMN = 31
 
@@ -101,7 +103,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_every_flag_exists() -> None:
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README))
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README + MEASURED))
     known = TORCHRUN_FLAGS | OTHER_FLAGS | flags_of(build_parser())
     for tool in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', tool.read_text(encoding="utf-8")))
@@ -109,9 +111,30 @@ def test_every_flag_exists() -> None:
     assert named <= known, named - known
 
 
+def anchors(text: str) -> set[str]:
+    """What headings can be linked to by, as GitHub makes it of them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    names = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return names | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+def test_every_link_inside_leads_somewhere() -> None:
+    for text in (README, MEASURED):
+        assert set(re.findall(r"\]\(#([\w-]+)\)", text)) <= anchors(text)
+    assert set(re.findall(r"measured/README\.md#([\w-]+)", README)) <= anchors(MEASURED)
+
+
+def test_a_reader_sees_the_end() -> None:
+    seen = re.sub(r"<details>.*?</details>", "", README, flags=re.DOTALL)
+    assert len(seen.splitlines()) <= MOST_LINES
+
+
 def test_every_file_that_is_named_exists() -> None:
-    named = set(re.findall(r"`((?:paro|model|data|tools|examples|tests)/[\w./]*)`", README))
-    named |= set(re.findall(r"\]\(([\w./]+)\)", README))
+    path = r"`((?:paro|model|data|tools|examples|tests)/[\w./]*)`"
+    named = set(re.findall(path, README + MEASURED))
+    named |= set(re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", README))
+    beside = re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", MEASURED)
+    named |= {f"examples/measured/{name}" for name in beside}
     assert len(named) > 5
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
