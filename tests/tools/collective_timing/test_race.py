@@ -1,0 +1,57 @@
+"""Which turns of a race are timed beside computing, and what becomes of them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from paro.collectives.schedule import Op
+from paro.lanes import DONE
+from paro.runtime import Control, World
+from paro.topology import make_topology
+from tools.collective_timing import race
+from tools.collective_timing.race import BUSY_ROUNDS, Race
+from tools.collective_timing.trial import Move
+
+TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
+
+
+class Still:
+    """Collectives that leave every buffer as it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: DONE
+
+
+@pytest.mark.parametrize("beside_computing", [False, True])
+def test_the_last_rounds_are_timed_beside_computing_too(
+    monkeypatch: pytest.MonkeyPatch, beside_computing: bool
+) -> None:
+    monkeypatch.setattr(race, "make_collectives", lambda *_, **__: Still())
+    busy: list[bool] = []
+    visit = Race._visit
+
+    def watched(self: Race, *args: Any, busy_too: bool) -> Any:
+        busy.append(busy_too)
+        return visit(self, *args, busy_too=busy_too)
+
+    monkeypatch.setattr(Race, "_visit", watched)
+    raced = Race(
+        control=Control(World(), torch.device("cpu")),
+        topology=TOPOLOGY,
+        backend="gloo",
+        timeout=timedelta(seconds=1),
+        algorithms=("native",),
+        rounds=4,
+        beside_computing=beside_computing,
+    )
+    move = Move(op=Op.ALL_GATHER, run=TOPOLOGY.axes, numel=64, dtype=torch.float32)
+    (outcome,) = raced.run([move])
+    # The round that does not count is the first of all.
+    assert busy == [False] * (5 - BUSY_ROUNDS) + [beside_computing] * BUSY_ROUNDS
+    assert len(outcome.seconds_by_round) == 4
+    assert (outcome.busy_seconds is not None) is beside_computing
+    assert outcome.correct is False
