@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +16,9 @@ import pytest
 # answer that gets lost holds a rank for 5 s: tests ask no name server.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RES_OPTIONS"] = "attempts:0"
+
+# A shell's background job begins with Ctrl-C ignored, and so would all that tests start and stop.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @cache

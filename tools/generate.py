@@ -120,8 +120,8 @@ def texts_until_end(
     return texts
 
 
-def open_model(directory: Path, iteration: int | None) -> Source:
-    """A checkpoint of a training, a converted model, or a Hugging Face folder."""
+def open_model(directory: Path, iteration: int | None = None) -> Source:
+    """A checkpoint of a training, the newest or one by name, or a Hugging Face folder."""
     if is_hugging_face(directory):
         if iteration is not None:
             raise ValueError(f"--ckpt-step {iteration}: a Hugging Face folder has no iterations")
