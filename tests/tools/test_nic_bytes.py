@@ -21,20 +21,21 @@ from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 
-WORLD, GROUP = 8, 4
 
-
-def formula(strategy: str) -> Sent:
-    """Bytes that all ranks send in a step."""
+def formula(strategy: str, group_size: int) -> Sent:
+    """Bytes that all ranks of two groups send in a step."""
+    size = 2 * group_size
     letters, rotates, _ = strategy.partition("+")
-    words = f"{FLAGS} --paro-strategy {letters} --global-batch-size {2 * WORLD}"
-    config = RunConfig.from_args(parse_args(words.split()), World(size=WORLD, ranks_per_node=GROUP))
-    topology = make_topology(world_size=WORLD, group_size=GROUP, degrees=config.strategy.degrees)
+    words = f"{FLAGS} --paro-strategy {letters} --global-batch-size {2 * size}"
+    world = World(size=size, ranks_per_node=group_size)
+    config = RunConfig.from_args(parse_args(words.split()), world)
+    degrees = config.strategy.degrees
+    topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
     degree = config.strategy.params if rotates else 1
-    units = units_of(config.model, world_size=WORLD, rotated_over=degree)
+    units = units_of(config.model, world_size=size, rotated_over=degree)
     num_micro_batches = config.batches.num_micro_batches_at(0)
     sent = traffic_per_step(config.strategy, topology, units, config.precision, num_micro_batches)
-    return Sent(WORLD * sent.intra, WORLD * sent.inter)
+    return Sent(size * sent.intra, size * sent.inter)
 
 
 def check(
@@ -42,12 +43,13 @@ def check(
     collectives: tuple[str, ...],
     folder: Path,
     *,
+    group_size: int,
     beside: tuple[str, ...] = (),
 ) -> None:
     """Holds `collectives` to the formula; those `beside`, whose ways are gloo's, are told alone."""
     figures = folder / "bytes.json"
     script = ROOT / "tests/tools/cluster/nic_bytes.py"
-    spec = ClusterSpec(nodes=2, ranks_per_node=GROUP, inter="1gbit", name="nic-bytes")
+    spec = ClusterSpec(nodes=2, ranks_per_node=group_size, inter="1gbit", name="nic-bytes")
     with cluster(spec) as two_nodes:
         names = ",".join((*collectives, *beside))
         words = [str(script), str(figures), ",".join(strategies), names]
@@ -57,13 +59,15 @@ def check(
     for strategy in strategies:
         for collective in beside:
             sent = found[f"{strategy} {collective}"]["nics"] / STEPS
-            print(f"{strategy} {collective}: NICs {sent / formula(strategy):.4f} of the formula")
+            ratio = sent / formula(strategy, group_size).inter
+            print(f"{strategy} {collective}: NICs {ratio:.4f} of the formula")
+        wanted = formula(strategy, group_size)
         for collective in collectives:
             row = found[f"{strategy} {collective}"]
             if collective in ("h-ring", "ho-ring"):
-                assert row["counted"] == STEPS * formula(strategy).inter
+                assert row["counted"] == STEPS * wanted.inter
                 if "+rotate" in strategy:  # which gloo's own, inside groups, does not meet
-                    assert row["counted_inside"] == STEPS * formula(strategy).intra
+                    assert row["counted_inside"] == STEPS * wanted.intra
                     inside = row["loopbacks"] / row["counted_inside"]
                     assert inside == pytest.approx(found["calibration_inside"], rel=0.03)
             ratio = row["nics"] / row["counted"]
@@ -75,11 +79,11 @@ def check(
 @pytest.mark.root
 @pytest.mark.ranks
 def test_nics_count_what_the_formula_says(tmp_path: Path) -> None:
-    check(("NIG", "GGG", "IIG+rotate"), ("ho-ring",), tmp_path)
+    check(("NIG", "GGG", "IIG+rotate"), ("ho-ring",), tmp_path, group_size=2)
 
 
 @pytest.mark.verify
 @pytest.mark.root
 @pytest.mark.ranks
 def test_nics_count_what_the_formula_says_for_all(tmp_path: Path) -> None:
-    check(legal_letters(), ("ring", "ho-ring"), tmp_path, beside=("native", "flat"))
+    check(legal_letters(), ("ring", "ho-ring"), tmp_path, group_size=4, beside=("native", "flat"))
