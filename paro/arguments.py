@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import NoReturn
 
-from paro.collectives import COLLECTIVES
+from paro.collectives.schedule import COLLECTIVES
 from paro.compatibility import add_compatibility_args
 from paro.job_arguments import (
     add_checkpointing_args,

@@ -24,8 +24,7 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
-from paro.collectives import COLLECTIVES
-from paro.collectives.schedule import Op
+from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config import RunConfig
 from paro.groups import Run
 from paro.planning.machine import (

@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     if sys.platform != "linux":
@@ -30,6 +29,7 @@ from tools.cluster.lifecycle import down, up
 from tools.cluster.network import check_system
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import open_cluster
+from tools.command_line import Parser
 
 DESCRIPTION = """\
 Makes nodes out of network namespaces, with a NIC per rank (or one per node) whose speed the kernel
@@ -42,15 +42,9 @@ limits, and runs scripts in them under torchrun, with gloo. Needs Linux, root an
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"emulated_cluster.py: error: {message}\n")
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
+        prog="emulated_cluster.py",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,13 +19,14 @@ if not __package__:  # started as a script: the repository's packages lie beside
 from data.atomic_file import replacing
 from paro.planning.machine import Machine
 from paro.planning.machine_file import machine_to_json, read_machine
-from paro.planning.planner import Case
+from paro.planning.settings import Case
 from paro.strategy import legal_letters
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.collective_timing.device import training_config
+from tools.command_line import Parser
 from tools.picture import check_can_draw
 from tools.planning.comparison import compare
 from tools.planning.steps_page import Chapter, draw, page
@@ -235,15 +236,9 @@ def _run(made: Cluster, argv: Sequence[str]) -> None:
         raise OSError(f"{shlex.join(argv)} failed, status {status}")
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"study_plan.py: error: {message}\n")
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
+        prog="study_plan.py",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,6 +31,7 @@ from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 from tools.collective_timing.plot import plot_gains
+from tools.command_line import Parser
 from tools.picture import check_can_draw
 
 DESCRIPTION = """\
@@ -144,15 +145,9 @@ def table(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"study_ratios.py: error: {message}\n")
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
+        prog="study_ratios.py",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

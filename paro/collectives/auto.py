@@ -9,9 +9,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from paro.collectives import COLLECTIVES
 from paro.collectives.interface import Collectives
-from paro.collectives.schedule import Op
+from paro.collectives.schedule import COLLECTIVES, Op
 from paro.groups import Groups, Run, Use
 from paro.lanes import Event, Job, Lanes
 from paro.planning.machine import Axes, Machine, axes_of, fastest_algorithm

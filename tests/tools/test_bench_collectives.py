@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.collectives import COLLECTIVES
 from paro.collectives.api import make_collectives
-from paro.collectives.schedule import Op
+from paro.collectives.schedule import COLLECTIVES, Op
 from paro.groups import Run
 from paro.lanes import Event
 from paro.planning.machine import Axes, Nic, fastest_algorithm

@@ -7,10 +7,9 @@ import math
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from model.config import LLAMA_PRESETS
-from paro.collectives import COLLECTIVES
+from paro.collectives.schedule import COLLECTIVES
 from paro.config_model import take_model
 from paro.model_arguments import add_mixed_precision_args, add_model_args, add_recompute_args
 from paro.planning.machine import Machine
@@ -19,6 +18,7 @@ from paro.planning.settings import Case
 from paro.planning.trainable import Kind, Trainable
 from paro.precision import PrecisionConfig
 from paro.strategy import check_group_size
+from tools.command_line import Parser
 
 DESCRIPTION = """\
 Plans a training run without ranks, GPUs or torch: what each of the 14 letter strategies needs and
@@ -29,15 +29,9 @@ takes on a machine, the best setting of all, and what more memory or bandwidth w
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"plan.py: error: {' '.join(message.split())}\n")
-
-
 def make_parser() -> Parser:
     parser = Parser(
+        prog="plan.py",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

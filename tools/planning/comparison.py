@@ -8,7 +8,8 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from paro.planning.planner import Case, Estimator, Freedom, plan
+from paro.planning.planner import Estimator, plan
+from paro.planning.settings import Case, Freedom
 
 # Of a rank's peak, beside what the planner adds up: gloo's buffers and threads, the allocator's
 # rounding, what Python and torch keep.

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.collectives import COLLECTIVES
 from paro.collectives.api import make_collectives
 from paro.collectives.interface import Collectives
+from paro.collectives.schedule import COLLECTIVES
 from paro.groups import Use
 from paro.lanes import make_lanes
 from paro.topology import make_topology, nested_range

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.collectives import COLLECTIVES, schedule
+from paro.collectives import schedule
 from paro.collectives.api import make_collectives
 from paro.collectives.auto import Choice
 from paro.collectives.executor import ALGORITHMS, parts_of
@@ -194,10 +194,10 @@ def choose_by_size(sizes: list[int]) -> list[str]:
 
     def best(op: Op, axes: Axes, num_bytes: int) -> str:
         assert axes is Axes.BOTH, f"{op} over {axes}"
-        return COLLECTIVES[num_bytes.bit_length() % len(COLLECTIVES)]
+        return schedule.COLLECTIVES[num_bytes.bit_length() % len(schedule.COLLECTIVES)]
 
     collectives = make_collectives(
-        Choice(names=COLLECTIVES, best=best),
+        Choice(names=schedule.COLLECTIVES, best=best),
         topology=topology,
         rank=rank,
         runs={use: frozenset({topology.axes}) for use in Use},

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paro.planning.machine import Machine
-from paro.planning.planner import Case, Estimator
+from paro.planning.planner import Estimator
+from paro.planning.settings import Case
 from paro.runtime import Control, World
 from tools.collective_timing import device as timing
 from tools.collective_timing.device import measure_device, training_config

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paro.planning.planner import Case, Estimator
+from paro.planning.planner import Estimator
+from paro.planning.settings import Case
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import case as make_case
 from tools.planning.comparison import CONSTANT_BYTES, Row, compare

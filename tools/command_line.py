@@ -1,0 +1,14 @@
+"""How tools that start without torch read their flags: a mistake is one line and status 2."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, under the name of the program."""
+
+    def error(self, message: str) -> NoReturn:
+        program = self.prog.split()[0]  # without the command of a program that has several
+        self.exit(2, f"{program}: error: {' '.join(message.split())}\n")
