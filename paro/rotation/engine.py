@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paro.rotation.part import Phase, Progress
 from paro.rotation.ring import Ring
@@ -40,6 +41,7 @@ class RotatedModel:
         self._ring = ring
         self._timers = timers or Timers()
         self._progress = progress
+        self._handles: list[RemovableHandle] = []
         parameters = dict(model.named_parameters())
         for unit in parts.beside:
             for span in unit.layout.spans if unit.trainable else ():
@@ -96,9 +98,17 @@ class RotatedModel:
             unit.wait_published()
 
     def close(self) -> None:
-        """Ends the lanes and groups; every rank calls it when nothing is under way."""
+        """Ends the lanes and groups; every rank calls it when nothing is under way.
+
+        The hooks on parameters end with it: autograd keeps them alive, and they would keep all
+        of this.
+        """
         self.units[0].context.collectives.close()
         self._ring.close()
+        for part in self._parts:
+            part.close()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _begin(self, phase: Phase) -> None:
         self._assert_idle()
@@ -116,4 +126,4 @@ class RotatedModel:
             if unit.receive(name, gradient):
                 unit.reduce(last=self._progress.last)
 
-        parameter.register_post_accumulate_grad_hook(arrived)
+        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))

@@ -244,3 +244,7 @@ class RotatingPart:
     def finish_backward(self) -> None:
         """Backward is through, whatever is left."""
         self._end_step()
+
+    def close(self) -> None:
+        """Drops what autograd would keep alive: leaves whose hooks know this part."""
+        self._leaves.clear()

@@ -125,8 +125,13 @@ class ShardedModel:
             unit.wait_published()
 
     def close(self) -> None:
-        """Ends the lanes and groups; every rank calls it when nothing is under way."""
+        """Ends the lanes and groups; every rank calls it when nothing is under way.
+
+        The model's hooks end with it: autograd keeps them alive, and they would keep all of this.
+        """
         self.units[0].context.collectives.close()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _assert_idle(self) -> None:
         assert self._phase is Phase.IDLE, f"the model is in {self._phase}"

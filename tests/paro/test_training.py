@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +14,7 @@ from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, start_state
 from paro.config import RunConfig
 from paro.runtime import Control, World
-from paro.training import TrainConfig, train_step
+from paro.training import TrainConfig, Training, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
 
@@ -103,3 +105,27 @@ def test_a_skipped_step_counts_no_zeros_and_keeps_the_norm() -> None:
     assert step.skipped
     assert step.num_zeros is None
     assert step.params_norm == math.sqrt(before)
+
+
+def outlive_closing(strategies: Sequence[str]) -> list[int]:
+    """How many parameters of each strategy are alive once its training is closed and dropped."""
+    alive: list[int] = []
+    for strategy in strategies:
+        seen: list[weakref.ref[torch.nn.Parameter]] = []
+
+        def see(training: Training, seen: list[weakref.ref[torch.nn.Parameter]] = seen) -> None:
+            seen += [weakref.ref(parameter) for parameter in training.model.model.parameters()]
+
+        train(f"{FLAGS} --paro-strategy {strategy}", group_size=2, before=see)
+        gc.collect()
+        assert seen
+        alive.append(sum(reference() is not None for reference in seen))
+    return alive
+
+
+@pytest.mark.ranks
+def test_a_closed_training_leaves_nothing_behind() -> None:
+    rotated = "III --paro-materialize rotate --ffn-hidden-size 36"
+    strategies = ("NNN", "GGG", rotated)
+    for alive in run_ranks(outlive_closing, 2, strategies):
+        assert alive == [0] * len(strategies)
