@@ -102,7 +102,11 @@ def _spread(
         runs = dict.fromkeys(Use, frozenset[Run]())
     exposure = Exposure(topology, on_streams=device.type == "cuda" and backend == "nccl")
     lanes = make_lanes(
-        device, overlap=sharding.prefetch_units > 0, backend=backend, note=exposure.note
+        device,
+        overlap=sharding.prefetch_units > 0,
+        backend=backend,
+        note=exposure.note,
+        name=exposure.name,
     )
     collectives = make_collectives(
         _algorithm(config, control),

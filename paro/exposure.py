@@ -75,25 +75,35 @@ class Exposure:
 
     @contextmanager
     def submitting(self, kind: Kind) -> Iterator[None]:
-        """Measures a block that queues communication, or does it where nothing overlaps."""
-        if self._on_streams:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+        """Measures a block that queues communication, or does it where nothing overlaps.
+
+        In a profile it is `paro/wait:<kind>`.
+        """
+        with torch.profiler.record_function(f"paro/wait:{kind.value}"):
+            if self._on_streams:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                yield
+                end.record()
+                self._pending.append((kind, start, end))
+                return
+            begin = time.perf_counter()
             yield
-            end.record()
-            self._pending.append((kind, start, end))
-            return
-        begin = time.perf_counter()
-        yield
-        self._by_kind[kind] += time.perf_counter() - begin
+            self._by_kind[kind] += time.perf_counter() - begin
 
     def note(self, lane: Hashable, seconds: float) -> None:
         """Adds to the links of a lane: `(use, axis index, ...)`, slow ones where it has both."""
         if self._topology is None or self._on_streams:
             return
-        assert isinstance(lane, tuple), f"a lane {lane!r} without axes"
-        links = {self._topology.axes[index].link for index in lane[1:]}
-        self._by_link[Link.INTER if Link.INTER in links else Link.INTRA] += seconds
+        self._by_link[_link(self._topology, _axes(lane))] += seconds
+
+    def name(self, lane: Hashable) -> str:
+        """What a lane does, over which axes and links: "gather 0 intra"."""
+        if self._topology is None:
+            return str(lane)
+        axes = _axes(lane)
+        numbers = "+".join(map(str, axes))
+        return f"{lane[0].value} {numbers} {_link(self._topology, axes).value}"  # type: ignore[index]
 
     def take(self) -> Exposed:
         """What was exposed since the last call."""
@@ -114,3 +124,13 @@ class Exposure:
             intra=by_link[Link.INTRA] if knows_links else None,
             inter=by_link[Link.INTER] if knows_links else None,
         )
+
+
+def _axes(lane: Hashable) -> tuple[int, ...]:
+    assert isinstance(lane, tuple), f"a lane {lane!r} without axes"
+    return lane[1:]
+
+
+def _link(topology: Topology, axes: tuple[int, ...]) -> Link:
+    links = {topology.axes[index].link for index in axes}
+    return Link.INTER if Link.INTER in links else Link.INTRA

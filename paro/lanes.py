@@ -64,6 +64,12 @@ class DoneEvent:
 
 
 DONE = DoneEvent()
+Name = Callable[[Hashable], str]  # what a lane is called, in profiles and in a hang's stacks
+
+
+def _range(name: str) -> torch.profiler.record_function:
+    """A job of a lane, in a profile."""
+    return torch.profiler.record_function(f"paro/lane:{name}")
 
 
 class AllEvents:
@@ -86,12 +92,15 @@ class InlineLanes:
 
     run_at_the_same_time = False
 
-    def __init__(self, note: Callable[[Hashable, float], None] | None = None) -> None:
+    def __init__(
+        self, note: Callable[[Hashable, float], None] | None = None, *, name: Name = str
+    ) -> None:
         self._note = note
+        self._name = name
 
     def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
         begin = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), _range(self._name(lane)):
             job()
         if self._note is not None:
             self._note(lane, time.perf_counter() - begin)
@@ -142,8 +151,9 @@ class ThreadLanes:
 
     run_at_the_same_time = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, name: Name = str) -> None:
         self._device = device
+        self._name = name
         self._queues: dict[Hashable, queue.SimpleQueue[_Task | None]] = {}
         self._threads: list[threading.Thread] = []
         self._failures: list[BaseException] = []
@@ -151,7 +161,7 @@ class ThreadLanes:
     def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
         if lane not in self._queues:
             self._queues[lane] = queue.SimpleQueue()
-            name = f"lane {lane}"
+            name = f"lane {self._name(lane)}"
             thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -169,13 +179,15 @@ class ThreadLanes:
         torch.set_grad_enabled(False)  # thread-local, as is the device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        name = self._name(lane)
         while (task := self._queues[lane].get()) is not None:
             job, after, event = task
             try:
                 if after is not None:
                     after.wait()
                 if not self._failures:
-                    job()
+                    with _range(name):
+                        job()
             except BaseException as failure:
                 if not self._failures:  # else it is the first one, met again while waiting
                     self._failures.append(failure)
@@ -224,13 +236,14 @@ def make_lanes(
     overlap: bool,
     backend: str,
     note: Callable[[Hashable, float], None] | None = None,
+    name: Name = str,
 ) -> Lanes:
     """The lanes for a device; without overlap every job runs where it is submitted.
 
-    `note` hears how long such a job took.
+    `note` hears how long such a job took; `name` says what profiles call a lane.
     """
     if not overlap:
-        return InlineLanes(note)
+        return InlineLanes(note, name=name)
     if device.type == "cuda" and backend == "nccl":
         return StreamLanes()
-    return ThreadLanes(device)
+    return ThreadLanes(device, name=name)

@@ -61,6 +61,8 @@ class Profiler:
             self._start()
         elif iteration == self._config.profile_step_end:
             self._stop(iteration)
+        elif self._profile is not None:
+            self._profile.step()  # torch's own mark, ProfilerStep#N, which readers look for
 
     def ends(self) -> None:
         self._stop(self._config.profile_step_end)
@@ -73,7 +75,11 @@ class Profiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities)
+        self._profile = torch.profiler.profile(
+            activities=activities,
+            schedule=lambda _: torch.profiler.ProfilerAction.RECORD,  # with one, steps are marked
+            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+        )
         self._profile.start()
 
     def _stop(self, iteration: int) -> None:

@@ -69,8 +69,8 @@ def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
     return found
 
 
-def draw_timeline(path: Path, spans: Sequence[Span], name: str) -> None:
-    """What every stream does in a step."""
+def draw_timeline(path: Path, spans: Sequence[Span], name: str, *, actor: str = "group") -> None:
+    """What every stream does in a step, or in several; spans lie over those before them."""
     streams = sorted({(s.actor, s.stream) for s in spans if s.stream != "wait"}, key=_rank)
     several = len({actor for actor, _ in streams}) > 1
     with drawing(path, 1, 1, size=(14, 0.5 * len(streams) + 1.6)) as (_, panels):
@@ -80,7 +80,7 @@ def draw_timeline(path: Path, spans: Sequence[Span], name: str) -> None:
                 row = streams.index((span.actor, span.stream))
                 axes.barh(row, span.end - span.start, left=span.start, color=COLORS[span.kind],
                           height=0.8)  # fmt: skip
-        labels = [f"group {a}: {s}" if several else s for a, s in streams]
+        labels = [f"{actor} {a}: {s}" if several else s for a, s in streams]
         axes.set_yticks(range(len(streams)), labels)
         axes.set_ylim(len(streams) - 0.5, -0.5)
         axes.set_xlim(0, max(span.end for span in spans))

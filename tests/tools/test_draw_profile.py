@@ -1,0 +1,123 @@
+"""Where a profile's steps went: the sums, the picture, and traces that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import run_script
+from tests.helpers.training import TINY
+from tools.draw_profile import main, read_profile
+
+
+def event(name: str, start_ms: float, end_ms: float, *, tid: int = 1) -> dict[str, Any]:
+    span = {"ts": 1e3 * start_ms, "dur": 1e3 * (end_ms - start_ms)}
+    return {"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": tid, **span}
+
+
+def write_trace(path: Path, *more: dict[str, Any], rank: int = 2) -> Path:
+    """Two steps of 100 ms, of which the first computes for 40 and the second for 20."""
+    events = [
+        event("ProfilerStep#0", 1000, 1100),
+        event("paro/forward-compute", 1010, 1050),
+        event("paro/wait:gather", 1020, 1030),
+        event("paro/wait:publish", 1022, 1028),  # inside another
+        event("paro/wait:reduce", 1090, 1100),
+        event("paro/lane:gather 0 intra", 1012, 1030, tid=2),
+        event("ProfilerStep#1", 1100, 1200),
+        event("paro/backward-compute", 1100, 1125),
+        event("paro/update", 1125, 1130),
+        event("paro/wait:publish", 1110, 1120),
+        event("paro/lane:reduce 1 inter", 1150, 1190, tid=3),
+        event("paro/lane:gather 0 intra", 1190, 1260, tid=2),  # goes on behind the last step
+        event("paro/forward-compute", 1210, 1250),
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
+    ]
+    trace = {"distributedInfo": {"rank": rank}, "traceEvents": [*events, *more]}
+    path.write_text(json.dumps(trace))
+    return path
+
+
+def test_a_step_is_computing_waits_and_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "rank2.json")
+    profile = read_profile(path)
+    assert (profile.rank, profile.num_steps) == (2, 2)
+    assert profile.seconds == pytest.approx(0.2)
+    assert profile.computing() == pytest.approx(0.05)
+    waits = [profile.waited(kind) for kind in ("gather", "reduce", "publish")]
+    assert waits == [pytest.approx(0.01)] * 3
+    assert profile.lanes() == pytest.approx({"gather 0 intra": 0.028, "reduce 1 inter": 0.04})
+
+    assert main([str(path)]) == 0
+    header, row = capsys.readouterr().out.splitlines()[-2:]
+    assert header.endswith("gather 0 intra  reduce 1 inter")
+    assert row.split() == ["2", "100.0", "25.0", "5.0", "5.0", "5.0", "60.0", "14.0", "20.0"]
+
+
+def test_ranks_are_drawn_below_each_other(tmp_path: Path) -> None:
+    traces = [write_trace(tmp_path / f"{rank}.json", rank=rank) for rank in (1, 0)]
+    picture = tmp_path / "steps.svg"
+    assert main([*map(str, traces), "--plot", str(picture), "--title", "two ranks"]) == 0
+    drawn = picture.read_text()
+    assert "rank 0: compute" in drawn
+    assert "rank 1: reduce 1 inter" in drawn
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, argv)])
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("draw_profile.py: error: ")
+    assert told.count("\n") == 1
+    return told
+
+
+def test_what_is_no_profile_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write_trace(tmp_path / "whole.json")
+    bad = {
+        "missing": (None, "No such file"),
+        "binary": (b"\x89PNG", "no trace of torch's profiler"),
+        "list": (b"[]", "no trace of torch's profiler"),
+        "without events": (b"{}", "no 'traceEvents'"),
+        "idle": (b'{"traceEvents": []}', "no step of a training"),
+        "odd": (b'{"traceEvents": [{"ph": "X"}]}', "no 'name'"),
+    }
+    for name, (content, message) in bad.items():
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        told = refused(capsys, whole, path)
+        assert str(path) in told
+        assert message in told
+    kernel = event("ncclDevKernel", 1000, 1010) | {"cat": "kernel"}
+    assert "of a GPU" in refused(capsys, write_trace(tmp_path / "gpu.json", kernel))
+    assert "of one rank" in refused(capsys, whole, whole)
+    assert "--plot" in refused(capsys, whole, "--plot", tmp_path / "steps.txt")
+
+
+@pytest.mark.ranks
+def test_the_trainer_writes_what_is_read(tmp_path: Path) -> None:
+    words = f"{TINY} --global-batch-size 4 --train-iters 4 --eval-iters 0 --paro-strategy GGG"
+    profile = (
+        "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 3 "
+        f"--profile-ranks 0 1 --tensorboard-dir {tmp_path}"
+    )
+    command = ["pretrain_llama.py", *words.split(), *profile.split()]
+    trained = run_script(command, 2)
+    assert trained.returncode == 0, trained.stderr
+    for rank in (0, 1):
+        read = read_profile(tmp_path / f"rank{rank}.steps1-3.pt.trace.json")
+        assert (read.rank, read.num_steps) == (rank, 2)
+        assert read.computing() > 0.0
+        parts = read.computing() + sum(map(read.waited, ("gather", "reduce", "publish")))
+        assert 0.0 < parts < read.seconds
+        assert list(read.lanes()) == ["gather 0 intra", "reduce 0 intra"]
+        assert all(0.0 < busy < read.seconds for busy in read.lanes().values())

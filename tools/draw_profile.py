@@ -1,0 +1,182 @@
+#!/usr/bin/env python
+"""Where the steps of a profile went: computing, waiting, and what the lanes did meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started as a script: the repository's packages lie beside tools/
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from paro.planning.simulation import Span
+from tools.command_line import Parser
+from tools.picture import check_can_draw
+from tools.planning.pictures import draw_timeline
+
+DESCRIPTION = """\
+Reads what --profile --use-pytorch-profiler wrote on CPU ranks: a table of each rank's mean step,
+and with --plot a picture of all of them, a row for the training thread and one for each lane.
+
+  torchrun --nproc-per-node 4 pretrain_llama.py ... --profile --use-pytorch-profiler \\
+    --profile-step-start 5 --profile-step-end 7 --profile-ranks 0 3 --tensorboard-dir runs/profile
+  python tools/draw_profile.py runs/profile/*.pt.trace.json --plot steps.png
+
+The training thread computes, waits for communication, or does neither: it reads batches, agrees on
+norms, writes its log. In the picture its row has the colour of what it waits for. A lane is busy
+from the beginning of a job to its end, as long as that waits for other ranks' too. Times begin with
+each rank's first step. Profiling itself slows a step down, small pieces most.
+"""
+
+COMPUTING = {
+    "paro/forward-compute": "forward",
+    "paro/backward-compute": "backward",
+    "paro/update": "update",
+}
+WAITS = ("gather", "reduce", "publish")
+STEP, WAIT, LANE = "ProfilerStep#", "paro/wait:", "paro/lane:"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a rank did from the begin of the first step to the end of the last; seconds."""
+
+    rank: int
+    num_steps: int
+    seconds: float
+    spans: tuple[Span, ...]  # of streams "compute" and, a stream per lane, of jobs
+
+    def computing(self) -> float:
+        """Seconds of forward, backward and update, without the waits among them."""
+        thread = [span for span in self.spans if span.stream == "compute"]
+        computed = [span for span in thread if span.kind in COMPUTING.values()]
+        waits = [span for span in thread if span.kind in WAITS]
+        return sum(_length(span) for span in computed) - sum(
+            max(0.0, min(wait.end, span.end) - max(wait.start, span.start))
+            for span in computed
+            for wait in waits
+        )
+
+    def waited(self, kind: str) -> float:
+        """Seconds for which the training thread stood still for communication of a kind."""
+        return sum(
+            _length(span) for span in self.spans if span.stream == "compute" and span.kind == kind
+        )
+
+    def lanes(self) -> dict[str, float]:
+        """Seconds for which each lane was busy."""
+        busy: dict[str, float] = {}
+        for span in self.spans:
+            if span.stream != "compute":
+                busy[span.stream] = busy.get(span.stream, 0.0) + _length(span)
+        return dict(sorted(busy.items()))
+
+
+def _length(span: Span) -> float:
+    return span.end - span.start
+
+
+def read_profile(path: Path) -> Profile:
+    """A trace that a run on CPU wrote; `ValueError` says what else it is."""
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+        rank = int(trace["distributedInfo"]["rank"] if "distributedInfo" in trace else 0)
+        steps = [event for event in events if event["name"].startswith(STEP)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: no trace of torch's profiler ({_reason(error)})") from None
+    if any(event.get("cat") == "kernel" for event in events):
+        raise ValueError(f"{path}: the trace of a GPU, whose streams ui.perfetto.dev shows")
+    if not steps or not any(event["name"] in COMPUTING for event in events):
+        raise ValueError(f"{path}: no step of a training; give what --use-pytorch-profiler wrote")
+    begin = min(float(event["ts"]) for event in steps)
+    end = max(float(event["ts"]) + float(event["dur"]) for event in steps)
+    found = _spans(sorted(events, key=lambda event: float(event["ts"])), rank, begin, end)
+    return Profile(rank, len(steps), (end - begin) / 1e6, tuple(found))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _spans(events: Iterable[dict[str, Any]], rank: int, begin: float, end: float) -> Iterable[Span]:
+    """Ranges in the steps, by their begin; of waits within waits the outer ones."""
+    waited_until = begin
+    for event in events:
+        name, first = str(event["name"]), float(event["ts"])
+        last = min(first + float(event["dur"]), end)
+        if not begin <= first < end:
+            continue
+        start, stop = (first - begin) / 1e6, (last - begin) / 1e6
+        if name in COMPUTING:
+            yield Span(rank, "compute", name, COMPUTING[name], start, stop)
+        elif name.startswith(WAIT) and first >= waited_until:
+            waited_until = last
+            yield Span(rank, "compute", name, name.removeprefix(WAIT), start, stop)
+        elif name.startswith(LANE):
+            lane = name.removeprefix(LANE)
+            yield Span(rank, lane, name, lane.partition(" ")[0], start, stop)
+
+
+def table(profiles: Sequence[Profile]) -> str:
+    """Milliseconds of a step, in the mean; a row for each rank."""
+    lanes = sorted({lane for profile in profiles for lane in profile.lanes()})
+    names = ["rank", "a step", "computes", *(f"waits: {kind}" for kind in WAITS), "neither", *lanes]
+    rows = [names]
+    for profile in profiles:
+        waits = [profile.waited(kind) for kind in WAITS]
+        parts = [profile.computing(), *waits]
+        busy = profile.lanes()
+        figures = [profile.seconds, *parts, profile.seconds - sum(parts)]
+        figures += [busy.get(lane, 0.0) for lane in lanes]
+        per_step = [1e3 * figure / profile.num_steps for figure in figures]
+        rows.append([str(profile.rank), *(f"{figure:.1f}" for figure in per_step)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join(["ms of a step, means; the last columns: how long a lane was busy", *lines])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="draw_profile.py",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a file per rank")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps; .svg, .pdf")
+    parser.add_argument("--title", help="of the picture")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        if args.plot is not None:
+            check_can_draw(args.plot)
+        profiles = sorted(map(read_profile, args.traces), key=lambda profile: profile.rank)
+        if len({profile.rank for profile in profiles}) < len(profiles):
+            raise ValueError("two traces are of one rank: give those of one run")
+        print(table(profiles))
+        if args.plot is not None:
+            spans = [span for profile in profiles for span in profile.spans]
+            draw_timeline(args.plot, spans, args.title or "steps of a profile", actor="rank")
+            print(f"picture written to {args.plot}")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
