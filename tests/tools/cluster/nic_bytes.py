@@ -27,6 +27,11 @@ FLAGS = (
     "--ffn-hidden-size 688 --seq-length 32 --micro-batch-size 1 --num-workers 0 --lr 0.001 "
     "--bf16 --train-iters 10"
 )
+WAYS = {
+    "": "",
+    "rotate": "--paro-materialize rotate",
+    "in-place": "--paro-materialize rotate --paro-rotate-in-place",
+}
 STEPS = 2
 CALIBRATION_BYTES = 32 << 20
 
@@ -61,12 +66,11 @@ def calibrate(control: Control, to: int, count: Callable[[Control], int]) -> flo
 def measure(strategy: str, collective: str, control: Control) -> dict[str, float]:
     """What the NICs and the loopbacks sent in some steps, and what the code counted.
 
-    With `+rotate` behind its name a strategy's weights do.
+    Behind its name stands how a strategy's weights are there, if they are not gathered.
     """
     world = control.world
-    letters, rotates, _ = strategy.partition("+")
-    words = f"{FLAGS} --paro-strategy {letters} --paro-collective {collective} "
-    words += "--paro-materialize rotate " if rotates else ""
+    letters, _, way = strategy.partition("+")
+    words = f"{FLAGS} --paro-strategy {letters} --paro-collective {collective} {WAYS[way]} "
     words += f"--global-batch-size {2 * world.size}"
     config = RunConfig.from_args(parse_args(words.split()), world)
     training = build_training(config, control)
