@@ -15,8 +15,8 @@ from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
+from paro.checkpoint.checksum import crc32
 from paro.checkpoint.errors import CheckpointError, DamagedError, describe
 
 MANIFEST = "manifest.json"

@@ -11,7 +11,6 @@ from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from paro.checkpoint.boxes import MAX_ITEM_BYTES
+from paro.checkpoint.checksum import crc32
 from paro.checkpoint.directory import METADATA
 from paro.checkpoint.errors import CheckpointError, DamagedError, describe
 from paro.checkpoint.manifest import FileSum, Manifest, Stretch
