@@ -37,9 +37,10 @@ def test_bandwidths_of_both_ways_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.verify
 def test_memory_beside_a_billion_parameters(tmp_path: Path) -> None:
     """12 GB of state: beside its shards a rank takes less than one unit."""
-    size = ["--params", 1_000_000_000, "--hidden-size", 2048, "--rounds", 1]
+    size = ["--params", 1_010_000_000, "--hidden-size", 2048, "--rounds", 1]  # 20 units
     figures = bench(tmp_path, *size, timeout=3000.0)
-    assert figures["bytes"] > 11.9e9
+    assert figures["bytes"] > 12e9
     assert figures["bytes_of_a_unit_and_rank"] == 12 * 12 * 2048 * 2048
-    for peak in figures["peak_bytes_beside_the_shards"].values():
+    for way, peak in figures["peak_bytes_beside_the_shards"].items():
+        print(f"{way}: {peak / 1e6:.1f} MB beside {figures['bytes'] / 1e9:.2f} GB of shards")
         assert peak < 8 * MAX_ITEM_BYTES < figures["bytes_of_a_unit_and_rank"]
