@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 from data.atomic_file import replacing
 from paro.planning.machine import Machine
-from paro.planning.machine_file import machine_to_json, read_machine
+from paro.planning.machine_file import read_machine
 from paro.planning.settings import Case
 from paro.strategy import legal_letters
 from tools.cluster.launch import run
@@ -145,22 +145,12 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def _measure_machine(made: Cluster, part: Part, folder: Path, settings: Sequence[str]) -> None:
-    """The machine file of a part; collectives are timed once for each kind of NICs."""
-    machine = part.machine_in(folder)
-    same = [other.machine_in(folder) for other in parts() if other.nic == part.nic]
-    timed = next((path for path in same if path.exists()), None)
+    """The machine file of a part: what a collective takes beside computing differs by shape."""
     names = ",".join(dict.fromkeys(setting.partition("@")[2] for setting in settings))
-    flags = ["--algorithms", names, "--sizes", SIZES]
-    if timed is not None:
-        flags = ["--algorithms", "native", "--ops", "all_reduce", "--sizes", "64K", "--rounds", "1"]
     bench = str(TOOLS / "bench_collectives.py")
-    flags += ["--dtype", "bfloat16", "--inter-bandwidth", INTER[part.nic], "--nic", part.nic]
-    _run(made, [bench, *flags, "--train", part.train_flags, "--machine-file", str(machine)])
-    if timed is not None:
-        own = read_machine(machine)
-        whole = replace(read_machine(timed), name=own.name, device=own.device)
-        with replacing(machine) as temporary:
-            temporary.write_text(machine_to_json(whole), encoding="utf-8")
+    flags = ["--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"]
+    flags += ["--inter-bandwidth", INTER[part.nic], "--nic", part.nic, "--train", part.train_flags]
+    _run(made, [bench, *flags, "--machine-file", str(part.machine_in(folder))])
 
 
 def _steps_flags(part: Part, folder: Path, settings: Sequence[str], seconds: float) -> list[str]:

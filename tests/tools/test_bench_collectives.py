@@ -34,7 +34,14 @@ from tools.bench_collectives import (
     table,
 )
 from tools.collective_timing import plot, race
-from tools.collective_timing.race import MOST_BYTES, MOST_REPEATS, Outcome, Turn, count_repeats
+from tools.collective_timing.race import (
+    LEAST_REPEATS,
+    MOST_BYTES,
+    MOST_REPEATS,
+    Outcome,
+    Turn,
+    count_repeats,
+)
 from tools.collective_timing.trial import Move, Trial, draw, make_trial
 
 CPU = torch.device("cpu")
@@ -128,7 +135,13 @@ def test_sums_of_as_many_ranks_as_there_are_stay_exact(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize(
     ("numel", "seconds", "repeats"),
-    [(1000, 1e-6, MOST_REPEATS), (1000, 5e-3, 4), (1000, 0.5, 1), (MOST_BYTES // 4, 1e-6, 1)],
+    [
+        (1000, 1e-6, MOST_REPEATS),
+        (1000, 5e-3, 4),
+        (1000, 0.1, LEAST_REPEATS),
+        (1000, 0.5, 1),
+        (MOST_BYTES // 4, 1e-6, LEAST_REPEATS),
+    ],
 )
 def test_short_turns_are_repeated(numel: int, seconds: float, repeats: int) -> None:
     move = Move(op=Op.ALL_GATHER, run=TOPOLOGY.axes, numel=numel, dtype=torch.float32)

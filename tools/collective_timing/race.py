@@ -36,7 +36,10 @@ from tools.collective_timing.trial import Move, Trial, make_trial
 # repetition has a buffer of its own, so that each result can be checked.
 TURN_SECONDS = 0.02
 MOST_REPEATS = 20
-BUSY_ROUNDS = 3  # the last ones: beside computing even little takes a tenth of a second
+# Ranks begin as late as they leave a barrier: of one short move alone that would be a good part.
+LEAST_REPEATS = 3
+SHORT_SECONDS = 0.2
+BUSY_ROUNDS = 1  # the last one: beside computing even little takes a tenth of a second
 MOST_BYTES = 4 << 20  # more of every rank would not stay in a cache that ranks share
 
 
@@ -148,7 +151,7 @@ class Race:
         if busy_too:
             with computing(device):
                 own = [
-                    turn._replace(busy_seconds=self._time(collectives, trial, 1)[0])
+                    turn._replace(busy_seconds=self._time(collectives, trial, LEAST_REPEATS)[0])
                     for turn, trial in zip(own, trials, strict=True)
                 ]
         by_rank: list[list[Turn]] = self.control.gather(own)
@@ -222,7 +225,8 @@ def start(collectives: Collectives, move: Move, buffer: Tensor) -> Event:
 def count_repeats(move: Move, turn: Turn) -> int:
     """How often to repeat a move that took as long as `turn`."""
     room = max(1, MOST_BYTES // move.num_bytes)
-    return min(math.ceil(TURN_SECONDS / turn.seconds), MOST_REPEATS, room)
+    least = LEAST_REPEATS if turn.seconds < SHORT_SECONDS else 1
+    return max(least, min(math.ceil(TURN_SECONDS / turn.seconds), MOST_REPEATS, room))
 
 
 def _finish(device: torch.device) -> None:

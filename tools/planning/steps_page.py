@@ -19,8 +19,7 @@ Written by `python tools/study_plan.py report --folder examples/measured` from t
 machine files there, which `tools/study_plan.py measure` measured in emulated clusters of 2 nodes x
 4 ranks on 2 cores: a NIC of 100 Mbit/s per rank, or one of 400 Mbit/s a node. A measured step is
 the median of 3 (of one micro-batch: of 5), each as long as its slowest rank. A machine file was
-measured in the same cluster minutes before, its device by training the same shape on every rank
-alone.
+measured in a cluster of the same kind, its device by training the same shape on every rank alone.
 
 ![measured and predicted](steps.png)
 """
