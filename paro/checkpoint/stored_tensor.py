@@ -124,6 +124,6 @@ def _place(content: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
     header = content[entry.header_offset : entry.header_offset + _HEADER_BYTES]
     lengths = (int.from_bytes(header[part], "little") for part in (_NAME_LENGTH, _EXTRA_LENGTH))
     begin = entry.header_offset + _HEADER_BYTES + sum(lengths)
-    if entry.compress_type != zipfile.ZIP_STORED or begin + entry.file_size > len(content):
+    if entry.compress_type != zipfile.ZIP_STORED:
         raise _UnusualError
     return begin, begin + entry.file_size

@@ -69,6 +69,19 @@ def test_any_other_is_read_as_torch_reads_it(tensor: Tensor, how: dict[str, Any]
     assert torch.equal(found, tensor)
 
 
+def test_bytes_of_another_order_are_turned() -> None:
+    foreign = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(WIDE))) as ours, zipfile.ZipFile(foreign, "w") as theirs:
+        for entry in ours.infolist():
+            content, name = ours.read(entry), entry.filename
+            if name.endswith("/byteorder"):
+                content = {b"little": b"big", b"big": b"little"}[content]
+            elif name.endswith("/data/0"):
+                content = WIDE.numpy().byteswap().tobytes()
+            theirs.writestr(name, content)
+    assert torch.equal(tensor_in(memoryview(bytearray(foreign.getvalue()))), WIDE)
+
+
 def test_what_is_no_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="it holds a dict and no tensor"):
         tensor_in(saved({"a": WIDE}))
