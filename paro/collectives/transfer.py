@@ -107,7 +107,7 @@ class Transfer:
         self._arrived = [False] * len(self._steps)
         self._unsent = [len(indices) for indices in schedule.of_level]
         self._sends: list[deque[Pending]] = [deque() for _ in levels]
-        self._failed = False
+        self._failure: BaseException | None = None  # the first, of whichever level
 
     def step_job(self, index: int) -> Job:
         """Sends and receives of one step, together."""
@@ -136,9 +136,9 @@ class Transfer:
         def job() -> None:
             try:
                 self._run_level(level)
-            except BaseException:
+            except BaseException as failure:
                 with self._changed:
-                    self._failed = True
+                    self._failure = self._failure or failure
                     self._changed.notify_all()
                 raise
 
@@ -208,6 +208,6 @@ class Transfer:
 
     def _await(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._failed or condition())
-            if self._failed:
-                raise RuntimeError("the collective failed over its other links")
+            self._changed.wait_for(lambda: self._failure is not None or condition())
+            if self._failure is not None:  # whoever waits for this level is told of it too
+                raise RuntimeError(f"elsewhere {self._failure}") from self._failure

@@ -19,7 +19,7 @@ from paro.collectives.auto import Choice
 from paro.collectives.executor import ALGORITHMS, parts_of
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op, count_pieces
-from paro.collectives.transfer import Buffer, Scratch
+from paro.collectives.transfer import Buffer, Scratch, Transfer
 from paro.groups import Use
 from paro.lanes import make_lanes
 from paro.planning.machine import Axes
@@ -170,6 +170,16 @@ def test_a_silent_peer_is_named(name: str) -> None:
     for rank, link in neighbours.items():
         assert f"from rank 3 over {link}-group links failed" in told[rank]
     assert all("failed" in text for text in told)
+
+
+def test_a_level_that_waits_for_another_names_what_failed_there() -> None:
+    """It may be the first that the training thread hears of."""
+    transfer = Transfer.__new__(Transfer)
+    transfer._changed = threading.Condition()
+    transfer._failure = RuntimeError("a receive from rank 3 failed")
+    with pytest.raises(RuntimeError, match="elsewhere a receive from rank 3 failed") as raised:
+        transfer._await(lambda: False)
+    assert raised.value.__cause__ is transfer._failure
 
 
 def test_axes_with_one_kind_of_links_share_a_ring() -> None:

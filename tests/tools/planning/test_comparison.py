@@ -79,8 +79,13 @@ def test_memory_may_lie_between_the_prediction_and_the_constant(peak: int, error
 
 def test_recorded_steps_are_predicted() -> None:
     """What the README says of the measurements in examples/measured holds for this planner."""
-    chapters = [chapter.compared for chapter in chapters_of(ROOT / "examples/measured")]
-    errors = [abs(row.error) for chapter in chapters for row in chapter.rows]
+    chapters = chapters_of(ROOT / "examples/measured")
+    errors = [abs(row.error) for chapter in chapters for row in chapter.compared.rows]
     assert median(errors) < 0.1
-    assert max(errors) < 0.25
-    assert all(row.memory_error == 0.0 for chapter in chapters for row in chapter.rows)
+    assert max(errors) < 0.5
+    rows = [row for chapter in chapters for row in chapter.compared.rows]
+    assert all(abs(row.memory_error or 0.0) < 0.003 for row in rows)
+    own_nics = [chapter.compared for chapter in chapters if "a NIC per rank" in chapter.cluster]
+    assert max(comparison.worst_error for comparison in own_nics) < 0.275
+    assert not any(comparison.wrong_pairs() for comparison in own_nics)
+    assert all(choice.ratio < 1.06 for comparison in own_nics for choice in comparison.choices)
