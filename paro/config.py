@@ -153,11 +153,6 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
     strategy = None
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
-    elif args.paro_materialize == "rotate":
-        raise ValueError(
-            f"--paro-strategy {AUTO} plans for parameters that are gathered and does not know how "
-            "long --paro-materialize rotate takes: name a strategy with it, III or IIG"
-        )
     degrees = strategy.degrees if strategy else None
     if args.use_distributed_optimizer and degrees != (1, 1, world.size):
         raise ValueError(

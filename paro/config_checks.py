@@ -12,11 +12,12 @@ from data.loader import DataConfig
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import newest_whole
+from paro.planning.rotation import why_not_rotating
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.runtime import RuntimeConfig
 from paro.sharding.wrap import ShardingConfig
-from paro.strategy import FLAG, Strategy
+from paro.strategy import Strategy
 from paro.training import TrainConfig
 
 
@@ -37,33 +38,14 @@ def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
 def check_rotation(
     sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig, world_size: int
 ) -> None:
-    """Weights can rotate only within groups, and only if every rank there gets a slice of each."""
+    """Weights that are to rotate must be able to."""
     if sharding.materialize != "rotate":
         return
-    degree, group_size = strategy.params, sharding.group_size
-    if not 1 < degree == strategy.grads <= group_size:
-        raise ValueError(
-            "--paro-materialize rotate needs params and grads sharded over the same 2 or more "
-            f"ranks of a group: {FLAG} {strategy.name} shards them over {degree} and "
-            f"{strategy.grads}, in groups of {group_size} of the {world_size} ranks; use III or "
-            "IIG in groups of 2 or more (--paro-group-size)"
-        )
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if heads % degree or groups % degree:
-        common = math.gcd(heads, groups)
-        fitting = [d for d in range(2, common + 1) if common % d == 0 and world_size % d == 0]
-        some = ", ".join(map(str, fitting)) or "none"
-        raise ValueError(
-            f"--paro-materialize rotate over {degree} ranks cannot cut --num-attention-heads "
-            f"{heads} with --num-query-groups {groups}: both must be multiples of {degree}; of "
-            f"these heads, numbers of ranks that would work: {some} (--paro-group-size)"
-        )
-    for flag, size in (
-        ("--ffn-hidden-size", model.ffn_hidden_size),
-        ("--vocab-size", model.vocab_size),
-    ):
-        if size < degree:
-            raise ValueError(f"{flag} {size} is too small to rotate over {degree} ranks")
+    reason = why_not_rotating(
+        strategy, model, world_size=world_size, group_size=sharding.group_size
+    )
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:

@@ -11,7 +11,7 @@ from paro.planning.machine import Machine
 from paro.planning.machine_file import find_machine
 from paro.planning.planner import Plan, plan
 from paro.planning.remedies import why_nothing_fits
-from paro.planning.settings import Case, Freedom
+from paro.planning.settings import Case, Freedom, Materialize
 from paro.precision import PrecisionConfig
 from paro.runtime import World
 from paro.sharding.wrap import ShardingConfig
@@ -66,6 +66,7 @@ def case_of(
         precision=precision,
         prefetch_units=sharding.prefetch_units,
         collective=sharding.collective,
+        materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
         device_type=device_type,
     )
 

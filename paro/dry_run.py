@@ -250,8 +250,8 @@ def _planner(plan: Plan) -> Iterator[str]:
         yield "> plan: --paro-machine NAME would say how long a step takes, and what is faster"
     elif machine.device is None:
         yield f"> plan: machine {machine.name} names no device, without which no step can be timed"
-    elif config.sharding.materialize == "rotate" or config.train.skip_train:
-        yield "> plan: steps that rotate weights or train nothing are not timed"
+    elif config.train.skip_train:
+        yield "> plan: steps that train nothing are not timed"
     else:
         yield from _plan_of(_case(plan), plan)
 

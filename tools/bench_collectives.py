@@ -362,7 +362,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         facts = conditions(settings, control)
         if world.rank == 0:
             print(told(facts), flush=True)
-        device = measure_device(settings.trained, control) if settings.trained else None
+        device = (
+            measure_device(settings.trained, control, group_size=settings.machine.group_size)
+            if settings.trained
+            else None
+        )
         outcomes = race_all(settings, control)
         with control.agreed():
             if world.rank == 0:

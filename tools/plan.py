@@ -22,6 +22,7 @@ from paro.planning.planner import (
     fastest_that_fits,
     letter_rows,
     plan,
+    rotated_rows,
 )
 from paro.planning.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.settings import Case, Freedom
@@ -64,7 +65,7 @@ def check_files(args: Namespace) -> None:
 def report(args: Namespace, case: Case) -> None:
     """Prints what was found and writes the files; `ValueError` in the end where nothing fits."""
     print(title(case), "", sep="\n")
-    rows = letter_rows(case)
+    rows = sorted((*letter_rows(case), *rotated_rows(case)), key=lambda row: row.seconds)
     print(rows_table(rows), *misfits(case, rows), "", sep="\n")
     found = plan(case)
     print(*describe(found), "", "memory against time, all settings:", sep="\n")
@@ -103,7 +104,8 @@ def fields_of(
         "machine": case.machine.name,
         "world_size": case.world_size,
         "memory_limit_bytes": case.limit_bytes,
-        "rows": [as_json(case, row) for row in rows],
+        "rows": [as_json(case, row) for row in rows if not row.setting.materialize.rotates],
+        "rotated": [as_json(case, row) for row in rows if row.setting.materialize.rotates],
         "candidates": [as_json(case, estimate) for estimate in ordered],
         "best": None if found.best is None else as_json(case, found.best),
         "runner_up": None if found.runner_up is None else as_json(case, found.runner_up),
@@ -136,7 +138,10 @@ def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
         )
         estimator = Estimator(own)
         for name in ("NNG", "NIG", "III", "IIG", "GGG"):
-            estimate = estimator.estimate(own.setting(own.strategy(name)))
+            setting = own.setting(own.strategy(name))
+            if own.why_not(setting.strategy, setting.materialize) is not None:
+                continue
+            estimate = estimator.estimate(setting)
             if estimate.fits:
                 curves.setdefault(name, []).append((ranks, estimate.mfu))
         best = fastest_that_fits(own, as_given)

@@ -76,6 +76,21 @@ class CollectiveTimes:
             max(job.seconds for job in phase) for phase in self.phases(op, run, num_bytes)
         )
 
+    def shifts(self, run: Run, num_bytes: int) -> tuple[Phase, ...]:
+        """A pass of slices round the ring of a run, one shift of a slice after another.
+
+        A ring gathers by the same messages: as long as its steps take, shifts do.
+        """
+        if not run or num_bytes == 0:
+            return ()
+        axes, num_shifts = _axes(self.machine, run), _size(run) - 1
+        names = {row.algorithm for row in self.machine.measured if row.axes is axes}
+        rings = [name for name in ("ring", "h-ring", "ho-ring") if name in names]
+        algorithm = rings[0] if rings else "native" if names else "ring"
+        job = self._whole(Op.ALL_GATHER, run, num_bytes, algorithm)
+        shift = job._replace(seconds=job.seconds / num_shifts)
+        return ((shift,),) * num_shifts
+
     def _fastest(self, op: Op, run: Run, num_bytes: int) -> str:
         names = dict.fromkeys(row.algorithm for row in self.machine.measured)
         times = {

@@ -12,10 +12,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from model.config import LlamaConfig, parameter_shapes
+from model.config import ATTENTION_CUTS, MLP_CUTS, LlamaConfig, parameter_shapes
 from paro.planning.cost_model import UnitSize
 from paro.planning.llama import MicroBatch, activations_of
 from paro.planning.machine import Device
@@ -33,6 +36,13 @@ class UnitSeconds:
     recompute: float = 0.0  # of this unit, in backward
     until_first_gradient: float = 0.0
     rest_of_backward: float = 0.0
+
+
+class Flops(NamedTuple):
+    """Of a forward: products with weights, and of attention those without."""
+
+    products: float
+    attention: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +77,20 @@ class Computing:
     @cached_property
     def of_units(self) -> tuple[UnitSeconds, ...]:
         """Of every unit, in forward order."""
-        again = {
+        blocks = (
+            self._block(index, self.units[index], recomputed=index in self._computed_again)
+            for index in range(1, len(self.units) - 1)
+        )
+        return (self._embedding(), *blocks, self._head())
+
+    @cached_property
+    def _computed_again(self) -> frozenset[int]:
+        return frozenset(
             index
             for last, first in enumerate(self.recomputed_from)
             if first is not None
             for index in range(first, last + 1)
-        }
-        blocks = (
-            self._block(index, self.units[index], recomputed=index in again)
-            for index in range(1, len(self.units) - 1)
         )
-        return (self._embedding(), *blocks, self._head())
 
     @cached_property
     def seconds(self) -> float:
@@ -86,6 +99,10 @@ class Computing:
             part.forward + part.recompute + part.until_first_gradient + part.rest_of_backward
             for part in self.of_units
         )
+
+    @property
+    def residual_bytes(self) -> int:
+        return self.batch.num_tokens * self.model.hidden_size * self.batch.compute_bytes
 
     def memory_seconds(self, num_bytes: float) -> float:
         """For what only reads and writes."""
@@ -109,7 +126,7 @@ class Computing:
         return flops / self.device.sustained_flops
 
     def _embedding(self) -> UnitSeconds:
-        residual = self.batch.num_tokens * self.model.hidden_size * self.batch.compute_bytes
+        residual = self.residual_bytes
         backward = 3 * residual if self.first_trained == 0 else 0
         return UnitSeconds(
             forward=self.memory_seconds(2 * residual),
@@ -117,24 +134,42 @@ class Computing:
         )
 
     @cached_property
-    def _block_weights(self) -> int:
-        return sum(
-            shape[0] * shape[1]
-            for name, shape in parameter_shapes(self.model).items()
-            if name.startswith("blocks.0.") and len(shape) == 2
-        )
-
-    def _block(self, index: int, unit: UnitSize, *, recomputed: bool) -> UnitSeconds:
+    def of_attention(self) -> Flops:
+        """The forward of a block's attention."""
         config, tokens = self.model, self.batch.num_tokens
         query = config.num_attention_heads * config.kv_channels
-        attention = 2.0 * tokens * 2 * self.batch.seq_length * query
-        products = 2.0 * tokens * self._block_weights
-        forward = self._seconds(products + attention)
-        if index < self.first_trained:
+        return Flops(
+            products=2.0 * tokens * self._weights(ATTENTION_CUTS),
+            attention=2.0 * tokens * 2 * self.batch.seq_length * query,
+        )
+
+    @cached_property
+    def of_mlp(self) -> Flops:
+        """The forward of a block's MLP."""
+        return Flops(products=2.0 * self.batch.num_tokens * self._weights(MLP_CUTS))
+
+    @cached_property
+    def of_logits(self) -> Flops:
+        """The output layer's products in forward."""
+        config = self.model
+        return Flops(products=2.0 * self.batch.num_tokens * config.vocab_size * config.hidden_size)
+
+    def _weights(self, names: Collection[str]) -> int:
+        shapes = parameter_shapes(self.model)
+        return sum(math.prod(shapes[f"blocks.0.{name}"]) for name in names)
+
+    def forward_and_back(
+        self, flops: Flops, *, trained: float | None, recomputed: bool
+    ) -> UnitSeconds:
+        """What products and attention take, of whose weights a share is trained.
+
+        None: no backward comes as far.
+        """
+        forward = self._seconds(flops.products + flops.attention)
+        if trained is None:
             return UnitSeconds(forward=forward)
-        trained = unit.trainable_numel / unit.numel
-        core = attention if _recomputes_core(config) else 0.0
-        backward = self._seconds((1 + trained) * products + 2 * attention + core)
+        core = flops.attention if _recomputes_core(self.model) else 0.0
+        backward = self._seconds((1 + trained) * flops.products + 2 * flops.attention + core)
         return UnitSeconds(
             forward=forward,
             recompute=forward if recomputed else 0.0,
@@ -142,9 +177,14 @@ class Computing:
             rest_of_backward=(1 - _TAKES_FIRST) * backward,
         )
 
+    def _block(self, index: int, unit: UnitSize, *, recomputed: bool) -> UnitSeconds:
+        attention, mlp = self.of_attention, self.of_mlp
+        both = Flops(attention.products + mlp.products, attention.attention)
+        trained = unit.trainable_numel / unit.numel if index >= self.first_trained else None
+        return self.forward_and_back(both, trained=trained, recomputed=recomputed)
+
     def _head(self) -> UnitSeconds:
-        products = 2.0 * self.batch.num_tokens * self.model.vocab_size * self.model.hidden_size
-        return UnitSeconds(forward=self._seconds(3 * products))
+        return UnitSeconds(forward=self._seconds(3 * self.of_logits.products))
 
 
 def _recomputes_core(config: LlamaConfig) -> bool:

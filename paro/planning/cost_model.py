@@ -118,7 +118,7 @@ def traffic_per_step(
     between, whole_world = topology.axes_between, topology.world_size
     sent = dict.fromkeys(Link, 0)
     for unit in units:
-        params, grads, optim = _strategy_of(unit, strategy).degrees
+        params, grads, optim = strategy_of(unit, strategy).degrees
         gathered = unit.numel * unit.gathers_per_micro_batch * num_micro_batches
         trained = unit.trainable_numel
         reduced = trained * unit.reductions_per_micro_batch * num_micro_batches
@@ -135,7 +135,8 @@ def traffic_per_step(
     return Sent(sent[Link.INTRA], sent[Link.INTER])
 
 
-def _strategy_of(unit: UnitSize, strategy: Strategy) -> Strategy:
+def strategy_of(unit: UnitSize, strategy: Strategy) -> Strategy:
+    """How the states of a unit are spread under a strategy."""
     return replicated(strategy) if unit.replicated else strategy
 
 
@@ -151,7 +152,7 @@ def model_state_bytes(
     """Shards of parameters, gradient accumulators, master parameters and Adam's two moments."""
     params = grads = optim = 0
     for unit in units:
-        placed = _strategy_of(unit, strategy)
+        placed = strategy_of(unit, strategy)
         # In fp32 the master is the parameter shard itself where the degrees are equal.
         has_master = precision.compute != "fp32" or placed.params != placed.optim
         params += unit.numel // placed.params * BYTES_OF[precision.compute]

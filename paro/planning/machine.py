@@ -96,6 +96,7 @@ class Device:
     sustained_flops: float  # what training without communication gets of it
     memory_bytes_per_second: float  # for what only reads and writes: updates, sums
     step_seconds: float = 0.0  # of a step, whatever its size
+    piece_seconds: float = 0.0  # of a further slice into which a part of a model is cut
     cores: float | None = None  # CPU ranks: a rank's share, which sending takes from computing
 
     def __post_init__(self) -> None:
@@ -108,6 +109,7 @@ class Device:
         _check(name, self.sustained_flops, within, "positive, and no more than peak_flops")
         _check_number("device.memory_bytes_per_second", self.memory_bytes_per_second)
         _check_number("device.step_seconds", self.step_seconds, or_zero=True)
+        _check_number("device.piece_seconds", self.piece_seconds, or_zero=True)
         _check_number("device.cores", 1 if self.cores is None else self.cores)
 
 

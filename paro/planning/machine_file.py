@@ -82,7 +82,7 @@ _DEVICE: Types = {
     "sustained_flops": _NUMBER,
     "memory_bytes_per_second": _NUMBER,
 }
-_DEVICE_MORE: Types = {"step_seconds": _NUMBER, "cores": _NUMBER}
+_DEVICE_MORE: Types = {"step_seconds": _NUMBER, "piece_seconds": _NUMBER, "cores": _NUMBER}
 _UNEVEN: Types = {"num_groups": int}
 _UNEVEN_MORE: Types = {"compute": _NUMBER, "intra": _NUMBER, "inter": _NUMBER}
 

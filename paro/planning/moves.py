@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
+from typing import NamedTuple
 
 from paro.collectives.schedule import Op
 from paro.planning.collective_time import CollectiveTimes, Phase, Run
-from paro.planning.cost_model import UnitSize
+from paro.planning.cost_model import UnitSize, strategy_of
 from paro.planning.machine import Machine
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
@@ -18,7 +20,10 @@ from paro.topology import Topology, make_topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """The moves of one of a unit's two flat buffers, each as the phases that carry it out."""
+    """The moves of one of a unit's two flat buffers, each as the phases that carry it out.
+
+    Where weights rotate a gather, or a reduction, is a pass round the ring: its phases are shifts.
+    """
 
     gather: tuple[Phase, ...]
     reduce: tuple[Phase, ...] = ()
@@ -47,6 +52,7 @@ class Moves:
     strategy: Strategy
     precision: PrecisionConfig
     times: CollectiveTimes
+    rotates: bool = False
 
     @property
     def machine(self) -> Machine:
@@ -62,8 +68,11 @@ class Moves:
 
     @cached_property
     def runs(self) -> dict[str, Run]:
-        """The runs of axes that states move along; sharding/unit.py's `moves_of`."""
-        params, grads, optim = self.strategy.degrees
+        """The runs of axes that states move along; sharding/shards.py's `moves_of`."""
+        return self._runs(self.strategy)
+
+    def _runs(self, strategy: Strategy) -> dict[str, Run]:
+        params, grads, optim = strategy.degrees
         between = self.topology.axes_between
         return {
             "gather": between(1, params),
@@ -76,12 +85,11 @@ class Moves:
     @cached_property
     def of_units(self) -> tuple[tuple[Moving, ...], ...]:
         """Of every unit: its trainable buffer, its frozen one, where they hold anything."""
-        by_size: dict[tuple[int, int], tuple[Moving, ...]] = {}
+        found: dict[_Alike, tuple[Moving, ...]] = {}
         for unit in self.units:
-            key = (unit.trainable_numel, unit.frozen_numel)
-            if key not in by_size:
-                by_size[key] = tuple(self.moving(unit))
-        return tuple(by_size[unit.trainable_numel, unit.frozen_numel] for unit in self.units)
+            if _Alike.of(unit) not in found:
+                found[_Alike.of(unit)] = tuple(self.moving(unit))
+        return tuple(found[_Alike.of(unit)] for unit in self.units)
 
     def loads(self, num_micro_batches: int) -> Loads:
         """Of a whole step."""
@@ -91,19 +99,20 @@ class Moves:
     @cached_property
     def _sums(self) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
         """Seconds of a micro-batch and of the rest of a step: intra, inter, one by one."""
-        counts: dict[tuple[int, int, int], int] = {}
+        gathers, reductions, counts = Counter[_Alike](), Counter[_Alike](), Counter[_Alike]()
         for unit in self.units:
-            key = (unit.trainable_numel, unit.frozen_numel, unit.gathers_per_micro_batch)
-            counts[key] = counts.get(key, 0) + 1
+            key = _Alike.of(unit)
+            gathers[key] += unit.gathers_per_micro_batch
+            reductions[key] += unit.reductions_per_micro_batch
+            counts[key] += 1
         moving = {
-            (unit.trainable_numel, unit.frozen_numel): parts
-            for unit, parts in zip(self.units, self.of_units, strict=True)
+            _Alike.of(unit): parts for unit, parts in zip(self.units, self.of_units, strict=True)
         }
         terms: list[tuple[float, float, tuple[Phase, ...]]] = []
-        for (trained, frozen, gathers), count in counts.items():
-            for part in moving[trained, frozen]:
-                terms.append((gathers * count, 0, part.gather))
-                terms.append((count, 0, part.reduce))
+        for key, count in counts.items():
+            for part in moving[key]:
+                terms.append((gathers[key], 0, part.gather))
+                terms.append((reductions[key], 0, part.reduce))
                 terms += [(0, count, p) for p in (part.finish, part.replicas, part.publish)]
 
         def total(measure: int) -> tuple[float, float]:
@@ -115,8 +124,9 @@ class Moves:
     def moving(self, unit: UnitSize) -> Iterator[Moving]:
         """Of a unit: its trainable buffer, its frozen one, where they hold anything."""
         compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
-        params, grads, optim = self.strategy.degrees
-        runs, phases = self.runs, self.times.phases
+        strategy = strategy_of(unit, self.strategy)
+        params, grads, optim = strategy.degrees
+        runs, phases = self._runs(strategy), self.times.phases
         numel = unit.trainable_numel
         if numel:
             accumulate = BYTES_OF[self.precision.accumulate]
@@ -126,17 +136,38 @@ class Moves:
                 converted = (numel // grads + numel // optim) * (wire + accumulate)
             yield Moving(
                 trainable=True,
-                gather=phases(Op.ALL_GATHER, runs["gather"], numel * compute),
-                reduce=phases(Op.REDUCE_SCATTER, runs["reduce"], numel * wire),
+                gather=self._gather(runs["gather"], numel * compute),
+                reduce=self._reduce(runs["reduce"], numel * wire),
                 finish=phases(Op.REDUCE_SCATTER, runs["finish"], numel // grads * wire),
                 replicas=phases(Op.ALL_REDUCE, runs["replicas"], numel // optim * wire),
                 publish=phases(Op.ALL_GATHER, runs["publish"], numel // params * compute),
-                accumulated_bytes=added if grads > 1 else 0,
+                accumulated_bytes=added if grads > 1 and not self.rotates else 0,
                 converted_bytes=converted,
             )
         if unit.frozen_numel:
-            gather = phases(Op.ALL_GATHER, runs["gather"], unit.frozen_numel * compute)
-            yield Moving(gather=gather)
+            yield Moving(gather=self._gather(runs["gather"], unit.frozen_numel * compute))
+
+    def _gather(self, run: Run, num_bytes: int) -> tuple[Phase, ...]:
+        if self.rotates:
+            return self.times.shifts(run, num_bytes)
+        return self.times.phases(Op.ALL_GATHER, run, num_bytes)
+
+    def _reduce(self, run: Run, num_bytes: int) -> tuple[Phase, ...]:
+        if self.rotates:
+            return self.times.shifts(run, num_bytes)
+        return self.times.phases(Op.REDUCE_SCATTER, run, num_bytes)
+
+
+class _Alike(NamedTuple):
+    """Units of which this is the same move alike."""
+
+    trainable_numel: int
+    frozen_numel: int
+    replicated: bool
+
+    @classmethod
+    def of(cls, unit: UnitSize) -> _Alike:
+        return cls(unit.trainable_numel, unit.frozen_numel, unit.replicated)
 
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:

@@ -19,7 +19,9 @@ from paro.planning.computing import Computing
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.llama import MicroBatch, activations_of
 from paro.planning.moves import Moves
-from paro.planning.settings import Case, Freedom, Setting, all_settings
+from paro.planning.rotating_memory import rotating_peak
+from paro.planning.rotating_step import RotatingComputing, RotatingCosts
+from paro.planning.settings import Case, Freedom, Materialize, Setting, all_settings
 from paro.planning.step_costs import StepCosts, device_of
 from paro.planning.timeline import Timeline, simulate
 from paro.planning.working_memory import Moment, PeakMemory
@@ -72,21 +74,50 @@ class Estimator:
         self._moves: dict[tuple[object, ...], Moves] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._memory: dict[tuple[object, ...], PeakMemory] = {}
+        self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
 
     @cached_property
     def units(self) -> tuple[UnitSize, ...]:
+        """Those of gathered parameters."""
         case = self.case
         return case.trainable.units(case.model, world_size=case.world_size)
 
+    def units_of(self, setting: Setting) -> tuple[UnitSize, ...]:
+        """The units of a setting, as often gathered, or passed on, as it says."""
+        if not setting.materialize.rotates:
+            return self.units
+        case = self.case
+        key = (setting.strategy.params, setting.materialize, setting.recompute)
+        if key not in self._rotating_units:
+            self._rotating_units[key] = case.trainable.units(
+                replace(case.model, recompute=setting.recompute),
+                world_size=case.world_size,
+                rotated_over=setting.strategy.params,
+                in_place=setting.materialize is Materialize.ROTATE_IN_PLACE,
+            )
+        return self._rotating_units[key]
+
     def costs(self, setting: Setting) -> StepCosts:
         case = self.case
-        key = (setting.strategy.degrees, setting.collective)
+        again = setting.recompute if setting.materialize.rotates else None  # sends weights again
+        key = (setting.strategy.degrees, setting.collective, setting.materialize, again)
         if key not in self._moves:
             self._moves[key] = self.moves(setting)
+        computing, moves = self._computing_of(setting), self._moves[key]
+        num_micro_batches = case.micro_batches(setting.micro_batch_size)
+        if isinstance(computing, RotatingComputing):
+            return RotatingCosts(
+                computing=computing,
+                moves=moves,
+                num_micro_batches=num_micro_batches,
+                prefetch_units=case.prefetch_units,
+                overlap=case.overlap,
+                in_place=setting.materialize is Materialize.ROTATE_IN_PLACE,
+            )
         return StepCosts(
-            computing=self._computing_of(setting),
-            moves=self._moves[key],
-            num_micro_batches=case.micro_batches(setting.micro_batch_size),
+            computing=computing,
+            moves=moves,
+            num_micro_batches=num_micro_batches,
             prefetch_units=case.prefetch_units,
             overlap=case.overlap,
         )
@@ -94,17 +125,27 @@ class Estimator:
     def moves(self, setting: Setting) -> Moves:
         """What a setting sends, as this project's engine does; another one's may stand here."""
         return Moves(
-            units=self.units,
+            units=self.units_of(setting),
             strategy=setting.strategy,
             precision=self.case.precision,
             times=CollectiveTimes(self.case.machine, setting.collective),
+            rotates=setting.materialize.rotates,
         )
 
     def memory(self, setting: Setting) -> Moment:
         """The moment of a step at which a rank needs most."""
         key = (setting.micro_batch_size, setting.recompute)
+        computing = self._computing_of(setting)
+        if setting.materialize.rotates:
+            return rotating_peak(
+                setting.strategy,
+                self.units_of(setting),
+                self.case.precision,
+                computing.model,
+                computing.batch,
+                in_place=setting.materialize is Materialize.ROTATE_IN_PLACE,
+            )
         if key not in self._memory:
-            computing = self._computing_of(setting)
             self._memory[key] = PeakMemory(
                 self.units,
                 self.case.precision,
@@ -138,34 +179,60 @@ class Estimator:
             sent=traffic_per_step(
                 setting.strategy,
                 costs.moves.topology,
-                self.units,
+                costs.moves.units,
                 case.precision,
                 costs.num_micro_batches,
             ),
         )
 
     def _computing_of(self, setting: Setting) -> Computing:
-        key = (setting.micro_batch_size, setting.recompute)
+        rotates = setting.materialize.rotates
+        degree = setting.strategy.params if rotates else None
+        key = (setting.micro_batch_size, setting.recompute, setting.materialize, degree)
         if key not in self._computing:
-            case = self.case
-            self._computing[key] = Computing(
-                model=replace(case.model, recompute=setting.recompute),
-                units=self.units,
-                batch=MicroBatch(
-                    size=setting.micro_batch_size,
-                    seq_length=case.seq_length,
-                    compute_bytes=BYTES_OF[case.precision.compute],
-                    device_type=case.device_type,
-                ),
-                device=device_of(case.machine),
-            )
+            self._computing[key] = self._make_computing(setting)
         return self._computing[key]
+
+    def _make_computing(self, setting: Setting) -> Computing:
+        case = self.case
+        model = replace(case.model, recompute=setting.recompute)
+        batch = MicroBatch(
+            size=setting.micro_batch_size,
+            seq_length=case.seq_length,
+            compute_bytes=BYTES_OF[case.precision.compute],
+            device_type=case.device_type,
+        )
+        device = device_of(case.machine)
+        if not setting.materialize.rotates:
+            return Computing(model=model, units=self.units, batch=batch, device=device)
+        return RotatingComputing(
+            model=model,
+            units=self.units,
+            batch=batch,
+            device=device,
+            rotating=self.units_of(setting),
+            degree=setting.strategy.params,
+        )
 
 
 def letter_rows(case: Case) -> tuple[Estimate, ...]:
-    """Every legal letter strategy at the flags as given, fastest first."""
+    """Every legal letter strategy at the flags as given but gathered, fastest first."""
+    return _rows(case, (Materialize.GATHER,))
+
+
+def rotated_rows(case: Case) -> tuple[Estimate, ...]:
+    """Those under which weights may rotate, out of place and in place, fastest first."""
+    return _rows(case, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
+
+
+def _rows(case: Case, ways: Sequence[Materialize]) -> tuple[Estimate, ...]:
     estimator = Estimator(case)
-    rows = [estimator.estimate(case.setting(case.strategy(name))) for name in legal_letters()]
+    rows = [
+        estimator.estimate(replace(case.setting(strategy), materialize=way))
+        for strategy in map(case.strategy, legal_letters())
+        for way in ways
+        if case.why_not(strategy, way) is None
+    ]
     return tuple(sorted(rows, key=lambda row: row.seconds))
 
 
@@ -175,6 +242,8 @@ class _Search:
     def __init__(self, case: Case, freedom: Freedom | None, estimator: Estimator | None) -> None:
         self._estimator = estimator or Estimator(case)
         self.settings = tuple(all_settings(case, freedom or Freedom()))
+        if not self.settings:
+            raise ValueError(case.why_not(case.strategy("III"), case.materialize))
         self._sizes = {id(s): self._estimator.memory(s).total for s in self.settings}
         self._least = {id(s): self._estimator.costs(s).least_seconds() for s in self.settings}
         self._limit = case.limit_bytes - device_of(case.machine).reserved_bytes

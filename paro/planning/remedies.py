@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from model.config import RecomputeConfig
 from paro.planning.planner import Estimator, Plan
-from paro.planning.settings import Case, Setting
+from paro.planning.settings import Case, Materialize, Setting
 
 MOST_RANKS = 16384  # as far as more of them are tried
 
@@ -35,9 +35,25 @@ def _changes(case: Case, least: Setting) -> Iterator[str]:
         size = _largest_micro_batch(case, least)
         if size is not None:
             yield f"--micro-batch-size {size}"
+    yield from _other_ways(case, least)
     ranks = _fewest_ranks(case, least)
     if ranks is not None:
-        yield f"{ranks} ranks, with all states spread over all of them"
+        how = ", gathered" if least.materialize.rotates else ""
+        yield f"{ranks} ranks, with all states spread over all of them{how}"
+
+
+def _other_ways(case: Case, least: Setting) -> Iterator[str]:
+    """The flags with which weights rotate, or rotate in place."""
+    flags = {
+        Materialize.ROTATE: "--paro-materialize rotate",
+        Materialize.ROTATE_IN_PLACE: "--paro-rotate-in-place",
+    }
+    for materialize, flag in flags.items():
+        further = list(Materialize).index(materialize) > list(Materialize).index(least.materialize)
+        other = replace(least, materialize=materialize)
+        if further and case.why_not(least.strategy, materialize) is None and _fits(case, other):
+            yield flag
+            return
 
 
 def _fits(case: Case, setting: Setting) -> bool:
@@ -66,7 +82,8 @@ def _fewest_ranks(case: Case, least: Setting) -> int | None:
             machine=replace(case.machine, uneven=()).for_world(ranks, told="more ranks"),
             global_batch_size=case.global_batch_size // case.world_size * ranks,
         )
-        if _fits(more, replace(least, strategy=more.strategy(f"{ranks},{ranks},{ranks}"))):
+        everywhere = more.strategy(f"{ranks},{ranks},{ranks}")
+        if _fits(more, replace(least, strategy=everywhere, materialize=Materialize.GATHER)):
             return ranks
         ranks *= 2
     return None

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from model.config import (
 )
 from paro.planning.cost_model import UnitSize
 from paro.sharding.layout import Shape, halves_of, make_layout, make_sliced_layout, whole_box
+from paro.strategy import FLAG, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,40 @@ class _Use:
     recomputed: bool = False
 
 
+def why_not_rotating(
+    strategy: Strategy, config: LlamaConfig, *, world_size: int, group_size: int
+) -> str | None:
+    """What keeps a model's weights from rotating under a strategy, and what to do; None: nothing.
+
+    They rotate only within groups, and only if every rank there gets a slice of each.
+    """
+    degree = strategy.params
+    if not 1 < degree == strategy.grads <= group_size:
+        return (
+            "--paro-materialize rotate needs params and grads sharded over the same 2 or more "
+            f"ranks of a group: {FLAG} {strategy.name} shards them over {degree} and "
+            f"{strategy.grads}, in groups of {group_size} of the {world_size} ranks; use III or "
+            "IIG in groups of 2 or more (--paro-group-size)"
+        )
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if heads % degree or groups % degree:
+        common = math.gcd(heads, groups)
+        fitting = [d for d in range(2, common + 1) if common % d == 0 and world_size % d == 0]
+        some = ", ".join(map(str, fitting)) or "none"
+        return (
+            f"--paro-materialize rotate over {degree} ranks cannot cut --num-attention-heads "
+            f"{heads} with --num-query-groups {groups}: both must be multiples of {degree}; of "
+            f"these heads, numbers of ranks that would work: {some} (--paro-group-size)"
+        )
+    for flag, size in (
+        ("--ffn-hidden-size", config.ffn_hidden_size),
+        ("--vocab-size", config.vocab_size),
+    ):
+        if size < degree:
+            return f"{flag} {size} is too small to rotate over {degree} ranks"
+    return None
+
+
 def rotating_units_of(
     config: LlamaConfig,
     degree: int,
@@ -40,7 +76,7 @@ def rotating_units_of(
     is_trained: Callable[[str], bool] = lambda _name: True,
     in_place: bool = False,
 ) -> tuple[UnitSize, ...]:
-    """Embedding, attentions and MLPs, an untied head and all norms, over rings of `degree` ranks.
+    """All norms, embedding, attentions and MLPs, an untied head, over rings of `degree` ranks.
 
     Parameters train unless `is_trained` denies their name; below the first that does there is no
     backward. Names are those of sharding: `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2`
@@ -83,7 +119,7 @@ def rotating_units_of(
         for name, use in uses.items()
         for half in halves(use)
     ]
-    return (*units, _norms(shapes, world_size, is_trained))
+    return (_norms(shapes, world_size, is_trained), *units)
 
 
 def _norms(

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.machine import Machine
+from paro.planning.rotation import why_not_rotating
 from paro.planning.step_costs import Overlap, device_of
-from paro.planning.trainable import Trainable
+from paro.planning.trainable import Kind, Trainable
 from paro.precision import PrecisionConfig
 from paro.strategy import Strategy, effective_letters, parse_strategy
+
+
+class Materialize(Enum):
+    """How parameters come to where they are used."""
+
+    GATHER = "gathered"
+    ROTATE = "rotated"
+    ROTATE_IN_PLACE = "rotated in place"
+
+    @classmethod
+    def of_flags(cls, materialize: str, rotate_in_place: bool) -> Materialize:
+        """What --paro-materialize and --paro-rotate-in-place say."""
+        if materialize == "gather":
+            return cls.GATHER
+        return cls.ROTATE_IN_PLACE if rotate_in_place else cls.ROTATE
+
+    @property
+    def rotates(self) -> bool:
+        return self is not Materialize.GATHER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +48,7 @@ class Case:
     precision: PrecisionConfig
     prefetch_units: int = 1
     collective: str = "native"
+    materialize: Materialize = Materialize.GATHER
     trainable: Trainable = field(default_factory=Trainable)
     overlap: Overlap | None = None
     memory_bytes: int | None = None  # of a device, instead of the machine's
@@ -68,6 +90,17 @@ class Case:
             micro_batch_size=self.micro_batch_size,
             collective=self.collective,
             recompute=self.model.recompute,
+            materialize=self.materialize,
+        )
+
+    def why_not(self, strategy: Strategy, materialize: Materialize) -> str | None:
+        """What keeps parameters from coming so under a strategy; None: nothing does."""
+        if not materialize.rotates:
+            return None
+        if self.trainable.kind is Kind.ADAPTERS:
+            return "adapters are planned beside gathered parameters alone: --trainable"
+        return why_not_rotating(
+            strategy, self.model, world_size=self.world_size, group_size=self.group_size
         )
 
 
@@ -79,25 +112,33 @@ class Setting:
     micro_batch_size: int
     collective: str
     recompute: RecomputeConfig | None
+    materialize: Materialize = Materialize.GATHER
     letters: str | None = None  # of degrees that have letters in groups of another size
+
+    @property
+    def name(self) -> str:
+        """The strategy, and whether its weights rotate."""
+        way = f" {self.materialize.value}" if self.materialize.rotates else ""
+        return self.strategy.name + way
 
     def describe(self) -> str:
         """One line, in the words of the flags."""
         recompute = "no recomputation"
         if self.recompute is not None:
             recompute = f"{self.recompute.granularity} recomputation"
-        name = self.strategy.name + (f" ({self.letters})" if self.letters else "")
+        name = self.name + (f" ({self.letters})" if self.letters else "")
         return f"{name}, micro-batches of {self.micro_batch_size}, {self.collective}, {recompute}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freedom:
-    """What a search may choose from; None: every possibility."""
+    """What a search may choose from; None: every possibility, of materializes that of the case."""
 
     strategies: tuple[Strategy, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
     collectives: tuple[str, ...] | None = None
     recomputes: tuple[RecomputeConfig | None, ...] | None = None
+    materializes: tuple[Materialize, ...] | None = None
 
 
 def all_settings(case: Case, freedom: Freedom) -> Iterator[Setting]:
@@ -112,14 +153,21 @@ def all_settings(case: Case, freedom: Freedom) -> Iterator[Setting]:
         RecomputeConfig(granularity="selective"),
         RecomputeConfig(granularity="full"),
     )
-    for strategy, size, collective, recompute in product(
-        strategies, sizes, collectives, recomputes
+    ways = [
+        (strategy, materialize)
+        for strategy in strategies
+        for materialize in freedom.materializes or (case.materialize,)
+        if case.why_not(strategy, materialize) is None
+    ]
+    for (strategy, materialize), size, collective, recompute in product(
+        ways, sizes, collectives, recomputes
     ):
         yield Setting(
             strategy=strategy,
             micro_batch_size=size,
             collective=collective,
             recompute=recompute,
+            materialize=materialize,
             letters=_letters_elsewhere(strategy, case.world_size),
         )
 

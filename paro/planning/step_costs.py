@@ -51,7 +51,7 @@ class StepCosts:
 
     @cached_property
     def num_trained(self) -> int:
-        return sum(unit.trainable_numel for unit in self.computing.units)
+        return sum(unit.trainable_numel for unit in self.moves.units)
 
     def taking(self, trainable_numel: int) -> float:
         return self.computing.taking_seconds(
@@ -70,12 +70,18 @@ class StepCosts:
         return of_micro_batch * self.num_micro_batches + update + self.device.step_seconds
 
     def least_seconds(self) -> float:
-        """What a step takes at least: no schedule beats its computing, nor its links.
-
-        Nothing can hide the first unit's gather, nor the way of the gradients that come last.
-        """
+        """What a step takes at least: no schedule beats its computing, nor its links."""
         loads = self.moves.loads(self.num_micro_batches)
         compute = self.compute_seconds()
+        exposed = loads.one_by_one if self.overlaps == NOTHING else self._never_hidden()
+        fastest = max(
+            (f for g in self.machine.uneven for f in (g.compute, g.intra, g.inter)), default=1.0
+        )
+        least = max(compute + exposed, loads.intra, loads.inter)
+        return least / max(1.0, fastest) + scalar_seconds(self.machine)
+
+    def _never_hidden(self) -> float:
+        """The first unit's gather, and the way of the gradients that come last."""
         first = self.computing.first_trained
         exposed = sum(seconds_of(part.gather) for part in self.moves.of_units[0])
         if first < len(self.computing.units):
@@ -83,13 +89,7 @@ class StepCosts:
                 seconds_of((*part.reduce, *part.finish, *part.replicas))
                 for part in self.moves.of_units[first]
             )
-        if self.overlaps == NOTHING:
-            exposed = loads.one_by_one
-        fastest = max(
-            (f for g in self.machine.uneven for f in (g.compute, g.intra, g.inter)), default=1.0
-        )
-        least = max(compute + exposed, loads.intra, loads.inter)
-        return least / max(1.0, fastest) + scalar_seconds(self.machine)
+        return exposed
 
 
 def device_of(machine: Machine) -> Device:

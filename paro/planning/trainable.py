@@ -30,16 +30,30 @@ class Trainable:
         if not 0 < self.share <= 1:
             raise ValueError(f"--trainable share {self.share} must lie in (0, 1]")
 
-    def units(self, config: LlamaConfig, *, world_size: int) -> tuple[UnitSize, ...]:
-        """The units of a model with its trained and its frozen buffers."""
+    def units(
+        self,
+        config: LlamaConfig,
+        *,
+        world_size: int,
+        rotated_over: int = 1,
+        in_place: bool = False,
+    ) -> tuple[UnitSize, ...]:
+        """The units of a model with its trained and its frozen buffers; see `units_of`."""
         if self.kind is Kind.FULL:
-            return units_of(config, world_size=world_size)
+            return units_of(
+                config, world_size=world_size, rotated_over=rotated_over, in_place=in_place
+            )
         if self.kind is Kind.LAST_BLOCKS:
             count = max(1, round(self.share * config.num_layers))
             last = tuple(f"blocks.{i}." for i in range(config.num_layers)[-count:])
             return units_of(
-                config, world_size=world_size, is_trained=lambda name: name.startswith(last)
+                config,
+                world_size=world_size,
+                is_trained=lambda name: name.startswith(last),
+                rotated_over=rotated_over,
+                in_place=in_place,
             )
+        assert rotated_over == 1, "adapters lie beside gathered parameters"
         return tuple(
             self._with_adapters(unit, world_size)
             for unit in units_of(config, world_size=world_size, is_trained=_is_beside)

@@ -35,7 +35,9 @@ class RotatedModel:
     ) -> None:
         self.model = model
         self.units: list[UnitShards] = [*parts.rotating, *parts.beside]
-        self.trainable_units = [unit for unit in self.units if unit.trainable]
+        # Norms are updated, and published, first: a step begins when they are whole again.
+        first = (*parts.beside, *parts.rotating)
+        self.trainable_units = [unit for unit in first if unit.trainable]
         self._parts = parts.parts
         self._beside = parts.beside
         self._ring = ring

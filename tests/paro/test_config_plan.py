@@ -37,6 +37,15 @@ def test_auto_chooses_what_fits_and_says_why() -> None:
     assert slow.strategy.params == slow.strategy.grads == 1
 
 
+@pytest.mark.parametrize("way", ["", "--paro-rotate-in-place "])
+def test_auto_chooses_among_what_rotates_where_that_is_asked_for(way: str) -> None:
+    rotate = f"--paro-materialize rotate {way}"
+    config = configured(f"{rotate}--paro-strategy auto --paro-machine dgx-a100-roce100")
+    assert 1 < config.strategy.params == config.strategy.grads <= 8
+    told = [line for line in config.notices if line.startswith("planner:")]
+    assert f"chose {config.strategy.name} rotated{' in place' * bool(way)}," in told[1]
+
+
 def test_a_strategy_that_is_given_is_taken() -> None:
     config = configured("--paro-strategy IIG --paro-machine dgx-a100-roce100")
     assert config.strategy.name == "IIG"
@@ -59,8 +68,9 @@ def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
     [
         ("--paro-strategy auto", "--paro-strategy auto plans for a machine: give --paro-machine"),
         (
-            "--paro-strategy auto --paro-machine dgx-a100-roce100 --paro-materialize rotate",
-            "--paro-strategy auto plans for parameters that are gathered",
+            "--paro-strategy auto --paro-machine dgx-a100-roce100 --paro-materialize rotate "
+            "--num-attention-heads 31 --hidden-size 3968",
+            "rotate over 8 ranks cannot cut --num-attention-heads 31",
         ),
         (
             "--paro-strategy auto --paro-machine dgx-a100-roce100 --llama-preset 65B "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def test_rows_hold_every_letter_strategy_fastest_first(
     tokens = 64 * 512
     assert all(r["tokens_per_second"] == pytest.approx(tokens / r["step_seconds"]) for r in rows)
     assert fields["candidates"]
+    assert {row["materialize"] for row in rows} == {"gathered"}
+    rotated = {(row["strategy"], row["materialize"]) for row in fields["rotated"]}
+    assert rotated == {*product(("III", "IIG"), ("rotated", "rotated in place"))}
     assert fields["best"]["step_seconds"] <= min(r["step_seconds"] for r in rows if r["fits"])
     assert {row["what"] for row in fields["more"]} >= {"memory x 2", "inter bandwidth x 2"}
     out = capsys.readouterr().out
@@ -63,6 +67,14 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(
     assert told.err.count("\n") == 1
     assert "* GGG needs" in told.out
     assert json.loads(path.read_text(encoding="utf-8"))["best"] is None
+
+
+def test_a_search_among_what_rotates(tmp_path: Path) -> None:
+    fields = planned(tmp_path, f"{CASE} --paro-materialize rotate")
+    assert {row["materialize"] for row in fields["candidates"]} == {"rotated"}
+    curve = tmp_path / "curve.png"
+    assert main([*CASE.split(), "--paro-materialize", "rotate", "--scaling", str(curve)]) == 0
+    assert curve.exists()
 
 
 def test_nothing_overlaps_without_prefetching(tmp_path: Path) -> None:
@@ -92,6 +104,8 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
         ("--json nowhere/plan.json", "--json nowhere/plan.json cannot be written"),
         ("--fp16", "--fp16 and --bf16 contradict each other"),
         ("--scaling", "expected one argument"),
+        ("--paro-rotate-in-place", "needs --paro-materialize rotate"),
+        ("--paro-materialize rotate --paro-group-size 1", "III shards them over 1 and 1"),
     ],
 )
 def test_a_mistake_is_one_line(flags: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,8 @@
 # micro-batch follows FLOP/s, from that of an update alone the speed of what only reads and writes
 # memory; what is left of a step is counted apart. These are the rates by which
 # paro/planning/computing.py computes, so a device is right for models like the one that it was
-# timed with.
+# timed with. What it costs to cut a part of a model into slices follows from a model that is one
+# slice of that one.
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from data.loader import Batch
+from model.config import LlamaConfig
 from paro.arguments import parse_args
 from paro.assembly import TORCH_TYPES, build_training, start_state
 from paro.batch_schedule import BatchSchedule
@@ -58,8 +60,11 @@ def training_config(flags: str, backend: str) -> RunConfig:
     return RunConfig.from_args(parse_args(words), World())
 
 
-def measure_device(config: RunConfig, control: Control) -> Device:
-    """The device of a rank, the slowest where they differ; collective over all ranks."""
+def measure_device(config: RunConfig, control: Control, *, group_size: int) -> Device:
+    """The device of a rank, the slowest where they differ; collective over all ranks.
+
+    Slices are cut as for a ring of a group, or of as many of its ranks as divide the heads.
+    """
     reserved = _bytes_in_use(control.device)
     cores = min(control.gather(_cores(control))) if control.device.type == "cpu" else None
     training = build_training(config, Control(World(), control.device))
@@ -70,6 +75,8 @@ def measure_device(config: RunConfig, control: Control) -> Device:
     training.close()
     micro_batch = max((more - one) / _MICRO_BATCHES, 1e-9)
     sustained, bytes_by_second = _rates(config, micro_batch, updating)
+    slices = math.gcd(config.model.num_query_groups, group_size)
+    piece = _piece_seconds(config, clock, slices, micro_batch, bytes_by_second)
     products = 2.0 * _PRODUCT**3 / clock.median(_product(config, control.device))
     memory = min(control.gather(_memory_of_rank(control)))
     return Device(
@@ -80,6 +87,7 @@ def measure_device(config: RunConfig, control: Control) -> Device:
         sustained_flops=sustained,
         memory_bytes_per_second=bytes_by_second,
         step_seconds=max(0.0, one - micro_batch - updating),
+        piece_seconds=piece,
         cores=cores,
     )
 
@@ -90,6 +98,36 @@ def _rates(config: RunConfig, micro_batch: float, updating: float) -> tuple[floa
     without_products = _computed(config, math.inf, bytes_by_second).micro_batch
     flops = _computed(config, 1.0, math.inf).micro_batch
     return flops / max(micro_batch - without_products, micro_batch / 10), bytes_by_second
+
+
+def _piece_seconds(
+    config: RunConfig, clock: _Clock, slices: int, micro_batch: float, bytes_by_second: float
+) -> float:
+    """What a further slice of a part costs, beside adding up what slices give."""
+    if slices == 1:
+        return 0.0
+    cut = replace(config, model=slice_of(config.model, slices))
+    training = build_training(cut, Control(World(), clock.control.device))
+    one = _step_seconds(training, cut, clock, 1)
+    more = _step_seconds(training, cut, clock, 1 + _MICRO_BATCHES)
+    training.close()
+    of_slice = (more - one) / _MICRO_BATCHES
+    num_parts = 2 + 2 * config.model.num_layers
+    of_piece = (slices * of_slice - micro_batch) / ((slices - 1) * num_parts)
+    residual = config.batches.micro_batch_size * config.data.seq_length * config.model.hidden_size
+    num_bytes = 3 * residual * BYTES_OF[config.precision.compute]
+    return max(0.0, of_piece - 2 * num_bytes / bytes_by_second)  # forwards and back
+
+
+def slice_of(model: LlamaConfig, number: int) -> LlamaConfig:
+    """A model as large as one of so many slices of another."""
+    return replace(
+        model,
+        num_attention_heads=model.num_attention_heads // number,
+        num_query_groups=model.num_query_groups // number,
+        ffn_hidden_size=-(-model.ffn_hidden_size // number),
+        vocab_size=-(-model.vocab_size // number),
+    )
 
 
 class _Computed(NamedTuple):

@@ -14,7 +14,7 @@ from paro.config_model import take_model
 from paro.model_arguments import add_mixed_precision_args, add_model_args, add_recompute_args
 from paro.planning.machine import Machine
 from paro.planning.machine_file import find_machine
-from paro.planning.settings import Case
+from paro.planning.settings import Case, Materialize
 from paro.planning.trainable import Kind, Trainable
 from paro.precision import PrecisionConfig
 from paro.strategy import check_group_size
@@ -42,6 +42,8 @@ def make_parser() -> Parser:
     add("--paro-group-size", type=int, metavar="RANKS", help="of I; default: the machine's groups")
     add("--paro-collective", choices=(*COLLECTIVES, "auto"), default="native", help="of the rows")
     add("--paro-prefetch-units", type=int, default=1, help="0: nothing overlaps; default 1")
+    add("--paro-materialize", choices=("gather", "rotate"), default="gather", help="of the search")
+    add("--paro-rotate-in-place", action="store_true", help="with --paro-materialize rotate")
     add("--micro-batch-size", type=int, default=1, help="of the rows; default 1")
     add("--global-batch-size", type=int, help="default: one micro-batch a rank")
     add("--seq-length", type=int, help="default: the model's positions")
@@ -85,6 +87,8 @@ def case_of(args: Namespace) -> Case:
     group_size = machine.group_size if args.paro_group_size is None else args.paro_group_size
     check_group_size(world_size, group_size)
     check_groups(machine, group_size)
+    if args.paro_rotate_in_place and args.paro_materialize != "rotate":
+        raise ValueError("--paro-rotate-in-place needs --paro-materialize rotate")
     batch = args.global_batch_size
     if args.paro_prefetch_units < 0:
         raise ValueError(f"--paro-prefetch-units {args.paro_prefetch_units} is negative; 0 is off")
@@ -112,6 +116,7 @@ def case_of(args: Namespace) -> Case:
         ),
         prefetch_units=args.paro_prefetch_units,
         collective=args.paro_collective,
+        materialize=Materialize.of_flags(args.paro_materialize, args.paro_rotate_in_place),
         trainable=trainable_of(args.trainable),
         memory_bytes=memory_of(args),
         device_type="cpu" if machine.device and machine.device.cores else "cuda",

@@ -58,7 +58,7 @@ def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
     """The names of strategies that a picture could not tell apart, by the place of the first."""
     found: dict[tuple[float, float], str] = {}
     for row in rows:
-        memory, seconds, name = row.memory_bytes / 1e9, row.seconds, row.setting.strategy.name
+        memory, seconds, name = row.memory_bytes / 1e9, row.seconds, row.setting.name
         near = (
             place
             for place in found

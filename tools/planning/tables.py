@@ -33,7 +33,7 @@ def rows_table(rows: Sequence[Estimate]) -> str:
         states = row.memory.states / 1e9
         cells.append(
             (
-                row.setting.strategy.name + ("" if row.fits else " *"),
+                row.setting.name + ("" if row.fits else " *"),
                 f"{row.memory_bytes / 1e9:.1f}",
                 f"{states:.1f}",
                 f"{row.seconds:.3f}",
@@ -59,7 +59,7 @@ def misfits(case: Case, rows: Sequence[Estimate]) -> list[str]:
     """Why strategies do not fit, a line each."""
     limit = case.limit_bytes / 1e9
     return [
-        f"* {row.setting.strategy.name} needs {row.memory_bytes / 1e9:.1f} of {limit:.1f} GB: "
+        f"* {row.setting.name} needs {row.memory_bytes / 1e9:.1f} of {limit:.1f} GB: "
         f"{row.memory.describe()}"
         for row in rows
         if not row.fits
@@ -148,6 +148,7 @@ def as_json(case: Case, estimate: Estimate) -> dict[str, Any]:
     return {
         "strategy": setting.strategy.name,
         "degrees": list(setting.strategy.degrees),
+        "materialize": setting.materialize.value,
         "group_size": case.group_size,
         "micro_batch_size": setting.micro_batch_size,
         "num_micro_batches": estimate.num_micro_batches,

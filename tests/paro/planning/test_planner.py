@@ -31,7 +31,7 @@ from paro.planning.planner import (
     plan,
 )
 from paro.planning.remedies import why_nothing_fits
-from paro.planning.settings import Freedom, all_settings, legal_strategies
+from paro.planning.settings import Freedom, Materialize, all_settings, legal_strategies
 from paro.planning.trace import chrome_trace
 from paro.planning.trainable import Kind, Trainable
 from paro.planning.working_memory import peak_memory
@@ -102,7 +102,7 @@ def test_every_legal_triple_is_weighed() -> None:
 
 def test_rows_are_every_letter_strategy_fastest_first() -> None:
     rows = letter_rows(case())
-    assert sorted(row.setting.strategy.name for row in rows) == sorted(legal_letters())
+    assert sorted(row.setting.name for row in rows) == sorted(legal_letters())
     times = [row.seconds for row in rows]
     assert times == sorted(times)
 
@@ -292,19 +292,34 @@ def test_a_large_model_is_recognised_as_too_large() -> None:
         assert (plan(more).best is not None) is fits
 
 
+# On one group GGG may rotate.
+WIDE_BLOCKS = {"model": replace(SMALL, hidden_size=4096, ffn_hidden_size=32768)}
+
+
 @pytest.mark.parametrize(
     ("changes", "given", "told"),
     [
         ({"prefetch_units": 2}, {"prefetch_units": 0}, "--paro-prefetch-units 0"),
         ({}, {"recompute": RecomputeConfig(granularity="full")}, "--recompute-granularity full"),
         ({"micro_batch_size": 6}, {"micro_batch_size": 3}, "--micro-batch-size 3"),
+        (
+            {"machine": machine(world_size=8), **WIDE_BLOCKS},
+            {"materialize": Materialize.ROTATE},
+            "--paro-materialize rotate",
+        ),
+        (
+            {"machine": machine(world_size=8), **WIDE_BLOCKS, "materialize": Materialize.ROTATE},
+            {"materialize": Materialize.ROTATE_IN_PLACE},
+            "--paro-rotate-in-place",
+        ),
     ],
 )
 def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told: str) -> None:
     """A limit between what the flags as given need, and what they need with one changed."""
     before = case(**changes)
-    model = replace(SMALL, recompute=given.get("recompute"))
-    after = case(model, **(changes | {k: v for k, v in given.items() if k != "recompute"}))
+    model = replace(before.model, recompute=given.get("recompute"))
+    others = {k: v for k, v in given.items() if k != "recompute"}
+    after = case(**(changes | others | {"model": model}))
     as_given = [
         plan(own, Freedom(micro_batch_sizes=(own.micro_batch_size,), collectives=("native",),
                           recomputes=(own.model.recompute,)))

@@ -29,7 +29,7 @@ def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) ->
     times = iter((1.4, 1.4 + 4 * 1.0, 0.3, 1e-9))  # 1 and 5 micro-batches, update, product
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
-    device = measure_device(config, alone())
+    device = measure_device(config, alone(), group_size=1)
     machine = Machine(name="one", source="", world_size=1, group_size=1, device=device)
     for count, seconds in ((1, 1.4), (5, 5.4)):
         case = Case(
@@ -46,9 +46,29 @@ def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) ->
         assert estimate.seconds == pytest.approx(seconds, rel=1e-6)
 
 
+def test_slices_cost_what_as_many_small_models_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = training_config(TINY, "gloo")
+    times = iter((1.4, 5.4, 0.3, 0.9, 0.9 + 4 * 0.8, 1e-9))  # of the model, of one of 2 slices
+    monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
+    monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
+    device = measure_device(config, alone(), group_size=2)
+    longer = 2 * 0.8 - 1.0
+    adding = 2 * 3 * 16 * 32 * 2 / device.memory_bytes_per_second
+    assert device.piece_seconds == pytest.approx(longer / 6 - adding)  # 6 parts, a cut in each
+
+
+def test_a_slice_of_a_model_is_a_smaller_one() -> None:
+    model = training_config(TINY, "gloo").model
+    half = timing.slice_of(model, 2)
+    assert (half.num_attention_heads, half.kv_channels) == (1, model.kv_channels)
+    assert (half.ffn_hidden_size, half.vocab_size) == (
+        -(-model.ffn_hidden_size // 2), -(-model.vocab_size // 2),
+    )  # fmt: skip
+
+
 def test_a_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_PRODUCT", 64)
-    device = measure_device(training_config(TINY, "gloo"), alone())
+    device = measure_device(training_config(TINY, "gloo"), alone(), group_size=2)
     assert 0 < device.sustained_flops <= device.peak_flops
     assert device.memory_bytes_per_second > 0
     assert device.reserved_bytes < device.memory_bytes

@@ -1,0 +1,172 @@
+"""The training thread of sharding/engine.py: units are gathered ahead, and given up."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from paro.planning.machine import GroupSpeed
+from paro.planning.simulation import Actor, Program, Simulation, Wait, Work
+from paro.planning.step_costs import StepCosts
+from paro.planning.step_thread import Buffer, StepThread
+
+
+class _Node:
+    """A unit as the engine sees it in a micro-batch."""
+
+    def __init__(self, index: int, needed: list[Buffer]) -> None:
+        self.index = index
+        self.needed = needed
+        self.held = False  # for backward
+
+
+class GatheringThread(StepThread):
+    """Gathers every unit before it is used, and reduces its gradients behind what comes next."""
+
+    def __init__(
+        self, costs: StepCosts, simulation: Simulation, actor: Actor, speed: GroupSpeed
+    ) -> None:
+        super().__init__(costs, simulation, actor, speed)
+        self.units = costs.computing.units
+        self.seconds = costs.computing.of_units
+        self.first = costs.computing.first_trained
+        ahead = costs.prefetch_units if self.overlaps.gathers else 0
+        self.max_live = 1 + ahead
+        self.max_whole_grads = 2 if self.overlaps.reductions else 1
+        self.nodes = [
+            _Node(index, [b for name in (unit.name, *unit.borrows) for b in self.buffers[name]])
+            for index, unit in enumerate(self.units)
+        ]
+        self.upcoming: deque[_Node] = deque()
+        self.live: list[_Node] = []
+        self.reducing: deque[Buffer] = deque()
+        back = [node for node in reversed(self.nodes[:-1]) if self._in_backward(node)]
+        for _ in range(costs.num_micro_batches):
+            self.upcoming.extend([*self.nodes, *back])
+
+    def _micro_batch(self, *, last: bool) -> Program:
+        yield from self._forward()
+        yield from self._backward(last=last)
+
+    def _forward(self) -> Program:
+        last = self.nodes[-1]
+        for node in self.nodes:
+            yield from self._require(node)
+            name = self.units[node.index].name
+            seconds = self.seconds[node.index].forward
+            yield self._compute(seconds, f"forward {name}", "forward")
+            if node is last and self.first < len(self.nodes):
+                node.held = True
+            else:
+                yield from self._release(node)
+
+    def _backward(self, *, last: bool) -> Program:
+        for node in reversed(self.nodes[self.first :]):
+            yield from self._release_following(node)
+            if self._in_backward(node) or node is self.nodes[-1]:
+                node.held = True
+                yield from self._require(node)
+            else:
+                yield from self._top_up()
+            yield from self._recompute(node)
+            name = self.units[node.index].name
+            part = self.seconds[node.index]
+            yield self._compute(part.until_first_gradient, f"backward {name}", "backward")
+            trainable = [b for b in self.buffers[name] if b.moving.trainable]
+            for buffer in trainable:
+                yield from self._take_whole_grad(buffer)
+            rest = part.rest_of_backward + self.costs.taking(self.units[node.index].trainable_numel)
+            yield self._compute(rest, f"backward {name}", "backward")
+            for buffer in trainable:
+                yield from self._reduce(buffer, last=last)
+        for node in self.nodes:
+            if node.held:
+                yield from self._release(node)
+
+    def _recompute(self, node: _Node) -> Program:
+        start = self.costs.computing.recomputed_from[node.index]
+        if start is None:
+            return
+        for other in self.nodes[start : node.index + 1]:
+            yield from self._require(other)
+            other.held = True
+            seconds = self.seconds[other.index].recompute
+            name = self.units[other.index].name
+            yield self._compute(seconds, f"recompute {name}", "recompute")
+
+    def _finish_gradients(self) -> Program:
+        while self.reducing:
+            yield Wait(self.reducing.popleft().read)
+        yield from super()._finish_gradients()
+
+    # Parameters #
+
+    def _in_backward(self, node: _Node) -> bool:
+        last = node is self.nodes[-1]
+        return node.index >= self.first and (self.units[node.index].gathered_for_backward or last)
+
+    def _require(self, node: _Node) -> Program:
+        if node not in self.live:
+            self.upcoming.remove(node)
+            yield from self._gather(node)
+        yield from self._top_up()
+        for buffer in node.needed:
+            yield Wait(buffer.gathered or buffer.published)
+            buffer.gathered = buffer.published = ()
+
+    def _top_up(self) -> Program:
+        while self.upcoming and len(self.live) < self.max_live:
+            node = self.upcoming[0]
+            if node in self.live or any(b.whole and b.moving.gather for b in node.needed):
+                return
+            yield from self._gather(self.upcoming.popleft())
+
+    def _gather(self, node: _Node) -> Program:
+        self.live.append(node)
+        for buffer in node.needed:
+            if not buffer.whole and buffer.moving.gather:
+                buffer.whole = True
+                moving, published = buffer.moving, buffer.published
+                buffer.gathered = self._move(
+                    "gather", "gather", buffer.name, moving.gather, published
+                )
+                if not self.overlaps.gathers:
+                    yield Wait(buffer.gathered)
+
+    def _release(self, node: _Node) -> Program:
+        node.held = False
+        self.live.remove(node)
+        shared = {id(buffer) for other in self.live for buffer in other.needed}
+        for buffer in node.needed:
+            if id(buffer) not in shared:
+                yield Wait(buffer.gathered)
+                buffer.gathered, buffer.whole = (), False
+
+    def _release_following(self, node: _Node) -> Program:
+        if node.index + 1 < len(self.nodes):
+            following = self.nodes[node.index + 1]
+            if following.held:
+                yield from self._release(following)
+                yield from self._top_up()
+
+    # Gradients #
+
+    def _take_whole_grad(self, buffer: Buffer) -> Program:
+        if not buffer.moving.reduce:
+            return
+        while buffer in self.reducing or len(self.reducing) >= self.max_whole_grads:
+            yield Wait(self.reducing.popleft().read)
+        self.reducing.append(buffer)
+
+    def _reduce(self, buffer: Buffer, *, last: bool) -> Program:
+        moving = buffer.moving
+        event: tuple[Work, ...] = ()
+        if moving.reduce:
+            event = self._move("reduce", "reduce", buffer.name, moving.reduce, ())
+            lane = moving.reduce[-1][-1].lane
+            event = self._copy(f"add {buffer.name}", lane, moving.accumulated_bytes, event)
+            buffer.read = event
+            if not self.overlaps.reductions:
+                yield Wait(event)
+        buffer.reduced = event
+        if last:
+            yield from self._finish(buffer, event)

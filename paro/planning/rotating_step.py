@@ -1,0 +1,175 @@
+"""One optimizer step where weights rotate: its computing slice by slice, its moves, its least time.
+
+Parts, in forward order: the embedding, attention and MLP of every block, the head. A rank computes
+a part with one slice after another, in place with one half of every slice and then the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from paro.planning.computing import Computing, UnitSeconds
+from paro.planning.cost_model import UnitSize
+from paro.planning.moves import seconds_of
+from paro.planning.step_costs import StepCosts
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.strategy import Strategy
+
+_OF_FORWARD = 1 / 3  # of what a further slice costs; backward has twice the products
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the model: where its weights lie, and what all its slices take together."""
+
+    name: str
+    laps: tuple[str, ...]  # its units: slices, or their halves one after the other
+    seconds: UnitSeconds
+    returns: bool = True  # backward reads the weights
+    recomputed_from: int | None = None  # the index of the part with which its recomputation begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatingComputing(Computing):
+    """A model's micro-batch in slices; `units` are those of gathered parameters."""
+
+    rotating: tuple[UnitSize, ...]  # those of rotation.py
+    degree: int
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """In forward order."""
+        tied = self.model.tie_embeddings_and_output_weights
+        parts = [self._part("embedding", super()._embedding(), returns=False)]
+        for index in range(1, len(self.units) - 1):
+            name, first = self.units[index].name, self.recomputed_from[index]
+            recomputed = index in self._computed_again
+            for part, flops in (("attention", self.of_attention), ("mlp", self.of_mlp)):
+                trained = self._trained(f"{name}.{part}") if index >= self.first_trained else None
+                seconds = self.forward_and_back(flops, trained=trained, recomputed=recomputed)
+                parts.append(self._part(f"{name}.{part}", seconds))
+            if first is not None:  # units 1, 2, .. are parts 1 and 2, 3 and 4, ..
+                parts[-1] = replace(parts[-1], recomputed_from=2 * first - 1)
+        holder = "embedding" if tied else "head"
+        parts.append(self._part("head", self._loss(self._trained(holder)), holder=holder))
+        return tuple(parts)
+
+    @cached_property
+    def first_trained_part(self) -> int:
+        """The index of the first part to which backward comes; their number where none trains."""
+        first = self.first_trained
+        if first >= len(self.units) - 1:
+            return len(self.parts) - (first < len(self.units))
+        return max(0, 2 * first - 1)
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(
+            part.seconds.forward
+            + part.seconds.recompute
+            + part.seconds.until_first_gradient
+            + part.seconds.rest_of_backward
+            for part in self.parts
+        )
+
+    @property
+    def adding_seconds(self) -> float:
+        """For adding what a further slice gives to the output, or to the input's gradient."""
+        return self.memory_seconds(3 * self.residual_bytes)
+
+    def taking_seconds(
+        self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
+    ) -> float:
+        """Adding gradients to those that have come along, and what comes home to the accumulator.
+
+        The first rank of a slice's way writes them without reading what was there.
+        """
+        compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
+        accumulate = BYTES_OF[precision.accumulate]
+        on_the_way = compute + 2 * wire - wire / self.degree
+        at_home = (wire + 2 * accumulate) / self.degree
+        return self.memory_seconds(trainable_numel * (on_the_way + at_home))
+
+    def _trained(self, part: str) -> float:
+        """The share of a part's weights that train."""
+        units = [unit for unit in self.rotating if unit.name.partition(" ")[0] == part]
+        return sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
+
+    def _loss(self, trained: float) -> UnitSeconds:
+        """The head makes no gradients in forward: backward computes the logits again."""
+        if self.first_trained == len(self.units):
+            return UnitSeconds(forward=self._seconds(self.of_logits.products))
+        seconds = self.forward_and_back(self.of_logits, trained=trained, recomputed=False)
+        again = self._seconds(self.of_logits.products)
+        return replace(seconds, until_first_gradient=seconds.until_first_gradient + again)
+
+    def _part(
+        self, name: str, whole: UnitSeconds, *, returns: bool = True, holder: str | None = None
+    ) -> Part:
+        """A part with what its slices cost beside what the whole does."""
+        laps = tuple(
+            unit.name for unit in self.rotating if unit.name.partition(" ")[0] == (holder or name)
+        )
+        further = self.degree * len(laps) - 1
+        forward = further * (self.device.piece_seconds * _OF_FORWARD + self.adding_seconds)
+        backward = further * (self.device.piece_seconds * (1 - _OF_FORWARD) + self.adding_seconds)
+        has_backward = whole.until_first_gradient + whole.rest_of_backward > 0
+        seconds = UnitSeconds(
+            forward=whole.forward + forward,
+            recompute=whole.recompute + forward if whole.recompute else 0.0,
+            until_first_gradient=whole.until_first_gradient,
+            rest_of_backward=whole.rest_of_backward + (backward if has_backward else 0.0),
+        )
+        return Part(name=name, laps=laps, seconds=seconds, returns=returns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatingCosts(StepCosts):
+    """A step under a strategy whose params and grads share a degree, over a ring of so many ranks.
+
+    `moves` are those of rotating units: a gather, or a reduction, is a pass round the ring.
+    """
+
+    computing: RotatingComputing
+    in_place: bool
+
+    def landing_seconds(self, num_bytes: int) -> float:
+        """In place: for copying what has landed beside a slice, of a unit of so many bytes."""
+        return self.computing.memory_seconds(2 * num_bytes // self.computing.degree)
+
+    def compute_seconds(self) -> float:
+        if not self.in_place:
+            return super().compute_seconds()
+        precision = self.moves.precision
+        compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
+        copying = sum(
+            unit.gathers_per_micro_batch * self.landing_seconds(unit.numel * compute)
+            + unit.reductions_per_micro_batch * self.landing_seconds(unit.trainable_numel * wire)
+            for unit in self.moves.units
+            if not unit.replicated
+        )
+        shifts = (self.computing.degree - 1) * self.num_micro_batches
+        return super().compute_seconds() + copying * shifts
+
+    def _never_hidden(self) -> float:
+        """What the first part's gradients have to do when they have come home.
+
+        In place nothing hides: every pass is waited for.
+        """
+        first = self.computing.first_trained_part
+        if first == len(self.computing.parts):
+            return 0.0
+        by_name = dict(zip((u.name for u in self.moves.units), self.moves.of_units, strict=True))
+        last = by_name[self.computing.parts[first].laps[0]]
+        exposed = sum(seconds_of((*part.finish, *part.replicas)) for part in last)
+        return exposed + (self._passes_seconds() if self.in_place else 0.0)
+
+    def _passes_seconds(self) -> float:
+        per_micro_batch = sum(
+            unit.gathers_per_micro_batch * seconds_of(part.gather)
+            + unit.reductions_per_micro_batch * seconds_of(part.reduce)
+            for unit, parts in zip(self.moves.units, self.moves.of_units, strict=True)
+            for part in parts
+        )
+        return per_micro_batch * self.num_micro_batches

@@ -1,0 +1,127 @@
+"""The training thread of rotation/: every part slice by slice, forwards and back."""
+
+# Out of place the next slice comes while this one is computed with. In backward the lane carries
+# weights and gradients in turns; CPU ranks leave messages to the backend's own threads, where both
+# are under way at once. In place every shift is waited for, and what has landed is copied.
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import Literal
+
+from paro.planning.machine import GroupSpeed
+from paro.planning.rotating_step import Part, RotatingCosts
+from paro.planning.simulation import Actor, Compute, Program, Simulation, Wait, Work
+from paro.planning.step_thread import Buffer, StepThread
+from paro.precision import BYTES_OF
+
+_Rides = Literal["gather", "reduce"]  # weights, or their gradients
+_Events = tuple[Work, ...]
+
+
+class RotatingThread(StepThread):
+    """Computes every part with one slice after another, and passes each on."""
+
+    costs: RotatingCosts
+
+    def __init__(
+        self, costs: RotatingCosts, simulation: Simulation, actor: Actor, speed: GroupSpeed
+    ) -> None:
+        super().__init__(costs, simulation, actor, speed)
+        self.parts = costs.computing.parts
+        self.first = costs.computing.first_trained_part
+        self.degree = costs.computing.degree
+        self.sizes = {unit.name: unit for unit in costs.moves.units}
+        # Whose backward is the last to bring a unit gradients: a tied head uses the embedding's.
+        self.lowest_user = {lap: p.name for p in reversed(self.parts) for lap in p.laps}
+        beside = [unit for unit in costs.moves.units if unit.replicated]
+        self.norms = [buffer for unit in beside for buffer in self.buffers[unit.name]]
+        self.num_norms = sum(unit.trainable_numel for unit in beside)
+
+    def _micro_batch(self, *, last: bool) -> Program:
+        for buffer in self.norms:
+            yield from self._wait_published(buffer)
+        for part in self.parts:
+            yield from self._forward(part, "forward", part.seconds.forward)
+        for index in reversed(range(self.first, len(self.parts))):
+            part = self.parts[index]
+            yield from self._recompute(part, index)
+            for lap in reversed(part.laps):
+                yield from self._backward(part, lap)
+                if last and self.lowest_user[lap] == part.name:
+                    yield from self._finish_all(self.buffers[lap])
+        taking = self.costs.taking(self.num_norms)
+        yield self._compute(taking, "backward norms", "backward")
+        if last:
+            yield from self._finish_all(self.norms)
+
+    def _recompute(self, part: Part, index: int) -> Program:
+        if part.recomputed_from is not None:
+            for again in self.parts[part.recomputed_from : index + 1]:
+                yield from self._forward(again, "recompute", again.seconds.recompute)
+
+    def _forward(self, part: Part, kind: str, seconds: float) -> Program:
+        of_slice = seconds / self.degree / len(part.laps)
+        for lap in part.laps:
+            for buffer in self.buffers[lap]:
+                yield from self._wait_published(buffer)
+            arriving: _Events = ()
+            for left in reversed(range(self.degree)):
+                yield Wait(arriving)
+                if left and not self.costs.in_place:
+                    arriving = yield from self._shift(lap, "gather")
+                yield self._compute(of_slice, f"{kind} {lap}", kind)
+                if left and self.costs.in_place:
+                    yield from self._shift_in_place(lap, "gather")
+
+    def _backward(self, part: Part, lap: str) -> Program:
+        slices = self.degree * len(part.laps)
+        taking = self.costs.taking(self.sizes[lap].trainable_numel) / self.degree
+        weights: _Events = ()
+        gradients: _Events = ()
+        for left in reversed(range(self.degree)):
+            yield Wait(weights)
+            if left and part.returns and not self.costs.in_place:
+                weights = yield from self._shift(lap, "gather")
+            until_first = part.seconds.until_first_gradient / slices
+            yield self._compute(until_first, f"backward {lap}", "backward")
+            yield Wait(gradients)
+            rest = part.seconds.rest_of_backward / slices + taking
+            yield self._compute(rest, f"backward {lap}", "backward")
+            if left and self.costs.in_place:
+                if part.returns:
+                    yield from self._shift_in_place(lap, "gather")
+                yield from self._shift_in_place(lap, "reduce")
+            elif left:
+                gradients = yield from self._shift(lap, "reduce")
+
+    def _wait_published(self, buffer: Buffer) -> Program:
+        yield Wait(buffer.published)
+        buffer.published = ()
+
+    def _finish_all(self, buffers: Iterable[Buffer]) -> Program:
+        for buffer in buffers:
+            if buffer.moving.trainable:
+                yield from self._finish(buffer, ())
+
+    def _shift(self, lap: str, rides: _Rides) -> Generator[Compute | Wait, None, _Events]:
+        """Sends a slice on, waits for it where nothing overlaps, and returns what to wait for."""
+        # Messages of CPU ranks do not wait for one another.
+        own_lane = self.costs.device.cores is not None
+        use = "gradients" if own_lane and rides == "reduce" else "rotate"
+        event: _Events = ()
+        for buffer in self.buffers[lap]:
+            moving = buffer.moving
+            for phase in (moving.gather if rides == "gather" else moving.reduce)[:1]:
+                event += self._queue(use, rides, f"{rides} {buffer.name}", phase, ())
+        if not self.overlaps.gathers:
+            yield Wait(event)
+        return event
+
+    def _shift_in_place(self, lap: str, rides: _Rides) -> Program:
+        yield Wait((yield from self._shift(lap, rides)))
+        unit, precision = self.sizes[lap], self.costs.moves.precision
+        landed = unit.numel * BYTES_OF[precision.compute]
+        if rides == "reduce":
+            landed = unit.trainable_numel * BYTES_OF[precision.wire]
+        yield self._compute(self.costs.landing_seconds(landed), f"copy {lap}", "copy")

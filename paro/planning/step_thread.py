@@ -1,0 +1,153 @@
+"""What every training thread does in a step, however its parameters come to where they are used."""
+
+# The program is that of the engine and of optim/optimizer.py, from one moment at which all lanes
+# are empty to the next: the gradients are there, their norm is known. So it begins with the update,
+# unit by unit, each queueing its publishing; then the micro-batches, the first of which waits for
+# what was published; then the wait for the last reductions and the agreement on the norm.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paro.planning.collective_time import Job, Lane, Phase, scalar_seconds
+from paro.planning.machine import GroupSpeed
+from paro.planning.moves import Moving
+from paro.planning.simulation import Actor, Compute, Program, Simulation, Wait, Work
+from paro.planning.step_costs import StepCosts
+
+
+class Buffer:
+    """A flat buffer of a unit: what of it is under way."""
+
+    def __init__(self, unit: str, moving: Moving) -> None:
+        self.name = unit if moving.trainable else f"{unit} (frozen)"
+        self.moving = moving
+        self.whole = False
+        self.gathered: tuple[Work, ...] = ()
+        self.published: tuple[Work, ...] = ()
+        self.read: tuple[Work, ...] = ()  # the whole gradient has been
+        self.reduced: tuple[Work, ...] = ()
+
+
+class StepThread:
+    """The training thread of a group's ranks; a subclass says what a micro-batch is."""
+
+    def __init__(
+        self, costs: StepCosts, simulation: Simulation, actor: Actor, speed: GroupSpeed
+    ) -> None:
+        self.costs = costs
+        self.simulation = simulation
+        self.actor = actor
+        self.speed = speed
+        self.overlaps = costs.overlaps
+        self.number = 0
+        self.buffers = {
+            unit.name: [Buffer(unit.name, moving) for moving in parts]
+            for unit, parts in zip(costs.moves.units, costs.moves.of_units, strict=True)
+        }
+
+    def program(self) -> Program:
+        costs = self.costs
+        yield self._compute(costs.device.step_seconds, "step", "other")
+        yield from self._update()
+        for index in range(costs.num_micro_batches):
+            yield from self._micro_batch(last=index + 1 == costs.num_micro_batches)
+        yield from self._finish_gradients()
+
+    def _micro_batch(self, *, last: bool) -> Program:
+        raise NotImplementedError
+
+    def _update(self) -> Program:
+        for unit in self.costs.moves.units:
+            seconds = self.costs.updating(unit.trainable_numel)
+            yield self._compute(seconds, f"update {unit.name}", "update")
+            for buffer in self.buffers[unit.name]:
+                if buffer.moving.publish:
+                    buffer.published = self._move(
+                        "gather", "publish", buffer.name, buffer.moving.publish, ()
+                    )
+                    if not self.overlaps.publishing:
+                        yield Wait(buffer.published)
+
+    def _finish_gradients(self) -> Program:
+        for buffers in self.buffers.values():
+            for buffer in buffers:
+                yield Wait(buffer.reduced)
+                buffer.reduced = ()
+        seconds = scalar_seconds(self.costs.machine)
+        job = Job(lane=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
+        yield Wait(self._queue("agree", "agree", "norm", (job,), (), joins=True))
+
+    def _finish(self, buffer: Buffer, event: tuple[Work, ...]) -> Program:
+        """Queues the last micro-batch's way on to the optimizer's shard, behind `event`."""
+        moving = buffer.moving
+        if moving.converted_bytes:
+            lane = (moving.finish or moving.replicas)[0][0].lane
+            event = self._copy(f"convert {buffer.name}", lane, moving.converted_bytes, event)
+        for phases in (moving.finish, moving.replicas):
+            event = self._move("reduce", "finish", buffer.name, phases, event)
+        buffer.reduced = event
+        if not self.overlaps.finishing:
+            yield Wait(event)
+
+    # Work #
+
+    def _compute(self, seconds: float, name: str, kind: str) -> Compute:
+        return Compute(seconds / self.speed.compute, name, kind)
+
+    def _copy(
+        self, name: str, lane: Lane, num_bytes: int, after: tuple[Work, ...]
+    ) -> tuple[Work, ...]:
+        """Reading and writing in a reduction's lane; on CPU ranks it takes the processor."""
+        busy = 1.0 if self.costs.device.cores is not None else 0.0
+        seconds = self.costs.computing.memory_seconds(num_bytes)
+        job = Job(lane=lane, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
+        return self._queue("reduce", "reduce", name, (job,), after)
+
+    def _move(
+        self,
+        use: str,
+        kind: str,
+        name: str,
+        phases: tuple[Phase, ...],
+        after: tuple[Work, ...],
+    ) -> tuple[Work, ...]:
+        for phase in phases:
+            after = self._queue(use, kind, f"{kind} {name}", phase, after)
+        return after
+
+    def _queue(
+        self,
+        use: str,
+        kind: str,
+        name: str,
+        phase: Phase,
+        after: tuple[Work, ...],
+        *,
+        joins: bool = False,
+    ) -> tuple[Work, ...]:
+        return tuple(self._works(use, kind, name, phase, (after, joins)))
+
+    def _works(
+        self,
+        use: str,
+        kind: str,
+        name: str,
+        phase: Phase,
+        how: tuple[tuple[Work, ...], bool],
+    ) -> Iterator[Work]:
+        after, joins = how
+        crosses = joins or any(job.inter for job in phase)
+        for job in phase:
+            self.number += 1
+            speed = self.speed.inter if job.inter else self.speed.intra if job.intra else 1.0
+            work = Work(
+                name=name,
+                kind=kind,
+                job=job,
+                lane=(use, job.lane),
+                members=len(self.simulation.actors) if crosses else 1,
+                after=after,
+                left=job.seconds / speed,
+            )
+            yield self.simulation.submit(self.actor, work, self.number)

@@ -1,0 +1,208 @@
+"""The simulated step where weights rotate: the order of rotation/, its bytes, what bounds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from model.config import RecomputeConfig
+from paro.planning.cost_model import traffic_per_step
+from paro.planning.planner import Estimator, letter_rows, plan, rotated_rows
+from paro.planning.rotating_step import RotatingCosts
+from paro.planning.settings import Case, Freedom, Materialize
+from paro.planning.simulation import Simulation
+from paro.planning.step_costs import NOTHING
+from paro.planning.timeline import simulate
+from paro.planning.trainable import Kind, Trainable
+from paro.rotation.unit import RotatingUnit
+from paro.sharding.shards import UnitShards
+from tests.paro.planning.cases import DEVICE, case, machine
+from tests.paro.planning.lone_rank import lone_rotating_rank, silence
+from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.test_timeline import EACH, ORDERS, PAIRS, TINY
+
+WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
+
+
+def costs(given: Case, strategy: str) -> RotatingCosts:
+    found = Estimator(given).costs(given.setting(given.strategy(strategy)))
+    assert isinstance(found, RotatingCosts)
+    return found
+
+
+@pytest.mark.parametrize("name", set(ORDERS) - {"nothing ahead", "two ahead"})
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", ["IIG", "III"])
+def test_slices_come_in_the_order_of_the_engine(
+    name: str, way: Materialize, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, changes = ORDERS[name]
+    given = case(
+        config,
+        machine=machine(world_size=4, group_size=2),
+        group_size=2,
+        seq_length=16,
+        micro_batch_size=1,
+        global_batch_size=8,
+        materialize=way,
+        **changes,
+    )
+    planned: list[tuple[str, str]] = []
+    submit = Simulation.submit
+
+    def note(self: Simulation, actor: Any, work: Any, number: int) -> Any:
+        if work.kind in ("gather", "reduce", "publish") and not work.name.startswith("convert"):
+            planned.append((work.kind, work.name.split(" ", 1)[-1]))
+        return submit(self, actor, work, number)
+
+    monkeypatch.setattr(Simulation, "submit", note)
+    simulate(costs(given, strategy))
+
+    done: list[tuple[str, str]] = []
+    parsed, topology = on_ranks(strategy, world_size=4, group_size=2)
+    trained = {u.name for u in given.trainable.units(config, world_size=4) if u.trainable_numel}
+    lone = lone_rotating_rank(
+        config,
+        parsed,
+        topology,
+        given.precision,
+        in_place=way is Materialize.ROTATE_IN_PLACE,
+        is_trained=lambda name: name.rpartition(".")[0] in trained,
+    )
+    for method_name in ("_shift", "_shift_in_place"):
+        method = getattr(RotatingUnit, method_name)
+
+        def shift(self: RotatingUnit, kind: Any, *args: Any, method: Any = method) -> Any:
+            done.append((kind.value, self.name))
+            return method(self, kind, *args)
+
+        monkeypatch.setattr(RotatingUnit, method_name, shift)
+    publish = UnitShards.publish
+
+    def publishing(self: UnitShards) -> None:
+        done.extend([("publish", self.name)] * len(self.context.moves.publish))
+        publish(self)
+
+    monkeypatch.setattr(UnitShards, "publish", publishing)
+    silence(monkeypatch)
+    lone.step(2)  # whose update is published in the one after it
+    second_ends = len(done)
+    lone.step(2)
+    published = [move for move in done[:second_ends] if move[0] == "publish"]
+    expected = published + [move for move in done[second_ends:] if move[0] != "publish"]
+    assert planned == expected
+    assert planned
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recompute", [None, EACH, PAIRS])
+@pytest.mark.parametrize("strategy", ["III", "IIG", "2,2,8", "4,4,16"])
+def test_links_carry_the_bytes_of_the_cost_model(
+    way: Materialize, recompute: RecomputeConfig | None, strategy: str
+) -> None:
+    for tied in (False, True):
+        given = case(materialize=way)
+        model = replace(given.model, recompute=recompute, tie_embeddings_and_output_weights=tied)
+        given = replace(given, model=model)
+        step = costs(given, strategy)
+        loads = step.moves.loads(step.num_micro_batches)
+        sent = traffic_per_step(
+            given.strategy(strategy),
+            step.moves.topology,
+            step.moves.units,
+            given.precision,
+            step.num_micro_batches,
+        )
+        assert loads.intra * 2000e9 / 8 == pytest.approx(sent.intra)
+        assert loads.inter * 100e9 / 8 == pytest.approx(sent.inter)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("trainable", [Trainable(), Trainable(kind=Kind.LAST_BLOCKS, share=0.3)])
+@pytest.mark.parametrize("recompute", [None, EACH])
+def test_without_overlap_parts_add_up(
+    way: Materialize, trainable: Trainable, recompute: RecomputeConfig | None
+) -> None:
+    given = case(replace(TINY, num_attention_heads=8, num_query_groups=8, recompute=recompute),
+                 prefetch_units=0, materialize=way, trainable=trainable)  # fmt: skip
+    for strategy in ("III", "IIG", "2,2,8"):
+        step = costs(given, strategy)
+        timeline = simulate(step)
+        loads = step.moves.loads(step.num_micro_batches)
+        assert timeline.compute_seconds == pytest.approx(step.compute_seconds())
+        assert timeline.seconds == pytest.approx(step.compute_seconds() + loads.one_by_one)
+        assert timeline.exposed_seconds == pytest.approx(loads.one_by_one)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", ["III", "IIG", "2,2,16", "4,4,4"])
+@pytest.mark.parametrize("recompute", [None, EACH])
+def test_nothing_is_faster_than_its_bound(
+    way: Materialize, strategy: str, recompute: RecomputeConfig | None
+) -> None:
+    for intra, inter in ((20, 100), (2000, 100), (2000, 5)):
+        for ahead in (0, 1):
+            given = case(
+                machine=machine(intra=intra, inter=inter), materialize=way, prefetch_units=ahead
+            )
+            step = costs(replace(given, model=replace(given.model, recompute=recompute)), strategy)
+            time = simulate(step).seconds
+            assert time >= step.least_seconds() * (1 - 1e-9)
+            assert time <= simulate(replace(step, overlap=NOTHING)).seconds * (1 + 1e-9)
+
+
+def test_out_of_place_hides_what_in_place_waits_for() -> None:
+    """Where links take as long as computing."""
+    given = case(machine=machine(intra=600), global_batch_size=64)
+    times = {way: simulate(costs(replace(given, materialize=way), "III")) for way in WAYS}
+    apart = times[Materialize.ROTATE_IN_PLACE]
+    assert apart.exposed_seconds > 1.5 * times[Materialize.ROTATE].exposed_seconds
+    assert apart.seconds > 1.2 * times[Materialize.ROTATE].seconds
+
+
+def test_a_further_slice_costs_what_was_measured() -> None:
+    """Over rings of 4 instead of 2 every part of the model is cut into 2 slices more."""
+    device = replace(DEVICE, piece_seconds=1e-3)
+    given = case(materialize=Materialize.ROTATE)
+    slow = replace(given, machine=machine(device=device))
+    num_parts = 2 + 2 * given.model.num_layers
+    for degree in (2, 4, 8):
+        strategy = f"{degree},{degree},8"
+        more = costs(slow, strategy).computing.seconds - costs(given, strategy).computing.seconds
+        assert more == pytest.approx((degree - 1) * num_parts * 1e-3)
+
+
+def test_rows_show_what_may_rotate_beside_what_is_gathered() -> None:
+    given = case()
+    rows = {row.setting.name: row for row in (*letter_rows(given), *rotated_rows(given))}
+    assert {name for name in rows if " " in name} == {
+        "III rotated", "III rotated in place", "IIG rotated", "IIG rotated in place",
+    }  # fmt: skip
+    for name in ("III", "IIG"):
+        gathered, rotated = rows[name], rows[f"{name} rotated"]
+        assert rotated.memory_bytes < gathered.memory_bytes
+        assert rotated.sent.inter == pytest.approx(gathered.sent.inter, rel=1e-3)
+
+
+def test_a_search_keeps_to_the_way_of_the_case() -> None:
+    few = Freedom(collectives=("native",), recomputes=(None,), micro_batch_sizes=(2,))
+    for way in Materialize:
+        found = plan(case(materialize=way), few)
+        assert {e.setting.materialize for e in (*found.front, found.least)} == {way}
+        if way.rotates:
+            degrees = {e.setting.strategy.degrees for e in found.front}
+            assert all(1 < params == grads <= 8 for params, grads, _ in degrees)
+    everything = plan(case(), replace(few, materializes=tuple(Materialize)))
+    assert {e.setting.materialize for e in everything.front} > {Materialize.GATHER}
+
+
+def test_a_model_that_cannot_rotate_is_refused_with_what_could() -> None:
+    given = case(materialize=Materialize.ROTATE)
+    odd = replace(given, model=replace(given.model, num_attention_heads=3, num_query_groups=3))
+    with pytest.raises(ValueError, match="cannot cut --num-attention-heads 3"):
+        plan(odd)
+    lora = replace(given, trainable=Trainable(kind=Kind.ADAPTERS, share=0.01))
+    with pytest.raises(ValueError, match="adapters are planned beside gathered"):
+        plan(lora)
