@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,8 +27,10 @@ from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.collective_timing.device import training_config
 from tools.command_line import Parser
+from tools.peers.own import flags_of
 from tools.picture import check_can_draw
 from tools.planning.comparison import compare
+from tools.planning.rounds import median_machine, median_row
 from tools.planning.steps_page import Chapter, draw, page
 
 DESCRIPTION = """\
@@ -40,6 +42,7 @@ run that ends early, or after --minutes, goes on where it ended.
   python tools/study_plan.py report --folder examples/measured
 """
 NicSetting = Literal["per-rank", "shared"]
+ROTATED = ("III@native+rotate", "IIG@native+rotate", "III@native+in-place", "IIG@native+in-place")
 INTER: dict[NicSetting, str] = {"per-rank": "100mbit", "shared": "400mbit"}
 SHAPES = {
     "deep": "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 688 "
@@ -49,6 +52,7 @@ SHAPES = {
 }
 COUNTS = (1, 4)
 NODES, RANKS_PER_NODE = 2, 4
+NAMES = ("nic", "shape", "setting", "micro_batches", "round")  # of a row's own figures
 MOST_ELSEWHERE = 0.12  # the kernel's own threads take 0.03 to 0.08
 SIZES = "64K,256K,1M,4M"
 TOOLS = Path(__file__).resolve().parent
@@ -65,8 +69,11 @@ class Part:
     def name(self) -> str:
         return f"{self.nic}-{self.shape}"
 
-    def machine_in(self, folder: Path) -> Path:
-        return folder / f"steps-{self.name}.json"
+    def machine_in(self, folder: Path, number: int) -> Path:
+        return folder / f"steps-{self.name}-{number}.json"
+
+    def machine_files(self, folder: Path) -> list[Path]:
+        return sorted(folder.glob(f"steps-{self.name}-*.json"))
 
     @property
     def train_flags(self) -> str:
@@ -80,21 +87,20 @@ def parts() -> Iterator[Part]:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """What was measured so far, of each setting the last time that no other program was busy.
+    """What was measured so far, in each round the last time that no other program was busy.
 
     A line that was cut off counts as none.
     """
     path = folder / "steps.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    found: dict[tuple[object, ...], dict[str, Any]] = {}
     for line in lines:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
         if busy_elsewhere(row) <= MOST_ELSEWHERE:
-            key = tuple(row[name] for name in ("nic", "shape", "strategy", "collective"))
-            found[*key, str(row["micro_batches"])] = row
+            found[tuple(row[name] for name in NAMES)] = row
     return list(found.values())
 
 
@@ -103,26 +109,32 @@ def busy_elsewhere(row: dict[str, Any]) -> float:
     return 1.0 - row["cpu_seconds"] * NODES * RANKS_PER_NODE / row["machine_seconds"]
 
 
-def missing(part: Part, settings: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The settings of a part of which not all rows are there yet."""
+def missing(
+    part: Part, number: int, settings: Sequence[str], rows: Sequence[dict[str, Any]]
+) -> list[str]:
+    """The settings of a part of which not all rows of a round are there yet."""
     done = Counter(
-        f"{row['strategy']}@{row['collective']}"
+        row["setting"]
         for row in rows
-        if (row["nic"], row["shape"]) == (part.nic, part.shape)
+        if (row["nic"], row["shape"], row["round"]) == (part.nic, part.shape, number)
     )
     return [setting for setting in settings if done[setting] < len(COUNTS)]
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measures what is missing, until the time is over."""
+    """Measures what is missing, round by round, until the time is over."""
     end = time.monotonic() + 60 * args.minutes
     args.folder.mkdir(parents=True, exist_ok=True)
     settings = args.settings.split(",")
-    for part in parts():
-        if args.parts and part.name not in args.parts.split(","):
-            continue
-        left = missing(part, settings, rows_of(args.folder))
-        machine = part.machine_in(args.folder)
+    for setting in settings:
+        flags_of(setting)
+        if not collective_of(setting):
+            raise ValueError(f"--settings {setting}: names no collective, as IIG@native does")
+    chosen = [part for part in parts() if not args.parts or part.name in args.parts.split(",")]
+    turns = [(number, part) for number in range(1, args.rounds + 1) for part in chosen]
+    for number, part in turns:
+        left = missing(part, number, settings, rows_of(args.folder))
+        machine = part.machine_in(args.folder, number)
         if (not left and machine.exists()) or time.monotonic() > end:
             continue
         spec = ClusterSpec(
@@ -132,28 +144,34 @@ def measure(args: argparse.Namespace) -> None:
             nic=part.nic,
             name=args.name,
         )
-        print(f"{part.name}: {len(left)} of {len(settings)} to measure", flush=True)
+        print(f"{part.name}, round {number}: {len(left)} of {len(settings)} left", flush=True)
         with cluster(spec) as made:
             if not machine.exists():
-                _measure_machine(made, part, args.folder, settings)
+                _measure_machine(made, part, machine, settings)
             if left:
                 seconds = max(1.0, end - time.monotonic())
-                _run(made, _steps_flags(part, args.folder, left, seconds))
+                _run(made, _steps_flags(part, number, args.folder, left, seconds))
     rows = rows_of(args.folder)
-    left = [setting for part in parts() for setting in missing(part, settings, rows)]
+    left = [one for number, part in turns for one in missing(part, number, settings, rows)]
     print(f"{len(rows)} rows, {len(left)} settings left", flush=True)
 
 
-def _measure_machine(made: Cluster, part: Part, folder: Path, settings: Sequence[str]) -> None:
+def _measure_machine(made: Cluster, part: Part, path: Path, settings: Sequence[str]) -> None:
     """The machine file of a part: what a collective takes beside computing differs by shape."""
-    names = ",".join(dict.fromkeys(setting.partition("@")[2] for setting in settings))
+    names = ",".join(dict.fromkeys(map(collective_of, settings)))
     bench = str(TOOLS / "bench_collectives.py")
     flags = ["--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"]
     flags += ["--inter-bandwidth", INTER[part.nic], "--nic", part.nic, "--train", part.train_flags]
-    _run(made, [bench, *flags, "--machine-file", str(part.machine_in(folder))])
+    _run(made, [bench, *flags, "--machine-file", str(path)])
 
 
-def _steps_flags(part: Part, folder: Path, settings: Sequence[str], seconds: float) -> list[str]:
+def collective_of(setting: str) -> str:
+    return setting.partition("+")[0].partition("@")[2]
+
+
+def _steps_flags(
+    part: Part, number: int, folder: Path, settings: Sequence[str], seconds: float
+) -> list[str]:
     train = (
         f"{part.train_flags} --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer "
         "--micro-batch-size 1 --global-batch-size 8 --train-iters 1000 --lr 1e-5"
@@ -161,35 +179,58 @@ def _steps_flags(part: Part, folder: Path, settings: Sequence[str], seconds: flo
     return [
         str(TOOLS / "planning" / "steps.py"),
         *("--output", str(folder / "steps.jsonl")),
-        *("--label", json.dumps({"nic": part.nic, "shape": part.shape})),
+        *("--label", json.dumps({"nic": part.nic, "shape": part.shape, "round": number})),
         *("--settings", ",".join(settings), "--counts", ",".join(map(str, COUNTS))),
         *("--seconds", f"{seconds:.0f}", "--train", train),
     ]
 
 
 def chapters_of(folder: Path) -> list[Chapter]:
-    """All that was measured, beside what the planner says now."""
+    """All that was measured, medians over rounds, beside what the planner says now."""
     rows = rows_of(folder)
     if not rows:
         raise ValueError(f"--folder {folder}: there are no rows: measure first")
     found = []
     for part in parts():
-        mine = [row for row in rows if (row["nic"], row["shape"]) == (part.nic, part.shape)]
-        keys = dict.fromkeys((row["collective"], row["micro_batches"]) for row in mine)
-        for collective, count in keys:
-            key = collective, count
-            measured = [r for r in mine if (r["collective"], r["micro_batches"]) == key]
-            case = case_of(part, read_machine(part.machine_in(folder)), collective, count)
+        by_key: dict[Key, list[list[dict[str, Any]]]] = {}
+        for rounds in _rounds_of(part, rows):
+            by_key.setdefault(Key.of(rounds[0]), []).append(rounds)
+        machines = [read_machine(path) for path in part.machine_files(folder)]
+        for (collective, count, rotates), settings in by_key.items():
+            measured = [median_row(rounds) for rounds in settings]
+            case = case_of(part, median_machine(machines), collective, count)
             nics = "a NIC per rank" if part.nic == "per-rank" else "one NIC a node"
             found.append(
                 Chapter(
                     cluster=f"{part.shape}, {nics}",
-                    collective=collective,
+                    collective=f"{collective}, rotated" if rotates else collective,
                     micro_batches=count,
                     compared=compare(case, measured),
                 )
             )
     return found
+
+
+class Key(NamedTuple):
+    """What the settings of a chapter have in common."""
+
+    collective: str
+    micro_batches: int
+    rotates: bool
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Key:
+        setting = row["setting"]
+        return cls(collective_of(setting), row["micro_batches"], "+" in setting)
+
+
+def _rounds_of(part: Part, rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """A part's rows, those of all rounds of a setting together."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if (row["nic"], row["shape"]) == (part.nic, part.shape):
+            found.setdefault((row["setting"], row["micro_batches"]), []).append(row)
+    return list(found.values())
 
 
 def case_of(part: Part, machine: Machine, collective: str, count: int) -> Case:
@@ -239,8 +280,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, required=True, metavar="DIR", help="of rows and machine files")
     add("--minutes", type=float, default=60.0, help="begin nothing after so many; default 60")
     add("--name", default="study", help="of the cluster; default study")
-    settings = ",".join(f"{name}@native" for name in legal_letters())
-    add("--settings", default=settings, help="STRATEGY@COLLECTIVE, ...; default all by native")
+    settings = ",".join([*(f"{name}@native" for name in legal_letters()), *ROTATED])
+    add("--rounds", type=int, default=3, help="of everything, one after the other; default 3")
+    add(
+        "--settings",
+        default=settings,
+        help="STRATEGY@COLLECTIVE[+rotate|+in-place], ...; default all by native",
+    )
     names = ",".join(part.name for part in parts())
     add("--parts", help=f"some of {names}; default all")
     reporting = commands.add_parser("report", help="write the page", allow_abbrev=False)

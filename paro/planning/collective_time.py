@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from paro.collectives.schedule import Op, count_pieces
 from paro.planning.machine import Axes, LinkSpeed, Machine, Nic, measured_at, seconds
+from paro.sharding.layout import chunk_numel
 from paro.topology import Axis, Link
 
 Lane = tuple[int, ...]  # the axes that a lane serves
@@ -76,10 +77,11 @@ class CollectiveTimes:
             max(job.seconds for job in phase) for phase in self.phases(op, run, num_bytes)
         )
 
-    def shifts(self, run: Run, num_bytes: int) -> tuple[Phase, ...]:
+    def shifts(self, run: Run, num_bytes: int, *, in_place: bool = False) -> tuple[Phase, ...]:
         """A pass of slices round the ring of a run, one shift of a slice after another.
 
-        A ring gathers by the same messages: as long as its steps take, shifts do.
+        A ring gathers by the same messages: as long as its steps take, shifts do. In place two
+        chunks of a slice are under way at a time, and the next two when those have landed.
         """
         if not run or num_bytes == 0:
             return ()
@@ -87,8 +89,10 @@ class CollectiveTimes:
         names = {row.algorithm for row in self.machine.measured if row.axes is axes}
         rings = [name for name in ("ring", "h-ring", "ho-ring") if name in names]
         algorithm = rings[0] if rings else "native" if names else "ring"
-        job = self._whole(Op.ALL_GATHER, run, num_bytes, algorithm)
-        shift = job._replace(seconds=job.seconds / num_shifts)
+        slice_bytes = num_bytes // _size(run)
+        turns = -(-slice_bytes // (2 * chunk_numel(slice_bytes, 1))) if in_place else 1
+        job = self._whole(Op.ALL_GATHER, run, num_bytes // turns, algorithm)
+        shift = job._replace(seconds=job.seconds / num_shifts * turns)
         return ((shift,),) * num_shifts
 
     def _fastest(self, op: Op, run: Run, num_bytes: int) -> str:

@@ -53,6 +53,7 @@ class Moves:
     precision: PrecisionConfig
     times: CollectiveTimes
     rotates: bool = False
+    in_place: bool = False
 
     @property
     def machine(self) -> Machine:
@@ -149,12 +150,12 @@ class Moves:
 
     def _gather(self, run: Run, num_bytes: int) -> tuple[Phase, ...]:
         if self.rotates:
-            return self.times.shifts(run, num_bytes)
+            return self.times.shifts(run, num_bytes, in_place=self.in_place)
         return self.times.phases(Op.ALL_GATHER, run, num_bytes)
 
     def _reduce(self, run: Run, num_bytes: int) -> tuple[Phase, ...]:
         if self.rotates:
-            return self.times.shifts(run, num_bytes)
+            return self.times.shifts(run, num_bytes, in_place=self.in_place)
         return self.times.phases(Op.REDUCE_SCATTER, run, num_bytes)
 
 

@@ -130,6 +130,7 @@ class Estimator:
             precision=self.case.precision,
             times=CollectiveTimes(self.case.machine, setting.collective),
             rotates=setting.materialize.rotates,
+            in_place=setting.materialize is Materialize.ROTATE_IN_PLACE,
         )
 
     def memory(self, setting: Setting) -> Moment:

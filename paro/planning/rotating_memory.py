@@ -20,9 +20,8 @@ from paro.planning.cost_model import UnitSize, model_state_bytes
 from paro.planning.llama import MicroBatch, block_activations, norm_backward
 from paro.planning.working_memory import Moment
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.sharding.layout import chunk_numel
 from paro.strategy import Strategy
-
-_CHUNK_BYTES = 512 << 10  # at most, and at most a quarter of what travels: see rotation/ring.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,7 @@ class _Walk:
         return numel // self.strategy.params * BYTES_OF[kind]
 
     def _room(self, slice_bytes: int) -> int:
-        return 2 * min(-(-slice_bytes // 4), _CHUNK_BYTES)
+        return 2 * chunk_numel(slice_bytes, 1)
 
     def _fp32_grads(self) -> int:
         """The copy of a unit's gradients that the update reads."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from paro.collectives.wire import Pending, Wire
 from paro.groups import Groups, Run, Use, make_groups
 from paro.lanes import Event, Lanes, Stage
+from paro.sharding.layout import chunk_numel
 from paro.topology import Axis, Topology
 from paro.traffic import Traffic
 
@@ -185,9 +186,4 @@ def make_ring(
 
 def room_beside(numel: int, dtype: torch.dtype) -> int:
     """How many elements an exchange in place takes beside a buffer of so many: two chunks."""
-    return 2 * max(1, min(-(-numel // _LEAST_CHUNKS), _CHUNK_BYTES // dtype.itemsize))
-
-
-# Long enough to outweigh the cost of a message, and little beside a slice.
-_CHUNK_BYTES = 512 << 10
-_LEAST_CHUNKS = 4
+    return 2 * chunk_numel(numel, dtype.itemsize)

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 from math import prod
 
 ALIGN = 8  # elements: boxes and shards begin at multiples of 16 bytes in two-byte types
+# Of what slices are exchanged by in place: it outweighs the cost of a message, and is little beside
+# a slice.
+_CHUNK_BYTES = 512 << 10
+_LEAST_CHUNKS = 4
 
 Shape = tuple[int, ...]
 
@@ -169,6 +173,11 @@ class Rectangle:
     extent: Shape
     low: int
     high: int
+
+
+def chunk_numel(numel: int, element_bytes: int) -> int:
+    """How many elements of a slice of so many travel at a time where it is exchanged in place."""
+    return max(1, min(-(-numel // _LEAST_CHUNKS), _CHUNK_BYTES // element_bytes))
 
 
 def rectangles(box: Box, low: int, high: int) -> Iterator[Rectangle]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ MACHINE = Machine(name="", source="", world_size=8, group_size=4)
 ROWS = (Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=64, seconds=1.0),)
 
 
-def row(part: Part, strategy: str, count: int) -> dict[str, Any]:
+def row(part: Part, strategy: str, count: int, number: int = 1) -> dict[str, Any]:
     return {
         "nic": part.nic,
         "shape": part.shape,
-        "strategy": strategy,
-        "collective": "native",
+        "round": number,
+        "setting": f"{strategy}@native",
         "micro_batches": count,
         "seconds": 1.0,
         "cpu_seconds": 0.2,
@@ -46,18 +47,19 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     write_rows(tmp_path, [row(PART, "IIG", count) for count in COUNTS])
     with (tmp_path / "steps.jsonl").open("a") as rows:
         rows.write('{"nic": "per-rank", "shape": "de')
-    assert missing(PART, ["IIG@native", "GGG@native"], rows_of(tmp_path)) == ["GGG@native"]
+    assert missing(PART, 1, ["IIG@native", "GGG@native"], rows_of(tmp_path)) == ["GGG@native"]
+    assert missing(PART, 2, ["IIG@native"], rows_of(tmp_path)) == ["IIG@native"]
 
 
 def test_a_row_that_another_program_disturbed_is_measured_again(tmp_path: Path) -> None:
     calm, disturbed = row(PART, "IIG", 1), row(PART, "IIG", 4) | {"machine_seconds": 2.0}
     write_rows(tmp_path, [calm, disturbed])
-    assert missing(PART, ["IIG@native"], rows_of(tmp_path)) == ["IIG@native"]
+    assert missing(PART, 1, ["IIG@native"], rows_of(tmp_path)) == ["IIG@native"]
     write_rows(tmp_path, [calm, disturbed, calm | {"seconds": 2.0}])
     assert [found["seconds"] for found in rows_of(tmp_path)] == [2.0]
 
 
-def test_it_measures_what_is_missing_and_each_machine_once(
+def test_it_measures_what_is_missing_and_each_machine_once_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[list[str]] = []
@@ -75,21 +77,25 @@ def test_it_measures_what_is_missing_and_each_machine_once(
             return 0
         label = json.loads(words[words.index("--label") + 1])
         names = words[words.index("--settings") + 1].split(",")[:1]  # time for one only
-        found = [row(Part(**label), name.partition("@")[0], c) for name in names for c in COUNTS]
+        part = Part(nic=label["nic"], shape=label["shape"])
+        found = [row(part, n.partition("@")[0], c, label["round"]) for n in names for c in COUNTS]
         write_rows(tmp_path, [*rows_of(tmp_path), *found])
         return 0
 
     monkeypatch.setattr(study_plan, "cluster", cluster)
     monkeypatch.setattr(study_plan, "run", run)
     command = ["measure", "--folder", str(tmp_path), "--settings", "NNN@native,GGG@native"]
+    command += ["--rounds", "2"]
     for number in (1, 2, 3):
         assert main(command) == 0
-        assert len(rows_of(tmp_path)) == min(number, 2) * len(list(parts())) * len(COUNTS)
-    assert len(runs) == 3 * len(list(parts()))  # machine and first; second; nothing
+        assert len(rows_of(tmp_path)) == 2 * min(number, 2) * len(list(parts())) * len(COUNTS)
+    assert len(runs) == 2 * 3 * len(list(parts()))  # machine and first; second; nothing
     for part in parts():
-        machine = read_machine(part.machine_in(tmp_path))
-        assert machine.measured == ROWS
-        assert machine.name == f"steps-{part.name}"
+        machines = [read_machine(path) for path in part.machine_files(tmp_path)]
+        assert [machine.name for machine in machines] == [
+            f"steps-{part.name}-1", f"steps-{part.name}-2",
+        ]  # fmt: skip
+        assert all(machine.measured == ROWS for machine in machines)
 
 
 def test_a_failure_in_the_cluster_is_one_line(
@@ -99,6 +105,21 @@ def test_a_failure_in_the_cluster_is_one_line(
     monkeypatch.setattr(study_plan, "run", lambda *_: 1)
     assert main(["measure", "--folder", str(tmp_path)]) == 2
     assert "failed, status 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("IIG", "IIG: names no collective"),
+        ("IIG@native+turn", "+turn is none of +rotate, +in-place"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(
+    setting: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["measure", "--folder", str(tmp_path), "--settings", setting]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
 
 
 def test_a_report_needs_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,15 +134,17 @@ def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
         "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 63 --seq-length 16 "
         "--make-vocab-size-divisible-by 1 --bf16 --distributed-backend gloo --mock-data "
         "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 2 "
-        "--train-iters 10 --lr 1e-5 --paro-group-size 1"
+        "--train-iters 10 --lr 1e-5"
     )
-    flags = ("--output", rows, "--settings", "GGG@native", "--counts", "1,2", "--train", train)
+    settings = "GGG@native,2/2/2@ring+rotate"
+    flags = ("--output", rows, "--settings", settings, "--counts", "1,2", "--train", train)
     done = run_script([ROOT / "tools/planning/steps.py", *flags], nproc=2)
     assert done.returncode == 0, done.stderr
-    one, two = map(json.loads, rows.read_text().splitlines())
-    assert (one["micro_batches"], two["micro_batches"]) == (1, 2)
-    for found in (one, two):
-        assert found["strategy"] == "GGG"
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(found["setting"], found["micro_batches"]) for found in lines] == [
+        *product(settings.split(","), (1, 2))
+    ]
+    for found in lines:
         assert found["seconds"] > 0
         assert found["peak_in_use"] > 0
         assert found["exposed"].keys() == {"gather", "reduce", "publish"}

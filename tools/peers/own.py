@@ -22,18 +22,26 @@ ROTATIONS = {
 }
 
 
-def own_config(task: Task, name: str, world: World) -> RunConfig:
-    """The configuration of `paro:STRATEGY[@COLLECTIVE][+rotate|+in-place]`; `ValueError`."""
-    named, plus, rotation = name.removeprefix(PREFIX).partition("+")
+def flags_of(setting: str) -> list[str]:
+    """The flags that STRATEGY[@COLLECTIVE][+rotate|+in-place] stands for; `ValueError`.
+
+    A comma ends a setting on the command line: degrees are joined by /.
+    """
+    named, plus, rotation = setting.partition("+")
     if plus and rotation not in ROTATIONS:
-        raise ValueError(f"--contenders {name}: +{rotation} is none of +{', +'.join(ROTATIONS)}")
+        raise ValueError(f"{setting}: +{rotation} is none of +{', +'.join(ROTATIONS)}")
     strategy, at, collective = named.partition("@")
-    strategy = strategy.replace("/", ",")  # degrees: a comma ends a name on the command line
-    flags = [*task.flags, *task.own_flags, "--paro-strategy", strategy]
-    flags += ["--paro-group-size", str(task.group_size)]
-    flags += ROTATIONS.get(rotation, [])
-    if at:
-        flags += ["--paro-collective", collective]
+    flags = ["--paro-strategy", strategy.replace("/", ","), *ROTATIONS.get(rotation, [])]
+    return [*flags, "--paro-collective", collective] if at else flags
+
+
+def own_config(task: Task, name: str, world: World) -> RunConfig:
+    """The configuration of `paro:` and a setting of `flags_of`; `ValueError`."""
+    try:
+        own = flags_of(name.removeprefix(PREFIX))
+    except ValueError as error:
+        raise ValueError(f"--contenders {PREFIX}{error}") from error
+    flags = [*task.flags, *task.own_flags, *own, "--paro-group-size", str(task.group_size)]
     return RunConfig.from_args(parse_args(flags), world)
 
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from paro.planning.planner import Estimator, plan
-from paro.planning.settings import Case, Freedom
+from paro.planning.settings import Case, Freedom, Materialize, Setting
 
 # Of a rank's peak, beside what the planner adds up: gloo's buffers and threads, the allocator's
 # rounding, what Python and torch keep.
@@ -22,7 +22,7 @@ NUM_LIMITS = 6
 class Row:
     """One setting as it was measured and as it is predicted."""
 
-    strategy: str
+    strategy: str  # and whether its weights rotate
     seconds: float
     predicted: float
     peak_bytes: int | None  # in use
@@ -59,7 +59,7 @@ class Comparison:
     """All strategies of one cluster, shape, collective and number of micro-batches."""
 
     rows: tuple[Row, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice, ...]  # none among those whose weights rotate
 
     @property
     def median_error(self) -> float:
@@ -80,16 +80,29 @@ class Comparison:
         return [pair for pair in self.pairs() if pair[0].predicted >= pair[1].predicted]
 
 
+def setting_of(case: Case, text: str) -> Setting:
+    """What STRATEGY@COLLECTIVE[+rotate|+in-place] stands for, all else as the case says."""
+    named, _, rotation = text.partition("+")
+    strategy, _, collective = named.partition("@")
+    ways = {"": Materialize.GATHER, "rotate": Materialize.ROTATE}
+    return replace(
+        case.setting(case.strategy(strategy.replace("/", ","))),
+        collective=collective,
+        materialize=ways.get(rotation, Materialize.ROTATE_IN_PLACE),
+    )
+
+
 def compare(case: Case, measured: Sequence[dict[str, Any]]) -> Comparison:
-    """The predictions of a case beside rows of tools/planning/steps.py."""
+    """The predictions of a case beside rows of tools/planning/steps.py, of one collective."""
     estimator = Estimator(case)
     reserved = case.machine.device.reserved_bytes if case.machine.device else 0
     rows = []
     for row in measured:
-        estimate = estimator.estimate(case.setting(case.strategy(row["strategy"])))
+        setting = setting_of(case, row["setting"])
+        estimate = estimator.estimate(setting)
         rows.append(
             Row(
-                strategy=row["strategy"],
+                strategy=setting.name,
                 seconds=row["seconds"],
                 predicted=estimate.seconds,
                 peak_bytes=row["peak_in_use"],
@@ -98,7 +111,9 @@ def compare(case: Case, measured: Sequence[dict[str, Any]]) -> Comparison:
                 measured_exposed=row["exposed"],
             )
         )
-    return Comparison(rows=tuple(rows), choices=tuple(_choices(case, rows, reserved)))
+    rotates = any("+" in row["setting"] for row in measured)
+    choices = () if rotates else tuple(_choices(case, rows, reserved))
+    return Comparison(rows=tuple(rows), choices=choices)
 
 
 def _choices(case: Case, rows: Sequence[Row], reserved: int) -> Iterator[Choice]:

@@ -31,11 +31,12 @@ from paro.runtime import Control, World, device_for, read_world, run_script, use
 from paro.training import StepResult, Training, train_step
 from tools.collective_timing.device import same_batches
 from tools.peers.meters import MemoryMeter
+from tools.peers.own import flags_of
 from tools.peers.turn import in_own_process, process_group, rehearse
 
 WARMUP = 2  # the second step is the first that waits for what was published
-STEPS = 5  # timed; of those with several micro-batches fewer
-STEPS_OF_SEVERAL = 3
+STEPS = 3  # timed; of those with several micro-batches fewer
+STEPS_OF_SEVERAL = 2
 _STAT = Path("/proc/stat")
 
 
@@ -146,7 +147,9 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="a JSON line is added per row")
     add("--label", type=json.loads, default={}, metavar="JSON", help="fields of every row")
-    add("--settings", required=True, help="STRATEGY@COLLECTIVE, joined by commas")
+    add(
+        "--settings", required=True, help="STRATEGY@COLLECTIVE[+rotate|+in-place], joined by commas"
+    )
     add("--counts", required=True, help="numbers of micro-batches, joined by commas")
     add("--seconds", type=float, default=1e9, help="begin no strategy after so many")
     add("--train", required=True, metavar="FLAGS", help="of pretrain_llama.py")
@@ -159,16 +162,16 @@ def main() -> None:
     world = read_world()
     counts = [int(word) for word in args.counts.split(",")]
     for number, setting in enumerate(args.settings.split(",")):
-        strategy, _, collective = setting.partition("@")
-        flags = [*args.train.split(), "--paro-strategy", strategy, "--paro-collective", collective]
+        with user_mistakes():
+            flags = [*args.train.split(), *flags_of(setting)]
         turn = partial(time_strategy, flags, counts, number, begin + args.seconds)
         found, goes_on = in_own_process(turn)
         if world.rank == 0:
-            label = {**args.label, "strategy": strategy, "collective": collective}
+            label = {**args.label, "setting": setting}
             with args.output.open("a", encoding="utf-8") as rows:
                 rows.writelines(json.dumps({**label, **row}) + "\n" for row in found)
             told = ", ".join(f"{row['micro_batches']}: {row['seconds']:.3f} s" for row in found)
-            print(f"{strategy} {collective}  {told}", flush=True)
+            print(f"{setting}  {told}", flush=True)
         if not goes_on:
             break
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from tools.picture import drawing
-from tools.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Comparison
+from tools.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Choice, Comparison
 
 HEAD = """\
 <!-- Written by python tools/study_plan.py report --folder examples/measured: change that. -->
@@ -17,9 +17,10 @@ HEAD = """\
 
 Written by `python tools/study_plan.py report --folder examples/measured` from the rows and
 machine files there, which `tools/study_plan.py measure` measured in emulated clusters of 2 nodes x
-4 ranks on 2 cores: a NIC of 100 Mbit/s per rank, or one of 400 Mbit/s a node. A measured step is
-the median of 3 (of one micro-batch: of 5), each as long as its slowest rank. A machine file was
-measured in a cluster of the same kind, its device by training the same shape on every rank alone.
+4 ranks on 2 cores: a NIC of 100 Mbit/s per rank, or one of 400 Mbit/s a node. A round measures the
+machine and then every strategy, one after the other; what stands here are medians over the rounds.
+Of a round a measured step is the median of 3 (of 4 micro-batches: of 2), each as long as its
+slowest rank. The machine's device is measured by training the same shape on every rank alone.
 
 ![measured and predicted](steps.png)
 """
@@ -64,16 +65,16 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
     lines += [
         f"| {c.title} | {c.compared.median_error:.1%} | {c.compared.worst_error:.1%} "
         f"| {len(c.compared.wrong_pairs())} of {len(list(c.compared.pairs()))} "
-        f"| {max(choice.ratio for choice in c.compared.choices) - 1:.1%} |"
+        f"| {_most(c.compared.choices)} |"
         for c in chapters
     ]
     errors = [abs(row.error) for c in chapters for row in c.compared.rows]
     wrong = sum(len(c.compared.wrong_pairs()) for c in chapters)
     pairs = sum(len(list(c.compared.pairs())) for c in chapters)
-    most = max(choice.ratio for c in chapters for choice in c.compared.choices) - 1
+    most = _most([choice for c in chapters for choice in c.compared.choices])
     lines.append(
         f"| **all** | **{median(errors):.1%}** | **{max(errors):.1%}** | **{wrong} of {pairs}** "
-        f"| **{most:.1%}** |"
+        f"| **{most}** |"
     )
     memory = [e for c in chapters for row in c.compared.rows if (e := row.memory_error) is not None]
     if memory:
@@ -84,6 +85,11 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
             f"{CONSTANT_BYTES / 1e6:.0f} MB; the median is within {median(map(abs, memory)):.1%}.",
         ]
     return lines
+
+
+def _most(choices: Sequence[Choice]) -> str:
+    """What a choice loses at most; rotated settings, which auto was not asked for, have none."""
+    return f"{max(choice.ratio for choice in choices) - 1:.1%}" if choices else ""
 
 
 def _rows(chapter: Chapter) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from model.config import RecomputeConfig
+from paro.planning.collective_time import CollectiveTimes
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.planner import Estimator, letter_rows, plan, rotated_rows
 from paro.planning.rotating_step import RotatingCosts
@@ -18,7 +19,8 @@ from paro.planning.timeline import simulate
 from paro.planning.trainable import Kind, Trainable
 from paro.rotation.unit import RotatingUnit
 from paro.sharding.shards import UnitShards
-from tests.paro.planning.cases import DEVICE, case, machine
+from paro.topology import make_topology
+from tests.paro.planning.cases import DEVICE, case, machine, speed
 from tests.paro.planning.lone_rank import lone_rotating_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_timeline import EACH, ORDERS, PAIRS, TINY
@@ -160,6 +162,21 @@ def test_out_of_place_hides_what_in_place_waits_for() -> None:
     apart = times[Materialize.ROTATE_IN_PLACE]
     assert apart.exposed_seconds > 1.5 * times[Materialize.ROTATE].exposed_seconds
     assert apart.seconds > 1.2 * times[Materialize.ROTATE].seconds
+
+
+def test_in_place_two_chunks_are_under_way_at_a_time() -> None:
+    """So a shift takes the latency of every two of its chunks, and no byte more."""
+    typed = machine(intra=2000, world_size=8)
+    late = replace(typed, intra=speed(2000, latency=1e-6))
+    run = make_topology(world_size=8, group_size=8, degrees=()).axes_between(1, 8)
+    for num_bytes, pairs in ((8 << 10, 2), (8 << 20, 2), (64 << 20, 8)):  # a slice is 1/8
+        times = [
+            CollectiveTimes(own, "native").shifts(run, num_bytes, in_place=True)
+            for own in (typed, late)
+        ]
+        for (plain,), (with_latency,) in zip(*times, strict=True):
+            assert plain.seconds == pytest.approx(num_bytes / 8 * 8 / 2000e9)
+            assert with_latency.seconds - plain.seconds == pytest.approx(pairs * 1e-6)
 
 
 def test_a_further_slice_costs_what_was_measured() -> None:

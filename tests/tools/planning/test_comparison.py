@@ -27,7 +27,7 @@ def measured(case: Case, factors: dict[str, float]) -> list[dict[str, Any]]:
     estimator = Estimator(case)
     return [
         {
-            "strategy": name,
+            "setting": f"{name}@native",
             "seconds": factor * estimator.estimate(case.setting(case.strategy(name))).seconds,
             "peak_in_use": None,
             "exposed": {},
@@ -53,6 +53,15 @@ def test_a_pair_in_the_wrong_order_is_found_and_costs_auto(case: Case) -> None:
     found = compare(case, measured(case, {"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
     assert ("GGG", "IIG") in [(fast.strategy, slow.strategy) for fast, slow in found.wrong_pairs()]
     assert max(choice.ratio for choice in found.choices) > 2
+
+
+def test_what_rotates_is_compared_as_such_and_chosen_by_nobody(case: Case) -> None:
+    rows = measured(case, {"IIG": 1.0})
+    for way, name in (("rotate", "IIG rotated"), ("in-place", "IIG rotated in place")):
+        found = compare(case, [row | {"setting": f"{row['setting']}+{way}"} for row in rows])
+        assert found.rows[0].strategy == name
+        assert found.rows[0].predicted > rows[0]["seconds"]  # of what is gathered
+        assert found.choices == ()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""Medians over rounds, of rows and of machine files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paro.collectives.schedule import Op
+from paro.planning.machine import Axes, Measured
+from tests.paro.planning.cases import DEVICE, machine, speed
+from tools.planning.rounds import median_machine, median_row
+
+
+def test_a_row_is_the_median_of_its_rounds_and_the_largest_peak() -> None:
+    rounds = [
+        {
+            "setting": "IIG@native",
+            "seconds": seconds,
+            "cpu_seconds": 2 * seconds,
+            "machine_seconds": 3 * seconds,
+            "agreement": 0.0,
+            "peak_bytes": peak,
+            "peak_in_use": None,
+            "exposed": {"gather": 10 * seconds},
+        }
+        for seconds, peak in ((3.0, 5), (1.0, 9), (2.0, 7))
+    ]
+    found = median_row(rounds)
+    assert (found["setting"], found["seconds"], found["cpu_seconds"]) == ("IIG@native", 2.0, 4.0)
+    assert (found["peak_bytes"], found["peak_in_use"]) == (9, None)
+    assert found["exposed"] == {"gather": 20.0}
+
+
+def timed(num_bytes: int, seconds: float) -> Measured:
+    return Measured(
+        axes=Axes.INTRA,
+        op=Op.ALL_GATHER,
+        algorithm="native",
+        num_bytes=num_bytes,
+        seconds=seconds,
+        cpu_seconds=2 * seconds,
+    )
+
+
+def test_a_machine_is_the_median_of_its_files() -> None:
+    rounds = [
+        machine(
+            inter=10 * factor,
+            device=replace(DEVICE, sustained_flops=factor * 1e12, piece_seconds=factor),
+            measured=(timed(64, factor), *([timed(128, 1.0)] if factor < 3 else [])),
+        )
+        for factor in (1.0, 3.0, 2.0)
+    ]
+    found = median_machine(rounds)
+    assert found.measured == (timed(64, 2.0),)  # what one of the files lacks is left out
+    assert found.inter == speed(20)
+    assert found.device is not None
+    assert (found.device.sustained_flops, found.device.piece_seconds) == (2e12, 2.0)
+    assert median_machine(rounds[:1]) == rounds[0]

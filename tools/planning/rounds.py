@@ -1,0 +1,84 @@
+"""Several rounds of a measurement as one: medians, since a machine is not the same all day."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from paro.planning.machine import Device, LinkSpeed, Machine, Measured
+
+_MEDIANS = ("seconds", "cpu_seconds", "machine_seconds", "agreement")
+
+
+def median_row(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row of tools/planning/steps.py, from those of the same setting; the largest peaks."""
+    found = dict(rounds[0])
+    for name in _MEDIANS:
+        found[name] = median(row[name] for row in rounds)
+    for name in ("peak_bytes", "peak_in_use"):
+        found[name] = max((row[name] for row in rounds if row[name] is not None), default=None)
+    found["exposed"] = {
+        kind: median(row["exposed"][kind] for row in rounds) for kind in rounds[0]["exposed"]
+    }
+    return found
+
+
+def median_machine(rounds: Sequence[Machine]) -> Machine:
+    """A machine, from its files of several rounds; of collectives those that all of them timed."""
+    first = rounds[0]
+    timed = [{_key(row): row for row in machine.measured} for machine in rounds]
+    rows = [
+        _median_of([by_key[key] for by_key in timed])
+        for key in timed[0]
+        if all(key in by_key for by_key in timed)
+    ]
+    return replace(
+        first,
+        intra=_median_link([machine.intra for machine in rounds]),
+        inter=_median_link([machine.inter for machine in rounds]),
+        measured=tuple(rows),
+        device=_median_device([machine.device for machine in rounds]),
+    )
+
+
+def _key(row: Measured) -> tuple[object, ...]:
+    return row.axes, row.op, row.algorithm, row.num_bytes
+
+
+def _median_of(rows: Sequence[Measured]) -> Measured:
+    return replace(
+        rows[0],
+        seconds=median(row.seconds for row in rows),
+        cpu_seconds=_median(rows, lambda row: row.cpu_seconds),
+        busy_seconds=_median(rows, lambda row: row.busy_seconds),
+    )
+
+
+def _median(rows: Sequence[Measured], figure: Callable[[Measured], float | None]) -> float | None:
+    known = [value for row in rows if (value := figure(row)) is not None]
+    return median(known) if known else None
+
+
+def _median_link(speeds: Sequence[LinkSpeed | None]) -> LinkSpeed | None:
+    known = [speed for speed in speeds if speed is not None]
+    if not known:
+        return None
+    return replace(
+        known[0],
+        bits_per_second=round(median(speed.bits_per_second for speed in known)),
+        latency_seconds=median(speed.latency_seconds for speed in known),
+    )
+
+
+def _median_device(devices: Sequence[Device | None]) -> Device | None:
+    known = [device for device in devices if device is not None]
+    if not known:
+        return None
+    names = (
+        "peak_flops", "sustained_flops", "memory_bytes_per_second", "step_seconds", "piece_seconds",
+    )  # fmt: skip
+    return replace(
+        known[0], **{name: median(getattr(device, name) for device in known) for name in names}
+    )
