@@ -64,12 +64,6 @@ class DoneEvent:
 
 
 DONE = DoneEvent()
-Name = Callable[[Hashable], str]  # what a lane is called, in profiles and in a hang's stacks
-
-
-def _range(name: str) -> torch.profiler.record_function:
-    """A job of a lane, in a profile."""
-    return torch.profiler.record_function(f"paro/lane:{name}")
 
 
 class AllEvents:
@@ -85,6 +79,14 @@ class AllEvents:
     def stages(self) -> Iterator[Stage]:
         for event in self._events:
             yield from event.stages()
+
+
+Name = Callable[[Hashable], str]  # what a lane is called, in profiles and in a hang's stacks
+
+
+def _range(name: str) -> torch.profiler.record_function:
+    """A job of a lane, in a profile."""
+    return torch.profiler.record_function(f"paro/lane:{name}")
 
 
 class InlineLanes:

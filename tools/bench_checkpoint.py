@@ -1,7 +1,8 @@
 """Times saving and loading beside the bare disk, measures their memory, and steps during a save."""
 
 # torchrun --standalone --nproc-per-node 2 tools/bench_checkpoint.py --folder runs/bench
-# torchrun --standalone --nproc-per-node 2 tools/bench_checkpoint.py --folder runs/bench --steps 20
+# OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 1 tools/bench_checkpoint.py \
+#     --folder runs/bench --steps 20
 #
 # The disk's bandwidth is that of as many ranks writing as many bytes to one file each, with fsync,
 # and reading them. Nothing is overwritten, and before anything is read, its pages are dropped from

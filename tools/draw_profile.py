@@ -86,6 +86,8 @@ def read_profile(path: Path) -> Profile:
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+        for event in events:
+            event["ts"], event["dur"] = float(event["ts"]), float(event["dur"])
         rank = int(trace["distributedInfo"]["rank"] if "distributedInfo" in trace else 0)
         steps = [event for event in events if event["name"].startswith(STEP)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -94,9 +96,9 @@ def read_profile(path: Path) -> Profile:
         raise ValueError(f"{path}: the trace of a GPU, whose streams ui.perfetto.dev shows")
     if not steps or not any(event["name"] in COMPUTING for event in events):
         raise ValueError(f"{path}: no step of a training; give what --use-pytorch-profiler wrote")
-    begin = min(float(event["ts"]) for event in steps)
-    end = max(float(event["ts"]) + float(event["dur"]) for event in steps)
-    found = _spans(sorted(events, key=lambda event: float(event["ts"])), rank, begin, end)
+    begin = min(event["ts"] for event in steps)
+    end = max(event["ts"] + event["dur"] for event in steps)
+    found = _spans(sorted(events, key=lambda event: event["ts"]), rank, begin, end)
     return Profile(rank, len(steps), (end - begin) / 1e6, tuple(found))
 
 
@@ -110,8 +112,8 @@ def _spans(events: Iterable[dict[str, Any]], rank: int, begin: float, end: float
     """Ranges in the steps, by their begin; of waits within waits the outer ones."""
     waited_until = begin
     for event in events:
-        name, first = str(event["name"]), float(event["ts"])
-        last = min(first + float(event["dur"]), end)
+        name, first = str(event["name"]), event["ts"]
+        last = min(first + event["dur"], end)
         if not begin <= first < end:
             continue
         start, stop = (first - begin) / 1e6, (last - begin) / 1e6

@@ -17,9 +17,12 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
+from paro.arguments import parse_args
+from paro.config import RunConfig
 from paro.planning.machine import Machine
 from paro.planning.machine_file import read_machine
 from paro.planning.settings import Case
+from paro.runtime import World
 from paro.strategy import legal_letters
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
@@ -50,6 +53,10 @@ SHAPES = {
     "wide": "--num-layers 3 --hidden-size 384 --num-attention-heads 6 --ffn-hidden-size 1024 "
     "--vocab-size 2047 --seq-length 64",
 }
+TRAIN_FLAGS = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 1000 --lr 1e-5"
+)
 COUNTS = (1, 4)
 NODES, RANKS_PER_NODE = 2, 4
 NAMES = ("nic", "shape", "setting", "micro_batches", "round")  # of a row's own figures
@@ -125,14 +132,11 @@ def measure(args: argparse.Namespace) -> None:
     """Measures what is missing, round by round, until the time is over."""
     end = time.monotonic() + 60 * args.minutes
     args.folder.mkdir(parents=True, exist_ok=True)
-    settings = args.settings.split(",")
-    for setting in settings:
-        flags_of(setting)
-        if not collective_of(setting):
-            raise ValueError(f"--settings {setting}: names no collective, as IIG@native does")
     chosen = [part for part in parts() if not args.parts or part.name in args.parts.split(",")]
+    settings_of = {part: take_settings(args.settings, part) for part in chosen}
     turns = [(number, part) for number in range(1, args.rounds + 1) for part in chosen]
     for number, part in turns:
+        settings = settings_of[part]
         left = missing(part, number, settings, rows_of(args.folder))
         machine = part.machine_in(args.folder, number)
         if (not left and machine.exists()) or time.monotonic() > end:
@@ -152,8 +156,24 @@ def measure(args: argparse.Namespace) -> None:
                 seconds = max(1.0, end - time.monotonic())
                 _run(made, _steps_flags(part, number, args.folder, left, seconds))
     rows = rows_of(args.folder)
-    left = [one for number, part in turns for one in missing(part, number, settings, rows)]
+    left = [one for number, part in turns for one in missing(part, number, settings_of[part], rows)]
     print(f"{len(rows)} rows, {len(left)} settings left", flush=True)
+
+
+def take_settings(text: str | None, part: Part) -> list[str]:
+    """Those of --settings, or all by native that the part's model can be trained under."""
+    if text is None:
+        settings = [f"{name}@native" for name in legal_letters()]
+        heads = training_config(part.train_flags, "gloo").model.num_query_groups
+        return settings if heads % RANKS_PER_NODE else [*settings, *ROTATED]
+    settings = text.split(",")
+    world = World(size=NODES * RANKS_PER_NODE, ranks_per_node=RANKS_PER_NODE)
+    for setting in settings:
+        if not collective_of(setting):
+            raise ValueError(f"--settings {setting}: names no collective, as IIG@native does")
+        flags = [*part.train_flags.split(), *TRAIN_FLAGS.split(), *flags_of(setting)]
+        RunConfig.from_args(parse_args(flags), world)
+    return settings
 
 
 def _measure_machine(made: Cluster, part: Part, path: Path, settings: Sequence[str]) -> None:
@@ -172,16 +192,12 @@ def collective_of(setting: str) -> str:
 def _steps_flags(
     part: Part, number: int, folder: Path, settings: Sequence[str], seconds: float
 ) -> list[str]:
-    train = (
-        f"{part.train_flags} --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer "
-        "--micro-batch-size 1 --global-batch-size 8 --train-iters 1000 --lr 1e-5"
-    )
     return [
         str(TOOLS / "planning" / "steps.py"),
         *("--output", str(folder / "steps.jsonl")),
         *("--label", json.dumps({"nic": part.nic, "shape": part.shape, "round": number})),
         *("--settings", ",".join(settings), "--counts", ",".join(map(str, COUNTS))),
-        *("--seconds", f"{seconds:.0f}", "--train", train),
+        *("--seconds", f"{seconds:.0f}", "--train", f"{part.train_flags} {TRAIN_FLAGS}"),
     ]
 
 
@@ -280,12 +296,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, required=True, metavar="DIR", help="of rows and machine files")
     add("--minutes", type=float, default=60.0, help="begin nothing after so many; default 60")
     add("--name", default="study", help="of the cluster; default study")
-    settings = ",".join([*(f"{name}@native" for name in legal_letters()), *ROTATED])
     add("--rounds", type=int, default=3, help="of everything, one after the other; default 3")
     add(
         "--settings",
-        default=settings,
-        help="STRATEGY@COLLECTIVE[+rotate|+in-place], ...; default all by native",
+        metavar="SETTING,...",
+        help="STRATEGY@COLLECTIVE[+rotate|+in-place]; default: all strategies by native, and "
+        "weights that rotate where they can",
     )
     names = ",".join(part.name for part in parts())
     add("--parts", help=f"some of {names}; default all")

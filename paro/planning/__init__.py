@@ -1,1 +1,1 @@
-"""What a strategy costs, in bytes and memory, before anything runs."""
+"""What a strategy costs, in bytes, memory and time, before anything runs."""

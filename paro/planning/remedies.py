@@ -10,6 +10,10 @@ from paro.planning.planner import Estimator, Plan
 from paro.planning.settings import Case, Materialize, Setting
 
 MOST_RANKS = 16384  # as far as more of them are tried
+_SMALLER = {
+    Materialize.GATHER: (Materialize.ROTATE, "--paro-materialize rotate"),
+    Materialize.ROTATE: (Materialize.ROTATE_IN_PLACE, "--paro-rotate-in-place"),
+}
 
 
 def why_nothing_fits(case: Case, plan: Plan) -> str:
@@ -35,25 +39,21 @@ def _changes(case: Case, least: Setting) -> Iterator[str]:
         size = _largest_micro_batch(case, least)
         if size is not None:
             yield f"--micro-batch-size {size}"
-    yield from _other_ways(case, least)
+    yield from _smaller_way(case, least)
     ranks = _fewest_ranks(case, least)
     if ranks is not None:
         how = ", gathered" if least.materialize.rotates else ""
         yield f"{ranks} ranks, with all states spread over all of them{how}"
 
 
-def _other_ways(case: Case, least: Setting) -> Iterator[str]:
-    """The flags with which weights rotate, or rotate in place."""
-    flags = {
-        Materialize.ROTATE: "--paro-materialize rotate",
-        Materialize.ROTATE_IN_PLACE: "--paro-rotate-in-place",
-    }
-    for materialize, flag in flags.items():
-        further = list(Materialize).index(materialize) > list(Materialize).index(least.materialize)
-        other = replace(least, materialize=materialize)
-        if further and case.why_not(least.strategy, materialize) is None and _fits(case, other):
+def _smaller_way(case: Case, least: Setting) -> Iterator[str]:
+    """The flag with which weights rotate, or rotate in place."""
+    further = _SMALLER.get(least.materialize)
+    if further is not None:
+        materialize, flag = further
+        possible = case.why_not(least.strategy, materialize) is None
+        if possible and _fits(case, replace(least, materialize=materialize)):
             yield flag
-            return
 
 
 def _fits(case: Case, setting: Setting) -> bool:

@@ -98,7 +98,10 @@ class Case:
         if not materialize.rotates:
             return None
         if self.trainable.kind is Kind.ADAPTERS:
-            return "adapters are planned beside gathered parameters alone: --trainable"
+            return (
+                "--trainable adapters are planned beside gathered parameters alone: leave "
+                "--paro-materialize rotate out"
+            )
         return why_not_rotating(
             strategy, self.model, world_size=self.world_size, group_size=self.group_size
         )

@@ -249,6 +249,9 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     assert re.search(launch, out, re.M)
     assert re.search(r"^> planner: chose \S+, micro-batches of \d+", out, re.M)
     assert re.search(r"^> planner: the runner-up", out, re.M)
+    rotating = printed(f"{PLANNED} --paro-strategy III --paro-materialize rotate", capsys)
+    assert re.search(r"^> plan: on machine \S+ III rotated, micro-batches of 4,", rotating, re.M)
+    assert re.search(r"^> planner: chose \S+ rotated", rotating, re.M)
     without = printed(f"{MOCK} --dry-run --world-size 8", capsys)
     assert "> plan: --paro-machine NAME would say how long a step takes" in without
 

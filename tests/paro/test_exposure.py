@@ -70,6 +70,13 @@ def test_a_lane_of_both_kinds_of_links_counts_for_the_slow_ones() -> None:
     assert exposure.take() == Exposed(intra=0.0, inter=2.0)
 
 
+def test_a_lane_is_named_by_its_use_axes_and_links() -> None:
+    exposure = Exposure(TOPOLOGY)
+    assert exposure.name(INTRA) == "gather 0 intra"
+    assert exposure.name((Use.REDUCE, 0, 1)) == "reduce 0+1 inter"
+    assert Exposure().name("work") == "work"
+
+
 def test_without_a_topology_links_are_not_told_apart() -> None:
     exposure = Exposure()
     exposure.note(INTRA, 1.0)

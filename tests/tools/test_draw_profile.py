@@ -88,7 +88,8 @@ def test_what_is_no_profile_is_refused_in_one_line(
         "list": (b"[]", "no trace of torch's profiler"),
         "without events": (b"{}", "no 'traceEvents'"),
         "idle": (b'{"traceEvents": []}', "no step of a training"),
-        "odd": (b'{"traceEvents": [{"ph": "X"}]}', "no 'name'"),
+        "no times": (b'{"traceEvents": [{"ph": "X", "name": "ProfilerStep#1"}]}', "no 'ts'"),
+        "odd": (b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1}]}', "no 'name'"),
     }
     for name, (content, message) in bad.items():
         path = tmp_path / name

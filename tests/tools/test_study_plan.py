@@ -112,6 +112,8 @@ def test_a_failure_in_the_cluster_is_one_line(
     [
         ("IIG", "IIG: names no collective"),
         ("IIG@native+turn", "+turn is none of +rotate, +in-place"),
+        ("IIG@native+rotate", "cannot cut --num-attention-heads 6"),  # of the wide model
+        ("IIX@native", "--paro-strategy 'IIX' is unknown"),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(

@@ -221,5 +221,5 @@ def test_a_model_that_cannot_rotate_is_refused_with_what_could() -> None:
     with pytest.raises(ValueError, match="cannot cut --num-attention-heads 3"):
         plan(odd)
     lora = replace(given, trainable=Trainable(kind=Kind.ADAPTERS, share=0.01))
-    with pytest.raises(ValueError, match="adapters are planned beside gathered"):
+    with pytest.raises(ValueError, match="adapters are planned beside gathered parameters alone"):
         plan(lora)
