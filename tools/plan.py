@@ -65,7 +65,8 @@ def check_files(args: Namespace) -> None:
 def report(args: Namespace, case: Case) -> None:
     """Prints what was found and writes the files; `ValueError` in the end where nothing fits."""
     print(title(case), "", sep="\n")
-    rows = sorted((*letter_rows(case), *rotated_rows(case)), key=lambda row: row.seconds)
+    rotated = rotated_rows(case) if case.materialize.rotates else ()
+    rows = sorted((*letter_rows(case), *rotated), key=lambda row: row.seconds)
     print(rows_table(rows), *misfits(case, rows), "", sep="\n")
     found = plan(case)
     print(*describe(found), "", "memory against time, all settings:", sep="\n")

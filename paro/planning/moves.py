@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
-from typing import NamedTuple
 
 from paro.collectives.schedule import Op
 from paro.planning.collective_time import CollectiveTimes, Phase, Run
@@ -16,6 +15,8 @@ from paro.planning.machine import Machine
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 from paro.topology import Topology, make_topology
+
+_Alike = tuple[int, int, bool]  # trained and frozen elements of a unit, and whether it lies whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +88,15 @@ class Moves:
     def of_units(self) -> tuple[tuple[Moving, ...], ...]:
         """Of every unit: its trainable buffer, its frozen one, where they hold anything."""
         found: dict[_Alike, tuple[Moving, ...]] = {}
-        for unit in self.units:
-            if _Alike.of(unit) not in found:
-                found[_Alike.of(unit)] = tuple(self.moving(unit))
-        return tuple(found[_Alike.of(unit)] for unit in self.units)
+        for key, unit in zip(self._kinds, self.units, strict=True):
+            if key not in found:
+                found[key] = tuple(self.moving(unit))
+        return tuple(found[key] for key in self._kinds)
+
+    @cached_property
+    def _kinds(self) -> tuple[_Alike, ...]:
+        """Of every unit: those that are alike move alike."""
+        return tuple((u.trainable_numel, u.frozen_numel, u.replicated) for u in self.units)
 
     def loads(self, num_micro_batches: int) -> Loads:
         """Of a whole step."""
@@ -100,15 +106,12 @@ class Moves:
     @cached_property
     def _sums(self) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
         """Seconds of a micro-batch and of the rest of a step: intra, inter, one by one."""
-        gathers, reductions, counts = Counter[_Alike](), Counter[_Alike](), Counter[_Alike]()
-        for unit in self.units:
-            key = _Alike.of(unit)
+        kinds = self._kinds
+        gathers, reductions = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
+        for key, unit in zip(kinds, self.units, strict=True):
             gathers[key] += unit.gathers_per_micro_batch
             reductions[key] += unit.reductions_per_micro_batch
-            counts[key] += 1
-        moving = {
-            _Alike.of(unit): parts for unit, parts in zip(self.units, self.of_units, strict=True)
-        }
+        counts, moving = Counter(kinds), dict(zip(kinds, self.of_units, strict=True))
         terms: list[tuple[float, float, tuple[Phase, ...]]] = []
         for key, count in counts.items():
             for part in moving[key]:
@@ -157,18 +160,6 @@ class Moves:
         if self.rotates:
             return self.times.shifts(run, num_bytes, in_place=self.in_place)
         return self.times.phases(Op.REDUCE_SCATTER, run, num_bytes)
-
-
-class _Alike(NamedTuple):
-    """Units of which this is the same move alike."""
-
-    trainable_numel: int
-    frozen_numel: int
-    replicated: bool
-
-    @classmethod
-    def of(cls, unit: UnitSize) -> _Alike:
-        return cls(unit.trainable_numel, unit.frozen_numel, unit.replicated)
 
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:
