@@ -34,7 +34,7 @@ def costs(given: Case, strategy: str) -> RotatingCosts:
     return found
 
 
-@pytest.mark.parametrize("name", set(ORDERS) - {"nothing ahead", "two ahead"})
+@pytest.mark.parametrize("name", [name for name in ORDERS if "ahead" not in name])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", ["IIG", "III"])
 def test_slices_come_in_the_order_of_the_engine(
