@@ -30,7 +30,7 @@ from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.collective_timing.device import training_config
 from tools.command_line import Parser
-from tools.peers.own import flags_of
+from tools.peers.own import parse_setting
 from tools.picture import check_can_draw
 from tools.planning.comparison import compare
 from tools.planning.rounds import median_machine, median_row
@@ -41,7 +41,7 @@ Measures steps of all strategies in emulated clusters of 2 nodes x 4 ranks, and 
 predictions beside them, from a machine file that is measured in the same cluster. Needs root; a
 run that ends early, or after --minutes, goes on where it ended.
 
-  python tools/study_plan.py measure --folder examples/measured --minutes 12
+  python tools/study_plan.py measure --folder examples/measured --minutes 120
   python tools/study_plan.py report --folder examples/measured
 """
 NicSetting = Literal["per-rank", "shared"]
@@ -169,24 +169,21 @@ def take_settings(text: str | None, part: Part) -> list[str]:
     settings = text.split(",")
     world = World(size=NODES * RANKS_PER_NODE, ranks_per_node=RANKS_PER_NODE)
     for setting in settings:
-        if not collective_of(setting):
+        named = parse_setting(setting)
+        if not named.collective:
             raise ValueError(f"--settings {setting}: names no collective, as IIG@native does")
-        flags = [*part.train_flags.split(), *TRAIN_FLAGS.split(), *flags_of(setting)]
+        flags = [*part.train_flags.split(), *TRAIN_FLAGS.split(), *named.flags]
         RunConfig.from_args(parse_args(flags), world)
     return settings
 
 
 def _measure_machine(made: Cluster, part: Part, path: Path, settings: Sequence[str]) -> None:
     """The machine file of a part: what a collective takes beside computing differs by shape."""
-    names = ",".join(dict.fromkeys(map(collective_of, settings)))
+    names = ",".join(dict.fromkeys(parse_setting(setting).collective for setting in settings))
     bench = str(TOOLS / "bench_collectives.py")
     flags = ["--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"]
     flags += ["--inter-bandwidth", INTER[part.nic], "--nic", part.nic, "--train", part.train_flags]
     _run(made, [bench, *flags, "--machine-file", str(path)])
-
-
-def collective_of(setting: str) -> str:
-    return setting.partition("+")[0].partition("@")[2]
 
 
 def _steps_flags(
@@ -236,8 +233,8 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Key:
-        setting = row["setting"]
-        return cls(collective_of(setting), row["micro_batches"], "+" in setting)
+        named = parse_setting(row["setting"])
+        return cls(named.collective, row["micro_batches"], bool(named.rotation))
 
 
 def _rounds_of(part: Part, rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -140,8 +140,8 @@ class Moves:
                 converted = (numel // grads + numel // optim) * (wire + accumulate)
             yield Moving(
                 trainable=True,
-                gather=self._gather(runs["gather"], numel * compute),
-                reduce=self._reduce(runs["reduce"], numel * wire),
+                gather=self._often(Op.ALL_GATHER, runs["gather"], numel * compute),
+                reduce=self._often(Op.REDUCE_SCATTER, runs["reduce"], numel * wire),
                 finish=phases(Op.REDUCE_SCATTER, runs["finish"], numel // grads * wire),
                 replicas=phases(Op.ALL_REDUCE, runs["replicas"], numel // optim * wire),
                 publish=phases(Op.ALL_GATHER, runs["publish"], numel // params * compute),
@@ -149,17 +149,14 @@ class Moves:
                 converted_bytes=converted,
             )
         if unit.frozen_numel:
-            yield Moving(gather=self._gather(runs["gather"], unit.frozen_numel * compute))
+            frozen = unit.frozen_numel * compute
+            yield Moving(gather=self._often(Op.ALL_GATHER, runs["gather"], frozen))
 
-    def _gather(self, run: Run, num_bytes: int) -> tuple[Phase, ...]:
+    def _often(self, op: Op, run: Run, num_bytes: int) -> tuple[Phase, ...]:
+        """A move of every micro-batch: where weights rotate a pass round the ring, either way."""
         if self.rotates:
             return self.times.shifts(run, num_bytes, in_place=self.in_place)
-        return self.times.phases(Op.ALL_GATHER, run, num_bytes)
-
-    def _reduce(self, run: Run, num_bytes: int) -> tuple[Phase, ...]:
-        if self.rotates:
-            return self.times.shifts(run, num_bytes, in_place=self.in_place)
-        return self.times.phases(Op.REDUCE_SCATTER, run, num_bytes)
+        return self.times.phases(op, run, num_bytes)
 
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:

@@ -93,7 +93,7 @@ class Estimator:
                 replace(case.model, recompute=setting.recompute),
                 world_size=case.world_size,
                 rotated_over=setting.strategy.params,
-                in_place=setting.materialize is Materialize.ROTATE_IN_PLACE,
+                in_place=setting.materialize.in_place,
             )
         return self._rotating_units[key]
 
@@ -112,7 +112,7 @@ class Estimator:
                 num_micro_batches=num_micro_batches,
                 prefetch_units=case.prefetch_units,
                 overlap=case.overlap,
-                in_place=setting.materialize is Materialize.ROTATE_IN_PLACE,
+                in_place=setting.materialize.in_place,
             )
         return StepCosts(
             computing=computing,
@@ -130,12 +130,11 @@ class Estimator:
             precision=self.case.precision,
             times=CollectiveTimes(self.case.machine, setting.collective),
             rotates=setting.materialize.rotates,
-            in_place=setting.materialize is Materialize.ROTATE_IN_PLACE,
+            in_place=setting.materialize.in_place,
         )
 
     def memory(self, setting: Setting) -> Moment:
         """The moment of a step at which a rank needs most."""
-        key = (setting.micro_batch_size, setting.recompute)
         computing = self._computing_of(setting)
         if setting.materialize.rotates:
             return rotating_peak(
@@ -144,8 +143,9 @@ class Estimator:
                 self.case.precision,
                 computing.model,
                 computing.batch,
-                in_place=setting.materialize is Materialize.ROTATE_IN_PLACE,
+                in_place=setting.materialize.in_place,
             )
+        key = (setting.micro_batch_size, setting.recompute)
         if key not in self._memory:
             self._memory[key] = PeakMemory(
                 self.units,

@@ -114,7 +114,7 @@ class RotatingThread(StepThread):
             moving = buffer.moving
             for phase in (moving.gather if rides == "gather" else moving.reduce)[:1]:
                 event += self._queue(use, rides, f"{rides} {buffer.name}", phase, ())
-        if not self.overlaps.gathers:
+        if not (self.overlaps.gathers if rides == "gather" else self.overlaps.reductions):
             yield Wait(event)
         return event
 

@@ -34,6 +34,10 @@ class Materialize(Enum):
     def rotates(self) -> bool:
         return self is not Materialize.GATHER
 
+    @property
+    def in_place(self) -> bool:
+        return self is Materialize.ROTATE_IN_PLACE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,23 +23,35 @@ ROTATIONS = {
 }
 
 
-def flags_of(setting: str) -> list[str]:
-    """The flags that STRATEGY[@COLLECTIVE][+rotate|+in-place] stands for; `ValueError`.
+class OwnSetting(NamedTuple):
+    """What STRATEGY[@COLLECTIVE][+rotate|+in-place] names; empty: what is not named."""
+
+    strategy: str
+    collective: str
+    rotation: str
+
+    @property
+    def flags(self) -> list[str]:
+        flags = ["--paro-strategy", self.strategy, *ROTATIONS.get(self.rotation, [])]
+        return [*flags, "--paro-collective", self.collective] if self.collective else flags
+
+
+def parse_setting(text: str) -> OwnSetting:
+    """`ValueError` for a rotation that there is not.
 
     A comma ends a setting on the command line: degrees are joined by /.
     """
-    named, plus, rotation = setting.partition("+")
+    named, plus, rotation = text.partition("+")
     if plus and rotation not in ROTATIONS:
-        raise ValueError(f"{setting}: +{rotation} is none of +{', +'.join(ROTATIONS)}")
-    strategy, at, collective = named.partition("@")
-    flags = ["--paro-strategy", strategy.replace("/", ","), *ROTATIONS.get(rotation, [])]
-    return [*flags, "--paro-collective", collective] if at else flags
+        raise ValueError(f"{text}: +{rotation} is none of +{', +'.join(ROTATIONS)}")
+    strategy, _, collective = named.partition("@")
+    return OwnSetting(strategy.replace("/", ","), collective, rotation)
 
 
 def own_config(task: Task, name: str, world: World) -> RunConfig:
-    """The configuration of `paro:` and a setting of `flags_of`; `ValueError`."""
+    """The configuration of `paro:` and a setting; `ValueError`."""
     try:
-        own = flags_of(name.removeprefix(PREFIX))
+        own = parse_setting(name.removeprefix(PREFIX)).flags
     except ValueError as error:
         raise ValueError(f"--contenders {PREFIX}{error}") from error
     flags = [*task.flags, *task.own_flags, *own, "--paro-group-size", str(task.group_size)]

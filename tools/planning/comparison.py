@@ -10,12 +10,18 @@ from typing import Any
 
 from paro.planning.planner import Estimator, plan
 from paro.planning.settings import Case, Freedom, Materialize, Setting
+from tools.peers.own import parse_setting
 
 # Of a rank's peak, beside what the planner adds up: gloo's buffers and threads, the allocator's
 # rounding, what Python and torch keep.
 CONSTANT_BYTES = 20_000_000
 MOST_ALIKE = 1.1  # steps that differ by less are taken to be as long
 NUM_LIMITS = 6
+WAYS = {
+    "": Materialize.GATHER,
+    "rotate": Materialize.ROTATE,
+    "in-place": Materialize.ROTATE_IN_PLACE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +88,11 @@ class Comparison:
 
 def setting_of(case: Case, text: str) -> Setting:
     """What STRATEGY@COLLECTIVE[+rotate|+in-place] stands for, all else as the case says."""
-    named, _, rotation = text.partition("+")
-    strategy, _, collective = named.partition("@")
-    ways = {"": Materialize.GATHER, "rotate": Materialize.ROTATE}
+    named = parse_setting(text)
     return replace(
-        case.setting(case.strategy(strategy.replace("/", ","))),
-        collective=collective,
-        materialize=ways.get(rotation, Materialize.ROTATE_IN_PLACE),
+        case.setting(case.strategy(named.strategy)),
+        collective=named.collective,
+        materialize=WAYS[named.rotation],
     )
 
 
@@ -111,7 +115,7 @@ def compare(case: Case, measured: Sequence[dict[str, Any]]) -> Comparison:
                 measured_exposed=row["exposed"],
             )
         )
-    rotates = any("+" in row["setting"] for row in measured)
+    rotates = any(parse_setting(row["setting"]).rotation for row in measured)
     choices = () if rotates else tuple(_choices(case, rows, reserved))
     return Comparison(rows=tuple(rows), choices=choices)
 

@@ -31,7 +31,7 @@ from paro.runtime import Control, World, device_for, read_world, run_script, use
 from paro.training import StepResult, Training, train_step
 from tools.collective_timing.device import same_batches
 from tools.peers.meters import MemoryMeter
-from tools.peers.own import flags_of
+from tools.peers.own import parse_setting
 from tools.peers.turn import in_own_process, process_group, rehearse
 
 WARMUP = 2  # the second step is the first that waits for what was published
@@ -163,7 +163,7 @@ def main() -> None:
     counts = [int(word) for word in args.counts.split(",")]
     for number, setting in enumerate(args.settings.split(",")):
         with user_mistakes():
-            flags = [*args.train.split(), *flags_of(setting)]
+            flags = [*args.train.split(), *parse_setting(setting).flags]
         turn = partial(time_strategy, flags, counts, number, begin + args.seconds)
         found, goes_on = in_own_process(turn)
         if world.rank == 0:

@@ -13,7 +13,6 @@ from paro.planning.cost_model import traffic_per_step
 from paro.planning.planner import Estimator, letter_rows, plan, rotated_rows
 from paro.planning.rotating_step import RotatingCosts
 from paro.planning.settings import Case, Freedom, Materialize
-from paro.planning.simulation import Simulation
 from paro.planning.step_costs import NOTHING
 from paro.planning.timeline import simulate
 from paro.planning.trainable import Kind, Trainable
@@ -23,7 +22,7 @@ from paro.topology import make_topology
 from tests.paro.planning.cases import DEVICE, case, machine, speed
 from tests.paro.planning.lone_rank import lone_rotating_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
-from tests.paro.planning.test_timeline import EACH, ORDERS, PAIRS, TINY
+from tests.paro.planning.test_timeline import EACH, ORDERS, PAIRS, TINY, order_case, submitted
 
 WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
 
@@ -40,26 +39,9 @@ def costs(given: Case, strategy: str) -> RotatingCosts:
 def test_slices_come_in_the_order_of_the_engine(
     name: str, way: Materialize, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, changes = ORDERS[name]
-    given = case(
-        config,
-        machine=machine(world_size=4, group_size=2),
-        group_size=2,
-        seq_length=16,
-        micro_batch_size=1,
-        global_batch_size=8,
-        materialize=way,
-        **changes,
-    )
-    planned: list[tuple[str, str]] = []
-    submit = Simulation.submit
-
-    def note(self: Simulation, actor: Any, work: Any, number: int) -> Any:
-        if work.kind in ("gather", "reduce", "publish") and not work.name.startswith("convert"):
-            planned.append((work.kind, work.name.split(" ", 1)[-1]))
-        return submit(self, actor, work, number)
-
-    monkeypatch.setattr(Simulation, "submit", note)
+    given = order_case(name, materialize=way)
+    config = given.model
+    planned = submitted(monkeypatch)
     simulate(costs(given, strategy))
 
     done: list[tuple[str, str]] = []
@@ -70,7 +52,7 @@ def test_slices_come_in_the_order_of_the_engine(
         parsed,
         topology,
         given.precision,
-        in_place=way is Materialize.ROTATE_IN_PLACE,
+        in_place=way.in_place,
         is_trained=lambda name: name.rpartition(".")[0] in trained,
     )
     for method_name in ("_shift", "_shift_in_place"):
