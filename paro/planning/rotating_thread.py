@@ -36,6 +36,7 @@ class RotatingThread(StepThread):
         self.lowest_user = {lap: p.name for p in reversed(self.parts) for lap in p.laps}
         beside = [unit for unit in costs.moves.units if unit.replicated]
         self.norms = [buffer for unit in beside for buffer in self.buffers[unit.name]]
+        self.lowest_norm = max(1, self.first)  # the part; before the embedding there is none
         self.num_norms = sum(unit.trainable_numel for unit in beside)
 
     def _micro_batch(self, *, last: bool) -> Program:
@@ -48,8 +49,12 @@ class RotatingThread(StepThread):
             yield from self._recompute(part, index)
             for lap in reversed(part.laps):
                 yield from self._backward(part, lap)
+                if index == self.lowest_norm and lap == part.laps[0]:
+                    yield from self._take_norms(last=last)
                 if last and self.lowest_user[lap] == part.name:
                     yield from self._finish_all(self.buffers[lap])
+
+    def _take_norms(self, *, last: bool) -> Program:
         taking = self.costs.taking(self.num_norms)
         yield self._compute(taking, "backward norms", "backward")
         if last:

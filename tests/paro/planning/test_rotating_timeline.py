@@ -16,13 +16,22 @@ from paro.planning.settings import Case, Freedom, Materialize
 from paro.planning.step_costs import NOTHING
 from paro.planning.timeline import simulate
 from paro.planning.trainable import Kind, Trainable
+from paro.precision import PrecisionConfig
 from paro.rotation.unit import RotatingUnit
 from paro.sharding.shards import UnitShards
 from paro.topology import make_topology
-from tests.paro.planning.cases import DEVICE, case, machine, speed
+from tests.paro.planning.cases import BF16, DEVICE, case, machine, speed
 from tests.paro.planning.lone_rank import lone_rotating_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
-from tests.paro.planning.test_timeline import EACH, ORDERS, PAIRS, TINY, order_case, submitted
+from tests.paro.planning.test_timeline import (
+    EACH,
+    ORDERS,
+    PAIRS,
+    TINY,
+    note_finishing,
+    order_case,
+    submitted,
+)
 
 WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
 
@@ -70,6 +79,7 @@ def test_slices_come_in_the_order_of_the_engine(
         publish(self)
 
     monkeypatch.setattr(UnitShards, "publish", publishing)
+    note_finishing(done, monkeypatch)
     silence(monkeypatch)
     lone.step(2)  # whose update is published in the one after it
     second_ends = len(done)
@@ -171,6 +181,68 @@ def test_a_further_slice_costs_what_was_measured() -> None:
         strategy = f"{degree},{degree},8"
         more = costs(slow, strategy).computing.seconds - costs(given, strategy).computing.seconds
         assert more == pytest.approx((degree - 1) * num_parts * 1e-3)
+
+
+def test_a_part_costs_what_its_slices_do() -> None:
+    """On rings of 4: FLOPs of the whole, and of 3 further slices their cost and their sums."""
+    device = replace(DEVICE, piece_seconds=3e-3)
+    given = case(machine=machine(device=device), materialize=Materialize.ROTATE)
+    config, tokens = given.model, given.micro_batch_size * given.seq_length
+    (query, hidden) = (config.num_attention_heads * config.kv_channels, config.hidden_size)
+    residual = 2 * tokens * hidden / device.memory_bytes_per_second
+    forward_slices, backward_slices = 3 * (1e-3 + 3 * residual), 3 * (2e-3 + 3 * residual)
+
+    def seconds(weights: int, attention: int = 0) -> float:
+        return 2 * tokens * (weights + attention) / device.sustained_flops
+
+    of_attention = seconds(4 * query * hidden, 2 * given.seq_length * query)
+    of_mlp = seconds(3 * config.ffn_hidden_size * hidden)
+    of_logits = seconds(config.vocab_size * hidden)
+    embedding, attention, mlp, *_, head = costs(given, "4,4,8").computing.parts
+    for part, forward, backward in (
+        (embedding, 2 * residual, 3 * residual),
+        (attention, of_attention, 2 * of_attention),
+        (mlp, of_mlp, 2 * of_mlp),
+        (head, of_logits, 3 * of_logits),  # made again for the loss's gradients
+    ):
+        found = part.seconds
+        assert found.forward == pytest.approx(forward + forward_slices), part.name
+        both = found.until_first_gradient + found.rest_of_backward
+        assert both == pytest.approx(backward + backward_slices), part.name
+
+
+@pytest.mark.parametrize(
+    ("precision", "wire", "accumulator"),
+    [
+        (BF16, 2, 2),
+        (PrecisionConfig(compute="bf16"), 2, 4),
+        (PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True), 4, 4),
+    ],
+)
+def test_gradients_are_added_on_their_way_and_at_home(
+    precision: PrecisionConfig, wire: int, accumulator: int
+) -> None:
+    """On rings of 4: 3 of 4 ranks read what comes, all their own; they write the sum."""
+    given = case(materialize=Materialize.ROTATE, precision=precision)
+    of_element = 2 + 0.75 * wire + wire
+    at_home = (wire + 2 * accumulator) / 4
+    taken = costs(given, "4,4,8").taking(1_000_000)
+    assert taken == pytest.approx(1e6 * (of_element + at_home) / DEVICE.memory_bytes_per_second)
+
+
+def test_weights_and_gradients_of_cpu_ranks_pass_each_other() -> None:
+    """Other devices have one lane for both, as the engine's ring has."""
+    for cores, together in ((None, False), (1.0, True)):
+        device = replace(DEVICE, cores=cores)
+        given = case(machine=machine(intra=50, device=device), materialize=Materialize.ROTATE)
+        spans = simulate(costs(given, "III"), record=True).spans
+        weights, gradients = ([s for s in spans if s.kind == kind] for kind in ("gather", "reduce"))
+        met = any(
+            g.start < w.end - 1e-9 and w.start < g.end - 1e-9 for w in weights for g in gradients
+        )
+        assert weights
+        assert gradients
+        assert met == together
 
 
 def test_rows_show_what_may_rotate_beside_what_is_gathered() -> None:

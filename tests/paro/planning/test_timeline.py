@@ -18,6 +18,7 @@ from paro.planning.simulation import Compute, Program, Simulation, Wait, Work
 from paro.planning.step_costs import NOTHING, StepCosts
 from paro.planning.timeline import simulate
 from paro.planning.trainable import Kind, Trainable
+from paro.sharding.shards import UnitShards
 from paro.sharding.unit import ShardedUnit
 from paro.strategy import legal_letters
 from tests.paro.planning.cases import case, machine
@@ -68,18 +69,36 @@ def order_case(name: str, **more: Any) -> Case:
 
 
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The moves of every simulation from now on, as they are submitted: their kind and unit."""
+    """The moves of every simulation from now on, as they are submitted: their kind and unit.
+
+    All that finishes a unit's gradients is one.
+    """
     planned: list[tuple[str, str]] = []
     submit = Simulation.submit
 
     def note(self: Simulation, actor: Any, work: Any, number: int) -> Any:
-        copies = work.name.startswith(("add", "convert"))
-        if work.kind in ("gather", "reduce", "publish") and not copies:
-            planned.append((work.kind, work.name.split(" ", 1)[-1]))
+        if work.name.startswith(("add", "convert")):
+            return submit(self, actor, work, number)
+        move = (work.kind, work.name.split(" ", 1)[-1])
+        finishes = work.kind == "finish" and planned[-1:] != [move]
+        if finishes or work.kind in ("gather", "reduce", "publish"):
+            planned.append(move)
         return submit(self, actor, work, number)
 
     monkeypatch.setattr(Simulation, "submit", note)
     return planned
+
+
+def note_finishing(done: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds the last of a step's moves of gradients to `done`, where there are any."""
+    finish = UnitShards._sum_over_world
+
+    def finishing(self: UnitShards, event: Any) -> Any:
+        if self.context.moves.finish or self.context.moves.replicas:
+            done.append(("finish", self.name))
+        return finish(self, event)
+
+    monkeypatch.setattr(UnitShards, "_sum_over_world", finishing)
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -115,6 +134,7 @@ def test_moves_come_in_the_order_of_the_engine(
             method(self, **kw)
 
         monkeypatch.setattr(ShardedUnit, move, spy)
+    note_finishing(done, monkeypatch)
     silence(monkeypatch)
     lone.step(2)  # a first one, whose update is published in the second
     begin = next((i for i, (move, _) in enumerate(done) if move == "publish"), len(done))
