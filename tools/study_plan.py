@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, Literal, NamedTuple
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
@@ -138,6 +139,7 @@ def measure(args: argparse.Namespace) -> None:
     for number, part in turns:
         settings = settings_of[part]
         left = missing(part, number, settings, rows_of(args.folder))
+        Random(f"{part.name} {number}").shuffle(left)  # what comes first is not always the same
         machine = part.machine_in(args.folder, number)
         if (not left and machine.exists()) or time.monotonic() > end:
             continue

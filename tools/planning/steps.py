@@ -34,9 +34,10 @@ from tools.peers.meters import MemoryMeter
 from tools.peers.own import parse_setting
 from tools.peers.turn import in_own_process, process_group, rehearse
 
-WARMUP = 2  # the second step is the first that waits for what was published
-STEPS = 3  # timed; of those with several micro-batches fewer
-STEPS_OF_SEVERAL = 2
+# Steps not timed, and then timed. A process that is new takes longer steps at first, up to a half
+# for the first three and a tenth for the fifth, until malloc holds all that a step asks for.
+OF_ONE = (5, 7)  # of one micro-batch
+OF_SEVERAL = (2, 3)
 _STAT = Path("/proc/stat")
 
 
@@ -69,9 +70,9 @@ def time_strategy(
         memory = MemoryMeter(device)
         training = build_training(config, control)
         found = []
-        for index, count in enumerate(counts):
+        for count in counts:
             resized = _with(training, config, world, count)
-            timed = _time(resized, config, memory, count, warmup=1 if index else WARMUP)
+            timed = _time(resized, config, memory, OF_ONE if count == 1 else OF_SEVERAL)
             found.append(_row(control, count, timed))
             memory = memory.again()
         training.model.wait_published()
@@ -96,11 +97,11 @@ def _with(training: Training, config: RunConfig, world: World, count: int) -> Tr
 
 
 def _time(
-    training: Training, config: RunConfig, memory: MemoryMeter, count: int, *, warmup: int
+    training: Training, config: RunConfig, memory: MemoryMeter, numbers: tuple[int, int]
 ) -> Timed:
     state, batches = start_state(config), same_batches(config, training.device)
     memory.start()
-    steps = STEPS if count == 1 else STEPS_OF_SEVERAL
+    warmup, steps = numbers
     for _ in range(warmup):
         train_step(training, state, batches)
     memory.end_of_warmup()
