@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any, Literal, NamedTuple
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
@@ -34,7 +33,7 @@ from tools.command_line import Parser
 from tools.peers.own import parse_setting
 from tools.picture import check_can_draw
 from tools.planning.comparison import compare
-from tools.planning.rounds import median_machine, median_row
+from tools.planning.rounds import median_machine
 from tools.planning.steps_page import Chapter, draw, page
 
 DESCRIPTION = """\
@@ -60,7 +59,7 @@ TRAIN_FLAGS = (
 )
 COUNTS = (1, 4)
 NODES, RANKS_PER_NODE = 2, 4
-NAMES = ("nic", "shape", "setting", "micro_batches", "round")  # of a row's own figures
+NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # of a row's own figures
 MOST_ELSEWHERE = 0.12  # the kernel's own threads take 0.03 to 0.08
 SIZES = "64K,256K,1M,4M"
 TOOLS = Path(__file__).resolve().parent
@@ -118,28 +117,30 @@ def busy_elsewhere(row: dict[str, Any]) -> float:
 
 
 def missing(
-    part: Part, number: int, settings: Sequence[str], rows: Sequence[dict[str, Any]]
+    part: Part, number: int, settings: Sequence[str], turns: int, rows: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """The settings of a part of which not all rows of a round are there yet."""
+    """The settings of which half the turns of a part's round, or more, are not there yet."""
     done = Counter(
-        row["setting"]
+        (row["setting"], row["micro_batches"])
         for row in rows
         if (row["nic"], row["shape"], row["round"]) == (part.nic, part.shape, number)
     )
-    return [setting for setting in settings if done[setting] < len(COUNTS)]
+    return [s for s in settings if any(2 * done[s, count] <= turns for count in COUNTS)]
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measures what is missing, round by round, until the time is over."""
+    """Measures what is missing, round by round, until the time is over.
+
+    A round of a part is measured again as a whole: what is compared is measured in turns.
+    """
     end = time.monotonic() + 60 * args.minutes
     args.folder.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in parts() if not args.parts or part.name in args.parts.split(",")]
     settings_of = {part: take_settings(args.settings, part) for part in chosen}
-    turns = [(number, part) for number in range(1, args.rounds + 1) for part in chosen]
-    for number, part in turns:
+    rounds = [(number, part) for number in range(1, args.rounds + 1) for part in chosen]
+    for number, part in rounds:
         settings = settings_of[part]
-        left = missing(part, number, settings, rows_of(args.folder))
-        Random(f"{part.name} {number}").shuffle(left)  # what comes first is not always the same
+        left = missing(part, number, settings, args.turns, rows_of(args.folder))
         machine = part.machine_in(args.folder, number)
         if (not left and machine.exists()) or time.monotonic() > end:
             continue
@@ -156,9 +157,13 @@ def measure(args: argparse.Namespace) -> None:
                 _measure_machine(made, part, machine, settings)
             if left:
                 seconds = max(1.0, end - time.monotonic())
-                _run(made, _steps_flags(part, number, args.folder, left, seconds))
+                _run(made, _steps_flags(part, number, args, settings, seconds))
     rows = rows_of(args.folder)
-    left = [one for number, part in turns for one in missing(part, number, settings_of[part], rows)]
+    left = [
+        setting
+        for number, part in rounds
+        for setting in missing(part, number, settings_of[part], args.turns, rows)
+    ]
     print(f"{len(rows)} rows, {len(left)} settings left", flush=True)
 
 
@@ -189,11 +194,11 @@ def _measure_machine(made: Cluster, part: Part, path: Path, settings: Sequence[s
 
 
 def _steps_flags(
-    part: Part, number: int, folder: Path, settings: Sequence[str], seconds: float
+    part: Part, number: int, args: argparse.Namespace, settings: Sequence[str], seconds: float
 ) -> list[str]:
     return [
         str(TOOLS / "planning" / "steps.py"),
-        *("--output", str(folder / "steps.jsonl")),
+        *("--output", str(args.folder / "steps.jsonl"), "--turns", str(args.turns)),
         *("--label", json.dumps({"nic": part.nic, "shape": part.shape, "round": number})),
         *("--settings", ",".join(settings), "--counts", ",".join(map(str, COUNTS))),
         *("--seconds", f"{seconds:.0f}", "--train", f"{part.train_flags} {TRAIN_FLAGS}"),
@@ -212,7 +217,6 @@ def chapters_of(folder: Path) -> list[Chapter]:
             by_key.setdefault(Key.of(rounds[0]), []).append(rounds)
         machines = [read_machine(path) for path in part.machine_files(folder)]
         for (collective, count, rotates), settings in by_key.items():
-            measured = [median_row(rounds) for rounds in settings]
             case = case_of(part, median_machine(machines), collective, count)
             nics = "a NIC per rank" if part.nic == "per-rank" else "one NIC a node"
             found.append(
@@ -220,7 +224,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
                     cluster=f"{part.shape}, {nics}",
                     collective=f"{collective}, rotated" if rotates else collective,
                     micro_batches=count,
-                    compared=compare(case, measured),
+                    compared=compare(case, settings),
                 )
             )
     return found
@@ -296,6 +300,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=60.0, help="begin nothing after so many; default 60")
     add("--name", default="study", help="of the cluster; default study")
     add("--rounds", type=int, default=3, help="of everything, one after the other; default 3")
+    add("--turns", type=int, default=5, help="of every setting in a round; default 5")
     add(
         "--settings",
         metavar="SETTING,...",

@@ -24,11 +24,12 @@ MACHINE = Machine(name="", source="", world_size=8, group_size=4)
 ROWS = (Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=64, seconds=1.0),)
 
 
-def row(part: Part, strategy: str, count: int, number: int = 1) -> dict[str, Any]:
+def row(part: Part, strategy: str, count: int, number: int = 1, turn: int = 1) -> dict[str, Any]:
     return {
         "nic": part.nic,
         "shape": part.shape,
         "round": number,
+        "turn": turn,
         "setting": f"{strategy}@native",
         "micro_batches": count,
         "seconds": 1.0,
@@ -47,14 +48,21 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
     write_rows(tmp_path, [row(PART, "IIG", count) for count in COUNTS])
     with (tmp_path / "steps.jsonl").open("a") as rows:
         rows.write('{"nic": "per-rank", "shape": "de')
-    assert missing(PART, 1, ["IIG@native", "GGG@native"], rows_of(tmp_path)) == ["GGG@native"]
-    assert missing(PART, 2, ["IIG@native"], rows_of(tmp_path)) == ["IIG@native"]
+    assert missing(PART, 1, ["IIG@native", "GGG@native"], 1, rows_of(tmp_path)) == ["GGG@native"]
+    assert missing(PART, 2, ["IIG@native"], 1, rows_of(tmp_path)) == ["IIG@native"]
+
+
+def test_a_round_is_complete_with_more_than_half_of_its_turns() -> None:
+    rows = [row(PART, "IIG", count, turn=turn) for count in COUNTS for turn in (1, 4)]
+    assert missing(PART, 1, ["IIG@native"], 3, rows) == []
+    assert missing(PART, 1, ["IIG@native"], 4, rows) == ["IIG@native"]
+    assert missing(PART, 1, ["IIG@native"], 3, rows[1:]) == ["IIG@native"]
 
 
 def test_a_row_that_another_program_disturbed_is_measured_again(tmp_path: Path) -> None:
     calm, disturbed = row(PART, "IIG", 1), row(PART, "IIG", 4) | {"machine_seconds": 2.0}
     write_rows(tmp_path, [calm, disturbed])
-    assert missing(PART, 1, ["IIG@native"], rows_of(tmp_path)) == ["IIG@native"]
+    assert missing(PART, 1, ["IIG@native"], 1, rows_of(tmp_path)) == ["IIG@native"]
     write_rows(tmp_path, [calm, disturbed, calm | {"seconds": 2.0}])
     assert [found["seconds"] for found in rows_of(tmp_path)] == [2.0]
 
@@ -76,20 +84,26 @@ def test_it_measures_what_is_missing_and_each_machine_once_a_round(
             path.write_text(machine_to_json(replace(MACHINE, name=path.stem, measured=ROWS)))
             return 0
         label = json.loads(words[words.index("--label") + 1])
-        names = words[words.index("--settings") + 1].split(",")[:1]  # time for one only
-        part = Part(nic=label["nic"], shape=label["shape"])
-        found = [row(part, n.partition("@")[0], c, label["round"]) for n in names for c in COUNTS]
+        names = words[words.index("--settings") + 1].split(",")
+        assert names == ["NNN@native", "GGG@native"]
+        part, turns = Part(nic=label["nic"], shape=label["shape"]), (1, 2, 3)
+        cut = turns[:1] if len(runs) == 2 else turns  # the first time it ends early
+        found = [
+            row(part, name.partition("@")[0], count, label["round"], turn)
+            for name, count, turn in product(names, COUNTS, cut)
+        ]
         write_rows(tmp_path, [*rows_of(tmp_path), *found])
         return 0
 
     monkeypatch.setattr(study_plan, "cluster", cluster)
     monkeypatch.setattr(study_plan, "run", run)
     command = ["measure", "--folder", str(tmp_path), "--settings", "NNN@native,GGG@native"]
-    command += ["--rounds", "2"]
-    for number in (1, 2, 3):
+    command += ["--rounds", "2", "--turns", "3"]
+    complete = 2 * len(list(parts())) * len(COUNTS) * 2 * 3
+    for missed in (len(COUNTS) * 2 * 2, 0, 0):
         assert main(command) == 0
-        assert len(rows_of(tmp_path)) == 2 * min(number, 2) * len(list(parts())) * len(COUNTS)
-    assert len(runs) == 2 * 3 * len(list(parts()))  # machine and first; second; nothing
+        assert len(rows_of(tmp_path)) == complete - missed
+    assert len(runs) == 2 * 2 * len(list(parts())) + 1  # a machine and steps each; what was cut
     for part in parts():
         machines = [read_machine(path) for path in part.machine_files(tmp_path)]
         assert [machine.name for machine in machines] == [
@@ -139,13 +153,17 @@ def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
         "--train-iters 10 --lr 1e-5"
     )
     settings = "GGG@native,2/2/2@ring+rotate"
-    flags = ("--output", rows, "--settings", settings, "--counts", "1,2", "--train", train)
+    flags = ("--output", rows, "--settings", settings, "--counts", "1,2", "--turns", "2")
+    flags += ("--train", train)
     done = run_script([ROOT / "tools/planning/steps.py", *flags], nproc=2)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert [(found["setting"], found["micro_batches"]) for found in lines] == [
-        *product(settings.split(","), (1, 2))
+    of_turns = [
+        {(found["setting"], found["micro_batches"]) for found in lines if found["turn"] == turn}
+        for turn in (1, 2)
     ]
+    assert of_turns == [set(product(settings.split(","), (1, 2)))] * 2
+    assert len(lines) == 8
     for found in lines:
         assert found["seconds"] > 0
         assert found["peak_in_use"] > 0

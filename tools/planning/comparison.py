@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import permutations
+from math import log
 from statistics import median
 from typing import Any
 
 from paro.planning.planner import Estimator, plan
 from paro.planning.settings import Case, Freedom, Materialize, Setting
 from tools.peers.own import parse_setting
+from tools.planning.rounds import median_row
 
 # Of a rank's peak, beside what the planner adds up: gloo's buffers and threads, the allocator's
 # rounding, what Python and torch keep.
@@ -29,12 +31,17 @@ class Row:
     """One setting as it was measured and as it is predicted."""
 
     strategy: str  # and whether its weights rotate
-    seconds: float
+    by_turn: dict[tuple[int, int], float]  # seconds of a step; of which round, which turn
     predicted: float
     peak_bytes: int | None  # in use
     predicted_bytes: int
     exposed: dict[str, float]  # predicted
     measured_exposed: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, the median over the turns."""
+        return median(self.by_turn.values())
 
     @property
     def error(self) -> float:
@@ -48,6 +55,25 @@ class Row:
         if self.peak_bytes < self.predicted_bytes:
             return self.predicted_bytes / self.peak_bytes - 1
         return min(0.0, (self.predicted_bytes + CONSTANT_BYTES) / self.peak_bytes - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two settings that differ enough, by the median over the turns that both took."""
+
+    fast: Row
+    slow: Row
+    ratios: tuple[float, ...]  # slow over fast, turn by turn
+
+    @property
+    def is_wrong(self) -> bool:
+        """Predicted in the other order."""
+        return self.fast.predicted >= self.slow.predicted
+
+    @property
+    def is_clear(self) -> bool:
+        """They differ enough in three of four turns, not just in the median."""
+        return sum(ratio > MOST_ALIKE for ratio in self.ratios) >= 0.75 * len(self.ratios)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +101,16 @@ class Comparison:
     def worst_error(self) -> float:
         return max(abs(row.error) for row in self.rows)
 
-    def pairs(self) -> Iterator[tuple[Row, Row]]:
-        """The faster and the slower of every two that differ enough."""
-        for one, other in combinations(self.rows, 2):
-            fast, slow = sorted((one, other), key=lambda row: row.seconds)
-            if slow.seconds > MOST_ALIKE * fast.seconds:
-                yield fast, slow
+    def pairs(self) -> Iterator[Pair]:
+        """All that differ by more than `MOST_ALIKE`.
 
-    def wrong_pairs(self) -> list[tuple[Row, Row]]:
-        return [pair for pair in self.pairs() if pair[0].predicted >= pair[1].predicted]
+        Turn by turn: a machine that is slow all through one makes neither the slower setting.
+        """
+        for one, other in permutations(self.rows, 2):
+            both = sorted(one.by_turn.keys() & other.by_turn.keys())
+            ratios = tuple(other.by_turn[turn] / one.by_turn[turn] for turn in both)
+            if median(map(log, ratios)) > log(MOST_ALIKE):
+                yield Pair(fast=one, slow=other, ratios=ratios)
 
 
 def setting_of(case: Case, text: str) -> Setting:
@@ -96,18 +123,22 @@ def setting_of(case: Case, text: str) -> Setting:
     )
 
 
-def compare(case: Case, measured: Sequence[dict[str, Any]]) -> Comparison:
-    """The predictions of a case beside rows of tools/planning/steps.py, of one collective."""
+def compare(case: Case, measured: Sequence[Sequence[dict[str, Any]]]) -> Comparison:
+    """The predictions of a case beside rows of tools/planning/steps.py, of one collective.
+
+    Those of all turns of a setting are one.
+    """
     estimator = Estimator(case)
     reserved = case.machine.device.reserved_bytes if case.machine.device else 0
     rows = []
-    for row in measured:
+    for turns in measured:
+        row = median_row(turns)
         setting = setting_of(case, row["setting"])
         estimate = estimator.estimate(setting)
         rows.append(
             Row(
                 strategy=setting.name,
-                seconds=row["seconds"],
+                by_turn={(one["round"], one["turn"]): one["seconds"] for one in turns},
                 predicted=estimate.seconds,
                 peak_bytes=row["peak_in_use"],
                 predicted_bytes=estimate.memory_bytes - reserved,
@@ -115,7 +146,7 @@ def compare(case: Case, measured: Sequence[dict[str, Any]]) -> Comparison:
                 measured_exposed=row["exposed"],
             )
         )
-    rotates = any(parse_setting(row["setting"]).rotation for row in measured)
+    rotates = any(parse_setting(turns[0]["setting"]).rotation for turns in measured)
     choices = () if rotates else tuple(_choices(case, rows, reserved))
     return Comparison(rows=tuple(rows), choices=choices)
 

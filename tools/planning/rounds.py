@@ -9,18 +9,16 @@ from typing import Any
 
 from paro.planning.machine import Device, LinkSpeed, Machine, Measured
 
-_MEDIANS = ("seconds", "cpu_seconds", "machine_seconds", "agreement")
 
-
-def median_row(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A row of tools/planning/steps.py, from those of the same setting; the largest peaks."""
-    found = dict(rounds[0])
-    for name in _MEDIANS:
-        found[name] = median(row[name] for row in rounds)
-    for name in ("peak_bytes", "peak_in_use"):
-        found[name] = max((row[name] for row in rounds if row[name] is not None), default=None)
+def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row of tools/planning/steps.py, from those of the same setting; the largest peak."""
+    found = dict(turns[0])
+    found["seconds"] = median(row["seconds"] for row in turns)
+    found["peak_in_use"] = max(
+        (row["peak_in_use"] for row in turns if row["peak_in_use"] is not None), default=None
+    )
     found["exposed"] = {
-        kind: median(row["exposed"][kind] for row in rounds) for kind in rounds[0]["exposed"]
+        kind: median(row["exposed"][kind] for row in turns) for kind in turns[0]["exposed"]
     }
     return found
 

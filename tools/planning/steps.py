@@ -1,9 +1,11 @@
-"""Times a training's steps under one strategy after another, on all ranks; a row for each."""
+"""Times a training's steps under all strategies, in turns, on all ranks; a row for each turn."""
 
-# Started by tools/study_plan.py in a cluster. Every strategy has processes of its own, forked from
-# ones that have imported everything (tools/peers/turn.py says why), and trains steps of each number
-# of micro-batches in them. A step's time is that between the ends of two steps, which all ranks
-# come to at once, by the sum of their gradients' norms.
+# Started by tools/study_plan.py in a cluster. Hosts have other guests, which slow cores and memory
+# down by a fifth for minutes: so all strategies are built in the same processes and take turns of a
+# few steps, several times round, and those of one time round can be compared. They share process
+# groups, as every group of gloo that merely exists takes processor time. A step's time is that
+# between the ends of two steps, which all ranks come to at once, by the sum of their gradients'
+# norms.
 
 from __future__ import annotations
 
@@ -12,71 +14,135 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from statistics import fmean, median
 from typing import Any
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from data.loader import Batch
 from paro.arguments import parse_args
 from paro.assembly import TORCH_TYPES, build_training, start_state
 from paro.batch_schedule import BatchSchedule
 from paro.config import RunConfig
+from paro.groups import sharing_groups
 from paro.runtime import Control, World, device_for, read_world, run_script, user_mistakes
-from paro.training import StepResult, Training, train_step
+from paro.training import StepResult, Training, TrainState, train_step
 from tools.collective_timing.device import same_batches
 from tools.peers.meters import MemoryMeter
 from tools.peers.own import parse_setting
 from tools.peers.turn import in_own_process, process_group, rehearse
 
-# Steps not timed, and then timed. A process that is new takes longer steps at first, up to a half
-# for the first three and a tenth for the fifth, until malloc holds all that a step asks for.
-OF_ONE = (5, 7)  # of one micro-batch
-OF_SEVERAL = (2, 3)
+# Of a turn: steps that are not timed, for which malloc and caches are still another's, and those
+# that are. The first is also the only one that does not wait for what a step before published.
+OF_ONE = (2, 3)  # of one micro-batch
+OF_SEVERAL = (1, 2)
+WARMUP = 2
 _STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Steps of one number of micro-batches, on one rank."""
+    """The steps of a turn, on one rank."""
 
     seconds: tuple[float, ...]
     cpu_seconds: float
     machine_seconds: float  # of processor time, of all programs and the kernel
-    peak_bytes: int | None  # resident
-    peak_in_use: int | None
     results: tuple[StepResult, ...]
 
 
-def time_strategy(
-    flags: Sequence[str], counts: Sequence[int], number: int, deadline: float
-) -> tuple[list[dict[str, Any]], bool]:
-    """The figures of one strategy, by number of micro-batches, and whether there is time for more.
+@dataclass(slots=True, kw_only=True)
+class Contender:
+    """A strategy with so many micro-batches a step, built and warm."""
 
-    The same on every rank.
-    """
-    world = read_world()
-    with user_mistakes():
-        config = RunConfig.from_args(parse_args(flags), world)
-        device = device_for(config.runtime, world)
-    with process_group(config.runtime, world, device, number):
+    setting: str
+    num_micro_batches: int
+    training: Training
+    state: TrainState
+    batches: Iterator[Batch]
+    peak_in_use: int | None
+
+    def take_turn(self) -> Timed:
+        warmup, steps = OF_ONE if self.num_micro_batches == 1 else OF_SEVERAL
+        for _ in range(warmup):
+            self.step()
+        ends, used, busy = [time.perf_counter()], time.process_time(), _machine_seconds()
+        results = []
+        for _ in range(steps):
+            results.append(self.step())
+            ends.append(time.perf_counter())
+        timed = Timed(
+            seconds=tuple(after - before for before, after in pairwise(ends)),
+            cpu_seconds=(time.process_time() - used) / steps,
+            machine_seconds=(_machine_seconds() - busy) / steps,
+            results=tuple(results),
+        )
+        self.training.model.wait_published()
+        return timed
+
+    def step(self) -> StepResult:
+        return train_step(self.training, self.state, self.batches)
+
+
+def time_settings(args: argparse.Namespace, world: World) -> None:
+    """Builds all settings and lets them take turns; rank 0 writes a row for each."""
+    begin = time.monotonic()
+    configs = {}
+    for setting in args.settings.split(","):
+        flags = [*args.train.split(), *parse_setting(setting).flags]
+        with user_mistakes():
+            configs[setting] = RunConfig.from_args(parse_args(flags), world)
+    first = next(iter(configs.values()))
+    device = device_for(first.runtime, world)
+    counts = [int(word) for word in args.counts.split(",")]
+    with process_group(first.runtime, world, device, 0):
         control = Control(world, device)
-        rehearse(config, TORCH_TYPES[config.precision.compute])
-        memory = MemoryMeter(device)
-        training = build_training(config, control)
-        found = []
-        for count in counts:
-            resized = _with(training, config, world, count)
-            timed = _time(resized, config, memory, OF_ONE if count == 1 else OF_SEVERAL)
-            found.append(_row(control, count, timed))
-            memory = memory.again()
+        rehearse(first, TORCH_TYPES[first.precision.compute])
+        with sharing_groups():
+            contenders = [
+                contender
+                for setting, config in configs.items()
+                for contender in _built(setting, config, control, counts)
+            ]
+        for turn in range(1, args.turns + 1):
+            order = list(contenders)
+            Random(turn).shuffle(order)
+            rows = [_row(control, one, one.take_turn()) | {"turn": turn} for one in order]
+            if world.rank == 0:
+                _write(args.output, [args.label | row for row in rows])
+                print(f"turn {turn} of {args.turns}, {len(rows)} rows", flush=True)
+            if control.gather(time.monotonic() - begin > args.seconds)[0]:
+                break
+
+
+def _built(
+    setting: str, config: RunConfig, control: Control, counts: Sequence[int]
+) -> Iterator[Contender]:
+    memory = MemoryMeter(control.device)
+    training = build_training(config, control)
+    for count in counts:
+        one = Contender(
+            setting=setting,
+            num_micro_batches=count,
+            training=_with(training, config, control.world, count),
+            state=start_state(config),
+            batches=same_batches(config, control.device),
+            peak_in_use=None,
+        )
+        memory.start()
+        for _ in range(WARMUP):
+            one.step()
+        memory.end_of_warmup()
         training.model.wait_published()
-        return found, control.gather(time.monotonic() < deadline)[0]
+        one.peak_in_use = memory.peak_in_use()
+        memory = memory.again()
+        yield one
 
 
 def _machine_seconds() -> float:
@@ -96,51 +162,30 @@ def _with(training: Training, config: RunConfig, world: World, count: int) -> Tr
     return replace(training, batches=batches)
 
 
-def _time(
-    training: Training, config: RunConfig, memory: MemoryMeter, numbers: tuple[int, int]
-) -> Timed:
-    state, batches = start_state(config), same_batches(config, training.device)
-    memory.start()
-    warmup, steps = numbers
-    for _ in range(warmup):
-        train_step(training, state, batches)
-    memory.end_of_warmup()
-    ends, used, busy = [time.perf_counter()], time.process_time(), _machine_seconds()
-    results = []
-    for _ in range(steps):
-        results.append(train_step(training, state, batches))
-        ends.append(time.perf_counter())
-    return Timed(
-        seconds=tuple(after - before for before, after in pairwise(ends)),
-        cpu_seconds=(time.process_time() - used) / steps,
-        machine_seconds=(_machine_seconds() - busy) / steps,
-        peak_bytes=memory.peak(),
-        peak_in_use=memory.peak_in_use(),
-        results=tuple(results),
-    )
-
-
-def _row(control: Control, count: int, timed: Timed) -> dict[str, Any]:
+def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
     """All ranks' figures as one."""
     by_rank: list[Timed] = control.gather(timed)
     steps = [max(step) for step in zip(*(rank.seconds for rank in by_rank), strict=True)]
     exposed = [result.exposed for result in timed.results]
-    resident = [rank.peak_bytes for rank in by_rank if rank.peak_bytes is not None]
-    in_use = [rank.peak_in_use for rank in by_rank if rank.peak_in_use is not None]
+    in_use: list[int | None] = control.gather(one.peak_in_use)
     return {
-        "micro_batches": count,
+        "setting": one.setting,
+        "micro_batches": one.num_micro_batches,
         "seconds": median(steps),
-        "seconds_by_step": steps,
         "cpu_seconds": fmean(rank.cpu_seconds for rank in by_rank),
         "machine_seconds": max(rank.machine_seconds for rank in by_rank),
-        "peak_bytes": max(resident, default=None),
-        "peak_in_use": max(in_use, default=None),
+        "peak_in_use": max((peak for peak in in_use if peak is not None), default=None),
         "exposed": {
             kind: fmean(getattr(one, kind) for one in exposed)
             for kind in ("gather", "reduce", "publish")
         },
         "agreement": fmean(r.own.agreement for rank in by_rank for r in rank.results),
     }
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -152,29 +197,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--settings", required=True, help="STRATEGY@COLLECTIVE[+rotate|+in-place], joined by commas"
     )
     add("--counts", required=True, help="numbers of micro-batches, joined by commas")
-    add("--seconds", type=float, default=1e9, help="begin no strategy after so many")
+    add("--turns", type=int, required=True, help="of every setting")
+    add("--seconds", type=float, default=1e9, help="begin no turn after so many")
     add("--train", required=True, metavar="FLAGS", help="of pretrain_llama.py")
     return parser
 
 
 def main() -> None:
-    begin = time.monotonic()
-    args = make_parser().parse_args()
-    world = read_world()
-    counts = [int(word) for word in args.counts.split(",")]
-    for number, setting in enumerate(args.settings.split(",")):
-        with user_mistakes():
-            flags = [*args.train.split(), *parse_setting(setting).flags]
-        turn = partial(time_strategy, flags, counts, number, begin + args.seconds)
-        found, goes_on = in_own_process(turn)
-        if world.rank == 0:
-            label = {**args.label, "setting": setting}
-            with args.output.open("a", encoding="utf-8") as rows:
-                rows.writelines(json.dumps({**label, **row}) + "\n" for row in found)
-            told = ", ".join(f"{row['micro_batches']}: {row['seconds']:.3f} s" for row in found)
-            print(f"{setting}  {told}", flush=True)
-        if not goes_on:
-            break
+    in_own_process(partial(time_settings, make_parser().parse_args(), read_world()))
 
 
 if __name__ == "__main__":

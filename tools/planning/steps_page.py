@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from tools.picture import drawing
-from tools.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Choice, Comparison
+from tools.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Choice, Comparison, Pair
 
 HEAD = """\
 <!-- Written by python tools/study_plan.py report --folder examples/measured: change that. -->
@@ -18,9 +18,9 @@ HEAD = """\
 Written by `python tools/study_plan.py report --folder examples/measured` from the rows and
 machine files there, which `tools/study_plan.py measure` measured in emulated clusters of 2 nodes x
 4 ranks on 2 cores: a NIC of 100 Mbit/s per rank, or one of 400 Mbit/s a node. A round measures the
-machine and then every strategy, one after the other; what stands here are medians over the rounds.
-Of a round a measured step is the median of 3 (of 4 micro-batches: of 2), each as long as its
-slowest rank. The machine's device is measured by training the same shape on every rank alone.
+machine, and every strategy in one turn or several; what stands here are medians over all turns of
+all rounds. Of a turn a measured step is the median of 3 (of 4 micro-batches: of 2), each as long as
+its slowest rank. The machine's device is measured by training the same shape on every rank alone.
 
 ![measured and predicted](steps.png)
 """
@@ -55,26 +55,27 @@ def _shapes(shapes: dict[str, str]) -> list[str]:
 
 def _summary(chapters: Sequence[Chapter]) -> list[str]:
     lines = [
-        f"Pairs are those whose measured steps differ by more than {MOST_ALIKE - 1:.0%}; *auto* is "
+        f"Pairs are those whose steps differ by more than {MOST_ALIKE - 1:.0%}, by the median of "
+        "their ratios turn by turn, and *clear* if they do so in three of four turns; *auto* is "
         "its choice under limits that let in one strategy, all of them and some in between: how "
         "much longer it takes than the best measured one that fits, at the most.",
         "",
-        "| | median error | worst | pairs ordered wrongly | auto, at most |",
-        "|---|---|---|---|---|",
+        "| | median error | worst | pairs ordered wrongly | of the clear ones | auto, at most |",
+        "|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {c.title} | {c.compared.median_error:.1%} | {c.compared.worst_error:.1%} "
-        f"| {len(c.compared.wrong_pairs())} of {len(list(c.compared.pairs()))} "
+        f"| {_wrong([*c.compared.pairs()])} "
+        f"| {_wrong([pair for pair in c.compared.pairs() if pair.is_clear])} "
         f"| {_most(c.compared.choices)} |"
         for c in chapters
     ]
     errors = [abs(row.error) for c in chapters for row in c.compared.rows]
-    wrong = sum(len(c.compared.wrong_pairs()) for c in chapters)
-    pairs = sum(len(list(c.compared.pairs())) for c in chapters)
+    pairs = [pair for c in chapters for pair in c.compared.pairs()]
     most = _most([choice for c in chapters for choice in c.compared.choices])
     lines.append(
-        f"| **all** | **{median(errors):.1%}** | **{max(errors):.1%}** | **{wrong} of {pairs}** "
-        f"| **{most}** |"
+        f"| **all** | **{median(errors):.1%}** | **{max(errors):.1%}** | **{_wrong(pairs)}** "
+        f"| **{_wrong([pair for pair in pairs if pair.is_clear])}** | **{most}** |"
     )
     memory = [e for c in chapters for row in c.compared.rows if (e := row.memory_error) is not None]
     if memory:
@@ -85,6 +86,10 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
             f"{CONSTANT_BYTES / 1e6:.0f} MB; the median is within {median(map(abs, memory)):.1%}.",
         ]
     return lines
+
+
+def _wrong(pairs: Sequence[Pair]) -> str:
+    return f"{sum(pair.is_wrong for pair in pairs)} of {len(pairs)}"
 
 
 def _most(choices: Sequence[Choice]) -> str:

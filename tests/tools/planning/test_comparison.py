@@ -11,7 +11,7 @@ from paro.planning.settings import Case
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import case as make_case
-from tools.planning.comparison import CONSTANT_BYTES, Row, compare
+from tools.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare
 from tools.study_plan import chapters_of
 
 NAMES = ("NNI", "IIG", "GGG")
@@ -22,16 +22,20 @@ def case() -> Case:
     return make_case()
 
 
-def measured(case: Case, factors: dict[str, float]) -> list[dict[str, Any]]:
-    """What would have been measured, were the planner wrong by these factors."""
+def measured(case: Case, factors: dict[str, float]) -> list[list[dict[str, Any]]]:
+    """What would have been measured, in one turn, were the planner wrong by these factors."""
     estimator = Estimator(case)
     return [
-        {
-            "setting": f"{name}@native",
-            "seconds": factor * estimator.estimate(case.setting(case.strategy(name))).seconds,
-            "peak_in_use": None,
-            "exposed": {},
-        }
+        [
+            {
+                "setting": f"{name}@native",
+                "round": 1,
+                "turn": 1,
+                "seconds": factor * estimator.estimate(case.setting(case.strategy(name))).seconds,
+                "peak_in_use": None,
+                "exposed": {},
+            }
+        ]
         for name, factor in factors.items()
     ]
 
@@ -39,7 +43,7 @@ def measured(case: Case, factors: dict[str, float]) -> list[dict[str, Any]]:
 def test_what_was_predicted_has_no_error(case: Case) -> None:
     found = compare(case, measured(case, dict.fromkeys(NAMES, 1.0)))
     assert found.worst_error == pytest.approx(0.0, abs=1e-9)
-    assert found.wrong_pairs() == []
+    assert not any(pair.is_wrong for pair in found.pairs())
     assert all(choice.ratio == 1.0 for choice in found.choices)
 
 
@@ -51,16 +55,50 @@ def test_errors_are_of_what_was_measured(case: Case) -> None:
 
 def test_a_pair_in_the_wrong_order_is_found_and_costs_auto(case: Case) -> None:
     found = compare(case, measured(case, {"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
-    assert ("GGG", "IIG") in [(fast.strategy, slow.strategy) for fast, slow in found.wrong_pairs()]
+    wrong = [(pair.fast.strategy, pair.slow.strategy) for pair in found.pairs() if pair.is_wrong]
+    assert ("GGG", "IIG") in wrong
     assert max(choice.ratio for choice in found.choices) > 2
 
 
+def row(strategy: str, *seconds: float, peak_bytes: int | None = None) -> Row:
+    """Of a setting that took so long in turn 0, 1, .., and was predicted to take a second."""
+    return Row(
+        strategy=strategy,
+        by_turn={(1, turn): s for turn, s in enumerate(seconds)},
+        predicted=1.0,
+        peak_bytes=peak_bytes,
+        predicted_bytes=100_000_000,
+        exposed={},
+        measured_exposed={},
+    )
+
+
+def test_pairs_are_compared_within_a_turn() -> None:
+    """A machine that is slow for a turn is so for both."""
+    assert not list(Comparison(rows=(row("NNI", 1, 2), row("IIG", 2, 1)), choices=()).pairs())
+    one, alike, slower = row("NNI", 9.0, 3.0, 1.0), row("IIG", 9.5, 3.2), row("GGG", 10.8, 3.6)
+    assert (one.seconds, alike.seconds) == (3.0, 6.35)
+    assert list(Comparison(rows=(one, alike), choices=()).pairs()) == []
+    for rows in ((one, slower), (slower, one)):
+        (pair,) = Comparison(rows=rows, choices=()).pairs()
+        assert (pair.fast, pair.slow) == (one, slower)
+        assert pair.ratios == pytest.approx((1.2, 1.2))
+
+
+def test_a_pair_is_clear_if_it_differs_in_three_of_four_turns() -> None:
+    one = row("NNI", 1.0, 1.0, 1.0, 1.0)
+    for seconds, clear in (((1.2, 1.2, 1.2, 0.5), True), ((1.2, 1.2, 1.09, 1.2), True),
+                           ((1.2, 1.2, 1.09, 1.09), False)):  # fmt: skip
+        (pair,) = Comparison(rows=(one, row("GGG", *seconds)), choices=()).pairs()
+        assert pair.is_clear == clear
+
+
 def test_what_rotates_is_compared_as_such_and_chosen_by_nobody(case: Case) -> None:
-    rows = measured(case, {"IIG": 1.0})
+    ((gathered,),) = measured(case, {"IIG": 1.0})
     for way, name in (("rotate", "IIG rotated"), ("in-place", "IIG rotated in place")):
-        found = compare(case, [row | {"setting": f"{row['setting']}+{way}"} for row in rows])
+        found = compare(case, [[gathered | {"setting": f"{gathered['setting']}+{way}"}]])
         assert found.rows[0].strategy == name
-        assert found.rows[0].predicted > rows[0]["seconds"]  # of what is gathered
+        assert found.rows[0].predicted > gathered["seconds"]  # of what is gathered
         assert found.choices == ()
 
 
@@ -74,16 +112,8 @@ def test_what_rotates_is_compared_as_such_and_chosen_by_nobody(case: Case) -> No
     ],
 )
 def test_memory_may_lie_between_the_prediction_and_the_constant(peak: int, error: float) -> None:
-    row = Row(
-        strategy="IIG",
-        seconds=1.0,
-        predicted=1.0,
-        peak_bytes=peak,
-        predicted_bytes=100_000_000,
-        exposed={},
-        measured_exposed={},
-    )
-    assert row.memory_error == pytest.approx(error)
+    found = row("IIG", 1.0, peak_bytes=peak).memory_error
+    assert found == pytest.approx(error)
 
 
 def test_recorded_steps_are_predicted() -> None:
@@ -97,7 +127,11 @@ def test_recorded_steps_are_predicted() -> None:
     assert all(len(comparison.rows) == len(legal_letters()) for comparison in gathered)
     assert all(comparison.median_error < 0.08 for comparison in gathered)
     assert max(comparison.worst_error for comparison in gathered) < 0.205
-    assert sum(len(comparison.wrong_pairs()) for comparison in gathered) <= 16
+    pairs = [pair for comparison in gathered for pair in comparison.pairs()]
+    assert sum(pair.is_wrong for pair in pairs) <= 18
+    clear = [pair for pair in pairs if pair.is_clear]
+    assert sum(pair.is_wrong for pair in clear) <= 5
+    assert len(clear) > 200
     assert all(choice.ratio < 1.06 for comparison in gathered for choice in comparison.choices)
     assert max(comparison.worst_error for comparison in rotated) < 0.31
-    assert not any(comparison.wrong_pairs() for comparison in rotated)
+    assert not any(pair.is_wrong for comparison in rotated for pair in comparison.pairs())

@@ -1,0 +1,53 @@
+"""Process groups: one for every use and run, unless trainings say that they share."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paro.groups import Groups, Use, make_groups, sharing_groups
+from paro.topology import make_topology
+from tests.helpers.ranks import run_ranks
+
+TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
+INTRA, INTER = ((axis,) for axis in TOPOLOGY.axes_between(1, 4))
+
+
+def groups_of(rank: int, *uses: Use) -> Groups:
+    return make_groups(
+        TOPOLOGY, rank, dict.fromkeys(uses, frozenset({INTRA, INTER})), timedelta(seconds=60)
+    )
+
+
+def who_shares() -> tuple[list[bool], list[float]]:
+    """Whether groups are the same, and a sum over each of one that two trainings have."""
+    rank = dist.get_rank()
+    with sharing_groups():
+        first = groups_of(rank, Use.GATHER, Use.REDUCE)
+        second = groups_of(rank, Use.REDUCE, Use.ROTATE)
+    alone = groups_of(rank, Use.REDUCE)
+    same = [
+        first.of(Use.REDUCE, INTRA) is second.of(Use.REDUCE, INTRA),
+        first.of(Use.REDUCE, INTER) is second.of(Use.REDUCE, INTER),
+        first.of(Use.GATHER, INTRA) is first.of(Use.REDUCE, INTRA),
+        second.of(Use.ROTATE, INTRA) is first.of(Use.GATHER, INTRA),
+        alone.of(Use.REDUCE, INTRA) is first.of(Use.REDUCE, INTRA),
+    ]
+    sums = []
+    for run in (INTRA, INTER):
+        ranks = torch.tensor(10.0**rank)
+        dist.all_reduce(ranks, group=second.of(Use.REDUCE, run))
+        sums.append(ranks.item())
+    return same, sums
+
+
+@pytest.mark.ranks
+def test_trainings_that_take_turns_share_groups_of_the_same_use() -> None:
+    found = run_ranks(who_shares, 4)
+    assert [same for same, _ in found] == [[True, True, False, False, False]] * 4
+    assert [sums for _, sums in found] == [
+        [11.0, 101.0], [11.0, 1010.0], [1100.0, 101.0], [1100.0, 1010.0],
+    ]  # fmt: skip
