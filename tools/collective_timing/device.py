@@ -39,7 +39,7 @@ from tools.peers.meters import anonymous_bytes
 SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16"
 LARGE = "--llama-preset 7B --num-layers 2 --seq-length 2048 --bf16"
 
-_WARMUP = 4  # steps that are not timed: malloc does not yet hold all that they ask for
+_WARMUP = 4  # steps that are not timed: in a process that is new they take longer
 _STEPS = 5  # timed
 _MICRO_BATCHES = 4
 _PRODUCT = 1024  # of a square matrix, in the search for the peak
