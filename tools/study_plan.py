@@ -41,8 +41,8 @@ Measures steps of all strategies in emulated clusters of 2 nodes x 4 ranks, and 
 predictions beside them, from a machine file that is measured in the same cluster. Needs root; a
 run that ends early, or after --minutes, goes on where it ended.
 
-  python tools/study_plan.py measure --folder examples/measured --minutes 120
-  python tools/study_plan.py report --folder examples/measured
+  python tools/study_plan.py measure --folder runs/steps --minutes 120
+  python tools/study_plan.py report --folder runs/steps
 """
 NicSetting = Literal["per-rank", "shared"]
 ROTATED = ("III@native+rotate", "IIG@native+rotate", "III@native+in-place", "IIG@native+in-place")

@@ -43,7 +43,7 @@ from tools.peers.turn import in_own_process, process_group, rehearse
 # that are. The first is also the only one that does not wait for what a step before published.
 OF_ONE = (2, 3)  # of one micro-batch
 OF_SEVERAL = (1, 2)
-WARMUP = 2
+WARMUP = 2  # steps of each number of micro-batches when a strategy is built; their memory is taken
 _STAT = Path("/proc/stat")
 
 
@@ -179,7 +179,6 @@ def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
             kind: fmean(getattr(one, kind) for one in exposed)
             for kind in ("gather", "reduce", "publish")
         },
-        "agreement": fmean(r.own.agreement for rank in by_rank for r in rank.results),
     }
 
 
