@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -226,6 +227,17 @@ class Llama(nn.Module):
             for layer in range(config.num_layers)
         )
         self.head = Head(config)
+        self._num_plain = 0  # of the first blocks: backward does not come to them
+
+    def freeze(self, is_trained: Callable[[str], bool]) -> None:
+        """Freezes the parameters whose name `is_trained` denies.
+
+        Blocks to which backward then does not come keep nothing, and are not computed again.
+        """
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_trained(name))
+        parts = takewhile(_is_frozen, (self.embedding, *self.blocks))
+        self._num_plain = max(0, len(list(parts)) - 1)
 
     def forward(
         self,
@@ -250,13 +262,14 @@ class Llama(nn.Module):
             cos, sin = cos[positions_BS], sin[positions_BS]
         places = Places(cos, sin, document_lengths)
         run = self._blocks_kept_together()
+        recomputes = run > 1 and torch.is_grad_enabled()
         for first in range(0, len(self.blocks), run):
             blocks = list(self.blocks[first : first + run])
-            if run > 1 and torch.is_grad_enabled():
+            plain = max(0, self._num_plain - first) if recomputes else run
+            x_BSD = _run_blocks(blocks[:plain], x_BSD, places)
+            if blocks[plain:]:
                 # Hooks on these blocks run again when backward computes them again.
-                x_BSD = _checkpointed(_run_blocks, blocks, x_BSD, places)
-            else:
-                x_BSD = _run_blocks(blocks, x_BSD, places)
+                x_BSD = _checkpointed(_run_blocks, blocks[plain:], x_BSD, places)
         tied = self.config.tie_embeddings_and_output_weights
         tied_VD = self.embedding.weight if tied else None
         logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
@@ -362,6 +375,10 @@ def _recompute_of(recompute: RecomputeConfig | None, layer: int) -> str | None:
     if recompute.method == "uniform":
         return "full" if recompute.num_layers == 1 else None  # longer runs: see Llama.forward
     return "full" if layer < recompute.num_layers else None
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, places: Places) -> Tensor:

@@ -58,8 +58,7 @@ def build_training(
     traffic = traffic or Traffic()
     with torch.device("meta"):
         model = Llama(config.model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name))
+    model.freeze(is_trained)
     timers = make_timers(config.report.timing_log_level, device)
     sharded = _spread(model, config, control, traffic, timers)
     optimizer = ParoOptimizer(sharded, config.optim)

@@ -29,7 +29,8 @@ Run = tuple[Axis, ...]
 class Groups:
     """Every process group of this rank, complete at birth.
 
-    Scalars, barriers and checkpoints use the default group from the training thread alone.
+    Scalars, barriers and the loading of checkpoints use the default group, from the training thread
+    alone.
     """
 
     topology: Topology

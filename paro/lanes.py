@@ -1,7 +1,8 @@
 """Queues that run communication beside the training thread: worker threads or CUDA streams."""
 
 # [Note: stream order]
-# A lane is one queue of jobs, and each process group is used by exactly one lane. Every job of
+# A lane is one queue of jobs, and the collectives of a process group all run in one lane (messages
+# from one rank to another, which are matched by tag, may be sent from other threads). Every job of
 # every move is submitted by the training thread, in program order, and waits for jobs submitted
 # earlier only. All ranks run the same program, so the earliest unfinished job is runnable on all
 # of them: no deadlock, and no two collectives of one group in different orders.

@@ -15,6 +15,8 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 from data.atomic_file import replacing
 from paro.planning.description import describe
+from paro.planning.machine import Machine
+from paro.planning.machine_file import find_machine
 from paro.planning.planner import (
     Estimate,
     Estimator,
@@ -76,7 +78,7 @@ def report(args: Namespace, case: Case) -> None:
     curves = {}
     if args.scaling is not None:
         print("", "the best that fits at the same batch a rank:", sep="\n")
-        curves = scaling(case)
+        curves = scaling(case, find_machine(args.paro_machine), args.paro_group_size)
     if args.json is not None:
         text = json.dumps(fields_of(case, rows, found, bought, curves), indent=1)
         write_text(args.json, text + "\n")
@@ -117,10 +119,14 @@ def fields_of(
     }
 
 
-def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
+def scaling(
+    case: Case, machine: Machine, group_size: int | None
+) -> dict[str, list[tuple[int, float]]]:
     """MFU over ranks, at the batch of a rank as given, for some strategies and for the best.
 
-    All degrees are weighed, all other flags are as given; the best are printed as they are found.
+    From one group of `machine` on, by doubling; where collectives were measured on the measured
+    ranks alone. All degrees are weighed, all other flags are as given; the best are printed as they
+    are found.
     """
     per_rank = case.global_batch_size // case.world_size
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
@@ -129,12 +135,12 @@ def scaling(case: Case) -> dict[str, list[tuple[int, float]]]:
         collectives=(case.collective,),
         recomputes=(case.model.recompute,),
     )
-    ranks = case.machine.group_size
-    while ranks <= MOST_RANKS and not (case.machine.measured and ranks != case.world_size):
+    ranks = machine.world_size if machine.measured else machine.group_size
+    while ranks <= (machine.world_size if machine.measured else MOST_RANKS):
         own = replace(
             case,
-            machine=replace(case.machine, uneven=()).for_world(ranks, told="--scaling"),
-            group_size=min(case.group_size, ranks),
+            machine=replace(machine, uneven=()).for_world(ranks, told="--scaling"),
+            group_size=min(group_size or machine.group_size, ranks),
             global_batch_size=per_rank * ranks,
         )
         estimator = Estimator(own)

@@ -19,11 +19,13 @@ if not __package__:  # started as a script: the repository's packages lie beside
 from data.atomic_file import replacing
 from paro.arguments import parse_args
 from paro.config import RunConfig
-from paro.planning.machine import Machine
+from paro.planning.collective_time import speed_of
+from paro.planning.machine import Machine, bits_per_second, rate_text
 from paro.planning.machine_file import read_machine
 from paro.planning.settings import Case
 from paro.runtime import World
 from paro.strategy import legal_letters
+from paro.topology import Link
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
@@ -46,7 +48,7 @@ run that ends early, or after --minutes, goes on where it ended.
 """
 NicSetting = Literal["per-rank", "shared"]
 ROTATED = ("III@native+rotate", "IIG@native+rotate", "III@native+in-place", "IIG@native+in-place")
-INTER: dict[NicSetting, str] = {"per-rank": "100mbit", "shared": "400mbit"}
+NICS: tuple[NicSetting, ...] = ("per-rank", "shared")
 SHAPES = {
     "deep": "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 688 "
     "--vocab-size 4095 --seq-length 128",
@@ -82,13 +84,18 @@ class Part:
     def machine_files(self, folder: Path) -> list[Path]:
         return sorted(folder.glob(f"steps-{self.name}-*.json"))
 
+    def inter(self, speed: str) -> str:
+        """The speed of a NIC: one of a node is as fast as those of its ranks together."""
+        sharing = RANKS_PER_NODE if self.nic == "shared" else 1
+        return rate_text(sharing * bits_per_second(speed))
+
     @property
     def train_flags(self) -> str:
         return f"{SHAPES[self.shape]} --make-vocab-size-divisible-by 1 --bf16"
 
 
 def parts() -> Iterator[Part]:
-    for nic in INTER:
+    for nic in NICS:
         for shape in SHAPES:
             yield Part(nic=nic, shape=shape)
 
@@ -137,6 +144,8 @@ def measure(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in parts() if not args.parts or part.name in args.parts.split(",")]
     settings_of = {part: take_settings(args.settings, part) for part in chosen}
+    for part in chosen:
+        _check_speed(part, args.folder, args.inter)
     rounds = [(number, part) for number in range(1, args.rounds + 1) for part in chosen]
     for number, part in rounds:
         settings = settings_of[part]
@@ -147,14 +156,14 @@ def measure(args: argparse.Namespace) -> None:
         spec = ClusterSpec(
             nodes=NODES,
             ranks_per_node=RANKS_PER_NODE,
-            inter=INTER[part.nic],
+            inter=part.inter(args.inter),
             nic=part.nic,
             name=args.name,
         )
         print(f"{part.name}, round {number}: {len(left)} of {len(settings)} left", flush=True)
         with cluster(spec) as made:
             if not machine.exists():
-                _measure_machine(made, part, machine, settings)
+                _measure_machine(made, part, machine, settings, spec.inter)
             if left:
                 seconds = max(1.0, end - time.monotonic())
                 _run(made, _steps_flags(part, number, args, settings, seconds))
@@ -184,12 +193,33 @@ def take_settings(text: str | None, part: Part) -> list[str]:
     return settings
 
 
-def _measure_machine(made: Cluster, part: Part, path: Path, settings: Sequence[str]) -> None:
+def _check_speed(part: Part, folder: Path, speed: str) -> None:
+    """Figures of other links are another study."""
+    try:
+        wanted = part.inter(speed)
+    except ValueError as error:
+        raise ValueError(f"--inter: {error}") from error
+    for path in part.machine_files(folder):
+        found = _inter_of(read_machine(path))
+        if found != wanted:
+            raise ValueError(
+                f"--inter {speed}: {path} is of NICs of {found}, not {wanted}: choose another "
+                "--folder"
+            )
+
+
+def _inter_of(machine: Machine) -> str:
+    return rate_text(speed_of(machine, Link.INTER).bits_per_second)
+
+
+def _measure_machine(
+    made: Cluster, part: Part, path: Path, settings: Sequence[str], inter: str
+) -> None:
     """The machine file of a part: what a collective takes beside computing differs by shape."""
     names = ",".join(dict.fromkeys(parse_setting(setting).collective for setting in settings))
     bench = str(TOOLS / "bench_collectives.py")
     flags = ["--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"]
-    flags += ["--inter-bandwidth", INTER[part.nic], "--nic", part.nic, "--train", part.train_flags]
+    flags += ["--inter-bandwidth", inter, "--nic", part.nic, "--train", part.train_flags]
     _run(made, [bench, *flags, "--machine-file", str(path)])
 
 
@@ -215,13 +245,22 @@ def chapters_of(folder: Path) -> list[Chapter]:
         by_key: dict[Key, list[list[dict[str, Any]]]] = {}
         for rounds in _rounds_of(part, rows):
             by_key.setdefault(Key.of(rounds[0]), []).append(rounds)
+        if not by_key:
+            continue
         machines = [read_machine(path) for path in part.machine_files(folder)]
+        if not machines:
+            raise ValueError(
+                f"--folder {folder}: {part.machine_in(folder, 1).name} is missing, with which the "
+                "rows were measured: put it there, or measure again in another folder"
+            )
+        machine = median_machine(machines)
+        nics = "a NIC of {} per rank" if part.nic == "per-rank" else "one NIC of {} a node"
+        cluster_name = f"{part.shape}, {nics.format(_inter_of(machine))}"
         for (collective, count, rotates), settings in by_key.items():
-            case = case_of(part, median_machine(machines), collective, count)
-            nics = "a NIC per rank" if part.nic == "per-rank" else "one NIC a node"
+            case = case_of(part, machine, collective, count)
             found.append(
                 Chapter(
-                    cluster=f"{part.shape}, {nics}",
+                    cluster=cluster_name,
                     collective=f"{collective}, rotated" if rotates else collective,
                     micro_batches=count,
                     compared=compare(case, settings),
@@ -275,7 +314,7 @@ def report(args: argparse.Namespace) -> None:
     check_can_draw(picture, "--folder")
     chapters = chapters_of(args.folder)
     with replacing(page_file) as temporary:
-        temporary.write_text(page(chapters, SHAPES), encoding="utf-8")
+        temporary.write_text(page(args.folder, chapters, SHAPES), encoding="utf-8")
     draw(picture, chapters)
     print(f"wrote {page_file} and {picture}")
 
@@ -299,6 +338,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, required=True, metavar="DIR", help="of rows and machine files")
     add("--minutes", type=float, default=60.0, help="begin nothing after so many; default 60")
     add("--name", default="study", help="of the cluster; default study")
+    add(
+        "--inter",
+        default="100mbit",
+        metavar="SPEED",
+        help="of a rank's NIC; one of a node has that of all its ranks; default 100mbit",
+    )
     add("--rounds", type=int, default=3, help="of everything, one after the other; default 3")
     add("--turns", type=int, default=5, help="of every setting in a round; default 5")
     add(

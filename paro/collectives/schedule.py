@@ -185,9 +185,3 @@ def cut(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:
     weights = [4] * (pieces - 2) + [2, 1] if pieces > 1 else [1]
     ends = [(stop - start) * part // sum(weights) for part in accumulate(weights, initial=0)]
     return [(start + low, start + high) for low, high in pairwise(ends)]
-
-
-def sent_fraction(schedule: Schedule, num_places: int, pieces: int, level: int) -> float:
-    """Which part of the whole buffer a place sends over `level`."""
-    sent = sum(len(schedule.steps[index].send.chunks) for index in schedule.of_level[level])
-    return sent / (num_places * pieces)

@@ -2,7 +2,7 @@
 
 # All lengths are in samples, so that a ramp-up of the batch size does not bend the curves. The
 # argument of both functions is the number of samples whose gradients were applied: an iteration
-# that was skipped for a non-finite gradient does not move the schedule.
+# that was skipped, for a gradient that is not finite or for a leap, does not move the schedule.
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Computing:
     @cached_property
     def recomputed_from(self) -> tuple[int | None, ...]:
         """For every unit that is the last of those recomputed together, the first of them."""
-        parts = activations_of(self.model, self.batch)
+        parts = activations_of(self.model, self.batch, first_trained=self.first_trained)
         found: list[int | None] = []
         for index, part in enumerate(parts):
             following = parts[index + 1] if index + 1 < len(parts) else None
@@ -78,7 +78,7 @@ class Computing:
     def of_units(self) -> tuple[UnitSeconds, ...]:
         """Of every unit, in forward order."""
         blocks = (
-            self._block(index, self.units[index], recomputed=index in self._computed_again)
+            self._block(index, recomputed=index in self._computed_again)
             for index in range(1, len(self.units) - 1)
         )
         return (self._embedding(), *blocks, self._head())
@@ -99,6 +99,21 @@ class Computing:
             part.forward + part.recompute + part.until_first_gradient + part.rest_of_backward
             for part in self.of_units
         )
+
+    @cached_property
+    def flops(self) -> float:
+        """Of one micro-batch: forward, and backward as far as it goes, without recomputation.
+
+        Where all is trained: `flops_per_token`, attention in full.
+        """
+        blocks = self.units[1:-1]
+        forward = sum(self._of_block) * len(blocks)
+        backward = sum(
+            (1 + share) * self._of_block.products + 2 * self._of_block.attention
+            for index in range(1, len(blocks) + 1)
+            if (share := self._share_trained(index)) is not None
+        )
+        return forward + backward + 3 * self.of_logits.products
 
     @property
     def residual_bytes(self) -> int:
@@ -177,11 +192,20 @@ class Computing:
             rest_of_backward=(1 - _TAKES_FIRST) * backward,
         )
 
-    def _block(self, index: int, unit: UnitSize, *, recomputed: bool) -> UnitSeconds:
+    @cached_property
+    def _of_block(self) -> Flops:
         attention, mlp = self.of_attention, self.of_mlp
-        both = Flops(attention.products + mlp.products, attention.attention)
-        trained = unit.trainable_numel / unit.numel if index >= self.first_trained else None
-        return self.forward_and_back(both, trained=trained, recomputed=recomputed)
+        return Flops(attention.products + mlp.products, attention.attention)
+
+    def _share_trained(self, index: int) -> float | None:
+        """Of a block's weights; None: no backward comes as far."""
+        unit = self.units[index]
+        return unit.trainable_numel / unit.numel if index >= self.first_trained else None
+
+    def _block(self, index: int, *, recomputed: bool) -> UnitSeconds:
+        return self.forward_and_back(
+            self._of_block, trained=self._share_trained(index), recomputed=recomputed
+        )
 
     def _head(self) -> UnitSeconds:
         return UnitSeconds(forward=self._seconds(3 * self.of_logits.products))

@@ -89,9 +89,11 @@ def units_of(
     return size_units(units, world_size=world_size, is_trained=is_trained)
 
 
-def activations_of(config: LlamaConfig, batch: MicroBatch) -> tuple[UnitActivations, ...]:
-    """What each of `units_of` holds of a micro-batch."""
-    blocks = (_block(config, batch, layer) for layer in range(config.num_layers))
+def activations_of(
+    config: LlamaConfig, batch: MicroBatch, *, first_trained: int = 0
+) -> tuple[UnitActivations, ...]:
+    """What each of `units_of` holds of a micro-batch; none trains before `first_trained`."""
+    blocks = (_block(config, batch, layer, first_trained) for layer in range(config.num_layers))
     return (_embedding(config, batch), *blocks, _head(config, batch))
 
 
@@ -107,7 +109,9 @@ def _embedding(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
     )
 
 
-def _block(config: LlamaConfig, batch: MicroBatch, layer: int) -> UnitActivations:
+def _block(
+    config: LlamaConfig, batch: MicroBatch, layer: int, first_trained: int
+) -> UnitActivations:
     index = layer + 1  # behind the embedding
     residual = _residual(config, batch)
     ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
@@ -120,6 +124,8 @@ def _block(config: LlamaConfig, batch: MicroBatch, layer: int) -> UnitActivation
     }
     in_forward = residual + max(residual, ffn)
     first = _recomputed_from(config.recompute, layer)
+    if first is not None and index >= first_trained:
+        first = max(first, first_trained - 1)
     if first is None:
         core = config.recompute is None or config.recompute.granularity == "full"
         return UnitActivations(

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from model.config import flops_per_token
 from paro.planning.collective_time import CollectiveTimes
 from paro.planning.computing import Computing
 from paro.planning.cost_model import UnitSize, traffic_per_step
@@ -150,7 +149,9 @@ class Estimator:
             self._memory[key] = PeakMemory(
                 self.units,
                 self.case.precision,
-                activations_of(computing.model, computing.batch),
+                activations_of(
+                    computing.model, computing.batch, first_trained=computing.first_trained
+                ),
                 prefetch_units=self.case.prefetch_units,
                 num_micro_batches=self.case.micro_batches(setting.micro_batch_size),
             )
@@ -167,7 +168,7 @@ class Estimator:
         total = self.needed_bytes(setting)
         timeline = simulate(costs, record=record)
         tokens = case.global_batch_size * case.seq_length
-        flops = flops_per_token(case.model, case.seq_length, causal=False) * tokens
+        flops = costs.computing.flops * costs.num_micro_batches
         return Estimate(
             setting=setting,
             num_micro_batches=costs.num_micro_batches,
@@ -176,7 +177,7 @@ class Estimator:
             memory_bytes=total,
             timeline=timeline,
             tokens_per_second=tokens / timeline.seconds,
-            mfu=flops / timeline.seconds / case.world_size / costs.device.peak_flops,
+            mfu=flops / timeline.seconds / costs.device.peak_flops,
             sent=traffic_per_step(
                 setting.strategy,
                 costs.moves.topology,

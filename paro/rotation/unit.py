@@ -268,5 +268,6 @@ class RotatingUnit(UnitShards):
 
     def finish(self) -> None:
         """Queues what is left to sum once a step, when the last gradients have come home."""
-        self._reduced = self._sum_over_world(DONE)
+        with self.context.exposure.submitting(Kind.REDUCE):
+            self._reduced = self._sum_over_world(DONE)
         self._fresh = True

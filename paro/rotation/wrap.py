@@ -68,7 +68,6 @@ def cut_into_parts(
     bound = wrap.bind_empty(model, context)
     units: dict[str, tuple[Lap, ...]] = {}  # by the first of a part's parameters
     parts = []
-    borrowed = {name for spec in specs for name in spec.borrows}
     for spec in specs:
         for part in spec.parts:
             holder = spec.borrows[0] if spec.borrows else spec.name
@@ -82,7 +81,7 @@ def cut_into_parts(
             course = Course(
                 returns=spec.backward_needs_weight,
                 recomputed=spec.recomputed,
-                completes=not spec.borrows or holder not in borrowed,
+                completes=not spec.borrows,
             )
             parts.append(RotatingPart(spec.module, part, units[key], course, progress))
     rotating = tuple(unit for laps in units.values() for lap in laps for unit in lap)

@@ -28,10 +28,11 @@ class ShardedModel:
     """A model whose nodes are whole only while they run.
 
     In a step the nodes run in an order known beforehand: all forward, then back, for every
-    micro-batch. Up to `1 + prefetch_units` of them are live (gathered, or being gathered) at once;
-    with 0 ahead nothing overlaps. A node is released in backward when the gradient of its input
-    has been made and all its own gradients have arrived. Gradients of at most two units wait
-    whole for their reduction. After an exception the model is unusable.
+    micro-batch. Up to `1 + prefetch_units` of them are live (gathered, or being gathered) at once,
+    or as many as are recomputed together; with 0 ahead nothing overlaps. A node is released in
+    backward when the gradient of its input has been made and all its own gradients have arrived.
+    Gradients of at most two units wait whole for their reduction. After an exception the model is
+    unusable.
     """
 
     def __init__(

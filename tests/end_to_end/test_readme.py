@@ -33,6 +33,8 @@ FOLDERS = {  # without a package's docstring
     "examples": "One launch script per story.",
     "machines": "Clusters to plan for, every figure with its source.",
     "measured": "What was measured: every figure, and the files as the tools wrote them.",
+    "steps-25mbit": "Steps of the emulated cluster where links decide how long they are.",
+    "steps-100mbit": "Steps where it is processor time that decides.",
 }
 COLUMN = 31
 

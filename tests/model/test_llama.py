@@ -261,14 +261,16 @@ def test_low_precision_follows_fp32(name: str, dtype: torch.dtype) -> None:
         assert error < 0.1 * torch.linalg.vector_norm(gradient), own_name
 
 
+@pytest.mark.parametrize("variant", [None, "uniform, 2 and what is left"])
 @pytest.mark.parametrize(
     "trained", [["blocks.1.wq"], ["head.norm"], ["blocks.0.w_up", "head.weight"]]
 )
-def test_frozen_parameters_change_no_gradient_of_others(trained: list[str]) -> None:
+def test_frozen_parameters_change_no_gradient_of_others(
+    trained: list[str], variant: str | None
+) -> None:
     _, wanted = train_once(build(MHA))
-    model = build(MHA)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
+    model = build(replace(MHA, recompute=variant and VARIANTS[variant]))
+    model.freeze(trained.__contains__)
 
     model(*batch()).backward()
 

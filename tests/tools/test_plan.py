@@ -79,6 +79,30 @@ def test_a_search_among_what_rotates(tmp_path: Path) -> None:
     assert curve.exists()
 
 
+def curves_of(tmp_path: Path, flags: str) -> dict[str, list[list[float]]]:
+    case = CASE.replace("--paro-group-size 8 ", "")
+    fields = planned(tmp_path, f"{case} --scaling {tmp_path / 'curve.png'} {flags}")
+    found: dict[str, list[list[float]]] = fields["scaling"]
+    return found
+
+
+def test_more_ranks_are_nodes_as_the_machine_has_them(tmp_path: Path) -> None:
+    few, many = (
+        curves_of(tmp_path, f"--world-size {ranks} --global-batch-size {2 * ranks} --memory-gb 80")
+        for ranks in (4, 64)
+    )
+    assert few == many
+    assert few["best that fits"][0][0] == 8
+
+
+def test_what_was_measured_is_planned_for_the_ranks_it_was_measured_on(tmp_path: Path) -> None:
+    machine = "--paro-machine examples/measured/steps-100mbit/steps-per-rank-deep-1.json"
+    model = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 4"
+    flags = f"{machine} {model} --vocab-size 64 --seq-length 32 --world-size 8"
+    curves = curves_of(tmp_path, f"{flags} --micro-batch-size 1 --global-batch-size 8")
+    assert [ranks for ranks, _ in curves["best that fits"]] == [8]
+
+
 def test_nothing_overlaps_without_prefetching(tmp_path: Path) -> None:
     with_overlap = {r["strategy"]: r["step_seconds"] for r in planned(tmp_path)["rows"]}
     without = planned(tmp_path, f"{CASE} --paro-prefetch-units 0")["rows"]

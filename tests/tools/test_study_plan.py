@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
 from paro.collectives.schedule import Op
-from paro.planning.machine import Axes, Machine, Measured
+from paro.planning.machine import (
+    Axes,
+    BandwidthSource,
+    LinkSpeed,
+    Machine,
+    Measured,
+    bits_per_second,
+)
 from paro.planning.machine_file import machine_to_json, read_machine
 from tests.helpers.ranks import ROOT, run_script
 from tools import study_plan
 from tools.study_plan import COUNTS, Part, main, missing, parts, rows_of
 
 PART = Part(nic="per-rank", shape="deep")
+NAMES = PART.nic, PART.shape
 MACHINE = Machine(name="", source="", world_size=8, group_size=4)
 ROWS = (Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=64, seconds=1.0),)
 
@@ -38,6 +48,14 @@ def row(part: Part, strategy: str, count: int, number: int = 1, turn: int = 1) -
         "peak_in_use": 50_000_000,
         "exposed": {"gather": 0.1},
     }
+
+
+def link(speed: str) -> LinkSpeed:
+    return LinkSpeed(
+        bits_per_second=bits_per_second(speed),
+        latency_seconds=0.0,
+        bandwidth_source=BandwidthSource.TYPED,
+    )
 
 
 def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -81,7 +99,9 @@ def test_it_measures_what_is_missing_and_each_machine_once_a_round(
         runs.append(words)
         if "--machine-file" in words:
             path = Path(words[words.index("--machine-file") + 1])
-            path.write_text(machine_to_json(replace(MACHINE, name=path.stem, measured=ROWS)))
+            inter = link(words[words.index("--inter-bandwidth") + 1])
+            found = replace(MACHINE, name=path.stem, measured=ROWS, inter=inter)
+            path.write_text(machine_to_json(found))
             return 0
         label = json.loads(words[words.index("--label") + 1])
         names = words[words.index("--settings") + 1].split(",")
@@ -98,7 +118,7 @@ def test_it_measures_what_is_missing_and_each_machine_once_a_round(
     monkeypatch.setattr(study_plan, "cluster", cluster)
     monkeypatch.setattr(study_plan, "run", run)
     command = ["measure", "--folder", str(tmp_path), "--settings", "NNN@native,GGG@native"]
-    command += ["--rounds", "2", "--turns", "3"]
+    command += ["--rounds", "2", "--turns", "3", "--inter", "25mbit"]
     complete = 2 * len(list(parts())) * len(COUNTS) * 2 * 3
     for missed in (len(COUNTS) * 2 * 2, 0, 0):
         assert main(command) == 0
@@ -110,6 +130,8 @@ def test_it_measures_what_is_missing_and_each_machine_once_a_round(
             f"steps-{part.name}-1", f"steps-{part.name}-2",
         ]  # fmt: skip
         assert all(machine.measured == ROWS for machine in machines)
+        wanted = "25mbit" if part.nic == "per-rank" else "100mbit"
+        assert all(machine.inter == link(wanted) for machine in machines)
 
 
 def test_a_failure_in_the_cluster_is_one_line(
@@ -138,9 +160,47 @@ def test_a_setting_that_cannot_be_is_one_line(
     assert told in line
 
 
-def test_a_report_needs_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_of_another_speed_are_another_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = PART.machine_in(tmp_path, 1)
+    path.write_text(machine_to_json(replace(MACHINE, inter=link("100mbit"))))
+    for speed, told in (("25mbit", "is of NICs of 100mbit, not 25mbit"), ("25", "is no rate")):
+        assert main(["measure", "--folder", str(tmp_path), "--inter", speed]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "--inter" in line
+        assert told in line
+
+
+def test_a_report_tells_of_what_was_measured(tmp_path: Path) -> None:
+    measured = ROOT / "examples/measured/steps-100mbit"
+    for path in PART.machine_files(measured):
+        shutil.copy(path, tmp_path)
+    rows = [found for found in rows_of(measured) if (found["nic"], found["shape"]) == NAMES]
+    write_rows(tmp_path, rows)
+    assert main(["report", "--folder", str(tmp_path)]) == 0
+    page = (tmp_path / "steps.md").read_text()
+    assert f"report --folder {tmp_path.as_posix()}" in page
+    assert "\n| deep, a NIC of 100mbit per rank, native, 4 micro-batches |" in page
+    assert f"\n| IIG | {median(seconds_of(rows, 'IIG@native', 4)):.3f} |" in page
+    assert (tmp_path / "steps.png").stat().st_size > 0
+
+
+def seconds_of(rows: Sequence[dict[str, Any]], setting: str, count: int) -> list[float]:
+    key = setting, count
+    return [row["seconds"] for row in rows if (row["setting"], row["micro_batches"]) == key]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [([], "there are no rows"), ([row(PART, "IIG", 1)], "steps-per-rank-deep-1.json is missing")],
+)
+def test_a_report_needs_rows_and_a_machine(
+    rows: list[dict[str, Any]], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path, rows)
     assert main(["report", "--folder", str(tmp_path)]) == 2
-    assert "there are no rows" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.ranks

@@ -12,12 +12,12 @@ from tools.picture import drawing
 from tools.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Choice, Comparison, Pair
 
 HEAD = """\
-<!-- Written by python tools/study_plan.py report --folder examples/measured: change that. -->
+<!-- Written by python tools/study_plan.py report --folder {folder}: change that. -->
 # Measured steps beside the planner's.
 
-Written by `python tools/study_plan.py report --folder examples/measured` from the rows and
-machine files there, which `tools/study_plan.py measure` measured in emulated clusters of 2 nodes x
-4 ranks on 2 cores: a NIC of 100 Mbit/s per rank, or one of 400 Mbit/s a node. A round measures the
+Written by `python tools/study_plan.py report --folder {folder}` from the rows and machine
+files there, which `tools/study_plan.py measure` measured in emulated clusters of 2 nodes x 4 ranks
+on 2 cores, with a NIC for each rank or one as fast as four for each node. A round measures the
 machine, and every strategy in one turn or several; what stands here are medians over all turns of
 all rounds. Of a turn a measured step is the median of 3 (of 4 micro-batches: of 2), each as long as
 its slowest rank. The machine's device is measured by training the same shape on every rank alone.
@@ -41,9 +41,14 @@ class Chapter:
         return f"{self.cluster}, {self.collective}, {self.micro_batches} micro-batch{ending}"
 
 
-def page(chapters: Sequence[Chapter], shapes: dict[str, str]) -> str:
+def page(folder: Path, chapters: Sequence[Chapter], shapes: dict[str, str]) -> str:
     """The page in Markdown."""
-    lines = [HEAD.rstrip("\n"), "", *_shapes(shapes), *_summary(chapters)]
+    lines = [
+        HEAD.rstrip("\n").format(folder=folder.as_posix()),
+        "",
+        *_shapes(shapes),
+        *_summary(chapters),
+    ]
     for chapter in chapters:
         lines += ["", f"**{chapter.title}**", "", *_rows(chapter)]
     return "\n".join(lines) + "\n"

@@ -16,8 +16,8 @@ from paro.collectives.schedule import (
     cut,
     make_schedule,
     neighbour,
-    sent_fraction,
 )
+from tests.helpers.schedules import sent_fraction
 from tests.paro.collectives.simulator import (
     DeadlockError,
     check_end,

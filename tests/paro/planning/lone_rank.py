@@ -146,8 +146,7 @@ def _context(
 def _empty_llama(config: LlamaConfig, is_trained: Callable[[str], bool]) -> Llama:
     with torch.device("meta"):
         llama = Llama(config)
-    for name, parameter in llama.named_parameters():
-        parameter.requires_grad_(is_trained(name))
+    llama.freeze(is_trained)
     return llama
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paro.collectives import ho_ring
-from paro.collectives.schedule import Op, make_schedule, sent_fraction
+from paro.collectives.schedule import Op, make_schedule
 from paro.planning.machine import (
     Axes,
     BandwidthSource,
@@ -28,6 +28,7 @@ from paro.planning.machine import (
     seconds,
 )
 from paro.topology import Link, make_topology
+from tests.helpers.schedules import sent_fraction
 
 GATHER, SCATTER, REDUCE = Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE
 BITS = 10**8

@@ -12,7 +12,7 @@ import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
 from paro.collectives import h_ring, ho_ring, ring
-from paro.collectives.schedule import Op, make_schedule, sent_fraction
+from paro.collectives.schedule import Op, make_schedule
 from paro.planning.collective_time import CollectiveTimes, Job
 from paro.planning.description import describe
 from paro.planning.llama import activations_of
@@ -37,6 +37,7 @@ from paro.planning.trainable import Kind, Trainable
 from paro.planning.working_memory import peak_memory
 from paro.strategy import legal_letters
 from paro.topology import make_topology
+from tests.helpers.schedules import sent_fraction
 from tests.paro.planning.cases import DEVICE, SMALL, case, machine
 
 FEW = Freedom(collectives=("native",), recomputes=(None, RecomputeConfig(granularity="full")))

@@ -49,6 +49,10 @@ ORDERS: dict[str, tuple[LlamaConfig, dict[str, Any]]] = {
     "tied": (replace(TINY, tie_embeddings_and_output_weights=True), {}),
     "recomputed": (replace(TINY, recompute=EACH), {}),
     "recomputed in pairs": (replace(TINY, num_layers=4, recompute=PAIRS), {}),
+    "recomputed in pairs, the first of one frozen": (
+        replace(TINY, num_layers=4, recompute=PAIRS),
+        {"trainable": Trainable(kind=Kind.LAST_BLOCKS, share=0.25)},
+    ),
     "mostly frozen": (TINY, {"trainable": Trainable(kind=Kind.LAST_BLOCKS, share=0.3)}),
 }
 

@@ -179,6 +179,21 @@ def test_late_slices_change_nothing(more: str) -> None:
             assert 0.0 < exposed.intra <= exposed.total
 
 
+def train_without_overlap(flags: str) -> Trained:
+    return train(f"{ROTATED} --train-iters 2 {flags} --paro-prefetch-units 0", group_size=2)
+
+
+@pytest.mark.ranks
+def test_what_is_sent_once_a_step_is_exposed_where_nothing_overlaps() -> None:
+    for trained in run_ranks(train_without_overlap, 4, "--paro-strategy IIG"):
+        for step in trained.steps:
+            exposed = step.exposed
+            assert exposed.intra is not None
+            assert exposed.inter is not None
+            assert min(exposed.intra, exposed.inter) > 0.0
+            assert exposed.intra + exposed.inter <= exposed.total
+
+
 def what_is_printed(flags: str) -> tuple[list[str], str]:
     config, training = built(f"{flags} --train-iters 1", 2)
     lines = placement_lines(config, training)
