@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -46,13 +46,19 @@ class Texts(NamedTuple):
     num_bytes: int
 
 
-def read_batches(pieces: Iterable[Piece], keys: Sequence[str]) -> Iterator[RawBatch]:
-    """All documents of the pieces in order; of rows only the columns `keys`."""
+def read_batches(
+    pieces: Iterable[Piece], keys: Sequence[str], *, skip_malformed: bool = False
+) -> Iterator[RawBatch]:
+    """All documents of the pieces in order; of rows only the columns `keys`.
+
+    With `skip_malformed`, of a long text that is not UTF-8 comes the first bad part alone.
+    """
     for piece in pieces:
         if piece.kind is Kind.JSON_LINES:
             yield from _lines(piece)
         elif piece.kind is Kind.TEXT:
-            yield from _text(piece)
+            bad = _first_bad_part(piece) if skip_malformed else None
+            yield from _text(piece) if bad is None else [bad]
         else:
             yield from _rows(piece, keys)
 
@@ -117,6 +123,17 @@ def _text(piece: Piece) -> Iterator[RawBatch]:
             unfinished, reached = bool(following), tell()
             yield RawBatch(piece, offset, content, reached - position, unfinished)
             offset, position = offset + cut, reached
+
+
+def _first_bad_part(piece: Piece) -> RawBatch | None:
+    """The part of a text that is not UTF-8, as if it were the whole text; None for a good text."""
+    for part in _text(piece):
+        assert isinstance(part.content, bytes), "a text is bytes"
+        try:
+            part.content.decode("utf-8")
+        except UnicodeDecodeError:
+            return replace(part, advance=piece.num_bytes, unfinished=False)
+    return None
 
 
 def _good_cut(block: bytes) -> int:

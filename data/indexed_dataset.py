@@ -205,7 +205,7 @@ class EncodedDocuments(NamedTuple):
 class IndexedDatasetWriter:
     """Writes one prefix: both files get their names when the block ends well, neither when not.
 
-    The .bin file is streamed, the .idx file is written last.
+    The .bin file is streamed, the .idx file is written last, by `complete` or at the end.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
@@ -221,13 +221,13 @@ class IndexedDatasetWriter:
     def _open_files(self) -> Iterator[None]:
         bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         with (
-            replacing(idx_path(self.prefix)) as idx_file,
+            replacing(idx_path(self.prefix)) as self._idx_file,
             replacing(bin_path(self.prefix)) as bin_file,
             _room_on_disk(bin_path(self.prefix)),
+            bin_file.open("wb") as self._stream,
         ):
-            with bin_file.open("wb") as self._stream:
-                yield
-            self._write_index(idx_file)
+            yield
+            self.complete()
 
     def __enter__(self) -> IndexedDatasetWriter:
         self._files.__enter__()
@@ -240,6 +240,17 @@ class IndexedDatasetWriter:
         trace: TracebackType | None,
     ) -> None:
         self._files.__exit__(kind, error, trace)
+
+    def complete(self) -> None:
+        """Write all that is missing but the names, so that several writers fail before any has one.
+
+        Nothing can be added any more.
+        """
+        if self._stream.closed:
+            return
+        with _room_on_disk(bin_path(self.prefix)):
+            self._stream.close()
+            self._write_index(self._idx_file)
 
     @property
     def num_documents(self) -> int:

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from data.batch import Batch, Fetch, Samples
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
-from data.blended_dataset import SplitRequest, build_samples
+from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
 from data.document_bounds import DocumentRules
-from data.gpt_dataset import Sampling, TooFewTokensError, check_vocabulary
+from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, check_vocabulary
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, parse_split, share_of
@@ -170,6 +170,16 @@ class Datasets:
         for name, cause in self.causes.items():
             lines[name] = f"{name}: no samples, its evaluation is left out: {cause}"
         return list(lines.values())
+
+    def train_order(self) -> list[list[int]]:
+        """What the number of training samples does to their order, for comparing runs.
+
+        Of each corpus how many epochs were shuffled, and the samples before a last one apart.
+        """
+        train = self.train
+        corpora = train.members if isinstance(train, BlendedDataset) else (train,)
+        plans = [corpus.plan for corpus in corpora if isinstance(corpus, GPTDataset)]
+        return [[plan.num_epochs, plan.samples_before_separate_epoch or 0] for plan in plans]
 
 
 def build_datasets(config: DataConfig, num_samples: SplitCounts, vocab_size: int) -> Datasets:

@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
     @property
     def text_prefix(self) -> tuple[int, ...]:
-        """What Megatron's type of this name puts before every text of a corpus."""
+        """What is put before every text of a corpus: `bos` by Llama2Tokenizer, else nothing."""
 
     @property
     def vocab_size(self) -> int:
@@ -104,7 +104,11 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
 
 class SentencePieceTokenizer:
     """A SentencePiece `.model` file, such as LLaMA-1 and LLaMA-2 have or tools/train_tokenizer.py
-    writes. Of Megatron's three names for it Llama2Tokenizer alone begins texts with `bos`."""
+    writes. Of Megatron's three names for it Llama2Tokenizer alone begins texts with `bos`.
+
+    Documents end with the model's own end of a sentence. So they do in Megatron under two of the
+    names; its SentencePieceTokenizer ends them with an <EOD> that it adds above the model's ids.
+    """
 
     def __init__(self, model: str, *, begins_texts: bool = False) -> None:
         self._processor = _load_sentencepiece(Path(model))
@@ -158,6 +162,9 @@ class HuggingFaceTokenizer:
     A `tokenizer.json` does not say which token ends a document: `eos_token` in the
     `tokenizer_config.json` beside it does, as published models have it. Nothing is downloaded,
     since every rank would do so.
+
+    Texts of a corpus get no special tokens. Megatron's type of this name gives them those of the
+    tokenizer, such as LLaMA's beginning, unless --tokenizer-hf-no-include-special-tokens is given.
     """
 
     def __init__(self, model: str) -> None:

@@ -22,10 +22,11 @@ _PROBES = (
 )
 
 
-def write_tokenizer_json(model: Path, folder: Path) -> bool:
+def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = False) -> bool:
     """Writes tokenizer.json and tokenizer_config.json; False if ids would differ.
 
-    They do where a model normalizes text or is no BPE.
+    They do where a model normalizes text or is no BPE. With `begins_texts` the token that begins a
+    text is added to each.
     """
     from sentencepiece import SentencePieceProcessor
 
@@ -42,6 +43,8 @@ def write_tokenizer_json(model: Path, folder: Path) -> bool:
     for text in (*_PROBES, *("".join(texts[i : i + 64]) for i in range(0, len(texts), 64))):
         if list(whole.encode(text, add_special_tokens=False).ids) != own.encode(text):
             return False
+    if begins_texts and own.bos is not None:
+        whole.post_processor = _beginning(processor.id_to_piece(own.bos), own.bos)
     whole.save(str(folder / "tokenizer.json"))
     fields: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -90,6 +93,17 @@ def _tokenizer(processor: Any) -> Any:
         ]
     )
     return tokenizer
+
+
+def _beginning(piece: str, number: int) -> Any:
+    """The step that puts a token in front of every text, unless no special tokens are wanted."""
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(
+        single=[piece, "$A"],
+        pair=[piece, "$A", f"{piece}:1", "$B:1"],
+        special_tokens=[(piece, number)],
+    )
 
 
 def _ordinary(processor: Any) -> dict[str, int]:

@@ -35,6 +35,12 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
     for name in ("max_position_embeddings", "init_method_std"):
         if name in common:
             taken[name] = common[name]
+    longest = taken.get("max_position_embeddings")
+    if longest is not None and args.seq_length > longest:
+        raise ValueError(
+            f"--seq-length {args.seq_length} is above --max-position-embeddings {longest}, which "
+            "--use-checkpoint-args takes from --load: shorten it, or give the model's flags instead"
+        )
     if args.tokenizer_type is None and common.get("tokenizer"):
         taken |= {name: value for name, value in common["tokenizer"].items() if value is not None}
     return Namespace(**(vars(args) | taken))

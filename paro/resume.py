@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.loader import Datasets
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import PARAM, boxed_states
+from paro.checkpoint.directory import read_common
 from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.folders import ranks_by_folder
 from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import write_states
 from paro.config import RunConfig
 from paro.groups import make_save_groups
-from paro.optim.loss_scale import LossScaleState, start_loss_scale
+from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
 from paro.report.log import Log
 from paro.report.progress import Progress
@@ -44,6 +46,7 @@ class Saver:
         *,
         arguments: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
+        train_order: Sequence[Sequence[int]] | None = None,
     ) -> None:
         assert config.checkpoint.save is not None, "nowhere to save"
         self._config = config
@@ -51,6 +54,7 @@ class Saver:
         self._log = log
         self._arguments = dict(arguments or {})
         self._progress = progress
+        self._train_order = train_order
         self._root = Path(config.checkpoint.save)
         self._background = Background()
         self._copy = HostCopy()
@@ -148,7 +152,9 @@ class Saver:
             "vocab_size": config.vocab_size,
             "state": asdict(state),
             "schedule": asdict(config.schedule),
+            "dynamic_loss_scale": config.loss_scale.dynamic,
             "global_batch_size": config.batches.global_batch_size,
+            "train_order": self._train_order,
             "num_optimizer_steps": training.optimizer.num_steps,
             "has_moments": not config.checkpoint.no_save_optim,
             "strategy": config.strategy.name,
@@ -192,11 +198,23 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
     return _state_of(common, config, log)
 
 
+def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: Log) -> None:
+    """Says so where training data come in another order than in the run that was saved."""
+    assert config.checkpoint.load is not None, "nothing was loaded"
+    common = read_common(config.checkpoint.load, loaded.iteration) or {}
+    saved = common.get("train_order")
+    if saved is not None and saved != datasets.train_order():
+        log.log0(
+            "the training data come in another order than in the run that was saved, since their "
+            "number of epochs or they themselves changed: samples may come again or be left out"
+        )
+
+
 def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainState:
     """Where the run goes on; with --no-load-optim the schedule and the loss scale start anew."""
     saved: dict[str, Any] = common["state"]
     saved |= {
-        "loss_scale": LossScaleState(**saved["loss_scale"]),
+        "loss_scale": _loss_scale_of(common, config.loss_scale),
         "expected": Expectation(**saved.get("expected", {})),
     }
     batch_size = common.get("global_batch_size", config.batches.global_batch_size)
@@ -210,6 +228,13 @@ def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainSt
         return TrainState(**(saved | anew))
     _check_schedule(common.get("schedule"), config)
     return TrainState(**saved)
+
+
+def _loss_scale_of(common: Mapping[str, Any], config: LossScaleConfig) -> LossScaleState:
+    """What was found in training, where it is searched for in both runs; else the flags'."""
+    if config.dynamic and common.get("dynamic_loss_scale", True):
+        return LossScaleState(**common["state"]["loss_scale"])
+    return start_loss_scale(config)
 
 
 def _check_schedule(saved: Mapping[str, Any] | None, config: RunConfig) -> None:

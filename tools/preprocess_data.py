@@ -63,7 +63,8 @@ class Job:
 def encoded_batches(
     pieces: Sequence[Piece], plan: EncodingPlan, workers: Workers
 ) -> Iterator[EncodedBatch]:
-    tasks = tasks_of(read_batches(pieces, plan.keys))
+    batches = read_batches(pieces, plan.keys, skip_malformed=plan.skip_malformed)
+    tasks = tasks_of(batches)
     return chain.from_iterable(workers.map(partial(encode_all, plan), tasks))
 
 
@@ -72,7 +73,10 @@ def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[Indexe
     """A writer per prefix; all data sets get their names at the end, or none."""
     dtype = dtype_for_vocab(tokenizer_of(plan.tokenizer).vocab_size)
     with ExitStack() as files:
-        yield [files.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
+        writers = [files.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
+        yield writers
+        for writer in writers:
+            writer.complete()
 
 
 def write_batches(
@@ -195,8 +199,8 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--skip-malformed",
         action="store_true",
-        help="leave out and count lines and rows that are no document (no JSON, no UTF-8, no text "
-        "under a key) instead of stopping at the first",
+        help="leave out and count lines, rows and texts that are no document (no JSON, no UTF-8, "
+        "no text under a key) instead of stopping at the first",
     )
     group.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     group.add_argument(

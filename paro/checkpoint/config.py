@@ -42,7 +42,7 @@ class CheckpointConfig:
             )
         if self.save_retain_interval is None:
             return
-        if self.save_interval is None or self.save_retain_interval % self.save_interval != 0:
+        if not self.save_interval or self.save_retain_interval % self.save_interval != 0:
             raise ValueError(
                 f"--save-retain-interval {self.save_retain_interval} must be a multiple of "
                 f"--save-interval {self.save_interval}"

@@ -49,6 +49,7 @@ def latest_iteration(directory_root: str | Path) -> int | None:
     except NotADirectoryError:
         raise CheckpointError(f"{root} is a file: give a folder of checkpoints") from None
     if not (text.isascii() and text.isdigit()):
+        _refuse_strangers(root)
         raise DamagedError(
             f"{root / TRACKER} says {text[:40]!r}: write the number of an iter_* folder into it"
         )
@@ -213,13 +214,14 @@ def remove_checkpoint(directory_root: str | Path, iteration: int) -> None:
 
 
 def _refuse_strangers(root: Path) -> None:
-    """Raises `CheckpointError` where a folder without a tracker is something else's."""
+    """Raises `CheckpointError` where a folder whose tracker names no iteration is another's."""
     if (root / METADATA).exists() or (root / COMMON).exists():
         raise CheckpointError(
             f"{root} is one iteration of a checkpoint: give the folder that holds it, "
             f"{root.absolute().parent}"
         )
-    for pattern in ("config.json", "params.json", "*.safetensors", "*.pth", "mp_rank_*"):
+    strangers = ("config.json", "params.json", "*.safetensors", "*.pth", "mp_rank_*")
+    for pattern in (*strangers, "release/mp_rank_*"):
         if found := next(root.glob(pattern), None):
             raise CheckpointError(
                 f"{root} holds no checkpoint of this project (it has {found.name}): convert it "

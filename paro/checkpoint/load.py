@@ -47,10 +47,10 @@ def load_checkpoint(
     """Fills `shards` in place and returns what was saved beside them; None if nothing was saved.
 
     Collective, on the thread that owns the group. Every rank passes a shard of every unit and of
-    each state it wants; states left out are not read, nor moments of a converted model, which has
-    none. A checkpoint that is incomplete or damaged, as any rank sees it, is named by `log` and
-    passed over for the next, unless its iteration was asked for. On `CheckpointError`, which all
-    ranks raise alike, shards are untouched unless a file turned out to be damaged while it was
+    each state it wants; states left out are not read. A converted model has no moments: they
+    become zero. A checkpoint that is incomplete or damaged, as any rank sees it, is named by `log`
+    and passed over for the next, unless its iteration was asked for. On `CheckpointError`, which
+    all ranks raise alike, shards are untouched unless a file turned out to be damaged while it was
     read.
     """
     ranks = Ranks(process_group)
@@ -60,9 +60,9 @@ def load_checkpoint(
     if not wanted.moments:
         states = _parameters(states)
     order, complaint = _order(directory_root, wanted.iteration, ranks, blame)
-    if not order:
+    if not order and complaint is None:
         return None
-    if complaint is not None:
+    if order and complaint is not None:
         say(f"  {complaint}")
     for iteration in order:
         try:
@@ -138,6 +138,9 @@ def _load_iteration(
         plan: LoadPlan = reader.prepare_local_plan(planner.create_local_plan())
     with ranks.agreed():
         reader.read_data(plan, planner).wait()
+    for name in states.keys() - present.keys():  # moments that a damaged one was read into
+        for values in states[name].rectangles.values():
+            values.zero_()
     return common
 
 

@@ -64,17 +64,24 @@ def write_states(
         place = f"{directory_root} in torch_dist format"
         log(f"saving checkpoint at iteration {iteration:7d} to {place}")
     root = Path(directory_root)
+    previous = _latest_or_none(root) if ranks.is_first_near else None
     folder = ranks.first_decides(lambda: begin_checkpoint(root, iteration), blame)
     try:
         files = _write(folder, states, ranks, blame)
         ranks.first_decides(lambda: _read_back(folder), blame)
-        ranks.first_decides(
-            lambda: _finish(folder, iteration, common, files, retain_interval), blame
-        )
+        ranks.first_decides(lambda: finish_checkpoint(folder, iteration, common, files), blame)
     except Exception:
         if ranks.is_first_near:
             discard_checkpoint(folder)
         raise
+    # Only now that it is whole on every node: else none might be left that all of them have.
+    if (
+        retain_interval is not None
+        and previous is not None
+        and previous < iteration
+        and previous % retain_interval != 0
+    ):
+        remove_checkpoint(root, previous)
     if ranks.is_first and log:
         log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
@@ -104,24 +111,8 @@ def _read_back(folder: Path) -> None:
         raise CheckpointError(f"{error}: all ranks must see one and the same folder") from None
 
 
-def _finish(
-    folder: Path,
-    iteration: int,
-    common: Mapping[str, Any],
-    files: Mapping[str, FileSum],
-    retain_interval: int | None,
-) -> None:
-    """Puts a written folder in its place, and removes the one before if it is not to be kept."""
-    previous = _latest_or_none(folder.parent)
-    finish_checkpoint(folder, iteration, common, files)
-    if retain_interval is None or previous is None:
-        return
-    if previous < iteration and previous % retain_interval != 0:
-        remove_checkpoint(folder.parent, previous)
-
-
 def _latest_or_none(root: Path) -> int | None:
     try:
         return latest_iteration(root)
-    except CheckpointError:
-        return None  # a tracker that somebody damaged names none to remove
+    except (CheckpointError, OSError):
+        return None  # a tracker that is damaged or cannot be read names none to remove

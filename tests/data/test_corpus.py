@@ -168,6 +168,20 @@ def test_a_txt_file_that_is_not_utf8_is_named(
         texts(path)
 
 
+@pytest.mark.parametrize("place", [0, 150, 299], ids=["first", "middle", "last"])
+def test_a_long_text_with_a_bad_part_is_left_out_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"ab\n" * place + b"a\xe9\n" + b"ab\n" * (299 - place))
+    (batch,) = read_batches(find_pieces([path]), ["text"], skip_malformed=True)
+    assert (batch.advance, batch.unfinished) == (path.stat().st_size, False)
+    told: list[str] = []
+    assert list(texts_of(batch, ["text"], told.append)) == []
+    assert told == [f"{path} is not UTF-8 (byte {3 * place + 2}): convert it first"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     documents=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=30),

@@ -255,6 +255,21 @@ def test_corpus_splits(prefix: str) -> None:
     assert batch.labels_BS[0].tolist() == datasets.train[0][1:].tolist()
 
 
+@pytest.mark.parametrize(
+    ("weighted", "count", "expected"),
+    [(False, 100, [[1, 0]]), (False, 400, [[2, 249]]), (True, 400, [[1, 0], [1, 0]])],
+)
+def test_what_the_number_of_samples_does_to_their_order(
+    prefix: str, weighted: bool, count: int, expected: list[list[int]]
+) -> None:
+    """An epoch has 2000 tokens, 249 samples."""
+    path = ("1", prefix, "1", prefix) if weighted else (prefix,)
+    config = DataConfig(seq_length=8, data_path=path, split="1,0,0")
+    assert build_datasets(config, SplitCounts(train=count), 200).train_order() == expected
+    mock = DataConfig(seq_length=8, mock_data=True)
+    assert build_datasets(mock, SplitCounts(train=count), 200).train_order() == []
+
+
 def test_a_held_out_split_without_a_sample_is_named_in_one_line(prefix: str) -> None:
     config = DataConfig(seq_length=8, data_path=("1", prefix), split="99,1,0")
     datasets = build_datasets(config, SplitCounts(train=10, valid=5, test=5), vocab_size=200)

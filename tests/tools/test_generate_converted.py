@@ -13,7 +13,7 @@ from data.tokenizer_json import write_tokenizer_json
 from model.llama import Llama
 from paro.runtime import UserMistakeError
 from tests.paro.checkpoint.convert.folders import own_model, save_folder
-from tests.tools.test_generate import TEXT
+from tests.tools.test_generate import SIZES, TEXT, save_untrained
 from tools.convert_checkpoint import main as convert
 from tools.generate import (
     Sampling,
@@ -110,21 +110,8 @@ def test_prompts_become_the_ids_of_transformers(with_bos: bool, tmp_path: Path) 
     prefix = str(tmp_path / "pieces")
     given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", prefix]
     train_tokenizer([*given, "--vocab-size", "300"])
-    assert write_tokenizer_json(tmp_path / "pieces.model", tmp_path / "hf")
-    if with_bos:
-        file = tmp_path / "hf" / "tokenizer.json"
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        first = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-        fields["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [
-                {"Sequence": {"id": "A", "type_id": 0}},
-                {"Sequence": {"id": "B", "type_id": 1}},
-            ],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-        }
-        file.write_text(json.dumps(fields), encoding="utf-8")
+    pieces = tmp_path / "pieces.model"
+    assert write_tokenizer_json(pieces, tmp_path / "hf", begins_texts=with_bos)
     words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
     convert([*words, "--output", str(tmp_path / "paro")])
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -136,6 +123,36 @@ def test_prompts_become_the_ids_of_transformers(with_bos: bool, tmp_path: Path) 
         tokenizer = load_tokenizer(source, None)
         assert beginnings(source, tokenizer, encode(tokenizer, [prompt])) == [ids], folder
         assert tokenizer.decode(ids) == prompt
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer"])
+def test_an_export_prompts_as_the_model_was_trained(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    prefix = str(tmp_path / "pieces")
+    given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", prefix]
+    train_tokenizer([*given, "--vocab-size", "300"])
+    saved = tmp_path / "saved"
+    save_untrained(saved, f"{SIZES} --tokenizer-type {kind} --tokenizer-model {prefix}.model")
+    for formats, there, here in (
+        (["--from", "paro", "--to", "hf"], "saved", "hf"),
+        (["--from", "hf", "--to", "paro"], "hf", "paro"),
+        (["--from", "paro", "--to", "hf"], "paro", "back"),
+    ):
+        convert([*formats, "--input", str(tmp_path / there), "--output", str(tmp_path / here)])
+    prompt = "def main("
+    begun = []
+    for folder in ("saved", "hf", "paro", "back"):
+        source = open_model(tmp_path / folder)
+        tokenizer = load_tokenizer(source, None)
+        begun.append(beginnings(source, tokenizer, encode(tokenizer, [prompt])))
+    ids = [
+        AutoTokenizer.from_pretrained(tmp_path / name)(prompt).input_ids for name in ("hf", "back")
+    ]
+    assert (ids[0][0] == 1) == (kind == "Llama2Tokenizer")
+    assert begun == [[ids[0]]] * 4
+    assert ids[0] == ids[1]
 
 
 @pytest.mark.parametrize(("said", "ends"), [(None, set()), (2, {2}), ([7, 9], {7, 9})])

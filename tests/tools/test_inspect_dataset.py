@@ -136,6 +136,27 @@ def test_the_command_of_a_training_can_be_taken_as_it_is(corpus: Path, tmp_path:
     assert not (tmp_path / "save").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--load nowhere --ckpt-step 3",
+        "--load nowhere --exit-on-missing-checkpoint",
+        "--load nowhere --use-checkpoint-args",
+        "--load nowhere --use-checkpoint-opt_param-scheduler",
+        "--save nowhere --log-progress",
+        "--save nowhere --profile --use-pytorch-profiler",
+        "--paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place",
+    ],
+)
+def test_what_samples_do_not_depend_on_is_not_looked_at(
+    corpus: Path, tmp_path: Path, words: str
+) -> None:
+    flags = ["--data-path", str(corpus), "--seq-length", "16", *NULL, *TRAINING]
+    out = tmp_path / "samples.jsonl"
+    main(["--dump-samples", str(out), *flags, *words.split(), "--train-iters", "3"])
+    assert len(out.read_text().splitlines()) == 24
+
+
 def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
     main(["--dump-samples", str(out), "--mock-data", "--vocab-size", "50", "--seq-length", "8",
@@ -154,6 +175,10 @@ def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
         (["--data-path", "none", "--histogram", "x.txt"], "the name must end in .png"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--dump-samples", "x", "--train-samples", "3"], "--seq-length is missing"),
+        (
+            ["--dump-samples", "x", "--train-iters", "3", "--seq-length", "3", *NULL],
+            "--dump-samples with --train-iters needs --global-batch-size",
+        ),
         (["--dump-samples", "x", "--seq-length", "3", *NULL], "how long to train is missing"),
     ],
 )

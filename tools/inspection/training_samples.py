@@ -14,22 +14,31 @@ from paro.runtime import World
 
 # What a training needs and its samples do not depend on: set where it is not given.
 SMALL_MODEL = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}
-# What depends on ranks that are not here, or on other files of the run: not looked at.
+# What depends on ranks that are not here, or on other files of the run: not looked at. A dry run of
+# one rank needs no folder and no package.
 IGNORED = {
+    "dry_run": True,
+    "world_size": 1,
+    "ranks_per_node": None,
+    "device_memory_gb": None,
     "paro_strategy": None,
     "paro_group_size": None,
     "paro_machine": None,
     "paro_collective": "native",
+    "paro_materialize": "gather",
+    "paro_rotate_in_place": False,
     "use_distributed_optimizer": False,
     "save": None,
-    "load": None,
-    "exit_on_missing_checkpoint": False,
+    "log_progress": False,
+    "use_pytorch_profiler": False,
+    "use_checkpoint_opt_param_scheduler": False,
 }
+CHECKPOINT = {"load": None, "ckpt_step": None}  # unless the tokenizer comes from there
 
 
 def training_samples(args: Namespace) -> tuple[Samples, int]:
     """The training split alone, and how many samples of it are trained on."""
-    settled = vars(args) | IGNORED
+    settled = vars(args) | IGNORED | ({} if args.use_checkpoint_args else CHECKPOINT)
     if args.llama_preset is None:
         settled |= {name: settled[name] or size for name, size in SMALL_MODEL.items()}
     settled["lr"] = args.lr or 1e-3
@@ -37,6 +46,11 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
     if args.train_samples is not None:
         # All of them, whatever batches they would come in.
         settled |= {"micro_batch_size": 1, "global_batch_size": 1, "rampup_batch_size": None}
+    elif args.train_iters is not None and args.global_batch_size is None:
+        raise ValueError(
+            "--dump-samples with --train-iters needs --global-batch-size, which would follow from "
+            "the number of ranks: give it, or --train-samples"
+        )
     config = RunConfig.from_args(Namespace(**settled), World())
     count = count_samples(config).train
     datasets = build_datasets(config.data, SplitCounts(train=count), config.vocab_size)

@@ -111,6 +111,8 @@ def write_hugging_face(
 
     `advance` is called with the bytes of every piece written.
     """
+    dtype = next(iter(source.tensors.values())).dtype
+    fields = _config_fields(source, str(dtype).removeprefix("torch."))
     tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
     files = list(_files(tensors, max_file_bytes))
     weight_map: dict[str, str] = {}
@@ -124,12 +126,11 @@ def write_hugging_face(
             {"metadata": {"total_size": source.num_bytes}, "weight_map": weight_map},
         )
     copy_companions(source.companions, directory)
-    dtype = next(iter(source.tensors.values())).dtype
-    _write_json(directory / CONFIG, _config_fields(source, str(dtype).removeprefix("torch.")))
+    _write_json(directory / CONFIG, fields)
     pieces = source.companions.get("tokenizer.model")
     if pieces is None or "tokenizer.json" in source.companions:
         return []
-    if write_tokenizer_json(pieces, directory):
+    if write_tokenizer_json(pieces, directory, begins_texts=source.begins_with_bos):
         return []
     return [f"{pieces} is copied as it is: it has no equal in a tokenizer.json"]
 
@@ -194,11 +195,14 @@ def _config_fields(source: Source, dtype: str) -> dict[str, Any]:
 
 def _special_ids(source: Source) -> dict[str, int | None]:
     """Which ids begin and end a text: transformers would take 1 and 2 if nobody said."""
+    unknown: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if source.tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None}
+        return unknown
     try:
         tokenizer = build_tokenizer(TokenizerConfig(**source.tokenizer))
     except (ValueError, OSError) as error:
+        if not source.companions:  # its files are gone, which the source has noted
+            return unknown
         raise CheckpointError(f"the tokenizer cannot be read: {error}") from error
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
 

@@ -75,14 +75,18 @@ _FIXED = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
     "add_bias_linear": False,
     "add_qkv_bias": False,
     "qk_layernorm": False,
+    "apply_layernorm_1p": False,
+    "window_size": None,
     "num_experts": None,
     "multi_latent_attention": False,
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
+_ALIKE = {"rotary_seq_len_interpolation_factor": 1}  # another value that means the same
 
 
 def megatron_name(name: str) -> str:
@@ -199,7 +203,7 @@ def _config(
     given = vars(args)
     for name, ours in _FIXED.items():
         theirs = given.get(name, ours)
-        if theirs != ours:
+        if theirs not in (ours, _ALIKE.get(name, ours)):
             raise CheckpointError(
                 f"{path} is not of this architecture: {name} is {theirs!r} there, and must be "
                 f"{ours!r}"
@@ -227,8 +231,10 @@ def _config(
             f"{path}: {len(ranks)} tensor-parallel ranks do not divide its "
             f"{config.num_query_groups} query groups"
         )
-    vocab_size = given.get("vocab_size") or config.vocab_size
-    return config, min(int(vocab_size), config.vocab_size)
+    vocab_size = int(given.get("vocab_size") or config.vocab_size)
+    if given.get("tokenizer_type") == "NullTokenizer":
+        vocab_size += 1  # the end of a document, which the argument leaves out
+    return config, min(vocab_size, config.vocab_size)
 
 
 def _found(

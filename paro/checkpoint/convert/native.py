@@ -68,7 +68,7 @@ def open_native(root: Path, iteration: int | None = None) -> Source:
         tensors=unpadded(config, tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer,
-        begins_with_bos=bool(common.get("begins_with_bos", False)),
+        begins_with_bos=_begins_with_bos(common),
         notes=notes,
     )
 
@@ -203,6 +203,13 @@ def _true_vocab_size(common: Mapping[str, Any], rows: int) -> int:
     if tokenizer.get("tokenizer_type") == "NullTokenizer":
         return int(tokenizer["vocab_size"]) + 1
     return rows
+
+
+def _begins_with_bos(common: Mapping[str, Any]) -> bool:
+    """Whether texts began so, in a training by its type of tokenizer."""
+    tokenizer = common.get("tokenizer") or {}
+    trained = tokenizer.get("tokenizer_type") == "Llama2Tokenizer"
+    return bool(common.get("begins_with_bos", trained))
 
 
 def _companions(

@@ -228,3 +228,10 @@ def test_a_folder_of_another_format_is_not_taken_for_an_empty_one(tmp_path: Path
         latest_iteration(tmp_path)
     with pytest.raises(CheckpointError, match="is a file: give a folder"):
         latest_iteration(tmp_path / "config.json")
+
+
+def test_a_release_of_megatrons_is_to_be_converted(tmp_path: Path) -> None:
+    (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / TRACKER).write_text("release")
+    with pytest.raises(CheckpointError, match=r"it has mp_rank_00\): convert it with tools/conv"):
+        candidates(tmp_path)

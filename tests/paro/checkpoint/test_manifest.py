@@ -87,6 +87,20 @@ def test_a_damaged_newest_one_is_named_and_passed_over(
         load_checkpoint(saved.parent, shards, wanted=Loading(iteration=200))
 
 
+def test_a_converted_model_behind_a_damaged_one_has_no_moments_of_that(tmp_path: Path) -> None:
+    parameters = [s for s in make_shards(ONE, 0, filled=True) if s.state == "param"]
+    save_checkpoint(tmp_path, 0, parameters, {"parameters_only": True})
+    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {})
+    (file,) = (tmp_path / "iter_0000100").glob("*.distcp")
+    damage(file)
+    shards = make_shards(ONE, 0, filled=True)  # as if the damage was met late
+    common = load_checkpoint(tmp_path, shards)
+    assert common is not None
+    assert common["iteration"] == 0
+    assert_true([shard for shard in shards if shard.state == "param"])
+    assert not any(shard.values.any() for shard in shards if shard.state != "param")
+
+
 def test_where_none_is_whole_the_newest_ones_fault_is_told(saved: Path) -> None:
     damage(saved / "__0_0.distcp")
     (saved.parent / "iter_0000100" / MANIFEST).unlink()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.directory import TRACKER
 from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.load import Loading, load_checkpoint
-from paro.checkpoint.save import save_checkpoint
+from paro.checkpoint.save import save_checkpoint, write_states
 from tests.helpers.parameters import load_parameters
 from tests.paro.checkpoint.toy_run import (
     DEGREES_ON_EIGHT,
@@ -31,6 +36,8 @@ from tests.paro.checkpoint.toy_run import (
     make_shards,
     true_state,
 )
+
+T = TypeVar("T")
 
 CUTS = {
     "one": ONE,
@@ -124,6 +131,41 @@ def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "missing", shards) is None
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         load_parameters(tmp_path)
+
+
+class OtherNodeFails(Ranks):
+    """This node puts iteration 200 in its place, another one cannot."""
+
+    def first_decides(self, action: Callable[[], T], blame: str) -> T:
+        result = super().first_decides(action, blame)
+        if "iter_0000200" in os.listdir(blame.removeprefix("--save ")):
+            raise CheckpointError("rank 2: No space left on device")
+        return result
+
+
+def test_the_one_before_goes_only_when_the_next_is_whole_on_every_node(tmp_path: Path) -> None:
+    def save(iteration: int, ranks: Ranks) -> None:
+        states = boxed_states(make_shards(ONE, 0, filled=True), to_write=True)
+        write_states(tmp_path, iteration, states, {}, ranks=ranks, retain_interval=1000)
+
+    alone = Ranks(None, alone=True)
+    save(100, alone)
+    with pytest.raises(CheckpointError, match="rank 2"):
+        save(200, OtherNodeFails(None, alone=True))
+    common = load_checkpoint(
+        tmp_path, make_shards(ONE, 0, filled=False), wanted=Loading(iteration=100)
+    )
+    assert common is not None
+    save(300, alone)
+    assert {path.name for path in tmp_path.glob("iter_*")} == {"iter_0000100", "iter_0000300"}
+
+
+@pytest.mark.parametrize("text", ["", "release", "12abc"])
+def test_a_tracker_that_names_nothing_is_no_empty_folder(tmp_path: Path, text: str) -> None:
+    (tmp_path / TRACKER).write_text(text)
+    shards = make_shards(ONE, 0, filled=False)
+    with pytest.raises(CheckpointError, match=f"{TRACKER} says .*; no checkpoint there is whole"):
+        load_checkpoint(tmp_path, shards)
 
 
 def test_a_state_is_converted_to_the_type_it_is_loaded_into(one: Path) -> None:

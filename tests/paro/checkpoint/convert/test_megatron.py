@@ -155,6 +155,9 @@ def test_what_megatron_saves_beside_the_weights_is_passed_over(
         ("add_qkv_bias", True),
         ("num_experts", 8),
         ("pipeline_model_parallel_size", 2),
+        ("apply_layernorm_1p", True),
+        ("rotary_seq_len_interpolation_factor", 4),
+        ("window_size", (1023, 0)),
     ],
 )
 def test_another_architecture_is_named_by_its_field(
@@ -164,6 +167,26 @@ def test_another_architecture_is_named_by_its_field(
     resave(path, lambda content: setattr(content["args"], field, value))
     with pytest.raises(CheckpointError, match=f"not of this architecture: {field} is"):
         open_megatron(tmp_path / "megatron")
+
+
+def test_an_interpolation_of_one_is_none(tmp_path: Path) -> None:
+    path = saved(tmp_path / "megatron")
+    name = "rotary_seq_len_interpolation_factor"
+    resave(path, lambda content: setattr(content["args"], name, 1))
+    assert open_megatron(tmp_path / "megatron").config == CONFIG
+
+
+def test_the_end_of_a_document_is_kept_where_the_arguments_do_not_count_it(tmp_path: Path) -> None:
+    path = saved(tmp_path / "megatron")
+
+    def change(content: dict[str, Any]) -> None:
+        content["args"].tokenizer_type = "NullTokenizer"
+        content["args"].vocab_size = 99
+
+    resave(path, change)
+    back = open_megatron(tmp_path / "megatron")
+    assert back.config.vocab_size == 100
+    assert back.tensors["embedding.weight"].shape == (100, 32)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

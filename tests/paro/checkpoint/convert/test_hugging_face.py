@@ -1,0 +1,33 @@
+"""Folders for transformers, written from runs whose tokenizer is here or gone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tools.test_generate import SIZES, TEXT, save_untrained
+from tools.convert_checkpoint import main as convert
+from tools.train_tokenizer import main as train_tokenizer
+
+
+def test_a_run_whose_tokenizer_is_gone_is_converted_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    model = tmp_path / "pieces.model"
+    given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "pieces")]
+    train_tokenizer([*given, "--vocab-size", "300"])
+    flags = f"{SIZES} --tokenizer-type SentencePieceTokenizer --tokenizer-model {model}"
+    save_untrained(tmp_path / "saved", flags)
+    model.unlink()
+    capsys.readouterr()
+    words = ["--from", "paro", "--to", "hf", "--input", str(tmp_path / "saved")]
+    convert([*words, "--output", str(tmp_path / "hf")])
+    said = f"the tokenizer is no longer at {model}: converted without it\n"
+    assert capsys.readouterr().out.count(said) == 1
+    written = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert written == ["config.json", "model.safetensors"]
+    fields = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
+    assert (fields["bos_token_id"], fields["eos_token_id"]) == (None, None)

@@ -1,0 +1,13 @@
+"""Checkpoint flags that contradict each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from paro.checkpoint.config import CheckpointConfig
+
+
+@pytest.mark.parametrize("interval", [None, 0, 3])
+def test_what_is_retained_is_a_multiple_of_what_is_saved(interval: int | None) -> None:
+    with pytest.raises(ValueError, match=f"5 must be a multiple of --save-interval {interval}$"):
+        CheckpointConfig(save_interval=interval, save_retain_interval=5)

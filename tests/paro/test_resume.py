@@ -1,0 +1,58 @@
+"""What a run takes over from the one that was saved, and what it begins anew."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, run_main, write_corpus
+
+
+def run(*words: object) -> str:
+    """What one process prints."""
+    ended = run_main([str(word) for word in words])
+    assert ended.mistake is None, ended.mistake
+    return ended.printed
+
+
+def scales(printed: str) -> list[float]:
+    return [float(scale) for scale in re.findall(r"loss scale: ([\d.]+)", printed)]
+
+
+FP16 = ("--fp16", "--initial-loss-scale", 1024, "--loss-scale-window", 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (("--bf16",), FP16, 1024),
+        (("--bf16",), ("--loss-scale", 8), 8),
+        (FP16, ("--bf16",), 1),
+        (("--loss-scale", 8), ("--loss-scale", 16), 16),
+        (FP16, FP16, 2048),  # found in training, and kept
+    ],
+)
+def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
+    tmp_path: Path, before: tuple[object, ...], after: tuple[object, ...], expected: float
+) -> None:
+    go_on = [*RUN, "--train-iters", 3, "--save", tmp_path, "--load", tmp_path]
+    run(*go_on, *before, "--exit-interval", 2)
+    assert scales(run(*go_on, *after)) == [expected]
+
+
+def test_another_order_of_the_data_is_told(tmp_path: Path) -> None:
+    """A corpus of 15 samples: 12 are one epoch, 16 are two with the last apart."""
+    prefix = tmp_path / "corpus"
+    write_corpus(prefix, [*range(100)] * 5)
+    root = tmp_path / "ckpt"
+    data = ["--data-path", prefix, "--split", "1,0,0", "--global-batch-size", 4]
+    flags = [SCRIPT, *MODEL, *data, "--save", root, "--load", root]
+    run(*flags, "--train-iters", 3, "--exit-interval", 1)
+    told = "the training data come in another order than in the run that was saved"
+    same = run(*flags, "--train-iters", 3, "--exit-interval", 2)
+    assert told not in same
+    longer = [*flags, "--train-iters", 4, "--override-opt_param-scheduler"]
+    assert run(*longer, "--exit-interval", 3).count(told) == 1
+    assert told not in run(*longer), "saved with the new order"
