@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 
 from data.loader import Datasets
@@ -25,12 +27,13 @@ from paro.report.observer import Observer
 from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.progress import Progress
 from paro.report.record import RunFacts
-from paro.report.report import open_report
+from paro.report.report import Report, open_report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
-from paro.resume import Saver, load_run
+from paro.resume import Saver, load_run, tell_order
 from paro.runtime import (
     Control,
+    UserMistakeError,
     distributed,
     read_job_id,
     run_script,
@@ -75,7 +78,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples whenever the checkpoint was saved
     with control.agreed():
-        datasets = open_data(config, state)
+        datasets = open_data(config, state, loaded, log)
     for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
         log.log0(line)
     sources = build_sources(config, datasets, training, state)
@@ -101,17 +104,30 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        saving=saving_of(args, config, training, facts, log, loaded),
+        saving=saving_of(args, config, training, facts, log, loaded, datasets.train_order()),
         forecast=forecast,
         observers=observers,
     )
     report.is_live = is_live
     if is_live and log.is_last:
         report.view = terminal.open_view(facts, title=title_of(config), placement=placement)
-    loop.run()
-    report.close()
+    with closing(report, control):
+        loop.run()
     if control.device.type == "cuda":
         training.close()  # gloo's groups go with the process
+
+
+@contextmanager
+def closing(report: Report, control: Control) -> Iterator[None]:
+    """Closes the report at the end; where ranks leave for a mistake its dashboards show it."""
+    try:
+        yield
+    except UserMistakeError as mistake:
+        report.close()
+        if not mistake.on_this_rank:
+            control.barrier()  # the first rank to leave ends the others
+        raise
+    report.close()
 
 
 def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
@@ -119,8 +135,10 @@ def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
     return Log(rank=rank, world_size=world_size, one_speaker=one_speaker, show=terminal.show)
 
 
-def open_data(config: RunConfig, state: TrainState) -> Datasets:
-    """The data sets of the run, which must leave something to do."""
+def open_data(
+    config: RunConfig, state: TrainState, loaded: TrainState | None, log: Log
+) -> Datasets:
+    """The data sets of the run, which must leave something to do; says if their order is new."""
     datasets = build_data(config, state)
     held_out = datasets.valid or datasets.named_valid or datasets.test
     if config.train.skip_train and not held_out:
@@ -129,6 +147,8 @@ def open_data(config: RunConfig, state: TrainState) -> Datasets:
         raise ValueError(
             f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or test"
         )
+    if loaded is not None and not config.train.skip_train:
+        tell_order(config, loaded, datasets, log)
     return datasets
 
 
@@ -161,6 +181,7 @@ def saving_of(
     facts: RunFacts,
     log: Log,
     loaded: TrainState | None,
+    train_order: list[list[int]],
 ) -> Saving | None:
     """How the run is saved, if at all; what lies under --save already is not saved again."""
     checkpoint = config.checkpoint
@@ -170,7 +191,14 @@ def saving_of(
     if config.report.log_progress:
         start = 0 if loaded is None else loaded.consumed_train_samples
         progress = Progress(checkpoint.save, facts, log, start_samples=start, job_id=read_job_id())
-    saver = Saver(config, training, log, arguments=vars(args), progress=progress)
+    saver = Saver(
+        config,
+        training,
+        log,
+        arguments=vars(args),
+        progress=progress,
+        train_order=train_order,
+    )
     continued = loaded if checkpoint.save == checkpoint.load else None
     return Saving(
         write=saver.save,

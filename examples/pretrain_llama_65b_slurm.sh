@@ -11,14 +11,15 @@
 # and says what a GPU would hold and send.
 #
 # GPUs are given to the node and not to the task: a rank picks its own by its number in the node.
-# Five minutes before the time is over SLURM signals the ranks, which save and leave.
+# Half an hour before the time is over SLURM signals the ranks, which end their step (minutes on few
+# GPUs), save and leave.
 #SBATCH --job-name=llama-65b
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@300
+#SBATCH --signal=TERM@1800
 #SBATCH --exclusive
 #SBATCH --output=llama_65b_%j.log
 set -euo pipefail

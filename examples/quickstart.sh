@@ -6,8 +6,8 @@
 # training goes on from its last checkpoint. `make quickstart` calls this with .venv on the PATH.
 #
 # From the environment:
-#   RUN_DIR          where everything is written (runs/quickstart)
 #   TEXT             a .jsonl file of your own, {"text": ...} a line, instead of Python's library
+#   RUN_DIR          where everything is written (runs/quickstart; of a TEXT runs/quickstart-ITS_NAME)
 #   TRAIN_ITERS      optimizer steps (240)
 #   EXTRA_FLAGS      more flags for the training, such as --tensorboard-dir runs/quickstart/board
 #   OMP_NUM_THREADS  threads of a rank (1: the 4 ranks already fill the cores of a small machine)
@@ -15,9 +15,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-RUN_DIR=${RUN_DIR:-runs/quickstart}
 TRAIN_ITERS=${TRAIN_ITERS:-240}
 OWN_TEXT=${TEXT:-}
+OWN_NAME=$(basename "$OWN_TEXT" .jsonl)
+RUN_DIR=${RUN_DIR:-runs/quickstart${OWN_NAME:+-$OWN_NAME}}
 TEXT=${OWN_TEXT:-$RUN_DIR/text.jsonl}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -90,12 +89,15 @@ class RunConfig:
         data = _take_data(args)
         tokenizer = _take_tokenizer(args)
         built = build_tokenizer(tokenizer)
-        vocab_size = built.vocab_size
-        model, precision = take_model(args, vocab_size), _take_precision(args)
-        runtime = _take(RuntimeConfig, args)
+        model, precision = take_model(args, built.vocab_size), _take_precision(args)
+        runtime, launch = _take(RuntimeConfig, args), _take(LaunchConfig, args)
         if strategy is None:
-            backend, length = runtime.distributed_backend, data.seq_length
-            strategy, reasons = _plan(model, batches, sharding, precision, length, backend)
+            case = case_of(
+                model, batches, sharding, precision, seq_length=data.seq_length,
+                device_type="cpu" if runtime.distributed_backend == "gloo" else "cuda",
+                memory_gb=launch.device_memory_gb,
+            )  # fmt: skip
+            strategy, reasons = choose_strategy(case)
             notices = (*notices, *reasons)
         config = cls(
             model=model,
@@ -110,14 +112,14 @@ class RunConfig:
             checks=_take(StepChecksConfig, args),
             data=data,
             tokenizer=tokenizer,
-            vocab_size=vocab_size,
+            vocab_size=built.vocab_size,
             eod=built.eod,
             checkpoint=checkpoint,
             report=_take(ReportConfig, args),
             profile=_take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks)),
             watch=_take(WatchConfig, args),
             runtime=runtime,
-            launch=_take(LaunchConfig, args),
+            launch=launch,
             notices=notices,
         )
         check_rotation(config.sharding, config.strategy, config.model, world.size)
@@ -171,21 +173,6 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
     return sharding, strategy
 
 
-def _plan(
-    model: LlamaConfig,
-    batches: BatchSchedule,
-    sharding: ShardingConfig,
-    precision: PrecisionConfig,
-    seq_length: int,
-    backend: str,
-) -> tuple[Strategy, Sequence[str]]:
-    """What the planner chooses, and why."""
-    device_type = "cpu" if backend == "gloo" else "cuda"
-    return choose_strategy(
-        case_of(model, batches, sharding, precision, seq_length=seq_length, device_type=device_type)
-    )
-
-
 def _take_batches(args: Namespace, world: World) -> BatchSchedule:
     global_batch_size = args.global_batch_size
     if global_batch_size is None:
@@ -226,7 +213,12 @@ def _take_schedule(
         decay_samples = train_samples
     constant = args.weight_decay_incr_style == "constant"
     start, end = args.start_weight_decay, args.end_weight_decay
-    if (start is None or end is None) and not (constant and start is end is None):
+    if constant and not start is end is None:
+        raise ValueError(
+            "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or "
+            "cosine; constant takes --weight-decay"
+        )
+    if not constant and None in (start, end):
         raise ValueError(
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs both "
             "--start-weight-decay and --end-weight-decay"

@@ -16,7 +16,14 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     sizes = given
     if args.llama_preset is not None:
-        sizes = _published_sizes(LLAMA_PRESETS[args.llama_preset], given) | given
+        preset = LLAMA_PRESETS[args.llama_preset]
+        is_grouped = preset.num_query_groups < preset.num_attention_heads
+        if args.group_query_attention and not (is_grouped or "num_query_groups" in given):
+            raise ValueError(
+                f"--group-query-attention: --llama-preset {args.llama_preset} has no groups of "
+                "queries: give --num-query-groups"
+            )
+        sizes = _published_sizes(preset, given) | given
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if name not in sizes:
             raise ValueError(f"--{name.replace('_', '-')} is missing; --llama-preset gives it too")

@@ -49,8 +49,12 @@ def case_of(
     *,
     seq_length: int,
     device_type: str,
+    memory_gb: float | None,
 ) -> Case:
-    """The run as the planner sees it; it needs --paro-machine."""
+    """The run as the planner sees it; it needs --paro-machine.
+
+    Devices have `memory_gb` of memory where that is given, else what the machine says.
+    """
     if sharding.machine is None:
         raise ValueError(
             f"{FLAG} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
@@ -68,6 +72,7 @@ def case_of(
         collective=sharding.collective,
         materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
         device_type=device_type,
+        memory_bytes=None if memory_gb is None else round(memory_gb * 1e9),
     )
 
 

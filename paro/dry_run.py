@@ -267,23 +267,27 @@ def _plan_of(case: Case, plan: Plan) -> Iterator[str]:
     if not launch.fits:
         raise ValueError(
             f"a rank needs {launch.memory_bytes / 1e9:.1f} GB at {launch.memory.name}, a device of "
-            f"--paro-machine {case.machine.name} has {case.limit_bytes / 1e9:.1f} GB: the fastest "
+            f"{_whose_memory(case)} has {case.limit_bytes / 1e9:.1f} GB: the fastest "
             f"that fits is {found.best.setting.describe()}"
         )
 
 
+def _whose_memory(case: Case) -> str:
+    name = f"--paro-machine {case.machine.name}"
+    return name if case.memory_bytes is None else f"{name} by --device-memory-gb"
+
+
 def _case(plan: Plan) -> Case:
     config = plan.config
-    case = case_of(
+    return case_of(
         config.model,
         config.batches,
         config.sharding,
         config.precision,
         seq_length=config.data.seq_length,
         device_type=plan.training.device.type,
+        memory_gb=config.launch.device_memory_gb,
     )
-    limit = config.launch.device_memory_gb
-    return case if limit is None else replace(case, memory_bytes=round(limit * 1e9))
 
 
 def _count(number: int, what: str) -> str:

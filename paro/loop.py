@@ -19,6 +19,7 @@ from paro.report.record import IterationRecord
 from paro.report.report import Report
 from paro.runtime import UserMistakeError
 from paro.training import (
+    Reasons,
     StepResult,
     Training,
     TrainState,
@@ -26,6 +27,8 @@ from paro.training import (
     last_iteration,
     train_step,
 )
+
+_STARTED = time.monotonic()  # when the script was loaded, from which a run's time counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,6 @@ class Loop:
         self._is_first = True
         self._times = RankTimes()  # since the last line
         self._num_timed = 0
-        self._started = time.monotonic()
         self._signal = ExitSignal()
         self._states = training.optimizer.state_bytes()
 
@@ -151,6 +153,13 @@ class Loop:
         for observer in self._observers:
             observer.begins(what, self.state.iteration)
 
+    def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same, of which observers hear one by one: a step may take minutes."""
+        for batch in batches:
+            for observer in self._observers:
+                observer.goes_on()
+            yield batch
+
     def _end(self) -> None:
         for observer in self._observers:
             observer.ends()
@@ -164,10 +173,8 @@ class Loop:
         result = train_step(
             training,
             state,
-            self._sources.train,
-            signalled=self._signal.received,
-            late=self._out_of_time(),
-            unsaved=self._saving is not None and self._saving.failed(),
+            self._noted(self._sources.train),
+            reasons=self._reasons,
         )
         collect_every = training.config.manual_gc_interval if training.config.manual_gc else 0
         if collect_every > 0 and state.iteration % collect_every == 0:
@@ -222,11 +229,13 @@ class Loop:
 
     def _held(self) -> dict[str, int]:
         ledger = self.training.model.units[0].context.ledger
-        return {
+        held = {
             **self._states,
             "whole-parameters": ledger.whole_params.peak_bytes,
             "whole-gradients": ledger.whole_grads.peak_bytes,
         }
+        slices = ledger.slices.peak_bytes  # none where nothing rotates
+        return held | ({"slices-under-way": slices} if slices else {})
 
     def _take_times(self, result: StepResult, seconds: float) -> None:
         own = result.own
@@ -287,10 +296,11 @@ class Loop:
 
     def _loss_on(self, held_out: HeldOut) -> float:
         training, whole = self.training, held_out.num_micro_batches
+        batches = self._noted(held_out.batches)
         if whole is not None:
-            return evaluate(training, held_out.batches, whole, per_token=True)
+            return evaluate(training, batches, whole, per_token=True)
         per_iter = training.batches.num_micro_batches_at(self.state.consumed_train_samples)
-        return evaluate(training, held_out.batches, training.config.eval_iters * per_iter)
+        return evaluate(training, batches, training.config.eval_iters * per_iter)
 
     def _save(self) -> None:
         if self._saving is not None:
@@ -298,9 +308,16 @@ class Loop:
             self.training.model.wait_published()
             self._saving.save(self.state)
 
+    def _reasons(self) -> Reasons:
+        return Reasons(
+            signalled=self._signal.received,
+            late=self._out_of_time(),
+            unsaved=self._saving is not None and self._saving.failed(),
+        )
+
     def _out_of_time(self) -> bool:
         limit = self.training.config.exit_duration_in_mins
-        return limit is not None and time.monotonic() - self._started > limit * 60.0
+        return limit is not None and time.monotonic() - _STARTED > limit * 60.0
 
     def _reason_to_leave(self, result: StepResult) -> str | None:
         config, iteration = self.training.config, self.state.iteration

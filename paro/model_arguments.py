@@ -81,7 +81,7 @@ def add_training_args(parser: ArgumentParser) -> None:
         help="fixes initialization and the order of the data, on any number of ranks")
     add("--exit-interval", type=int, metavar="N", help="save and leave at every multiple of N")
     add("--exit-duration-in-mins", type=float, metavar="MINUTES",
-        help="save and leave after so much time")
+        help="save and leave after so much time, counted from when the script began")
     add("--exit-signal-handler", action="store_true",
         help="save and leave when any rank gets --exit-signal")
     add("--exit-signal", choices=EXIT_SIGNALS, default="SIGTERM", help="that signal")

@@ -125,13 +125,21 @@ class UserMistakeError(Exception):
 
 def read_world() -> World:
     """The world that the launcher describes in the environment: torchrun's names, then SLURM's."""
-    if "RANK" in os.environ:
+    by_srun = "SLURM_STEP_TASKS_PER_NODE" in os.environ and not _is_torchrun()
+    if "RANK" in os.environ and not by_srun:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    elif by_srun and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        raise ValueError(
+            f"srun started {os.environ['SLURM_STEP_NUM_TASKS']} tasks and MASTER_ADDR is not set: "
+            "export MASTER_ADDR=$(scontrol show hostnames | head -1) and MASTER_PORT before srun, "
+            "as examples/pretrain_llama_65b_slurm.sh does"
+        )
     else:
         return World()
-    missing = [name for name in names if name not in os.environ]
+    needed = (*names, "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
     if missing:
         raise ValueError(f"the launcher must set {', '.join(missing)} in the environment")
     # SLURM writes tasks per node as 8(x4), or 8(x3),4 where the last node has fewer.
@@ -139,6 +147,17 @@ def read_world() -> World:
         int(re.split(r"[(,]", os.environ[name])[0]) for name in names
     )
     return World(rank=rank, size=size, local_rank=local_rank, ranks_per_node=ranks_per_node)
+
+
+def _is_torchrun() -> bool:
+    """Whether torchrun's names are more than what a container sets beside SLURM's own.
+
+    Those are the same numbers, without LOCAL_WORLD_SIZE.
+    """
+    env = os.environ
+    same = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"))
+    differ = any(name in env and env[name] != env.get(slurms) for name, slurms in same)
+    return "LOCAL_WORLD_SIZE" in env or differ
 
 
 def device_for(config: RuntimeConfig, world: World) -> torch.device:
@@ -153,7 +172,8 @@ def device_for(config: RuntimeConfig, world: World) -> torch.device:
     if world.local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {world.local_rank} has no GPU: torch sees {torch.cuda.device_count()}; "
-            "start one process per GPU"
+            "start one process per GPU, and under SLURM give GPUs to the node (--gpus-per-node) "
+            "instead of one to each task, so that ranks see each other's"
         )
     return torch.device("cuda", world.local_rank)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -138,6 +138,14 @@ class Training:
         self.model.close()
 
 
+class Reasons(NamedTuple):
+    """Why a rank wants to leave, as far as it knows."""
+
+    signalled: bool = False
+    late: bool = False
+    unsaved: bool = False  # what goes on beside the training has failed to save
+
+
 class _Sums(NamedTuple):
     """What a step adds up over the ranks, in one message."""
 
@@ -161,13 +169,11 @@ def train_step(
     state: TrainState,
     micro_batches: Iterator[Batch],
     *,
-    signalled: bool = False,
-    late: bool = False,
-    unsaved: bool = False,
+    reasons: Callable[[], Reasons] = Reasons,
 ) -> StepResult:
     """One optimizer step: micro-batches, sums over the ranks, and the update unless it is skipped.
 
-    `signalled`, `late` and `unsaved` are this rank's reasons to stop; they travel with the sums.
+    This rank's `reasons` to leave travel with the sums; they are asked for just before.
     """
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
@@ -175,14 +181,12 @@ def train_step(
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches)
     _empty_cache(training, from_level=1)
-    reasons = {"signalled": float(signalled), "late": float(late), "unsaved": float(unsaved)}
     sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)
     unscale = weigh.unscale(sums.num_tokens)
     loss = sums.loss * unscale
     grad_norm = math.sqrt(sums.square_sum) * unscale if sums.square_sum >= 0 else math.nan
-    can_fall = training.loss_scale.dynamic and (
-        state.loss_scale.scale > training.loss_scale.min_loss_scale
-    )
+    scaling = training.loss_scale
+    can_fall = scaling.dynamic and state.loss_scale.scale > scaling.min_loss_scale
     verdict = judge(
         training.checks, state.expected, loss=loss, grad_norm=grad_norm, scale_can_fall=can_fall
     )
@@ -195,9 +199,7 @@ def train_step(
     state.consumed_train_samples += batch_size
     state.expected = expect_after(state.expected, verdict, loss=loss, grad_norm=grad_norm)
     nonfinite = verdict in (Verdict.OVERFLOW, Verdict.NOT_FINITE)
-    state.loss_scale = update_loss_scale(
-        training.loss_scale, state.loss_scale, found_nonfinite=nonfinite
-    )
+    state.loss_scale = update_loss_scale(scaling, state.loss_scale, found_nonfinite=nonfinite)
     return StepResult(
         loss=loss,
         grad_norm=grad_norm,
@@ -221,7 +223,7 @@ def _add_up(
     loss_sum: Tensor,
     num_tokens: float,
     data_wait: float,
-    reasons: dict[str, float],
+    reasons: Callable[[], Reasons],
 ) -> tuple[_Sums, Exposed, OwnTimes]:
     """The sums over all ranks, exposed communication in the mean, and this rank's own times."""
     optimizer, num_ranks = training.optimizer, training.control.world.size
@@ -241,7 +243,7 @@ def _add_up(
         publish=own.publish,
         intra=own.intra or 0.0,
         inter=own.inter or 0.0,
-        **reasons,
+        **{name: float(holds) for name, holds in reasons()._asdict().items()},
     )
     begin = time.perf_counter()
     sums = _Sums(*training.control.sum(list(mine)))
@@ -390,6 +392,7 @@ def evaluate(
             loss_sum += model.evaluate(
                 batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents()
             )
+            training.exposure.take()  # what an evaluation waits for is no part of a step
     loss, num_tokens = training.control.sum([float(loss_sum), weigh.num_tokens()])
-    training.exposure.take()  # what an evaluation waits for is no part of a step
+    training.exposure.take()  # the rest, which a GPU has come to now
     return loss * weigh.unscale(num_tokens)

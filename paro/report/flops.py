@@ -33,7 +33,7 @@ _DEVICES = (
     _Device(r"\bH200 NVL\b", 835.5, 60.0, "NVIDIA H200 data sheet"),
     _Device(r"\bG?H200\b", 989.4, 67.0, "NVIDIA H200 and GH200 data sheets"),
     _Device(r"\bH100 NVL\b", 835.5, 60.0, "NVIDIA H100 data sheet"),
-    _Device(r"\bH100 PCIe\b", 756.5, 51.0, "NVIDIA H100 data sheet"),
+    _Device(r"\bH[18]00 PCIe\b", 756.5, 51.0, "NVIDIA H100 data sheet"),
     _Device(r"\bH[18]00\b", 989.4, 67.0, "NVIDIA H100 data sheet, SXM"),
     _Device(r"\bA[18]00\b", 312.0, 19.5, "NVIDIA A100 data sheet"),
     _Device(r"\bA40\b", 149.7, 37.4, "NVIDIA A40 data sheet"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class Observer(Protocol):
+class Observer:
     """Called by the training thread; must cost next to nothing."""
 
     def begins(self, what: str, iteration: int) -> None:
         """`what` is training, evaluating or saving; so many iterations are done."""
+
+    def goes_on(self) -> None:
+        """The next micro-batch of what has begun."""
 
     def ends(self) -> None:
         """Nothing follows."""

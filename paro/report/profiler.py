@@ -11,6 +11,7 @@ import torch
 
 from data.atomic_file import replacing
 from paro.report.log import Log
+from paro.report.observer import Observer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class ProfileConfig:
             raise ValueError("--use-pytorch-profiler needs --profile")
 
 
-class Profiler:
+class Profiler(Observer):
     """Profiles iterations start + 1 to end on the ranks that were named.
 
     torch's profiler writes a trace that chrome://tracing and TensorBoard read. Without it the
@@ -102,7 +103,7 @@ class Profiler:
         self._profile = None
 
 
-class MemoryHistory:
+class MemoryHistory(Observer):
     """Every allocation of a GPU, written when the run ends, when memory runs out, or at the end."""
 
     def __init__(self, config: ProfileConfig, log: Log, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from data.atomic_file import replacing
+from paro.report.observer import Observer
 from paro.runtime import FLIGHT_PREFIX, recorded_collectives
 
 _BEAT_SECONDS = 1.0
@@ -37,7 +38,7 @@ class WatchConfig:
             raise ValueError(f"--hang-dump-minutes {minutes} must be 0 or more; 0: never")
 
 
-class Watchdog:
+class Watchdog(Observer):
     """Watches one rank; the first one writes the heartbeat."""
 
     def __init__(
@@ -74,6 +75,9 @@ class Watchdog:
 
     def begins(self, what: str, iteration: int) -> None:
         self._state = (what, iteration, time.monotonic())
+
+    def goes_on(self) -> None:
+        self.begins(*self._state[:2])
 
     def ends(self) -> None:
         self._over.set()

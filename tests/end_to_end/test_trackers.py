@@ -111,6 +111,17 @@ def service_of(process: int) -> int:
 
 
 @pytest.mark.ranks
+def test_a_run_that_goes_wrong_shows_it(tmp_path: Path) -> None:
+    command = [*RUN, "--tensorboard-dir", tmp_path, "--train-iters", 9, "--lr", "1e30"]
+    command += ["--log-interval", 1, "--check-for-nan-in-loss-and-grad"]
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    (stopped,) = re.findall(r"iteration (\d+) has a loss or gradient", done.stderr)
+    assert set(read_tensorboard(tmp_path)["iteration-time"]) == set(range(1, int(stopped) + 1))
+
+
+@pytest.mark.ranks
 def test_killed_and_unwritable_trackers_cost_one_line_each(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     command = [*RUN, "--tensorboard-dir", tmp_path / "board", "--wandb-project", "p"]

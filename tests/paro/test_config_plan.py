@@ -46,6 +46,17 @@ def test_auto_chooses_among_what_rotates_where_that_is_asked_for(way: str) -> No
     assert f"chose {config.strategy.name} rotated{' in place' * bool(way)}," in told[1]
 
 
+def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
+    flags = "--paro-strategy auto --paro-machine dgx-a100-roce100"
+    dry = "--dry-run --world-size 32"
+    large = configured(f"{flags} {dry}")
+    small = configured(f"{flags} {dry} --device-memory-gb 20")
+    assert large.strategy.name == configured(flags).strategy.name
+    assert large.strategy.name != small.strategy.name
+    with pytest.raises(ValueError, match=r"nothing fits 4\.0 GB a device"):
+        configured(f"{flags} {dry} --device-memory-gb 4")
+
+
 def test_a_strategy_that_is_given_is_taken() -> None:
     config = configured("--paro-strategy IIG --paro-machine dgx-a100-roce100")
     assert config.strategy.name == "IIG"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -118,6 +119,43 @@ def test_leaves_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> Non
     assert 1 <= run.state.iteration < 1000000
     assert run.saved == [run.state.iteration]
     assert "[exiting program after 0.005 minutes] datetime" in capsys.readouterr().out
+
+
+def test_a_signal_ends_the_step_in_which_it_comes() -> None:
+    @dataclass
+    class Signals(Observer):
+        """Sends the exit signal in the second micro-batch of the third step."""
+
+        heard: list[tuple[str, int]] = field(default_factory=list)
+
+        def begins(self, what: str, iteration: int) -> None:
+            self.heard.append((what, iteration))
+
+        def goes_on(self) -> None:
+            self.heard.append(self.heard[-1])
+            if self.heard.count(("training", 2)) == 3:
+                signal.raise_signal(signal.SIGUSR1)
+
+    before, signals = signal.getsignal(signal.SIGUSR1), Signals()
+    flags = "--train-iters 9 --global-batch-size 8 --micro-batch-size 2 --eval-iters 0"
+    leaving = "--exit-signal-handler --exit-signal SIGUSR1"
+    run = run_loop(f"{flags} {leaving}", observers=[signals])
+    signal.signal(signal.SIGUSR1, before)
+    assert run.saved == [run.state.iteration] == [3]
+    assert signals.heard.count(("training", 1)) == 1 + 4
+
+
+def test_evaluation_goes_on_micro_batch_by_micro_batch() -> None:
+    class Counts(Observer):
+        num = 0
+
+        def goes_on(self) -> None:
+            self.num += 1
+
+    counts = Counts()
+    flags = "--train-iters 9 --global-batch-size 8 --micro-batch-size 2 --eval-iters 3 --skip-train"
+    run_loop(flags, observers=[counts])
+    assert counts.num == 2 * 3 * 4  # of validation and test
 
 
 def test_norms_and_zeros_reach_the_record_where_they_are_asked_for() -> None:

@@ -20,7 +20,10 @@ from paro.runtime import (
 )
 from tests.helpers.ranks import ROOT, run_ranks
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR")
+LAUNCHERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR",
+    "MASTER_PORT", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -37,6 +40,10 @@ def test_alone(bare: pytest.MonkeyPatch) -> None:
 def test_torchrun(bare: pytest.MonkeyPatch) -> None:
     for name, value in zip(LAUNCHERS, ("11", "16", "3", "8"), strict=False):
         bare.setenv(name, value)
+    with pytest.raises(ValueError, match="must set MASTER_ADDR, MASTER_PORT"):
+        read_world()
+    bare.setenv("MASTER_ADDR", "node0")
+    bare.setenv("MASTER_PORT", "6000")
     assert read_world() == World(rank=11, size=16, local_rank=3, ranks_per_node=8)
     bare.delenv("LOCAL_RANK")
     with pytest.raises(ValueError, match="LOCAL_RANK"):
@@ -50,7 +57,28 @@ def test_slurm(bare: pytest.MonkeyPatch, tasks: str) -> None:
     bare.setenv("SLURM_NTASKS", "16")
     bare.setenv("SLURM_LOCALID", "1")
     bare.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    bare.setenv("SLURM_STEP_NUM_TASKS", "16")
+    with pytest.raises(ValueError, match="must set MASTER_PORT"):
+        read_world()
+    bare.setenv("MASTER_PORT", "6000")
     assert read_world() == World(rank=9, size=16, local_rank=1, ranks_per_node=8)
+    for name, value in zip(LAUNCHERS, ("9", "16", "1"), strict=False):
+        bare.setenv(name, value)  # as a hook of the container's runtime does
+    assert read_world() == World(rank=9, size=16, local_rank=1, ranks_per_node=8)
+    bare.setenv("RANK", "1")  # set by hand, inside a task
+    with pytest.raises(ValueError, match="must set LOCAL_WORLD_SIZE"):
+        read_world()
+
+
+def test_tasks_of_srun_are_no_worlds_of_their_own(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("SLURM_PROCID", "9")
+    bare.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
+    bare.setenv("SLURM_STEP_NUM_TASKS", "16")
+    with pytest.raises(ValueError, match="export MASTER_ADDR"):
+        read_world()
+    bare.setenv("SLURM_STEP_TASKS_PER_NODE", "1")
+    bare.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert read_world() == World()
 
 
 def test_devices() -> None:

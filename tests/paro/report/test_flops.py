@@ -20,6 +20,7 @@ from tests.helpers.ranks import run_ranks
         ("NVIDIA GH200 480GB", "bf16", 989.4),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA H100 PCIe", "fp16", 756.5),
+        ("NVIDIA H800 PCIe", "bf16", 756.5),
         ("NVIDIA H100 NVL", "bf16", 835.5),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
         ("NVIDIA A100-SXM4-40GB", "fp32", 19.5),

@@ -66,6 +66,20 @@ def test_progress_is_no_standstill() -> None:
     assert stream.getvalue() == ""
 
 
+def test_a_long_step_goes_on_micro_batch_by_micro_batch() -> None:
+    stream = Stream()
+    config = WatchConfig(hang_dump_minutes=1.0 / 60)
+    dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
+    dog.begins("training", 7)
+    for _ in range(20):
+        dog.goes_on()
+        time.sleep(0.1)
+    assert stream.getvalue() == ""
+    assert stream.written.wait(30)  # nothing goes on any more
+    dog.ends()
+    assert "while training, after iteration 7" in stream.getvalue()
+
+
 def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
     path = tmp_path / "run" / "beat.json"
     config = WatchConfig(heartbeat_file=str(path), hang_dump_minutes=0.0)

@@ -1,0 +1,24 @@
+"""What --use-checkpoint-args takes, and what it cannot reconcile."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from paro.config_checkpoint import with_checkpoint_args
+
+COMMON: dict[str, Any] = {
+    "model": {"vocab_size": 128, "num_attention_heads": 4, "num_query_groups": 2},
+    "max_position_embeddings": 32,
+}
+
+
+def test_the_longest_sequence_is_the_checkpoints_whatever_the_flag_says() -> None:
+    args = Namespace(seq_length=32, max_position_embeddings=64, tokenizer_type="NullTokenizer")
+    assert with_checkpoint_args(args, COMMON).max_position_embeddings == 32
+    args.seq_length = 64
+    told = r"--seq-length 64 is above --max-position-embeddings 32, which --use-checkpoint-args"
+    with pytest.raises(ValueError, match=told):
+        with_checkpoint_args(args, COMMON)
