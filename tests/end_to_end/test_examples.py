@@ -239,7 +239,9 @@ def test_srun_starts_the_ranks_without_torchrun(recorders: Path, script: str) ->
         "python -u"
     )
     header = re.findall(r"^#SBATCH (--\S+)", (EXAMPLES / script).read_text(), re.M)
-    assert {"--ntasks-per-node=8", "--gpus-per-node=8", "--signal=TERM@300"} <= set(header)
+    # Time enough for a step, on the fewest nodes, and for a checkpoint.
+    signal = {"7b": "--signal=TERM@300", "65b": "--signal=TERM@1800"}[script.split("_")[2]]
+    assert {"--ntasks-per-node=8", "--gpus-per-node=8", signal} <= set(header)
 
 
 @pytest.mark.parametrize("size", ["7b", "65b"])

@@ -228,7 +228,10 @@ BARE = SMALL.replace("--mock-data", "")
         (f"{SMALL} --num-attention-heads 5", ["--hidden-size 64", "--num-attention-heads 5"]),
         (f"{SMALL} --group-query-attention --num-query-groups 3", ["--num-query-groups 3"]),
         (f"{SMALL} --num-query-groups 2", ["--group-query-attention"]),
-        ("--llama-preset 7B --group-query-attention", ["7B has no groups", "--num-query-groups"]),
+        (
+            f"{SMALL} --llama-preset 7B --group-query-attention",
+            ["7B has no groups", "--num-query-groups"],
+        ),
         (SMALL.replace("--num-layers 4", ""), ["--num-layers is missing", "--llama-preset"]),
         (SMALL.replace("--lr 0.1", ""), ["--lr is missing"]),
         (SMALL.replace("--seq-length 32", ""), ["--seq-length is missing"]),
