@@ -13,6 +13,7 @@ import pytest
 
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
+from tools import plan
 from tools.plan import main
 
 CASE = (
@@ -86,13 +87,16 @@ def curves_of(tmp_path: Path, flags: str) -> dict[str, list[list[float]]]:
     return found
 
 
-def test_more_ranks_are_nodes_as_the_machine_has_them(tmp_path: Path) -> None:
+def test_more_ranks_are_nodes_as_the_machine_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MOST_RANKS", 32)
     few, many = (
         curves_of(tmp_path, f"--world-size {ranks} --global-batch-size {2 * ranks} --memory-gb 80")
         for ranks in (4, 64)
     )
     assert few == many
-    assert few["best that fits"][0][0] == 8
+    assert [ranks for ranks, _ in few["best that fits"]] == [8, 16, 32]
 
 
 def test_what_was_measured_is_planned_for_the_ranks_it_was_measured_on(tmp_path: Path) -> None:
