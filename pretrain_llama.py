@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 
 from data.loader import Datasets
@@ -123,9 +123,10 @@ def closing(report: Report, control: Control) -> Iterator[None]:
     try:
         yield
     except UserMistakeError as mistake:
-        report.close()
-        if not mistake.on_this_rank:
-            control.barrier()  # the first rank to leave ends the others
+        if not mistake.on_this_rank:  # else the others wait for this one to leave
+            with suppress(Exception):  # nothing may come before the mistake's own line
+                report.close()
+                control.barrier()  # the first rank to leave ends the others
         raise
     report.close()
 

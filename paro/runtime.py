@@ -138,7 +138,8 @@ def read_world() -> World:
         )
     else:
         return World()
-    needed = (*names, "MASTER_ADDR", "MASTER_PORT")
+    alone = os.environ.get(names[1]) == "1"
+    needed = names if alone else (*names, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise ValueError(f"the launcher must set {', '.join(missing)} in the environment")

@@ -49,7 +49,8 @@ def latest_iteration(directory_root: str | Path) -> int | None:
     except NotADirectoryError:
         raise CheckpointError(f"{root} is a file: give a folder of checkpoints") from None
     if not (text.isascii() and text.isdigit()):
-        _refuse_strangers(root)
+        if not iterations_in(root):
+            _refuse_strangers(root)
         raise DamagedError(
             f"{root / TRACKER} says {text[:40]!r}: write the number of an iter_* folder into it"
         )

@@ -45,6 +45,9 @@ def test_torchrun(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("MASTER_ADDR", "node0")
     bare.setenv("MASTER_PORT", "6000")
     assert read_world() == World(rank=11, size=16, local_rank=3, ranks_per_node=8)
+    bare.setenv("WORLD_SIZE", "1")
+    bare.delenv("MASTER_PORT")
+    assert read_world().size == 1
     bare.delenv("LOCAL_RANK")
     with pytest.raises(ValueError, match="LOCAL_RANK"):
         read_world()

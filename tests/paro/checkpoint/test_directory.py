@@ -208,6 +208,7 @@ def test_a_tracker_that_is_lost_or_damaged_loses_no_checkpoint(
     (tmp_path / TRACKER).unlink()
     if text is not None:
         (tmp_path / TRACKER).write_text(text)
+        (tmp_path / "config.json").write_text("{}")  # somebody's, beside whole checkpoints
     lines: list[str] = []
     assert newest_whole(tmp_path, lines.append) == tmp_path / "iter_0000200"
     assert TRACKER in lines[0]
