@@ -161,8 +161,10 @@ def test_a_setting_that_cannot_be_is_one_line(
 
 
 def test_links_of_another_speed_are_another_study(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(study_plan, "cluster", lambda _: nullcontext())
+    monkeypatch.setattr(study_plan, "run", lambda *_: 1)
     path = PART.machine_in(tmp_path, 1)
     path.write_text(machine_to_json(replace(MACHINE, inter=link("100mbit"))))
     for speed, told in (("25mbit", "is of NICs of 100mbit, not 25mbit"), ("25", "is no rate")):
