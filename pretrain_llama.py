@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from typing import NoReturn
 
 from data.loader import Datasets
 from model.config import num_parameters
@@ -210,5 +211,10 @@ def saving_of(
     )
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """The script itself, and the console command `pretrain-llama`; exits with a status."""
     run_script("pretrain_llama.py", main)
+
+
+if __name__ == "__main__":
+    command()

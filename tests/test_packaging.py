@@ -1,0 +1,46 @@
+"""What pip reads: the console command, the packages, and where the dependencies are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+
+from setuptools import find_packages
+
+from tests.helpers.house import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_console_command_is_the_script() -> None:
+    (target,) = PROJECT["project"]["scripts"].values()
+    module, _, function = target.partition(":")
+    program = (
+        f"import sys; from {module} import {function} as run; sys.argv[1:] = ['--help']; run()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--paro-strategy" in done.stdout
+
+
+def test_every_package_is_installed_and_no_other() -> None:
+    tool = PROJECT["tool"]["setuptools"]
+    found = set(find_packages(str(ROOT), **tool["packages"]["find"]))
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for top in ("paro", "model", "data", "tools")
+        for path in (ROOT / top).glob("**/__init__.py")
+    }
+    assert found == folders
+    assert tool["py-modules"] == [path.stem for path in ROOT.glob("*.py")]
+
+
+def test_dependencies_are_those_of_requirements() -> None:
+    assert PROJECT["project"]["dynamic"] == ["dependencies"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["dependencies"] == {
+        "file": ["requirements.txt"]
+    }
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    names = [line.split(">=")[0] for line in lines if not line.startswith("#")]
+    assert len(names) == len(set(names))
