@@ -1,0 +1,39 @@
+"""The fixed runs: what they cover, and that a record tells every difference."""
+
+from __future__ import annotations
+
+import copy
+
+from paro.strategy import legal_letters
+from tools.bench.fixed_runs import FIELDS, differences, fixed_runs
+
+STEPS = [dict.fromkeys(FIELDS, float(number)) for number in range(2)]
+
+
+def test_every_strategy_is_run_and_names_are_unique() -> None:
+    names = [run.name for run in fixed_runs()]
+    assert len(set(names)) == len(names)
+    assert {*legal_letters()} <= {*names}
+
+
+def test_what_is_loaded_was_saved_before() -> None:
+    saved = False
+    for run in fixed_runs():
+        assert saved or not run.load
+        saved |= run.save
+    assert saved
+
+
+def test_the_last_bit_of_a_figure_is_a_difference() -> None:
+    before = {"IIG": STEPS}
+    assert not list(differences(before, copy.deepcopy(before)))
+    after = copy.deepcopy(before)
+    after["IIG"][1]["lm_loss"] += 2.0**-52
+    (line,) = differences(before, after)
+    assert line.startswith("IIG, iteration 1.0: lm_loss 1.0 before, 1.0000000000000002 after")
+
+
+def test_runs_and_steps_that_are_missing_are_differences() -> None:
+    assert list(differences({"IIG": STEPS}, {})) == ["IIG: only before"]
+    assert list(differences({}, {"IIG": STEPS})) == ["IIG: only after"]
+    assert list(differences({"IIG": STEPS}, {"IIG": STEPS[:1]})) == ["IIG: 2 steps before, 1 after"]

@@ -1,0 +1,1 @@
+"""The project's own evidence: what is measured, counted and recorded of it."""
