@@ -23,7 +23,6 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         filled_in["weight_decay"] = schedule.start_weight_decay
     return filled_in | {
         **_recomputation(model.recompute),
-        "data_parallel_size": config.batches.data_parallel_size,
         "group_query_attention": model.num_query_groups < model.num_attention_heads,
         "padded_vocab_size": model.vocab_size,
         "paro_group_size": config.sharding.group_size,
