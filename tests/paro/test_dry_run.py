@@ -126,7 +126,7 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     gathered, trained = 2 * 8192 + 8 * 41088 + 64, 2 * 8192 + 4 * 41088 + 64
     inside = 4 * (gathered + trained) * 2 * 3 / 4
     between = 2 * trained * 2 / 4 / 2
-    sent = f"{inside / 1e6:.1f} MB inside its group, {between / 1e6:.1f} MB between groups\n"
+    sent = f"{inside / 1e6:.1f} MB inside its group, {between / 1e3:.1f} kB between groups\n"
     assert f"> sent by a rank in a step: {sent}" in out
     assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
 
@@ -218,7 +218,7 @@ def test_a_machine_file_is_read(tmp_path: Path) -> None:
         ("--dry-run --world-size 8 --ranks-per-node -1", "--ranks-per-node -1 must be positive"),
         ("--dry-run --world-size 12", "--world-size 12 is no multiple of the 8 ranks of a node"),
         ("--dry-run --world-size 8 --device-memory-gb 0", "--device-memory-gb 0.0 must be"),
-        ("--dry-run --world-size 8 --global-batch-size 24", "--global-batch-size 24 is not divis"),
+        ("--dry-run --world-size 8 --global-batch-size 24", "--global-batch-size 24 is no multiple"),
         ("--dry-run --world-size 8 --paro-strategy IIN", "--paro-strategy IIN is not legal"),
         ("--dry-run --world-size 8 --paro-group-size 3", "--paro-group-size 3 does not divide"),
     ],
