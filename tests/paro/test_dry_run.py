@@ -218,7 +218,7 @@ def test_a_machine_file_is_read(tmp_path: Path) -> None:
         ("--dry-run --world-size 8 --ranks-per-node -1", "--ranks-per-node -1 must be positive"),
         ("--dry-run --world-size 12", "--world-size 12 is no multiple of the 8 ranks of a node"),
         ("--dry-run --world-size 8 --device-memory-gb 0", "--device-memory-gb 0.0 must be"),
-        ("--dry-run --world-size 8 --global-batch-size 24", "--global-batch-size 24 is no multiple"),
+        ("--dry-run --world-size 8 --global-batch-size 24", "choose 16 or 32"),
         ("--dry-run --world-size 8 --paro-strategy IIN", "--paro-strategy IIN is not legal"),
         ("--dry-run --world-size 8 --paro-group-size 3", "--paro-group-size 3 does not divide"),
     ],
