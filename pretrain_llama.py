@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -13,6 +12,7 @@ from model.config import num_parameters
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.config import RunConfig, take_world
+from paro.config_record import model_line, recorded_arguments
 from paro.dry_run import run_dry
 from paro.loop import Loop, Saving
 from paro.placement import (
@@ -21,6 +21,7 @@ from paro.placement import (
     predict_memory,
     predicted_bytes,
 )
+from paro.report.dashboards import check_login
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.report.memory import MemoryForecast, resident_bytes
@@ -50,28 +51,25 @@ def main() -> None:
         world = take_world(args)
         config = RunConfig.from_args(args, world)
         if config.launch.dry_run:
-            run_dry(args, config, world)
+            run_dry(config, world)
             return
     with distributed(config.runtime, world) as control:
-        run(args, config, control)
+        run(config, control)
 
 
-def run(args: Namespace, config: RunConfig, control: Control) -> None:
+def run(config: RunConfig, control: Control) -> None:
     """Builds the parts, says what was built, and trains to the end or evaluates alone."""
     only_evaluate = config.train.skip_train
     terminal = Terminal()
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
     log = log_of(control, terminal, one_speaker=is_live)
-    log.log0(arguments_block(vars(args)))
-    seed_everything(config.train.seed)
-
+    report_config = config.report.without_records() if only_evaluate else config.report
+    with control.agreed():
+        check_login(report_config, log)
+    arguments = recorded_arguments(config)
+    log.log0(arguments_block(arguments))
     bytes_before = resident_bytes(control.device)
-    # What is only evaluated has no gradients and no optimizer state.
-    training = build_training(config, control, is_trained=lambda _name: not only_evaluate)
-    placement = placement_lines(config, training)
-    for line in (*config.notices, *placement):
-        log.log0(line)
-    check_placement(config, training)
+    training, placement = build(config, control, log)
 
     with control.agreed():
         loaded = load_run(config, training, log) if config.checkpoint.load is not None else None
@@ -89,12 +87,12 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     with control.agreed():
         observers = observers_of(config, log, training)
         report = open_report(
-            config.report.without_records() if only_evaluate else config.report,
+            report_config,
             facts,
             log,
             device=training.device,
             start_iteration=state.iteration,
-            arguments=vars(args),
+            arguments=arguments,
         )
     report.start({"precision": config.precision.describe(), "memory": moment.describe()})
     forecast = MemoryForecast(
@@ -105,17 +103,32 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        saving=saving_of(args, config, training, facts, log, loaded, datasets.train_order()),
+        saving=saving_of(config, training, facts, log, loaded, datasets.train_order()),
         forecast=forecast,
         observers=observers,
     )
     report.is_live = is_live
     if is_live and log.is_last:
-        report.view = terminal.open_view(facts, title=title_of(config), placement=placement)
+        report.view = terminal.open_view(
+            facts, title=title_of(config), placement=placement, bytes_before=bytes_before
+        )
     with closing(report, control):
         loop.run()
     if control.device.type == "cuda":
         training.close()  # gloo's groups go with the process
+
+
+def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
+    """Builds what is trained; prints what it is and returns the table of its states."""
+    seed_everything(config.train.seed)
+    # What is only evaluated has no gradients and no optimizer state.
+    is_trained = not config.train.skip_train
+    training = build_training(config, control, is_trained=lambda _name: is_trained)
+    placement = placement_lines(config, training)
+    for line in (*config.notices, model_line(config), *placement):
+        log.log0(line)
+    check_placement(config, training)
+    return training, placement
 
 
 @contextmanager
@@ -177,7 +190,6 @@ def title_of(config: RunConfig) -> str:
 
 
 def saving_of(
-    args: Namespace,
     config: RunConfig,
     training: Training,
     facts: RunFacts,
@@ -197,7 +209,6 @@ def saving_of(
         config,
         training,
         log,
-        arguments=vars(args),
         progress=progress,
         train_order=train_order,
     )

@@ -15,6 +15,7 @@
 #   TRAIN_ITERS             optimizer steps (20)
 #   CLUSTER                 its name, where there are several (example)
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || { sed '1d; /^#SBATCH/d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 NNODES=${NNODES:-2}
@@ -37,6 +38,7 @@ MODEL_ARGS=(
     --hidden-size 256
     --num-attention-heads 4
     --seq-length 128
+    --untie-embeddings-and-output-weights
 )
 
 # Four micro-batches a step: what crosses nodes once a step is sent once for all of them.

@@ -8,6 +8,7 @@
 # DRY_RUN=1 NNODES=16 in front starts nothing: one plain process, on any machine, checks the whole
 # command line for 16 nodes and says what a GPU would hold and send.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || { sed '1d; /^#SBATCH/d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 CHECKPOINT_PATH=${1:-checkpoints/llama_65b}

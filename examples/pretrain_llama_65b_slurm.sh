@@ -23,6 +23,7 @@
 #SBATCH --exclusive
 #SBATCH --output=llama_65b_%j.log
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || { sed '1d; /^#SBATCH/d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"; exit; }
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" # sbatch runs a copy from elsewhere
 
 CHECKPOINT_PATH=${1:-checkpoints/llama_65b}

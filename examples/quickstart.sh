@@ -13,6 +13,7 @@
 #   OMP_NUM_THREADS  threads of a rank (1: the 4 ranks already fill the cores of a small machine)
 #   DRY_RUN=1        only print the commands, and check that of the training if its tokenizer is there
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || { sed '1d; /^#SBATCH/d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 TRAIN_ITERS=${TRAIN_ITERS:-240}
@@ -41,6 +42,7 @@ MODEL_ARGS=(
     --hidden-size 256
     --num-attention-heads 4
     --seq-length 256
+    --untie-embeddings-and-output-weights
 )
 TRAINING_ARGS=(
     --micro-batch-size 4

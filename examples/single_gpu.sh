@@ -8,6 +8,7 @@
 #
 # From the environment: TRAIN_ITERS, GPU_MEMORY_GB (16), of which nine tenths can be used.
 set -euo pipefail
+[[ ${1:-} != @(-h|--help) ]] || { sed '1d; /^#SBATCH/d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"; exit; }
 cd "$(dirname "$0")/.."
 
 CHECKPOINT_PATH=${1:-checkpoints/llama_364m}
@@ -23,6 +24,7 @@ MODEL_ARGS=(
     --hidden-size 1024
     --num-attention-heads 16
     --seq-length 1024
+    --untie-embeddings-and-output-weights
 )
 
 # 64 x 1024 tokens a step in 8 micro-batches; 7.3 billion tokens, 20 a parameter, in all. Where

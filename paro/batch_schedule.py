@@ -9,6 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paro.quantities import count_text
+
+
+def check_multiple(what: str, size: int, micro_batch_size: int, *, num_ranks: int) -> None:
+    """`ValueError` with the nearest sizes unless all ranks take the same whole micro-batches."""
+    at_once = micro_batch_size * num_ranks
+    if size > 0 and size % at_once == 0:
+        return
+    below = size // at_once * at_once
+    raise ValueError(
+        f"{what} {size} is no multiple of --micro-batch-size {micro_batch_size} times "
+        f"{count_text(num_ranks, 'rank')} (= {at_once}): choose "
+        + (f"{below} or {below + at_once}" if below > 0 else f"{at_once}")
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSchedule:
@@ -26,7 +41,7 @@ class BatchSchedule:
         ):
             if size < 1:
                 raise ValueError(f"{flag} {size} must be at least 1")
-        self._check_divides("--global-batch-size", self.global_batch_size)
+        self._check_multiple("--global-batch-size", self.global_batch_size)
         if self.rampup_batch_size is not None:
             self._check_rampup(*self.rampup_batch_size)
 
@@ -85,13 +100,9 @@ class BatchSchedule:
                 f"{flag} cannot reach --global-batch-size {self.global_batch_size} from {start} "
                 f"in steps of {increment}"
             )
-        self._check_divides(f"{flag}: START", start)
+        self._check_multiple(f"{flag}: START", start)
         if start != self.global_batch_size:
-            self._check_divides(f"{flag}: INCREMENT", increment)
+            self._check_multiple(f"{flag}: INCREMENT", increment)
 
-    def _check_divides(self, what: str, size: int) -> None:
-        if size % self.samples_per_micro_batch != 0:
-            raise ValueError(
-                f"{what} {size} is not divisible by --micro-batch-size {self.micro_batch_size} "
-                f"times {self.data_parallel_size} ranks (= {self.samples_per_micro_batch})"
-            )
+    def _check_multiple(self, what: str, size: int) -> None:
+        check_multiple(what, size, self.micro_batch_size, num_ranks=self.data_parallel_size)

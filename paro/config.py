@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from data.loader import DataConfig
@@ -23,7 +24,7 @@ from paro.config_checks import (
     check_sequence,
     check_trackers,
 )
-from paro.config_model import take_model
+from paro.config_model import output_layer_notice, take_model
 from paro.config_plan import AUTO, case_of, choose_strategy, take_machine
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
@@ -69,6 +70,8 @@ class RunConfig:
     runtime: RuntimeConfig
     launch: LaunchConfig
     notices: tuple[str, ...]  # lines for the start: flags without effect, what auto chose
+    # The namespace, for the record alone: --use-checkpoint-args and the ranks are filled in.
+    given: Mapping[str, Any] = field(compare=False, repr=False)
 
     @classmethod
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
@@ -77,12 +80,11 @@ class RunConfig:
         check_given(args)
         checkpoint = _take(CheckpointConfig, args)
         common = saved_common(checkpoint)
-        if checkpoint.use_checkpoint_args:
-            if common is None:
-                text = f"--load {checkpoint.load} holds no checkpoint: its sizes are the flags'"
-                notices = (*notices, text)
-            else:
-                args = with_checkpoint_args(args, common)
+        if checkpoint.use_checkpoint_args and common is not None:
+            args = with_checkpoint_args(args, common)
+        elif checkpoint.use_checkpoint_args:
+            text = f"--load {checkpoint.load} holds no checkpoint: its sizes are the flags'"
+            notices = (*notices, text)
         sharding, strategy = _take_sharding(args, world)
         batches = _take_batches(args, world)
         train = _take_train(args, batches)
@@ -120,7 +122,8 @@ class RunConfig:
             watch=_take(WatchConfig, args),
             runtime=runtime,
             launch=launch,
-            notices=notices,
+            notices=(*notices, *output_layer_notice(args)),
+            given=vars(args) | {"world_size": world.size, "ranks_per_node": world.ranks_per_node},
         )
         check_rotation(config.sharding, config.strategy, config.model, world.size)
         check_sequence(config.model, config.data)

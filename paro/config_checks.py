@@ -121,4 +121,7 @@ def _check_writable(flag: str, place: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"{flag} {place} cannot be written: {folder}: {error.strerror}") from error
+        # Of /proc and its kind the system says "No such file or directory".
+        missing = isinstance(error, FileNotFoundError)
+        reason = "files cannot be created there" if missing else error.strerror
+        raise ValueError(f"{flag} {place} cannot be written: {folder}: {reason}") from error

@@ -46,6 +46,16 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     )
 
 
+def output_layer_notice(args: Namespace) -> tuple[str, ...]:
+    """A line where nothing says whether the output layer is the embedding."""
+    if args.tie_embeddings_and_output_weights is not None or args.llama_preset is not None:
+        return ()
+    return (
+        "neither --untie-embeddings-and-output-weights nor --tie-embeddings-and-output-weights is "
+        "given: the output layer has weights of its own here, Megatron-LM ties it to the embedding",
+    )
+
+
 def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
     """The preset's sizes, without those that follow from others where the others were changed."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from paro.assembly import build_training
 from paro.checkpoint.directory import find_checkpoint
 from paro.config import RunConfig
 from paro.config_plan import case_of
+from paro.config_record import model_line, recorded_arguments
 from paro.placement import placement_lines, predict_memory
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
 from paro.planning.description import describe, describe_launch
@@ -24,6 +24,8 @@ from paro.planning.planner import plan as search
 from paro.planning.remedies import why_nothing_fits
 from paro.planning.settings import Case
 from paro.planning.working_memory import Moment
+from paro.quantities import count_text as _count
+from paro.quantities import size_text as _size
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.runtime import PlannedControl, World
@@ -79,10 +81,10 @@ def plan_run(config: RunConfig, world: World) -> Plan:
     )
 
 
-def run_dry(args: Namespace, config: RunConfig, world: World) -> None:
+def run_dry(config: RunConfig, world: World) -> None:
     """Prints all that can be known before a start; `ValueError` where it would fail or not fit."""
     log = Log()
-    log.log0(arguments_block(vars(args)))
+    log.log0(arguments_block(recorded_arguments(config)))
     for notice in config.notices:
         log.log0(notice)
     plan = plan_run(config, world)
@@ -133,10 +135,7 @@ def _batch(plan: Plan) -> Iterator[str]:
 
 def _model(plan: Plan) -> Iterator[str]:
     model, seq_length = plan.config.model, plan.config.data.seq_length
-    yield (
-        f"> number of parameters: {num_parameters(model):,}; vocabulary of "
-        f"{plan.config.vocab_size:,} padded to {model.vocab_size:,}"
-    )
+    yield model_line(plan.config)
     full = flops_per_token(model, seq_length, causal=False)
     causal = flops_per_token(model, seq_length, causal=True)
     tokens = plan.config.batches.batch_size_at(0) * seq_length
@@ -288,18 +287,6 @@ def _case(plan: Plan) -> Case:
         device_type=plan.training.device.type,
         memory_gb=config.launch.device_memory_gb,
     )
-
-
-def _count(number: int, what: str) -> str:
-    """The number and what it counts, in the plural unless it is one."""
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-    return f"{number} {what if number == 1 else plural}"
-
-
-def _size(num_bytes: int, *, like: int | None = None) -> str:
-    """In GB or MB, by its own size or by that of a sum that it is a part of."""
-    in_gigabytes = (num_bytes if like is None else like) >= 1e9
-    return f"{num_bytes / 1e9:.1f} GB" if in_gigabytes else f"{num_bytes / 1e6:.1f} MB"
 
 
 SECTIONS: tuple[Callable[[Plan], Iterable[str]], ...] = (

@@ -10,6 +10,7 @@ from paro.planning.llama import MicroBatch, activations_of, units_of
 from paro.planning.rotating_memory import rotating_peak
 from paro.planning.working_memory import Moment, peak_memory
 from paro.precision import BYTES_OF
+from paro.quantities import ranks_text
 from paro.rotation.engine import RotatedModel
 from paro.sharding.shards import UnitShards
 from paro.sharding.unit import ShardedUnit
@@ -22,10 +23,8 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     context = training.model.units[0].context
     strategy, topology = context.strategy, context.topology
     states = model_state_bytes(strategy, measured_units(training), config.precision)
-    title = (
-        f"> strategy {strategy.name}: {topology.world_size} ranks in groups of "
-        f"{topology.group_size}, collectives {config.sharding.collective}"
-    )
+    ranks = ranks_text(topology.world_size, topology.group_size)
+    title = f"> strategy: {strategy.name}, {ranks}, collectives {config.sharding.collective}"
     if config.sharding.materialize == "rotate":
         how = "in place" if config.sharding.rotate_in_place else "out of place"
         title += f", weights rotate over {strategy.params} ranks {how}, norms are replicated"

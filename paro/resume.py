@@ -19,6 +19,7 @@ from paro.checkpoint.folders import ranks_by_folder
 from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import write_states
 from paro.config import RunConfig
+from paro.config_record import recorded_arguments
 from paro.groups import make_save_groups
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
@@ -44,7 +45,6 @@ class Saver:
         training: Training,
         log: Log,
         *,
-        arguments: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
         train_order: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -52,7 +52,6 @@ class Saver:
         self._config = config
         self._training = training
         self._log = log
-        self._arguments = dict(arguments or {})
         self._progress = progress
         self._train_order = train_order
         self._root = Path(config.checkpoint.save)
@@ -159,7 +158,7 @@ class Saver:
             "has_moments": not config.checkpoint.no_save_optim,
             "strategy": config.strategy.name,
             "world_size": training.control.world.size,
-            "arguments": self._arguments,
+            "arguments": recorded_arguments(config),
         }
 
 

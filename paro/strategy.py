@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
+from paro.quantities import count_text
+
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
 # What people know by another name: the same code at another setting.
@@ -63,7 +65,7 @@ def check_group_size(world_size: int, group_size: int) -> None:
     """Raise `ValueError` unless groups of `group_size` ranks divide the world."""
     if group_size < 1 or world_size % group_size != 0:
         raise ValueError(
-            f"--paro-group-size {group_size} does not divide the {world_size} ranks; "
+            f"--paro-group-size {group_size} does not divide the {count_text(world_size, 'rank')}; "
             f"choose one of {_divisors(world_size)}"
         )
 
@@ -104,8 +106,8 @@ def _from_degrees(text: str, world_size: int, group_size: int) -> Strategy:
     for state, degree in zip(("params", "grads", "optim"), degrees, strict=True):
         if world_size % degree != 0:
             raise ValueError(
-                f"{FLAG} {text}: the {state} degree {degree} does not divide the {world_size} "
-                f"ranks; choose one of {_divisors(world_size)}"
+                f"{FLAG} {text}: the {state} degree {degree} does not divide the "
+                f"{count_text(world_size, 'rank')}; choose one of {_divisors(world_size)}"
             )
     chain = sorted({*degrees, group_size})
     for low, high in pairwise(chain):

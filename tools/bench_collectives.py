@@ -55,7 +55,7 @@ from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race
 from tools.collective_timing.text import table, told
 from tools.collective_timing.trial import Move
-from tools.picture import check_can_draw
+from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
 Times all-gather, reduce-scatter and all-reduce of the whole world by several algorithms, and checks

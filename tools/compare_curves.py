@@ -17,8 +17,8 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 from data.atomic_file import replacing
 from paro.runtime import run_script, user_mistakes
-from tools.picture import check_can_draw, drawing
 from tools.run_report.runs import Run, read_runs
+from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
 Compares the losses of runs with those of the first one: metrics files, written with

@@ -32,6 +32,7 @@ from data.atomic_file import replacing
 from model.config import num_parameters
 from paro.arguments import parse_args
 from paro.config import RunConfig
+from paro.quantities import ranks_text
 from paro.runtime import World, read_world, run_script, user_mistakes
 from tools.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
 from tools.peers.deepspeed_zero import import_deepspeed
@@ -48,7 +49,7 @@ from tools.peers.plot import plot
 from tools.peers.registry import check_name, reason_to_leave_out
 from tools.peers.task import Task
 from tools.peers.turn import in_own_process, take_turn
-from tools.picture import check_can_draw
+from tools.shared.picture import check_can_draw
 
 CONTENDERS = (
     "ddp,zero-redundancy,fsdp2,fsdp2-ahead,fsdp2-hybrid,deepspeed-1,deepspeed-2,deepspeed-3,"
@@ -238,8 +239,8 @@ def race(args: argparse.Namespace, task: Task, plan: Plan, world: World) -> Roun
 def title_of(args: argparse.Namespace, task: Task, world: World) -> str:
     return (
         f"{num_parameters(task.model) / 1e6:.2f}M parameters, {args.micro_batches} micro-batches "
-        f"of {args.micro_batch_size} x {args.seq_length} tokens on each of {world.size} ranks in "
-        f"groups of {task.group_size}, {args.dtype} on {args.distributed_backend}"
+        f"of {args.micro_batch_size} x {args.seq_length} tokens on each of "
+        f"{ranks_text(world.size, task.group_size)}, {args.dtype} on {args.distributed_backend}"
     )
 
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from model.config import num_parameters
 from paro.checkpoint.convert.conversion import DTYPES, OPENERS, TARGETS, Conversion
 from paro.checkpoint.convert.source import Source
+from paro.quantities import size_text
 from paro.runtime import run_script, user_mistakes
 
 
@@ -57,7 +58,7 @@ def describe(conversion: Conversion, source: Source) -> str:
         f"{conversion.source}: {config.num_layers} layers, hidden size {config.hidden_size}, "
         f"{config.num_attention_heads} heads in {config.num_query_groups} groups, vocabulary "
         f"{config.vocab_size}; {num_parameters(config):,} parameters in {len(source.tensors)} "
-        f"tensors, {source.num_bytes / 1e9:.2f} GB as {', '.join(types)}"
+        f"tensors, {size_text(source.num_bytes)} as {', '.join(types)}"
     )
 
 

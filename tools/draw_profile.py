@@ -15,9 +15,9 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.planning.simulation import Span
-from tools.command_line import Parser
-from tools.picture import check_can_draw
 from tools.planning.pictures import draw_timeline
+from tools.shared.command_line import Parser
+from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
 Reads what --profile --use-pytorch-profiler wrote on CPU ranks: a table of each rank's mean step,

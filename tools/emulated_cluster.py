@@ -29,7 +29,7 @@ from tools.cluster.lifecycle import down, up
 from tools.cluster.network import check_system
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import open_cluster
-from tools.command_line import Parser
+from tools.shared.command_line import Parser
 
 DESCRIPTION = """\
 Makes nodes out of network namespaces, with a NIC per rank (or one per node) whose speed the kernel

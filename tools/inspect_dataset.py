@@ -27,7 +27,7 @@ from tools.inspection.lengths import (
     histogram,
 )
 from tools.inspection.training_samples import dump
-from tools.picture import check_can_draw
+from tools.shared.picture import check_can_draw
 
 PATH_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 SHOWN_CHARACTERS = 300

@@ -29,7 +29,6 @@ from paro.planning.planner import (
 from paro.planning.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.settings import Case, Freedom
 from paro.planning.trace import chrome_trace
-from tools.picture import check_can_draw
 from tools.planning.case import case_of, make_parser
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
@@ -41,6 +40,7 @@ from tools.planning.tables import (
     rows_table,
     title,
 )
+from tools.shared.picture import check_can_draw
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,14 +45,14 @@ def run(options: argparse.Namespace) -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with replacing(options.output) as temporary:
         temporary.write_text(page(runs, options.title), encoding="utf-8")
-    print(options.output)
+    print(f"wrote {options.output}")
     if options.png_dir is not None:
         options.png_dir.mkdir(parents=True, exist_ok=True)
         for chart in CHARTS:
             place = options.png_dir / f"{chart.name}.png"
             with replacing(place) as temporary:
                 temporary.write_bytes(as_png(chart, runs))
-            print(place)
+            print(f"wrote {place}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

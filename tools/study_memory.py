@@ -18,6 +18,7 @@ from paro.planning.llama import MicroBatch, activations_of, units_of
 from paro.planning.rotating_memory import rotating_peak
 from paro.planning.working_memory import Moment, peak_memory
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.quantities import ranks_text
 from paro.runtime import run_script, user_mistakes
 from paro.strategy import parse_strategy
 from paro.topology import make_topology
@@ -181,8 +182,9 @@ def main() -> None:
         )
         rows = study(setting, model, int(args.memory_gb * 1e9))
     print(
-        f"{num_parameters(model) / 1e9:.2f}B parameters on {setting.world_size} ranks in groups "
-        f"of {setting.group_size}, {setting.size} x {setting.seq_length} tokens a rank"
+        f"{num_parameters(model) / 1e9:.2f}B parameters on "
+        f"{ranks_text(setting.world_size, setting.group_size)}, "
+        f"{setting.size} x {setting.seq_length} tokens a rank"
     )
     print(table(rows))
     if args.json is not None:

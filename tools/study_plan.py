@@ -31,12 +31,12 @@ from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.collective_timing.device import training_config
-from tools.command_line import Parser
 from tools.peers.own import parse_setting
-from tools.picture import check_can_draw
 from tools.planning.comparison import compare
 from tools.planning.rounds import median_machine
 from tools.planning.steps_page import Chapter, draw, page
+from tools.shared.command_line import Parser
+from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
 Measures steps of all strategies in emulated clusters of 2 nodes x 4 ranks, and sets the planner's

@@ -31,8 +31,8 @@ from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 from tools.collective_timing.plot import plot_gains
-from tools.command_line import Parser
-from tools.picture import check_can_draw
+from tools.shared.command_line import Parser
+from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
 Times an all-gather by ring, h-ring and ho-ring in emulated clusters whose links inside a node are

@@ -8,6 +8,7 @@ from enum import Enum
 from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
+from paro.batch_schedule import check_multiple
 from paro.planning.machine import Machine
 from paro.planning.rotation import why_not_rotating
 from paro.planning.step_costs import Overlap, device_of
@@ -73,16 +74,11 @@ class Case:
 
     def micro_batches(self, size: int) -> int:
         """How many of them a rank takes in a step."""
-        at_once = size * self.world_size
         if size < 1:
             raise ValueError(f"--micro-batch-size {size} must be at least 1")
-        if self.global_batch_size < at_once or self.global_batch_size % at_once:
-            raise ValueError(
-                f"--global-batch-size {self.global_batch_size} is no multiple of "
-                f"--micro-batch-size {size} times {self.world_size} ranks: choose a multiple of "
-                f"{at_once}"
-            )
-        return self.global_batch_size // at_once
+        batch, num_ranks = self.global_batch_size, self.world_size
+        check_multiple("--global-batch-size", batch, size, num_ranks=num_ranks)
+        return batch // (size * num_ranks)
 
     def strategy(self, text: str) -> Strategy:
         return parse_strategy(text, world_size=self.world_size, group_size=self.group_size)

@@ -21,6 +21,7 @@ Scalars = Mapping[str, float]
 _QUEUE_LENGTH = 1000  # writes that a dashboard may lag behind
 _CLOSE_SECONDS = 60.0  # for what is still to be written, or uploaded, at the end
 RUN_ID_FILE = "wandb_run_id.txt"
+_LOCAL_MODES = ("offline", "dryrun", "disabled")  # of wandb: nothing is sent
 
 
 class Dashboard(Protocol):
@@ -210,6 +211,36 @@ def open_dashboards(
             ),
         )
     return dashboards
+
+
+def check_login(config: ReportConfig, log: Log) -> None:
+    """`ValueError` where the rank that writes to Weights & Biases has no key for it.
+
+    Asks the environment, wandb's settings and netrc, as wandb itself does, and no server.
+    """
+    if config.wandb_project is None or not log.is_last:
+        return
+    import wandb
+
+    try:
+        from wandb.sdk.lib.wbauth import check_api_key, read_netrc_auth
+    except ImportError:  # they are not documented; without them wandb's own start has to tell
+        return
+    flag = f"--wandb-project {config.wandb_project}"
+    try:
+        settings = wandb.setup().settings
+        if settings.mode in _LOCAL_MODES or settings.identity_token_file:
+            return
+        key = settings.api_key or read_netrc_auth(host=settings.base_url)
+    except (wandb.Error, ValueError) as error:
+        raise ValueError(f"{flag}: {error}") from error
+    problem = check_api_key(key) if key else "there is no API key."
+    if problem is not None:
+        raise ValueError(
+            f"{flag}: {problem} On the machine of rank {log.rank}, which writes to Weights & "
+            "Biases, run wandb login or set WANDB_API_KEY; WANDB_MODE=offline needs no key and "
+            "keeps the run on disk"
+        )
 
 
 def one_line(error: Exception) -> str:

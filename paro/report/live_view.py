@@ -57,11 +57,13 @@ class LiveView:
         *,
         title: str,
         placement: Sequence[str],
+        bytes_before: int = 0,
         console: Console | None = None,
     ) -> None:
         self._facts = facts
         self._title = title
         self._placement = tuple(placement)
+        self._bytes_before = bytes_before  # of a process on the CPU, before the model was built
         self._losses: list[float] = []
         self._seconds: float | None = None  # of an iteration, in a running mean
         self._drawn = -math.inf
@@ -141,7 +143,7 @@ class LiveView:
                 f"{100 * metrics.mfu_causal:.2f}% with causal attention halved"
             ),
             "memory": f"{_megabytes(metrics.peak_memory_bytes)} at most"
-            + (f", {_megabytes(predicted)} predicted for training" if predicted else ""),
+            + (f", {_megabytes(predicted + self._bytes_before)} predicted" if predicted else ""),
             "sent": (
                 f"{_megabytes(record.intra_bytes)} inside groups, "
                 f"{_megabytes(record.inter_bytes)} between; "

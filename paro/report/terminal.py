@@ -36,8 +36,12 @@ class Terminal:
         else:
             self._view.show(message)
 
-    def open_view(self, facts: RunFacts, *, title: str, placement: Sequence[str]) -> Any:
+    def open_view(
+        self, facts: RunFacts, *, title: str, placement: Sequence[str], bytes_before: int
+    ) -> Any:
         """The view, on this rank."""
         module = importlib.import_module("paro.report.live_view")
-        self._view = module.LiveView(facts, title=title, placement=placement)
+        self._view = module.LiveView(
+            facts, title=title, placement=placement, bytes_before=bytes_before
+        )
         return self._view

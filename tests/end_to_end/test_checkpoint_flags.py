@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from paro.checkpoint.directory import read_common
+from paro.report.config import run_record_path
 from tests.end_to_end.test_training import (
     RUN,
     Ended,
@@ -159,6 +161,11 @@ def test_sizes_and_tokenizer_come_with_the_checkpoint(straight: Path, saved: Pat
     assert ended.mistake is None, ended.mistake
     true = losses(straight / "lines")
     assert losses(out) == {5: true[5], 6: true[6]}
+    (start,) = json.loads(run_record_path(out).read_text())["starts"]
+    assert start["arguments"]["num_layers"] == 2
+    assert start["arguments"]["paro_strategy"] == "IIG"
+    for line in ("  num_layers [.]+ 2", "> model: .* 2 layers, ", "> strategy: IIG, 1 rank, "):
+        assert re.search(f"^{line}", ended.printed, re.M), line
     told = run_main([str(word) for word in (*RUN, "--train-iters", 2, "--use-checkpoint-args")])
     assert told.mistake == "--use-checkpoint-args needs --load"
     empty = run("--train-iters", 2, "--use-checkpoint-args", "--load", saved.parent / "empty")
@@ -384,4 +391,5 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path, nodes: list[str]) -> No
 def test_the_manifest_has_the_arguments(saved: Path) -> None:
     manifest = json.loads((saved / "iter_0000004" / "manifest.json").read_text())
     assert manifest["arguments"]["hidden_size"] == 32
+    assert manifest["arguments"]["paro_strategy"] == "IIG"  # no flag said so
     assert manifest["versions"]["torch"]

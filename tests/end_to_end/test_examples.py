@@ -135,7 +135,7 @@ def test_a_cluster_is_planned_on_any_machine(
     before = sorted(ROOT.iterdir())
     out = dry_run(recorders, script, world_size, tmp_path)
     assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, nccl\n" in out
-    assert f"> number of parameters: {NUM_PARAMETERS[size_of(script)]};" in out
+    assert f"> model: {NUM_PARAMETERS[size_of(script)]} parameters, " in out
     assert "> fits into the 76.4 GB that can be used of 84.9 GB\n" in out
     assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
     assert list(tmp_path.iterdir()) == []
@@ -148,7 +148,7 @@ def test_an_emulated_cluster_is_planned_without_root(
 ) -> None:
     out = dry_run(recorders, "cpu_emulated_cluster.sh", world_size, tmp_path)
     assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, gloo\n" in out
-    assert "> strategy IIG: " in out
+    assert "> strategy: IIG, " in out
     assert ", collectives ho-ring\n" in out
     assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
 
@@ -156,7 +156,7 @@ def test_an_emulated_cluster_is_planned_without_root(
 def test_a_single_gpu_is_planned_without_one(recorders: Path, tmp_path: Path) -> None:
     out = dry_run(recorders, "single_gpu.sh", 8, tmp_path)
     assert "> dry run of 1 rank on 1 node of 1, nccl\n" in out
-    assert "> number of parameters: 364,430,336;" in out
+    assert "> model: 364,430,336 parameters, " in out
     assert "> fits into the 14.4 GB that can be used of 16 GB\n" in out
 
 
@@ -169,7 +169,7 @@ def test_the_quickstarts_training_is_planned_once_its_tokenizer_is_there(
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.read_bytes())
     out = bash("quickstart.sh", **environment)
     assert "> dry run of 4 ranks on 1 node of 4, gloo\n" in out
-    assert "> strategy IIG: 4 ranks in groups of 2, collectives native\n" in out
+    assert "> strategy: IIG, 4 ranks in groups of 2, collectives native\n" in out
     assert f"> data: {tmp_path}/corpus_text_document is not on this machine" in out
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.model"]
 
@@ -312,6 +312,15 @@ def test_every_example_is_tested() -> None:
     assert files == {*SCRIPTS, "Dockerfile"}
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_says_what_it_takes_and_starts_nothing(recorders: Path, script: str) -> None:
+    for flag in ("-h", "--help"):
+        printed = bash(script, flag, path=str(recorders)).splitlines()
+        head = (EXAMPLES / script).read_text().partition("\nset -euo pipefail\n")[0].splitlines()
+        comment = [line for line in head if not line.startswith(("#!", "#SBATCH"))]
+        assert printed == [line.removeprefix("#").removeprefix(" ") for line in comment]
+
+
 def test_the_shell_finds_nothing_to_say() -> None:
     scripts = sorted(EXAMPLES.glob("*.sh"))
     done = subprocess.run(
@@ -345,7 +354,7 @@ def test_the_emulated_cluster_trains_and_goes() -> None:
         TRAIN_ITERS=2,
         CLUSTER="examples",
     )
-    assert "> strategy IIG: 4 ranks in groups of 2, collectives ho-ring\n" in out
+    assert "> strategy: IIG, 4 ranks in groups of 2, collectives ho-ring\n" in out
     assert re.findall(r"iteration +(\d)/ +2 \|", out) == ["1", "2"]
     sent = re.search(r"^all NICs +([\d,]+)", out, re.M)
     assert sent is not None, out

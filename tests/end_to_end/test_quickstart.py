@@ -112,7 +112,7 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
         "pretrain_llama",
         "generate",
     ]
-    assert "> strategy IIG: 4 ranks in groups of 2" in first.stdout
+    assert "> strategy: IIG, 4 ranks in groups of 2" in first.stdout
     assert "validation loss at iteration 1 on validation set" in first.stdout
     metrics = read_metrics(run_dir / "metrics.jsonl")
     assert [line["iteration"] for line in metrics] == [1]

@@ -15,9 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_training import MODEL, SCRIPT, mistake, on_ranks, read_metrics
+from tests.end_to_end.test_training import (
+    MODEL,
+    SCRIPT,
+    Ended,
+    mistake,
+    on_ranks,
+    read_metrics,
+    run_main,
+)
 from tests.end_to_end.test_training import RUN as SCRIPT_RUN
-from tests.helpers.ranks import ROOT
+from tests.helpers.ranks import ROOT, run_ranks
 
 RUN = [sys.executable, SCRIPT, *MODEL, "--mock-data"]
 ENVIRONMENT = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
@@ -178,6 +186,23 @@ def test_what_cannot_be_written_is_refused_at_the_start(
         told = mistake([*train, *flags.split()])
         assert f"needs the package {package}: pip install {package}, or leave it out" in told
         assert told.startswith(flags.removesuffix(" x"))
+
+
+@pytest.mark.ranks
+def test_all_ranks_stop_where_the_one_that_writes_has_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = [*map(str, SCRIPT_RUN), "--train-iters", "3", "--wandb-project", "p"]
+    ended: list[Ended] = run_ranks(run_main, 2, words, init=False)
+    for rank in ended:
+        assert rank.mistake is not None
+        assert rank.mistake.startswith("--wandb-project p: there is no API key. On the machine of")
+        assert "rank 1" in rank.mistake
+        assert rank.printed == ""
 
 
 @pytest.mark.ranks

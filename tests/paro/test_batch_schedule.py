@@ -63,13 +63,18 @@ def test_a_ramp_without_length_is_none(rampup: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "rampup", "parts"),
     [
-        ({"global_batch_size": 36}, None, ["--global-batch-size 36", "4 ranks", "(= 8)"]),
+        (
+            {"global_batch_size": 36},
+            None,
+            ["size 36", "4 ranks (= 8): choose 32 or 40"],
+        ),
+        ({"global_batch_size": 7}, None, ["--global-batch-size 7", "(= 8): choose 8"]),
         ({"micro_batch_size": 0}, None, ["--micro-batch-size 0"]),
         ({"global_batch_size": 0}, None, ["--global-batch-size 0"]),
         ({}, (40, 8, 96), ["starts above", "32"]),
         ({}, (8, 16, 96), ["cannot reach", "steps of 16"]),
-        ({}, (8, 12, 96), ["INCREMENT 12", "not divisible"]),
-        ({}, (12, 4, 96), ["START 12", "not divisible"]),
+        ({}, (8, 12, 96), ["INCREMENT 12", "choose 8 or 16"]),
+        ({}, (12, 4, 96), ["START 12", "choose 8 or 16"]),
         ({}, (8, 0, 96), ["at least 1"]),
         ({}, (8, 8, -1), ["at least 0"]),
     ],

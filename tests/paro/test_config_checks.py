@@ -1,4 +1,4 @@
-"""Rules between flags about rotating weights: one line that says what would work."""
+"""Rules between flags, and the folders that they name: one line that says what would work."""
 
 from __future__ import annotations
 
@@ -50,3 +50,10 @@ def test_what_cannot_rotate_is_refused_with_what_could(words: str, parts: list[s
 
 def test_in_place_needs_rotation() -> None:
     assert "needs --paro-materialize rotate" in refusal(f"{SMALL} --paro-rotate-in-place")
+
+
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
+def test_a_folder_that_takes_no_files_is_named(flag: str) -> None:
+    place = "/proc/llama/checkpoints"
+    told = f"{flag} {place} cannot be written: /proc: files cannot be created there"
+    assert refusal(f"{SMALL} {flag} {place}") == told

@@ -48,7 +48,7 @@ def planned(words: str) -> Plan:
 def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     args = parse_args(words.split())
     world = take_world(args)
-    run_dry(args, RunConfig.from_args(args, world), world)
+    run_dry(RunConfig.from_args(args, world), world)
     return capsys.readouterr().out
 
 
@@ -114,8 +114,9 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
         "> 10 iterations, 20,480 tokens in all\n"
     ) in out
     # 2 x 128 x 64, 4 x (4 x 64 x 64 + 3 x 64 x 128 + 2 x 64) and 64
-    assert "> number of parameters: 180,800; vocabulary of 101 padded to 128\n" in out
-    assert "> strategy IIG: 8 ranks in groups of 4, collectives native\n" in out
+    assert "> model: 180,800 parameters, 4 layers, " in out
+    assert ", vocabulary of 101 padded to 128, output layer untied\n" in out
+    assert "> strategy: IIG, 8 ranks in groups of 4, collectives native\n" in out
     assert "grads      I      4       2       0-3 4-7" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("embedding", "blocks"))]
     assert rows[0] == ["embedding", "8,192", "2,048", "2,048", "1,024"]
@@ -125,7 +126,7 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     gathered, trained = 2 * 8192 + 8 * 41088 + 64, 2 * 8192 + 4 * 41088 + 64
     inside = 4 * (gathered + trained) * 2 * 3 / 4
     between = 2 * trained * 2 / 4 / 2
-    sent = f"{inside / 1e6:.1f} MB inside its group, {between / 1e6:.1f} MB between groups\n"
+    sent = f"{inside / 1e6:.1f} MB inside its group, {between / 1e3:.1f} kB between groups\n"
     assert f"> sent by a rank in a step: {sent}" in out
     assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
 
@@ -152,7 +153,7 @@ def test_65b_takes_seconds_and_little_memory(tmp_path: Path) -> None:
     folders = f"--save {tmp_path}/save --load {tmp_path}/save --metrics-file {tmp_path}/metrics"
     done, usage = script(f"{words} {folders} --tensorboard-dir {tmp_path}/board", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "number of parameters: 65,285,660,672;" in done.stdout
+    assert "> model: 65,285,660,672 parameters, " in done.stdout
     assert "fits into the 72.0 GB that can be used of 80 GB" in done.stdout
     assert usage.cpu_seconds < 30
     assert 100_000_000 < usage.peak_bytes < 2**30
@@ -189,7 +190,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     args = parse_args(f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4".split())
     world = take_world(args)
     with pytest.raises(ValueError, match="holds token id 599, the vocabulary has 101"):
-        run_dry(args, RunConfig.from_args(args, world), world)
+        run_dry(RunConfig.from_args(args, world), world)
 
 
 def test_a_machine_file_is_read(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_a_machine_file_is_read(tmp_path: Path) -> None:
         ("--dry-run --world-size 8 --ranks-per-node -1", "--ranks-per-node -1 must be positive"),
         ("--dry-run --world-size 12", "--world-size 12 is no multiple of the 8 ranks of a node"),
         ("--dry-run --world-size 8 --device-memory-gb 0", "--device-memory-gb 0.0 must be"),
-        ("--dry-run --world-size 8 --global-batch-size 24", "--global-batch-size 24 is not divis"),
+        ("--dry-run --world-size 8 --global-batch-size 24", "choose 16 or 32"),
         ("--dry-run --world-size 8 --paro-strategy IIN", "--paro-strategy IIN is not legal"),
         ("--dry-run --world-size 8 --paro-group-size 3", "--paro-group-size 3 does not divide"),
     ],
@@ -268,7 +269,7 @@ def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None
     args = parse_args([*PLANNED.split(), *words.split()])
     world = take_world(args)
     with pytest.raises(ValueError, match=r"\A[^\n]*\Z") as error:
-        run_dry(args, RunConfig.from_args(args, world), world)
+        run_dry(RunConfig.from_args(args, world), world)
     assert told in str(error.value)
 
 

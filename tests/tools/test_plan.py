@@ -127,7 +127,7 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
     [
         ("--world-size 12", "groups of 8, which do not divide the 12 ranks"),
         ("--paro-machine nowhere.json", "nowhere.json: No such file"),
-        ("--global-batch-size 100", "--global-batch-size 100 is no multiple of"),
+        ("--global-batch-size 100", "--micro-batch-size 2 times 16 ranks (= 32): choose 96 or 128"),
         ("--paro-group-size 3", "--paro-group-size 3 does not divide the 16 ranks"),
         ("--trainable some", "--trainable 'some' is none of full, last-blocks"),
         ("--memory-gb 0", "--memory-gb 0.0 must be positive"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.picture import drawing
+from tools.shared.picture import drawing
 
 Row = Mapping[str, Any]
 

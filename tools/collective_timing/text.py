@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paro.quantities import count_text, ranks_text
 from paro.topology import Link
 
 
@@ -37,7 +38,7 @@ def told(facts: dict[str, Any]) -> str:
         if (rate := facts[f"{link.value}_bandwidth"]) is not None
     )
     return (
-        f"{facts['world_size']} ranks in groups of {facts['group_size']}, {num_nodes} "
-        f"node{'s' if num_nodes > 1 else ''}, {rates}{facts['dtype']}, {facts['backend']} on "
+        f"{ranks_text(facts['world_size'], facts['group_size'])}, "
+        f"{count_text(num_nodes, 'node')}, {rates}{facts['dtype']}, {facts['backend']} on "
         f"{facts['device']}, torch {facts['torch']}, medians of {facts['rounds']} rounds"
     )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.indexed_dataset import IndexedDataset
-from tools.picture import drawing
+from tools.shared.picture import drawing
 
 BAR = 40  # characters of the longest
 

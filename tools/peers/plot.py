@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.peers.figures import Rounds, Summary
-from tools.picture import drawing
+from tools.shared.picture import drawing
 
 OURS, THEIRS = "tab:orange", "tab:blue"
 PANELS = (

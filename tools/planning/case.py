@@ -18,7 +18,7 @@ from paro.planning.settings import Case, Materialize
 from paro.planning.trainable import Kind, Trainable
 from paro.precision import PrecisionConfig
 from paro.strategy import check_group_size
-from tools.command_line import Parser
+from tools.shared.command_line import Parser
 
 DESCRIPTION = """\
 Plans a training run without ranks, GPUs or torch: what each of the 14 letter strategies needs and

@@ -11,7 +11,7 @@ from paro.planning.planner import Estimate, Plan
 from paro.planning.settings import Case
 from paro.planning.simulation import Span
 from paro.strategy import legal_letters
-from tools.picture import drawing
+from tools.shared.picture import drawing
 
 COLORS = {
     "forward": "#4c78a8", "backward": "#54a24b", "recompute": "#9ecae9", "update": "#b279a2",

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.picture import drawing
 from tools.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Choice, Comparison, Pair
+from tools.shared.picture import drawing
 
 HEAD = """\
 <!-- Written by python tools/study_plan.py report --folder {folder}: change that. -->

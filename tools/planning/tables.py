@@ -11,6 +11,7 @@ from paro.planning.description import exposed_text, seconds_text
 from paro.planning.machine import LinkSpeed, Machine
 from paro.planning.planner import Estimate, Plan, fastest_that_fits
 from paro.planning.settings import Case, Freedom
+from paro.quantities import ranks_text
 
 HEADS = (
     "strategy", "GB", "states GB", "s/step", "tokens/s", "MFU", "intra GB", "inter GB", "waits",
@@ -20,9 +21,10 @@ HEADS = (
 def title(case: Case) -> str:
     machine = case.machine
     return (
-        f"{num_parameters(case.model) / 1e9:.2f}B parameters on {case.world_size} ranks in groups "
-        f"of {case.group_size}, machine {machine.name}; {case.global_batch_size} samples of "
-        f"{case.seq_length} tokens a step, {case.precision.describe()}"
+        f"{num_parameters(case.model) / 1e9:.2f}B parameters on "
+        f"{ranks_text(case.world_size, case.group_size)}, machine {machine.name}; "
+        f"{case.global_batch_size} samples of {case.seq_length} tokens a step, "
+        f"{case.precision.describe()}"
     )
 
 

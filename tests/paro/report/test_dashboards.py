@@ -1,8 +1,10 @@
 """TensorBoard and W&B: independent of each other, and never a reason to stop training."""
 
+import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from paro.report.config import ReportConfig
-from paro.report.dashboards import RUN_ID_FILE, Dashboards, open_dashboards
+from paro.report.dashboards import RUN_ID_FILE, Dashboards, check_login, open_dashboards
 from paro.report.log import Log
 
 
@@ -107,6 +109,64 @@ def test_a_dashboard_that_fails_is_left_out_and_the_others_go_on(
     assert broken.calls == 1
     assert len(wandb.logged) == 2
     assert capsys.readouterr().out == ("Broken is left out from here on: OSError: no space left\n")
+
+
+KEY = 40 * "0"
+
+
+@pytest.fixture
+def wandb_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """wandb as it is on a machine where nobody has logged in."""
+    wandb = pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
+    monkeypatch.chdir(tmp_path)
+    wandb.teardown()  # it reads the environment once
+    yield wandb
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("wandb_alone")
+def test_without_a_key_the_rank_that_writes_refuses() -> None:
+    config = ReportConfig(wandb_project="p")
+    check_login(ReportConfig(), Log())
+    check_login(config, Log(rank=0, world_size=2))
+    told = r"--wandb-project p: .* rank 1, .* wandb login .* WANDB_MODE=offline"
+    with pytest.raises(ValueError, match=told):
+        check_login(config, Log(rank=1, world_size=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WANDB_API_KEY", KEY),
+        ("WANDB_MODE", "offline"),
+        ("WANDB_MODE", "disabled"),
+        ("WANDB_IDENTITY_TOKEN_FILE", "token"),
+        ("netrc", f"machine api.wandb.ai login user password {KEY}"),
+    ],
+)
+@pytest.mark.usefixtures("wandb_alone")
+def test_a_key_or_no_need_of_one_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str
+) -> None:
+    if name == "netrc":
+        (tmp_path / ".netrc").write_text(value)
+    else:
+        monkeypatch.setenv(name, value)
+    check_login(ReportConfig(wandb_project="p"), Log())
+
+
+@pytest.mark.parametrize(("name", "value"), [("WANDB_API_KEY", "abc"), ("WANDB_MODE", "none")])
+@pytest.mark.usefixtures("wandb_alone")
+def test_what_wandb_cannot_use_is_refused_too(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="--wandb-project p: "):
+        check_login(ReportConfig(wandb_project="p"), Log())
 
 
 class Stuck:

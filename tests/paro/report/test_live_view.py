@@ -22,7 +22,10 @@ def make() -> tuple[LiveView, io.StringIO]:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=110, height=40, color_system=None)
     facts = replace(FACTS, predicted={"total": 5_000_000})
-    return LiveView(facts, title="llama", placement=PLACEMENT, console=console), stream
+    view = LiveView(
+        facts, title="llama", placement=PLACEMENT, bytes_before=290_000_000, console=console
+    )
+    return view, stream
 
 
 def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
@@ -38,7 +41,7 @@ def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
         "5.0000",
         "1,280 tokens/s, 640 a device",
         "0.38% with attention in full",
-        "300.0 MB at most, 5.0 MB predicted for training",
+        "300.0 MB at most, 295.0 MB predicted ",
         "exposed 25 ms (25%)",
         "learning rate 1.000E-01, gradient norm 1.000",
         "parameters  I",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.command_line import Parser
+from tools.shared.command_line import Parser
 
 
 def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,58 @@
+"""What is recorded of a run: every argument with the value in use, and the model in one line."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from model.config import RecomputeConfig, num_parameters
+from paro.config import RunConfig
+
+
+def recorded_arguments(config: RunConfig) -> dict[str, Any]:
+    """Every argument under its flag's name, for the log, the record of a run and checkpoints.
+
+    Where a flag leaves its value to --llama-preset, --load, the launcher, the planner or another
+    flag, this has the value that follows. Megatron-LM's arguments are filled in like this too.
+    """
+    model, schedule, tokenizer = config.model, config.schedule, config.tokenizer
+    concerns = (model, config.batches, config.train, schedule, config.data, tokenizer)
+    in_use = {of.name: getattr(concern, of.name) for concern in concerns for of in fields(concern)}
+    filled_in = {name: in_use.get(name, value) for name, value in config.given.items()}
+    if schedule.weight_decay_incr_style == "constant":
+        filled_in["weight_decay"] = schedule.start_weight_decay
+    return filled_in | {
+        **_recomputation(model.recompute),
+        "group_query_attention": model.num_query_groups < model.num_attention_heads,
+        "padded_vocab_size": model.vocab_size,
+        "paro_group_size": config.sharding.group_size,
+        "paro_strategy": config.strategy.name,
+        "split": config.data.split_in_use,
+        "vocab_size": tokenizer.vocab_size or config.vocab_size,
+    }
+
+
+def _recomputation(recompute: RecomputeConfig | None) -> dict[str, Any]:
+    if recompute is None:
+        return {}
+    granularity = {"recompute_granularity": recompute.granularity}
+    if recompute.granularity == "selective":
+        return granularity
+    return granularity | {
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.num_layers,
+    }
+
+
+def model_line(config: RunConfig) -> str:
+    """The model's sizes, for the start of a run."""
+    model = config.model
+    grouped = model.num_query_groups < model.num_attention_heads
+    groups = f" in {model.num_query_groups} query groups" if grouped else ""
+    tied = "tied" if model.tie_embeddings_and_output_weights else "untied"
+    return (
+        f"> model: {num_parameters(model):,} parameters, {model.num_layers} layers, hidden size "
+        f"{model.hidden_size}, FFN {model.ffn_hidden_size}, {model.num_attention_heads} heads of "
+        f"{model.kv_channels}{groups}, sequences of {config.data.seq_length}, vocabulary of "
+        f"{config.vocab_size:,} padded to {model.vocab_size:,}, output layer {tied}"
+    )

@@ -1,0 +1,21 @@
+"""What the start says of a model whose sizes the flags give."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.paro.test_config import PRESET, SMALL, configure
+
+
+@pytest.mark.parametrize(
+    ("words", "says_it"),
+    [
+        (SMALL, True),
+        (f"{SMALL} --untie-embeddings-and-output-weights", False),
+        (f"{SMALL} --tie-embeddings-and-output-weights", False),
+        (f"{PRESET} --llama-preset 7B", False),  # which has an output layer of its own
+    ],
+)
+def test_the_start_says_that_megatron_would_tie_the_output_layer(words: str, says_it: bool) -> None:
+    notices = configure(words).notices
+    assert any("Megatron-LM ties it" in notice for notice in notices) is says_it

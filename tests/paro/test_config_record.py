@@ -1,0 +1,97 @@
+"""The recorded arguments are those in use, whatever decided them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from model.config import LLAMA_PRESETS
+from paro import config as paro_config
+from paro.config import RunConfig
+from paro.config_record import model_line, recorded_arguments
+from paro.runtime import World
+from tests.paro.test_config import PRESET, SMALL, configure
+
+WORLD = World(size=4, ranks_per_node=2)
+# Flags that say in another way what is recorded too: only one of both may be given.
+OTHER_WAYS = (
+    *("llama_preset", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
+    *("lr_warmup_fraction", "recompute_activations", "world_size", "ranks_per_node"),
+)
+LAUNCHES = [
+    SMALL,
+    f"{PRESET} --llama-preset llama3.2-1B --bf16",
+    f"{PRESET} --llama-preset 7B --num-layers 2 --recompute-granularity full",
+    f"{SMALL} --group-query-attention --num-query-groups 2 --recompute-activations",
+    f"{SMALL} --paro-strategy zero1 --rampup-batch-size 8 8 48 --lr-warmup-fraction 0.1",
+    f"{SMALL} --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2",
+    f"{PRESET} --llama-preset 7B --paro-strategy auto --paro-machine dgx-a100-roce100 --bf16",
+]
+
+
+def given_again(recorded: dict[str, Any], **more: object) -> RunConfig:
+    taken = {name: value for name, value in recorded.items() if name not in OTHER_WAYS}
+    args = Namespace(**(dict.fromkeys(OTHER_WAYS) | taken | more))
+    return RunConfig.from_args(args, WORLD)
+
+
+@pytest.mark.parametrize("words", LAUNCHES)
+def test_what_is_recorded_and_given_again_is_the_same_run(words: str) -> None:
+    config = configure(words, WORLD)
+    recorded = recorded_arguments(config)
+    constant = {"start_weight_decay": None, "end_weight_decay": None}  # --weight-decay says it
+    again = given_again(recorded, **constant)
+    for concern in ("model", "batches", "strategy", "schedule", "train", "tokenizer"):
+        assert getattr(again, concern) == getattr(config, concern), concern
+    assert again.sharding.group_size == config.sharding.group_size
+    left_out = dict.fromkeys(OTHER_WAYS)
+    assert recorded_arguments(again) | left_out == recorded | left_out
+
+
+def test_nothing_that_was_decided_is_left_open() -> None:
+    recorded = recorded_arguments(configure(f"{PRESET} --llama-preset llama3-8B", WORLD))
+    assert recorded["num_layers"] == LLAMA_PRESETS["llama3-8B"].num_layers
+    assert recorded["num_query_groups"] == 8
+    assert recorded["group_query_attention"] is True
+    assert recorded["tie_embeddings_and_output_weights"] is False
+    assert (recorded["paro_strategy"], recorded["paro_group_size"]) == ("IIG", 2)
+    assert (recorded["global_batch_size"], recorded["lr_decay_samples"]) == (4, 40)
+    assert (recorded["world_size"], recorded["ranks_per_node"]) == (4, 2)
+    assert (recorded["vocab_size"], recorded["padded_vocab_size"]) == (128255, 128256)
+    assert recorded["tokenizer_type"] == "NullTokenizer"
+    assert recorded["llama_preset"] == "llama3-8B"
+    assert recorded["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "given", ["zero1", "auto --paro-machine dgx-a100-roce100", "IIG --paro-group-size 4"]
+)
+def test_the_strategy_is_recorded_as_it_runs(given: str) -> None:
+    config = configure(f"{PRESET} --llama-preset 7B --bf16 --paro-strategy {given}", WORLD)
+    recorded = recorded_arguments(config)
+    assert recorded["paro_strategy"] == config.strategy.name not in ("zero1", "auto")
+    assert recorded["paro_group_size"] == config.sharding.group_size
+
+
+def test_samples_and_a_checkpoints_sizes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_layers": 3, "hidden_size": 32, "vocab_size": 128, "kv_channels": 8}
+    heads = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}
+    common = {"model": sizes | heads | {"tie_embeddings_and_output_weights": True}}
+    monkeypatch.setattr(paro_config, "saved_common", lambda _checkpoint: common)
+    words = SMALL.replace("--train-iters 10", "--train-samples 330")
+    config = configure(f"{words} --load x --use-checkpoint-args --llama-preset 7B", WORLD)
+    recorded = recorded_arguments(config)
+    assert {name: recorded[name] for name in heads} == heads
+    assert (recorded["num_layers"], recorded["padded_vocab_size"]) == (3, 128)
+    assert recorded["llama_preset"] is None  # it decided nothing
+    assert (recorded["train_iters"], recorded["train_samples"]) == (10, 330)
+
+
+def test_the_model_in_a_line() -> None:
+    assert model_line(configure(f"{PRESET} --llama-preset llama3.2-1B", WORLD)) == (
+        "> model: 1,235,814,400 parameters, 16 layers, hidden size 2048, FFN 8192, 32 heads of 64 "
+        "in 8 query groups, sequences of 512, vocabulary of 128,256 padded to 128,256, output "
+        "layer tied"
+    )

@@ -1,0 +1,1 @@
+"""What several tools share: how they read flags, and how they draw pictures."""
