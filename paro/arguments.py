@@ -53,8 +53,8 @@ Pre-trains a LLaMA whose parameters, gradients and optimizer state each lie wher
                    --recompute-granularity full, the next strategy, --grad-reduce-in-bf16
   to go on         give --save and --load the same folder: a run resumes by itself
 
-A mistake ends the run with status 2 and one line that says what to do; all flags that are refused,
-unknown or missing are said at once. Flags in groups:"""
+A mistake ends the run with status 2 and a line that says what to do; of flags that are
+refused, unknown or missing all are said at once. Flags in groups:"""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -126,7 +126,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     if yaml_file is not None:
         from_file, mistakes = read_flags(yaml_file, parser)
         words = from_file + words
-    args, unknown = _parse_known(parser, words, mistakes)
+    args, unknown = parse_known(parser, words, mistakes)
     mistakes += _describe_unknown(unknown, parser)
     if mistakes:
         check_flags(args, mistakes)
@@ -144,7 +144,7 @@ def check_flags(args: Namespace, mistakes: Sequence[str] = ()) -> None:
         )
 
 
-def _parse_known(
+def parse_known(
     parser: ArgumentParser, words: Sequence[str], mistakes: list[str]
 ) -> tuple[Namespace, list[str]]:
     """The flags, and words that belong to none; what is wrong with a flag goes to `mistakes`.
@@ -158,13 +158,13 @@ def _parse_known(
             wrong = error
         mistakes.append(str(wrong))
         names = (wrong.argument_name or "").split("/")
-        groups = [group for group in _by_flag(words) if group[0].split("=")[0] not in names]
+        groups = [group for group in by_flag(words) if group[0].split("=")[0] not in names]
         kept = [word for group in groups for word in group]
         assert len(kept) < len(words), f"{wrong} names no word of {words}"
         words = kept
 
 
-def _by_flag(words: Sequence[str]) -> Iterator[list[str]]:
+def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
     """Each flag with the words behind it; words before the first flag are by themselves."""
     group: list[str] = []
     for word in words:
@@ -178,7 +178,7 @@ def _by_flag(words: Sequence[str]) -> Iterator[list[str]]:
 
 def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterator[str]:
     """A line for each flag that does not exist, and for words that belong to none."""
-    for flag, *values in _by_flag(unknown):
+    for flag, *values in by_flag(unknown):
         given = " ".join((flag, *values))
         if flag.startswith("-"):
             yield f"{given} is unknown: {hint_for(flag.split('=')[0], parser)}"

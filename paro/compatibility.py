@@ -15,6 +15,7 @@ from paro.megatron_rules.model import MODEL_RULES
 from paro.megatron_rules.parallel import PARALLEL_RULES
 from paro.megatron_rules.rule import Outcome, Rule
 from paro.mistakes import listed
+from paro.needed_flags import details_without_full
 
 RULES = (*MODEL_RULES, *COMPUTE_RULES, *PARALLEL_RULES, *JOB_RULES, *ELSEWHERE_RULES)
 
@@ -46,6 +47,8 @@ def refused(args: Namespace) -> dict[str, list[str]]:
         if not _is_accepted(rule, args):
             instead = rule.instead.format(value=getattr(args, rule.dest))
             found.setdefault(instead, []).append(given)
+    if details := details_without_full(args):
+        found["give --recompute-granularity full with it, or leave it out"] = details
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.mistakes import MistakesError
-from paro.needed_flags import missing_sizes
+from paro.needed_flags import details_without_full, missing_sizes
 
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
@@ -78,7 +78,7 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
         granularity = "selective"
     detail = {"method": args.recompute_method, "num_layers": args.recompute_num_layers}
     given = {name: value for name, value in detail.items() if value is not None}
-    if given and granularity != "full":
+    if details_without_full(args):
         raise ValueError(
             "--recompute-method and --recompute-num-layers need --recompute-granularity full"
         )

@@ -1,4 +1,4 @@
-"""The flags that every run needs, and a command that has them all."""
+"""The flags that a run needs, those that need another, and a command that has them all."""
 
 from __future__ import annotations
 
@@ -60,6 +60,17 @@ def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:
         return []
     verb, it = ("is", "it") if len(missing) == 1 else ("are", "them")
     return [f"{listed(missing)} {verb} missing; --llama-preset gives {it} too"]
+
+
+def details_without_full(args: Namespace) -> list[str]:
+    """Flags that say how --recompute-granularity full recomputes, given without it."""
+    if args.recompute_granularity == "full":
+        return []
+    given = {
+        "--recompute-method": args.recompute_method,
+        "--recompute-num-layers": args.recompute_num_layers,
+    }
+    return [f"{flag} {value}" for flag, value in given.items() if value is not None]
 
 
 def nothing_needed_is_given(args: Namespace) -> bool:

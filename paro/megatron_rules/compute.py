@@ -6,7 +6,10 @@ from paro.megatron_rules.rule import accepted, ignored, refused, values
 
 _KERNEL = "scaled-dot-product attention chooses its kernel by itself"
 _NO_FUSION = "there is no such fusion to turn off"
-_NO_FP8 = "give --bf16; where memory was the reason, --paro-strategy GGG and --grad-reduce-in-bf16"
+_NO_FP8 = (
+    "--bf16 is the narrowest there is: leave it out; where memory was the reason, give "
+    "--paro-strategy GGG and --grad-reduce-in-bf16"
+)
 _STATES = "master parameters and moments are fp32"
 _LESS_MEMORY = (
     "nothing is kept in the host's memory; to free the device's give --recompute-granularity full, "

@@ -123,7 +123,7 @@ def without(*flags: str) -> list[str]:
             ["--tie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights"],
             "not allowed with argument",
         ),
-        (["--fp8-format", "hybrid"], "--fp8-format hybrid is not supported: give --bf16"),
+        (["--fp8-format", "hybrid"], "--fp8-format hybrid is not supported: --bf16 is"),
         (["--dry-run"], "--dry-run needs --world-size N"),
     ],
 )
