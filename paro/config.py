@@ -80,13 +80,8 @@ class RunConfig:
         checkpoint = _take(CheckpointConfig, args)
         common = saved_common(checkpoint)
         if checkpoint.use_checkpoint_args:
-            if common is None:
-                text = f"--load {checkpoint.load} holds no checkpoint: its sizes are the flags'"
-                notices = (*notices, text)
-            else:
-                args = with_checkpoint_args(args, common)
-            if missing := missing_flags(args, loaded=True):
-                raise MistakesError(missing)
+            args, lines = _with_saved_args(args, common)
+            notices = (*notices, *lines)
         sharding, strategy = _take_sharding(args, world)
         batches = _take_batches(args, world)
         train = _take_train(args, batches)
@@ -141,6 +136,20 @@ def take_world(args: Namespace) -> World:
     """The ranks to configure for: those that were started, or those of --dry-run."""
     check_flags(args)
     return _take(LaunchConfig, args).world()
+
+
+def _with_saved_args(
+    args: Namespace, common: dict[str, Any] | None
+) -> tuple[Namespace, tuple[str, ...]]:
+    """The flags under --use-checkpoint-args, and a line where there is no checkpoint."""
+    lines: tuple[str, ...] = ()
+    if common is None:
+        lines = (f"--load {args.load} holds no checkpoint: its sizes are the flags'",)
+    else:
+        args = with_checkpoint_args(args, common)
+    if missing := missing_flags(args, loaded=True):
+        raise MistakesError(missing)
+    return args, lines
 
 
 def _take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:

@@ -11,7 +11,7 @@ from paro.megatron_rules.rule import Outcome, Rule
 
 HEAD = """\
 <!-- Written by tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md. -->
-# Megatron-LM's flags
+# What becomes of Megatron-LM's flags.
 
 A Megatron-LM launch script of a dense LLaMA starts here with the script's name changed. Flags that
 have a setting here keep their name, their default and their meaning, and are in `--help`. The
