@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import re
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
 
 from paro.collectives.schedule import COLLECTIVES
-from paro.compatibility import add_compatibility_args
+from paro.compatibility import add_compatibility_args, refusals
 from paro.job_arguments import (
     add_checkpointing_args,
     add_data_args,
@@ -23,6 +22,7 @@ from paro.job_arguments import (
     add_tokenizer_args,
     add_validation_args,
 )
+from paro.mistakes import MistakesError
 from paro.model_arguments import (
     add_learning_rate_args,
     add_mixed_precision_args,
@@ -31,20 +31,19 @@ from paro.model_arguments import (
     add_regularization_args,
     add_training_args,
 )
+from paro.needed_flags import EXAMPLE, missing_flags, nothing_needed_is_given
 from paro.planning.machine_file import shipped_machines
+from paro.unknown_flags import hint_for
 from paro.yaml_flags import read_flags
 
-_ABOUT = """\
+_ABOUT = f"""\
 Pre-trains a LLaMA whose parameters, gradients and optimizer state each lie where you say.
 
   it needs         sizes (--llama-preset NAME, or --num-layers, --hidden-size and
                    --num-attention-heads), --seq-length, --micro-batch-size, --lr,
                    --train-iters, and data: --data-path and a tokenizer, or --mock-data
   to try it        on any machine, in seconds, one process:
-                     python pretrain_llama.py --distributed-backend gloo --mock-data \\
-                         --vocab-size 999 --num-layers 2 --hidden-size 64 \\
-                         --num-attention-heads 4 --seq-length 64 --micro-batch-size 8 \\
-                         --train-iters 20 --lr 1e-2 --log-interval 5 --eval-iters 1
+{textwrap.indent(EXAMPLE, " " * 21)}
   on GPUs          torchrun --nproc-per-node 8 pretrain_llama.py ..., or under SLURM
                    srun python pretrain_llama.py ...; examples/ has whole scripts
   before that      the same flags with --dry-run --world-size 64: do they agree, does it
@@ -54,7 +53,8 @@ Pre-trains a LLaMA whose parameters, gradients and optimizer state each lie wher
                    --recompute-granularity full, the next strategy, --grad-reduce-in-bf16
   to go on         give --save and --load the same folder: a run resumes by itself
 
-A mistake ends the run with status 2 and one line that says what to do. Flags in groups:"""
+A mistake ends the run with status 2 and a line that says what to do; of flags that are
+refused, unknown or missing all are said at once. Flags in groups:"""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -78,20 +78,14 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: %(default)s)"
 
 
-class _Parser(ArgumentParser):
-    """Raises `ValueError` instead of leaving, so that one place decides what the user sees."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def build_parser() -> ArgumentParser:
     """The parser of pretrain_llama.py."""
-    parser = _Parser(
+    parser = ArgumentParser(
         usage="%(prog)s [flag ...]",  # all of them would fill a screen
         description=_ABOUT,
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
+        exit_on_error=False,
     )
     parser.add_argument(
         "--yaml-cfg",
@@ -118,25 +112,78 @@ def build_parser() -> ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:
-    """The flags of a command line (this process's own by default); `ValueError` for mistakes."""
+    """The flags of a command line (this process's own by default); `ValueError` for mistakes.
+
+    Where there are any it names refused and missing flags with them, which else are for
+    `check_flags`.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    yaml_parser = _Parser(add_help=False, allow_abbrev=False)
-    yaml_parser.add_argument("--yaml-cfg")
+    yaml_parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    yaml_parser.add_argument("--yaml-cfg", nargs="?")
     yaml_file = yaml_parser.parse_known_args(words)[0].yaml_cfg
+    mistakes: list[str] = []
     if yaml_file is not None:
-        words = read_flags(yaml_file, parser) + words
-    args, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise ValueError(_describe_unknown(unknown, parser))
+        from_file, mistakes = read_flags(yaml_file, parser)
+        words = from_file + words
+    args, unknown = parse_known(parser, words, mistakes)
+    mistakes += _describe_unknown(unknown, parser)
+    if mistakes:
+        check_flags(args, mistakes)
     return args
 
 
-def _describe_unknown(unknown: list[str], parser: ArgumentParser) -> str:
-    known = [option for action in parser._actions for option in action.option_strings]
-    close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else " (--help lists all flags)"
-    return f"unrecognized arguments: {' '.join(unknown)}{hint}"
+def check_flags(args: Namespace, mistakes: Sequence[str] = ()) -> None:
+    """`ValueError` names every flag that is refused or missing, behind other `mistakes`."""
+    named = set(re.findall(r"--[a-z][\w-]*", " ".join(mistakes)))
+    found = [*mistakes, *refusals(args), *missing_flags(args, named=named)]
+    if found:
+        bare = not mistakes and nothing_needed_is_given(args)
+        raise MistakesError(
+            found, example=f"This trains, on any machine:\n{EXAMPLE}" if bare else ""
+        )
+
+
+def parse_known(
+    parser: ArgumentParser, words: Sequence[str], mistakes: list[str]
+) -> tuple[Namespace, list[str]]:
+    """The flags, and words that belong to none; what is wrong with a flag goes to `mistakes`.
+
+    argparse stops at the first, so that flag is left out and the others are read again.
+    """
+    while True:
+        try:
+            return parser.parse_known_args(words)
+        except argparse.ArgumentError as error:
+            wrong = error
+        mistakes.append(str(wrong))
+        names = (wrong.argument_name or "").split("/")
+        groups = [group for group in by_flag(words) if group[0].split("=")[0] not in names]
+        kept = [word for group in groups for word in group]
+        assert len(kept) < len(words), f"{wrong} names no word of {words}"
+        words = kept
+
+
+def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
+    """Each flag with the words behind it; words before the first flag are by themselves."""
+    group: list[str] = []
+    for word in words:
+        if word.startswith("--") and group:
+            yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterator[str]:
+    """A line for each flag that does not exist, and for words that belong to none."""
+    for flag, *values in by_flag(unknown):
+        given = " ".join((flag, *values))
+        if flag.startswith("-"):
+            yield f"{given} is unknown: {hint_for(flag.split('=')[0], parser)}"
+        else:
+            yield f"{given!r} belongs to no flag: --help lists all flags"
 
 
 # One flag in two or three lines reads as a table: the formatter would take six.

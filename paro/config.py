@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from data.loader import DataConfig
 from data.tokenizer import TokenizerConfig, build_tokenizer
 from model.config import LLAMA_PRESETS, LlamaConfig
+from paro.arguments import check_flags
 from paro.batch_schedule import BatchSchedule
 from paro.checkpoint.config import CheckpointConfig
-from paro.compatibility import check_compatibility
+from paro.compatibility import ignored_lines
 from paro.config_checkpoint import saved_common, with_checkpoint_args, with_checkpoint_schedule
 from paro.config_checks import (
-    check_given,
     check_intervals,
     check_load,
     check_profile,
@@ -26,6 +26,8 @@ from paro.config_checks import (
 )
 from paro.config_model import output_layer_notice, take_model
 from paro.config_plan import AUTO, case_of, choose_strategy, take_machine
+from paro.mistakes import MistakesError
+from paro.needed_flags import missing_flags
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
@@ -76,15 +78,13 @@ class RunConfig:
     @classmethod
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
         """The configuration for `world` ranks, which need not exist; `ValueError` for mistakes."""
-        notices = check_compatibility(args)
-        check_given(args)
+        check_flags(args)
+        notices = ignored_lines(args)
         checkpoint = _take(CheckpointConfig, args)
         common = saved_common(checkpoint)
-        if checkpoint.use_checkpoint_args and common is not None:
-            args = with_checkpoint_args(args, common)
-        elif checkpoint.use_checkpoint_args:
-            text = f"--load {checkpoint.load} holds no checkpoint: its sizes are the flags'"
-            notices = (*notices, text)
+        if checkpoint.use_checkpoint_args:
+            args, lines = _with_saved_args(args, common)
+            notices = (*notices, *lines)
         sharding, strategy = _take_sharding(args, world)
         batches = _take_batches(args, world)
         train = _take_train(args, batches)
@@ -138,7 +138,22 @@ class RunConfig:
 
 def take_world(args: Namespace) -> World:
     """The ranks to configure for: those that were started, or those of --dry-run."""
+    check_flags(args)
     return _take(LaunchConfig, args).world()
+
+
+def _with_saved_args(
+    args: Namespace, common: dict[str, Any] | None
+) -> tuple[Namespace, tuple[str, ...]]:
+    """The flags under --use-checkpoint-args, and a line where there is no checkpoint."""
+    lines: tuple[str, ...] = ()
+    if common is None:
+        lines = (f"--load {args.load} holds no checkpoint: its sizes are the flags'",)
+    else:
+        args = with_checkpoint_args(args, common)
+    if missing := missing_flags(args, loaded=True):
+        raise MistakesError(missing)
+    return args, lines
 
 
 def _take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
@@ -192,8 +207,6 @@ def _take_batches(args: Namespace, world: World) -> BatchSchedule:
 def _take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
     if args.train_iters is not None and args.train_samples is not None:
         raise ValueError("--train-iters and --train-samples contradict each other: give one")
-    if args.train_iters is None and args.train_samples is None:
-        raise ValueError("how long to train is missing: give --train-iters or --train-samples")
     train_iters = args.train_iters
     if train_iters is None:
         train_iters = batches.iterations_within(args.train_samples)
@@ -287,8 +300,6 @@ def _take_tokenizer(args: Namespace) -> TokenizerConfig:
     tokenizer_type, vocab_size = args.tokenizer_type, args.vocab_size
     if tokenizer_type is None and args.mock_data:
         tokenizer_type = "NullTokenizer"
-    if tokenizer_type is None:
-        raise ValueError("--tokenizer-type is missing; only --mock-data needs none")
     if tokenizer_type == "NullTokenizer" and vocab_size is None and args.llama_preset:
         # Its last id ends documents, so that the model has the published vocabulary exactly.
         vocab_size = LLAMA_PRESETS[args.llama_preset].vocab_size - 1

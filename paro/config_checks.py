@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import tempfile
-from argparse import Namespace
 from pathlib import Path
 
 from data.loader import DataConfig
@@ -19,12 +18,6 @@ from paro.runtime import RuntimeConfig
 from paro.sharding.wrap import ShardingConfig
 from paro.strategy import Strategy
 from paro.training import TrainConfig
-
-
-def check_given(args: Namespace) -> None:
-    for flag in ("micro_batch_size", "seq_length", "lr"):
-        if getattr(args, flag) is None:
-            raise ValueError(f"--{flag.replace('_', '-')} is missing")
 
 
 def check_sequence(model: LlamaConfig, data: DataConfig) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from paro.mistakes import MistakesError
+from paro.needed_flags import details_without_full, missing_sizes
 
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
@@ -24,9 +26,8 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
                 "queries: give --num-query-groups"
             )
         sizes = _published_sizes(preset, given) | given
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if name not in sizes:
-            raise ValueError(f"--{name.replace('_', '-')} is missing; --llama-preset gives it too")
+    if missing := missing_sizes(args):
+        raise MistakesError(missing)
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     defaults = {
         "ffn_hidden_size": 8 * hidden_size // 3 // 64 * 64,
@@ -87,7 +88,7 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
         granularity = "selective"
     detail = {"method": args.recompute_method, "num_layers": args.recompute_num_layers}
     given = {name: value for name, value in detail.items() if value is not None}
-    if given and granularity != "full":
+    if details_without_full(args):
         raise ValueError(
             "--recompute-method and --recompute-num-layers need --recompute-granularity full"
         )

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from paro.mistakes import MistakesError
 from paro.rendezvous import fresh_store
 
 
@@ -72,8 +73,7 @@ class LaunchConfig:
                         "training are those that torchrun or srun starts"
                     )
             return
-        if self.world_size is None:
-            raise ValueError("--dry-run needs --world-size N: the ranks to plan for")
+        assert self.world_size is not None, "one of the flags that are needed"
         for flag, value in self._given().items():
             if value is not None and not value > 0:
                 raise ValueError(f"{flag} {value} must be positive")
@@ -342,6 +342,9 @@ def seed_everything(seed: int) -> None:
 
 
 def one_line(error: BaseException) -> str:
+    """What an error says without its line breaks; of several mistakes each keeps its line."""
+    if isinstance(error, MistakesError):
+        return str(error)
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from argparse import Action, ArgumentParser
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser
 from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
 
+from paro.unknown_flags import hint_for
+
 FLAG = "--yaml-cfg"
 
 
-def read_flags(path: str, parser: ArgumentParser) -> list[str]:
-    """The flags in the file as command line words; `ValueError` names file and key.
+def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]:
+    """The flags in the file as command line words, and a line for each key that is wrong.
+
+    `ValueError` where the file cannot be read.
 
     Keys are flags with dashes or underscores. `true` gives a switch, `false` and `null` leave a
     flag out, and a list gives a flag its several values.
@@ -21,16 +25,19 @@ def read_flags(path: str, parser: ArgumentParser) -> list[str]:
         _spell(option): action for action in parser._actions for option in action.option_strings
     }
     words: list[str] = []
+    mistakes: list[str] = []
     for key, value in _read_mapping(path):
         if key not in actions or key in ("help", _spell(FLAG)):
-            raise ValueError(f"{FLAG} {path}: {key} is no flag; --help lists them all")
+            mistakes.append(f"{FLAG} {path}: --{key} is unknown: {hint_for(key, parser)}")
+            continue
         try:
             flag_words = _words(actions[key], value)
             parser.parse_args(flag_words)
-        except ValueError as error:
-            raise ValueError(f"{FLAG} {path}: {key}: {error}") from error
-        words += flag_words
-    return words
+        except (ValueError, ArgumentError) as error:
+            mistakes.append(f"{FLAG} {path}: --{key}: {error}")
+        else:
+            words += flag_words
+    return words, mistakes
 
 
 def _spell(option: object) -> str:
@@ -63,7 +70,8 @@ def _words(action: Action, value: object) -> list[str]:
     flag = action.option_strings[0]
     if value is None:
         return []
-    if action.nargs == 0:
+    takes_anything = action.nargs == "*" and action.default == SUPPRESS  # ignored, or refused
+    if action.nargs == 0 or (takes_anything and isinstance(value, bool)):
         if not isinstance(value, bool):
             raise ValueError(f"a switch is true or false, not {value!r}")
         return [flag] if value else []

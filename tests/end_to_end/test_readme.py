@@ -28,8 +28,9 @@ MEASURED = (ROOT / "examples" / "measured" / "README.md").read_text(encoding="ut
 MOST_LINES = 960  # that are seen at once; what is behind a fold comes on top
 
 # Folders whose files are listed one by one; of tests/ the folder alone.
-LISTED = ("paro", "model", "data", "tools", "examples")
+LISTED = ("paro", "model", "data", "tools", "examples", "docs")
 FOLDERS = {  # without a package's docstring
+    "docs": "Pages that are too long for the README.",
     "examples": "One launch script per story.",
     "machines": "Clusters to plan for, every figure with its source.",
     "measured": "What was measured: every figure, and the files as the tools wrote them.",

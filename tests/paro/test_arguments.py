@@ -4,11 +4,17 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from paro.arguments import build_parser, parse_args
+from paro.arguments import build_parser, check_flags, parse_args
+from paro.compatibility import RULES
+from paro.megatron_rules.rule import Outcome
+from paro.needed_flags import EXAMPLE
+from paro.synonyms import SYNONYMS, TABLE
+from paro.unknown_flags import hint_for
 from tests.helpers.ranks import ROOT
 
 
@@ -79,26 +85,131 @@ def test_flags_in_help_are_in_one_piece() -> None:
     assert max(map(len, preamble.splitlines())) <= 90
 
 
+# Mistakes
+
+COMPLETE = shlex.split(EXAMPLE.replace("\\\n", " "))[2:]
+NEEDED = [
+    *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
+    *("--micro-batch-size", "--lr", "--train-iters", "--mock-data"),
+]
+
+
+def told(words: Sequence[str]) -> list[str]:
+    """The lines that a user sees for these flags."""
+    with pytest.raises(ValueError, match="--") as error:
+        check_flags(parse_args(words))
+    return str(error.value).splitlines()
+
+
+def without(*flags: str) -> list[str]:
+    """COMPLETE without some flags and their values."""
+    groups = re.findall(r"--\S+(?: [^-]\S*)*", " ".join(COMPLETE))
+    return [word for group in groups for word in group.split() if group.split()[0] not in flags]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--num-layers", "many"], "argument --num-layers: invalid int value: 'many'"),
         (["--lr-decay-style", "steps"], "argument --lr-decay-style: invalid choice: 'steps'"),
-        (["--paro-strategi", "IIG"], "--paro-strategi IIG (did you mean --paro-strategy?)"),
-        (["--train", "100"], "unrecognized arguments: --train 100"),
-        (["--zzz"], "unrecognized arguments: --zzz (--help lists all flags)"),
+        (["--paro-strategi", "IIG"], "--paro-strategi IIG is unknown: did you mean"),
+        (["--zzz", "100"], "--zzz 100 is unknown: --help lists all flags"),
+        (["--lr", "1e-3", "2e-3"], "'2e-3' belongs to no flag: --help lists all flags"),
         (["--rampup-batch-size", "1", "2"], "expected 3 arguments"),
+        (["--lr"], "argument --lr: expected one argument"),
+        (["--yaml-cfg"], "argument --yaml-cfg: expected one argument"),
+        (["--bf16=true"], "argument --bf16: ignored explicit argument 'true'"),
         (
             ["--tie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights"],
             "not allowed with argument",
         ),
+        (["--fp8-format", "hybrid"], "--fp8-format hybrid is not supported: --bf16 is"),
+        (["--dry-run"], "--dry-run needs --world-size N"),
     ],
 )
 def test_a_mistake_is_one_line(argv: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match="argument") as error:
-        parse_args(argv)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    (line,) = told([*COMPLETE, *argv])
+    assert message in line
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    words = (
+        "--num-layers many --hidden-sise 64 --fp8-format hybrid --sequence-parallel --zzz 1 2 "
+        "--lr-decay-style steps --learning-rate 1e-3 --rampup-batch-size 1 --mock-data"
+    )
+    head, *lines = told(words.split())
+    starts = [
+        *("argument --num-layers:", "argument --lr-decay-style:", "argument --rampup-batch-size:"),
+        *("--hidden-sise 64 is unknown", "--zzz 1 2 is unknown", "--learning-rate 1e-3 is unknown"),
+        *("--sequence-parallel is not supported", "--fp8-format hybrid is not supported"),
+        *("--num-attention-heads is missing", "--seq-length is missing"),
+        *("--micro-batch-size is missing", "--train-iters or --train-samples is missing"),
+    ]
+    assert head == f"{len(starts)} mistakes:"
+    for start in starts:
+        assert len([line for line in lines if line.startswith(f"  {start}")]) == 1, start
+    assert len(lines) == len(starts), lines
+
+
+@pytest.mark.parametrize("flag", NEEDED)
+def test_one_missing_flag_is_one_line(flag: str) -> None:
+    (line,) = told([*without(flag), "--tokenizer-type", "NullTokenizer"])
+    assert flag in line
+    assert "missing" in line
+
+
+def test_a_bare_start_names_all_that_is_needed_and_an_example() -> None:
+    text = "\n".join(told([]))
+    for flag in (*NEEDED, "--tokenizer-type", "--llama-preset", "--data-path"):
+        assert flag in text.replace(EXAMPLE, ""), flag
+    assert text.endswith(EXAMPLE)
+    assert not any(EXAMPLE in line for line in told(["--lr", "1"]))
+
+
+# Flags that do not exist
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--learning_rate", "--lr"),
+        ("--optimizer.lr", "--lr"),
+        ("--gradient-accumulation-steps", "--global-batch-size"),
+        ("--epochs", "--train-iters"),
+        ("--batch-size", "--micro-batch-size"),
+        ("--training.local_batch_size", "--micro-batch-size"),
+        ("--fsdp", "--paro-strategy"),
+        ("--zero-stage", "--paro-strategy"),
+        ("--deepspeed", "--paro-strategy"),
+        ("--compile", "leave it out"),
+        ("--max-steps", "--train-iters"),
+        ("--warmup-steps", "--lr-warmup-iters"),
+        ("--model-name-or-path", "--load"),
+        ("--output-dir", "--save"),
+        ("--gradient-checkpointing", "--recompute-granularity full"),
+        ("--nproc-per-node", "torchrun"),
+        ("--num_layers", "--num-layers"),
+        ("--persistent-save-interval", "--save-interval"),
+    ],
+)
+def test_a_name_of_another_framework_is_translated(flag: str, meant: str) -> None:
+    (line,) = told([*COMPLETE, flag, "7"])
+    assert line.startswith(f"{flag} 7 is unknown: ")
+    assert meant in line
+
+
+def test_hints_lead_to_flags_that_do_something() -> None:
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    refused = {rule.flag for rule in RULES if rule.outcome is not Outcome.ACCEPTED}
+    for name, meaning in SYNONYMS.items():
+        assert f"--{name}" not in known, f"{name} is no other framework's"
+        assert set(re.findall(r"--[a-z][\w-]*", meaning)) <= known - refused, name
+    names = " ".join(names for _, names in TABLE).split()
+    assert len(names) == len(set(names))
+    # Slips of the keys in a flag that is refused.
+    for slip in ("--fp8-formats", "--sequence-paralel", "--num-expert"):
+        assert not refused & set(hint_for(slip, build_parser()).rstrip("?").split()), slip
 
 
 YAML = """
@@ -146,13 +257,18 @@ def test_an_empty_file_gives_no_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("num-layer: 4", "num-layer is no flag"),
-        ("yaml-cfg: other.yaml", "yaml-cfg is no flag"),
+        ("num-layer: 4", "num-layer is unknown: did you mean --num-layers?"),
+        ("learning_rate: 4", "learning-rate is unknown: give --lr"),
+        ("tensor-model-parallel-size: two", "tensor-model-parallel-size: invalid int value"),
+        ("sequence-parallel: 1.5e", "--sequence-parallel 1.5e is not supported"),
+        ("sequence-parallel: true", "--sequence-parallel is not supported"),
+        ("data-path: true", "data-path: needs a plain value"),
+        ("yaml-cfg: other.yaml", "yaml-cfg is unknown"),
         ("num-layers: four", "num-layers: argument --num-layers: invalid int value: 'four'"),
         ("num-layers: 4.5", "num-layers: argument --num-layers: invalid int value: '4.5'"),
         ("num-layers: true", "num-layers: needs a plain value, not True"),
         ("num-layers: [4]", "num-layers: takes one value, not [4]"),
-        ("model: {num-layers: 4}", "model is no flag"),
+        ("model: {num-layers: 4}", "model is unknown"),
         ("save: {here: there}", "save: needs a plain value"),
         ("bf16: 1", "bf16: a switch is true or false, not 1"),
         ("lr-decay-style: steps", "lr-decay-style: argument --lr-decay-style: invalid choice"),
@@ -166,11 +282,23 @@ def test_an_empty_file_gives_no_flag(tmp_path: Path) -> None:
 def test_a_mistake_in_a_file_names_file_and_key(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match="--yaml-cfg") as error:
-        parse_args(["--yaml-cfg", str(path)])
-    assert str(error.value).startswith(f"--yaml-cfg {path}")
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+    (line,) = told([*COMPLETE, "--yaml-cfg", str(path)])
+    assert line.startswith(f"--yaml-cfg {path}") or "is not supported" in line
+    assert message in line
+
+
+def test_all_mistakes_in_a_file_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("num-layers: [4]\nhidden_sise: 4\nfp8_format: hybrid\nsequence-parallel: false")
+    lines = told([*without("--num-layers", "--hidden-size"), "--yaml-cfg", str(path), "--zzz"])
+    assert [line.replace(f"--yaml-cfg {path}: ", "") for line in lines] == [
+        "4 mistakes:",
+        "  --num-layers: takes one value, not [4]",
+        "  --hidden-sise is unknown: did you mean --hidden-size?",
+        "  --zzz is unknown: --help lists all flags",
+        lines[-1],
+    ]
+    assert lines[-1].startswith("  --fp8-format hybrid is not supported")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paro.mistakes import MistakesError
 from paro.runtime import (
     Control,
     RuntimeConfig,
@@ -17,6 +18,7 @@ from paro.runtime import (
     device_for,
     one_line,
     read_world,
+    user_mistakes,
 )
 from tests.helpers.ranks import ROOT, run_ranks
 
@@ -94,6 +96,13 @@ def test_devices() -> None:
 def test_one_line() -> None:
     assert one_line(ValueError("a\n  b")) == "a b"
     assert one_line(ValueError()) == "ValueError"
+
+
+def test_several_mistakes_keep_their_lines() -> None:
+    assert one_line(MistakesError(["a\n b"])) == "a b"
+    with pytest.raises(UserMistakeError) as error, user_mistakes():
+        raise MistakesError(["a\n b", "c"], example="run\n  this")
+    assert str(error.value) == "2 mistakes:\n  a b\n  c\nrun\n  this"
 
 
 def _control() -> Control:

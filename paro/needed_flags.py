@@ -1,0 +1,86 @@
+"""The flags that a run needs, those that need another, and a command that has them all."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection
+
+from paro.mistakes import listed
+
+EXAMPLE = """\
+python pretrain_llama.py --distributed-backend gloo --mock-data \\
+    --vocab-size 999 --num-layers 2 --hidden-size 64 \\
+    --num-attention-heads 4 --seq-length 64 --micro-batch-size 8 \\
+    --train-iters 20 --lr 1e-2 --log-interval 5 --eval-iters 1"""
+
+_SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads")
+_LENGTHS = ("--train-iters", "--train-samples")
+_DATA = (
+    *("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"),
+    *("--train-data-path", "--valid-data-path", "--test-data-path"),
+)
+_SIMPLE = {
+    "--seq-length": "tokens per sample",
+    "--micro-batch-size": "samples per rank and forward pass",
+    "--lr": "the highest learning rate",
+}
+
+
+def missing_flags(
+    args: Namespace, *, named: Collection[str] = (), loaded: bool = False
+) -> list[str]:
+    """A line for each thing that is needed and not given; flags that are `named` count as given.
+
+    What --use-checkpoint-args may give is not missing before the checkpoint is `loaded`.
+    """
+    lines = [
+        f"{flag} is missing: {what}"
+        for flag, what in _SIMPLE.items()
+        if not _any_given(args, named, flag)
+    ]
+    if not _any_given(args, named, *_LENGTHS):
+        lines.append("--train-iters or --train-samples is missing: how long to train")
+    if not _any_given(args, named, *_DATA):
+        lines.append("--data-path is missing: a corpus; or --mock-data for synthetic tokens")
+    if loaded or not args.use_checkpoint_args:
+        lines = [*missing_sizes(args, named), *lines]
+        if not _any_given(args, named, "--tokenizer-type", "--mock-data"):
+            lines.append("--tokenizer-type is missing; only --mock-data needs none")
+    if args.dry_run and not _any_given(args, named, "--world-size"):
+        lines.append("--dry-run needs --world-size N: the ranks to plan for")
+    return lines
+
+
+def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:
+    """The sizes of the model that neither a flag nor a preset gives, in one line if any."""
+    if _any_given(args, named, "--llama-preset"):
+        return []
+    missing = [flag for flag in _SIZES if not _any_given(args, named, flag)]
+    if not missing:
+        return []
+    verb, it = ("is", "it") if len(missing) == 1 else ("are", "them")
+    return [f"{listed(missing)} {verb} missing; --llama-preset gives {it} too"]
+
+
+def details_without_full(args: Namespace) -> list[str]:
+    """Flags that say how --recompute-granularity full recomputes, given without it."""
+    if args.recompute_granularity == "full":
+        return []
+    given = {
+        "--recompute-method": args.recompute_method,
+        "--recompute-num-layers": args.recompute_num_layers,
+    }
+    return [f"{flag} {value}" for flag, value in given.items() if value is not None]
+
+
+def nothing_needed_is_given(args: Namespace) -> bool:
+    """Whether this is a bare start, which an example helps most."""
+    needed = (*_SIZES, *_SIMPLE, *_LENGTHS, *_DATA, "--llama-preset", "--tokenizer-type")
+    return not _any_given(args, (), *needed)
+
+
+def _any_given(args: Namespace, named: Collection[str], *flags: str) -> bool:
+    values = (getattr(args, flag.removeprefix("--").replace("-", "_")) for flag in flags)
+    return any(flag in named for flag in flags) or any(
+        not (value is None or value is False or value == ()) for value in values
+    )

@@ -1,0 +1,22 @@
+"""What is meant by a flag that does not exist: another framework's name, or a slip of the keys."""
+
+from __future__ import annotations
+
+import difflib
+from argparse import ArgumentParser
+
+from paro.compatibility import RULES
+from paro.megatron_rules.rule import Outcome
+from paro.synonyms import meaning_of
+
+
+def hint_for(flag: str, parser: ArgumentParser) -> str:
+    """One hint, and never a flag that has no effect or is refused."""
+    useless = {rule.flag for rule in RULES if rule.outcome is not Outcome.ACCEPTED}
+    known = {option for action in parser._actions for option in action.option_strings} - useless
+    plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # as in optimizer.lr
+    meaning = None if f"--{plain}" in known else meaning_of(plain)
+    if meaning is not None:
+        return meaning
+    close = difflib.get_close_matches(f"--{plain}", sorted(known), n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else "--help lists all flags"

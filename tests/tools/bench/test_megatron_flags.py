@@ -1,0 +1,127 @@
+"""Configurations of Megatron-LM are counted rightly, and the page says what the rules do."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.ranks import ROOT
+from tools.bench.megatron_flags import (
+    command_line,
+    count_of,
+    degree_of,
+    main,
+    read_configurations,
+    try_configuration,
+)
+from tools.bench.megatron_page import page, rule_lines
+
+SMALL = """\
+  --num-layers: 2
+  --hidden-size: 64
+  --num-attention-heads: 4
+  --seq-length: 64
+  --micro-batch-size: 2
+  --global-batch-size: 8
+  --train-iters: 5
+  --lr: 0.1
+  --data-path: ${DATA_PATH}/corpus
+  --tokenizer-type: GPTSentencePieceTokenizer
+  --tokenizer-model: ${DATA_PATH}/tokenizer.model
+  --use-mcore-models: true
+"""
+FOLDER = "tests/functional_tests/test_cases/gpt"
+CASES = {
+    "gpt3_plain": SMALL,
+    "gpt3_cut": f"{SMALL}  --tensor-model-parallel-size: 4\n  --zzz: 1\n  --test-mode: true\n",
+    "gpt3_odd": f"{SMALL}  --fp8-format: hybrid\n  --num-query-groups: 3\n",
+    "mamba": "  --never-read: 1\n",
+}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout of git's with some configurations."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name, arguments in CASES.items():
+        path = folder / FOLDER / name / "model_config.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"ENV_VARS:\n  A: 1\nMODEL_ARGS:\n{arguments}TEST_TYPE: regular\n")
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], check=True)
+    return folder
+
+
+def test_values_become_words() -> None:
+    arguments = {
+        "--bf16": True,
+        "--seed": "${REPEAT}",
+        "--data-path": "$DATA/corpus",
+        "--step-batch-size-schedule": "0:384 200B:768",
+        "--hierarchical-context-parallel-sizes": "[2 2]",
+    }
+    assert list(command_line(arguments)) == [
+        *("--bf16", "--seed", "1", "--data-path", "DATA/corpus"),
+        *("--step-batch-size-schedule", "0:384 200B:768"),
+        *("--hierarchical-context-parallel-sizes", "2", "2"),
+    ]
+
+
+def test_ranks_that_cut_the_model_multiply() -> None:
+    words = "--tensor-model-parallel-size 2 --lr 1 --context-parallel-size 4"
+    assert degree_of(words.split()) == 8
+
+
+def test_each_configuration_is_counted_once(checkout: Path) -> None:
+    found = read_configurations(checkout)
+    assert sorted(found) == ["gpt3_cut", "gpt3_odd", "gpt3_plain"]
+    trials = {name: try_configuration(name, words) for name, words in found.items()}
+    assert trials["gpt3_plain"].is_untouched
+
+    cut = trials["gpt3_cut"]
+    assert cut.unknown == ("--zzz",)
+    assert [*cut.refused.values()] == [["--tensor-model-parallel-size 4"]]
+    assert (cut.failure, cut.is_data_parallel, cut.is_untouched) == (None, False, False)
+
+    odd = trials["gpt3_odd"]
+    assert odd.failure is not None
+    assert "--num-query-groups 3" in odd.failure, "what the refusal did not name stays"
+
+    count = count_of([*trials.values()], "abc", "2026-01-02")
+    assert (count.configurations, count.data_parallel, count.untouched) == (3, 2, 1)
+    assert (count.without_refused, count.data_parallel_without_refused) == (2, 1)
+    text = page(count)
+    assert "| `--tensor-model-parallel-size 4` | 1 |" in text
+    assert "| `--zzz` | 1 |" in text
+    assert "| gpt3_odd | --num-query-groups 3" in text
+    assert "at abc (2026-01-02)" in text
+    assert (
+        "17 different flags: 12 are settings here, 2 are accepted, 1 have no effect, 1 are refused "
+        "whatever their value, 1 are unknown" in text
+    )
+
+
+def test_the_page_says_what_the_rules_do() -> None:
+    text = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
+    missing = [line for line in rule_lines() if line not in text.splitlines()]
+    assert not missing, "write it again: python tools/bench/megatron_flags.py MEGATRON_CHECKOUT ..."
+
+
+@pytest.mark.parametrize("has_configurations", [False, True])
+def test_a_folder_that_is_no_checkout_is_one_line(
+    has_configurations: bool,
+    checkout: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if has_configurations:
+        (tmp_path / "tests").symlink_to(checkout / "tests")
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path), "--output", str(tmp_path / "page.md")])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ("is no checkout of git's" if has_configurations else "give a checkout") in line
+    assert not (tmp_path / "page.md").exists()

@@ -1,0 +1,193 @@
+"""Counts which of Megatron-LM's own configurations this parser takes, and writes the page of flags.
+
+    python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md
+
+reads the flags and values of the functional tests of dense GPT models in a checkout of Megatron-LM,
+checks each as a launch would be, leaves out what is refused or unknown, and makes a dry run of the
+rest on the ranks that are left to data parallelism. No GPU, nothing of Megatron-LM is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+if not __package__:  # started as a script: the repository's packages are two folders up
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from data.atomic_file import replacing
+from paro.arguments import build_parser, by_flag, parse_args, parse_known
+from paro.compatibility import refused
+from paro.config import RunConfig, take_world
+from paro.dry_run import run_dry
+from tools.bench.megatron_page import Count, page
+
+CONFIGURATIONS = "tests/functional_tests/test_cases/gpt/gpt3*/model_config.yaml"
+RANKS = 8  # of a functional test, which has one node
+PARALLEL = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
+# What the environment of a test would give; other variables stand for themselves.
+ENVIRONMENT = {"REPEAT": "1"}
+# Tokenizers' files are not in a checkout: a vocabulary of GPT-2's size stands in for all.
+TOKENIZER = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file")
+STAND_IN = ("--tokenizer-type", "NullTokenizer")
+VOCABULARY = ("--vocab-size", "50257")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of a configuration."""
+
+    name: str
+    words: tuple[str, ...]
+    unknown: tuple[str, ...]  # flags
+    refused: Mapping[str, Sequence[str]]  # flags with their values, by what to do instead
+    failure: str | None  # of the dry run without them
+
+    @property
+    def is_untouched(self) -> bool:
+        return not (self.unknown or self.refused or self.failure)
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether it asks for whole models on every rank."""
+        return degree_of(self.words) == 1
+
+
+def read_configurations(checkout: Path) -> dict[str, tuple[str, ...]]:
+    """The command lines of the configurations by name; `ValueError` where there are none."""
+    found = {}
+    for path in sorted(checkout.glob(CONFIGURATIONS)):
+        arguments = yaml.safe_load(path.read_text(encoding="utf-8"))["MODEL_ARGS"]
+        found[path.parent.name] = tuple(command_line(arguments))
+    if not found:
+        raise ValueError(f"{checkout} has no {CONFIGURATIONS}: give a checkout of Megatron-LM")
+    return found
+
+
+def command_line(arguments: Mapping[str, object]) -> Iterator[str]:
+    """The words of a configuration: true is a switch, [a b] are several words, else it is one."""
+    for flag, value in arguments.items():
+        yield flag
+        if value is True:
+            continue
+        text = re.sub(r"\$\{?(\w+)\}?", lambda name: ENVIRONMENT.get(name[1], name[1]), str(value))
+        several = re.fullmatch(r"\[(.*)\]", text)
+        yield from shlex.split(several[1].replace(",", " ")) if several else [text]
+
+
+def degree_of(words: Sequence[str]) -> int:
+    """Over how many ranks a configuration cuts the model or its sequences."""
+    degree = 1
+    for flag, *values in by_flag(words):
+        if flag in PARALLEL:
+            degree *= int(values[0])
+    return degree
+
+
+def try_configuration(name: str, words: Sequence[str]) -> Trial:
+    """One configuration: what is refused and unknown at once, and a dry run without that."""
+    mistakes: list[str] = []
+    args, extra = parse_known(build_parser(), words, mistakes)
+    unknown = tuple(flag.split("=")[0] for flag, *_ in by_flag(extra))
+    instead = refused(args)
+    gone = {given.split()[0] for flags in instead.values() for given in flags} | {*unknown}
+    ranks = RANKS // degree_of(words)
+    while args.global_batch_size and args.global_batch_size % (args.micro_batch_size * ranks):
+        ranks //= 2  # as many as the batch feeds
+    failure = "; ".join(mistakes) or why_no_dry_run(without(words, gone), ranks)
+    return Trial(name, tuple(words), unknown, instead, failure)
+
+
+def without(words: Sequence[str], flags: set[str]) -> list[str]:
+    groups = [group for group in by_flag(words) if group[0] not in flags]
+    return [word for group in groups for word in group]
+
+
+def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
+    """Why a dry run of a command line fails, if it does; `STAND_IN` is its tokenizer."""
+    kept = without(words, {*TOKENIZER})
+    size = () if "--vocab-size" in kept else VOCABULARY
+    plan = ("--dry-run", "--world-size", str(world_size))
+    try:
+        args = parse_args([*kept, *STAND_IN, *size, *plan])
+        world = take_world(args)
+        with redirect_stdout(io.StringIO()):
+            run_dry(args, RunConfig.from_args(args, world), world)
+    except (ValueError, OSError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def commit_of(checkout: Path) -> tuple[str, str]:
+    """The commit of a checkout and its date."""
+    command = ["git", "-C", str(checkout), "log", "-1", "--format=%h %cs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ValueError(f"{checkout} is no checkout of git's: {done.stderr.strip()}")
+    commit, date = done.stdout.split()
+    return commit, date
+
+
+def count_of(trials: Sequence[Trial], commit: str, date: str) -> Count:
+    """The trials in figures."""
+    by_advice: dict[str, dict[str, set[str]]] = {}
+    for trial in trials:
+        for advice, flags in trial.refused.items():
+            # Advice that repeats the value is one advice.
+            advice = re.sub(r"(--paro-group-size) \d+", r"\1 X", advice)
+            for given in flags:
+                by_advice.setdefault(advice, {}).setdefault(given, set()).add(trial.name)
+    return Count(
+        commit=commit,
+        date=date,
+        configurations=len(trials),
+        data_parallel=sum(trial.is_data_parallel for trial in trials),
+        untouched=sum(trial.is_untouched for trial in trials),
+        without_refused=sum(trial.failure is None for trial in trials),
+        data_parallel_without_refused=sum(
+            trial.failure is None and trial.is_data_parallel for trial in trials
+        ),
+        refused=by_advice,
+        unknown=[flag for trial in trials for flag in trial.unknown],
+        given=[flag for trial in trials for flag, *_ in by_flag(trial.words)],
+        failures={trial.name: trial.failure for trial in trials if trial.failure is not None},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkout", type=Path, metavar="MEGATRON_CHECKOUT")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the page there")
+    options = parser.parse_args(argv)
+    try:
+        configurations = read_configurations(options.checkout)
+        commit, date = commit_of(options.checkout)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    trials = [try_configuration(name, words) for name, words in configurations.items()]
+    count = count_of(trials, commit, date)
+    if options.output is not None:
+        with replacing(options.output) as temporary:
+            temporary.write_text(page(count), encoding="utf-8")
+    print("\n".join(count.lines()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
