@@ -1,5 +1,8 @@
 """LLaMA: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied or untied head."""
 
+# Beside LLaMA's own: Qwen2's biases of queries, keys and values, and Qwen3's norms of every head's
+# query and key. Mistral without a sliding window is LLaMA.
+
 # B batch, S sequence, D hidden, N query heads, K key and value heads, H head size, F feed-forward,
 # V vocabulary. Every unit (embedding, block, head) is one module that is called once in forward,
 # so that whoever shards the model can gather and release around that call. Linear layers are plain
@@ -28,6 +31,8 @@ from model.config import (
     VOCABULARY_CUTS,
     LlamaConfig,
     RecomputeConfig,
+    attention_cuts,
+    attention_norms,
 )
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.layers import SharedNorm, gated_linear, normed_linears, rms_norm
@@ -110,6 +115,13 @@ class Block(nn.Module):
         self.wk = nn.Parameter(torch.empty(key, hidden))
         self.wv = nn.Parameter(torch.empty(key, hidden))
         self.wo = nn.Parameter(torch.empty(hidden, query))
+        if config.add_qkv_bias:
+            self.bq = nn.Parameter(torch.empty(query))
+            self.bk = nn.Parameter(torch.empty(key))
+            self.bv = nn.Parameter(torch.empty(key))
+        if config.qk_layernorm:
+            self.q_norm = nn.Parameter(torch.empty(config.kv_channels))
+            self.k_norm = nn.Parameter(torch.empty(config.kv_channels))
         self.mlp_norm = nn.Parameter(torch.empty(hidden))
         self.w_gate = nn.Parameter(torch.empty(ffn, hidden))
         self.w_up = nn.Parameter(torch.empty(ffn, hidden))
@@ -133,7 +145,13 @@ class Block(nn.Module):
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         weights = self.wq, self.wk, self.wv
         projections = normed_linears(x_BSD, self.attention_norm, epsilon, *weights, norm=norm)
+        if self.config.add_qkv_bias:
+            for part, bias in zip(projections, (self.bq, self.bk, self.bv), strict=True):
+                part.add_(bias)
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
+        if self.config.qk_layernorm:
+            q_BSNH = rms_norm(q_BSNH, self.q_norm, epsilon)
+            k_BSKH = rms_norm(k_BSKH, self.k_norm, epsilon)
         cos, sin, lengths = places
         q_BSNH, k_BSKH = rotate(q_BSNH, cos, sin), rotate(k_BSKH, cos, sin)
         if attend is not None:
@@ -286,7 +304,12 @@ class Llama(nn.Module):
             # Its backward adds gradients up by token and reads no weight.
             backward_needs_weight=False,
         )
-        attention = replace(_ATTENTION, shares=self.config.num_query_groups)
+        attention = replace(
+            _ATTENTION,
+            cuts=attention_cuts(self.config),
+            beside=attention_norms(self.config),
+            shares=self.config.num_query_groups,
+        )
         blocks = (
             UnitSpec(
                 name=f"blocks.{layer}",

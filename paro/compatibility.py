@@ -99,8 +99,6 @@ RULES = (
         "there is no dropout",
         "LLaMA trains without dropout: give 0",
     ),
-    _refused("--add-qkv-bias", "LLaMA has no biases: leave it out"),
-    _refused("--qk-layernorm", "LLaMA does not normalize queries and keys: leave it out"),
     _refused("--num-experts", "LLaMA is dense: leave it out", int),
     _refused(
         "--rotary-seq-len-interpolation-factor",
