@@ -118,20 +118,23 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What transformers adds to a tokenizer.json that lacks it, in its order."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    named = [config.get(f"{part}_token") for part in _NAMED]
+    special = [
+        {**(token if isinstance(token, dict) else {"content": token}), "special": True}
+        for token in (*named, *(extra.values() if isinstance(extra, dict) else extra))
+        if token is not None
+    ]
     if "added_tokens_decoder" in config:
         decoder = config["added_tokens_decoder"]
         yield from (decoder[number] for number in sorted(decoder, key=int))
     else:
+        texts = {token["content"] for token in special}
         ids = _read(folder / "added_tokens.json")
         for text in sorted(ids, key=lambda text: int(ids[text])):
-            yield {"content": text, "normalized": True, "special": False}
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    named = [config.get(f"{part}_token") for part in _NAMED]
-    for token in (*named, *(extra.values() if isinstance(extra, dict) else extra)):
-        if token is not None:
-            fields = dict(token) if isinstance(token, dict) else {"content": token}
-            fields.pop("__type", None)
-            yield fields | {"special": True}
+            yield {"content": text, "normalized": text not in texts, "special": text in texts}
+    for token in special:
+        yield {name: value for name, value in token.items() if name != "__type"}
 
 
 def _content(token: Any) -> str | None:
