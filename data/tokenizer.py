@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,10 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """All ids lie below; not padded."""
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every piece's id; empty where ids stand for nothing."""
 
     @property
     def eod(self) -> int:
@@ -130,6 +134,10 @@ class SentencePieceTokenizer:
                 )
             self.text_prefix = (self.bos,)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
         return ids
@@ -168,6 +176,7 @@ class NullTokenizer:
         self.bos = None
         self.text_prefix: tuple[int, ...] = ()
         self.vocab_size = vocab_size + 1
+        self.vocabulary: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         words = text.split()

@@ -237,7 +237,7 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
         return {"rotary_base": base}
     if kind != "llama3":
         raise ValueError(
-            f"rope_type is {kind!r} there and has to be default or llama3 (how positions are scaled)"
+            f"rope_type is {kind!r} there and has to be default or llama3 (scaled positions)"
         )
     factors = {ours: float(rope[theirs]) for ours, theirs in _ROPE_SCALING.items()}
     original = int(rope["original_max_position_embeddings"])

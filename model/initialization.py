@@ -38,9 +38,7 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
         if len(shape) == 1:
             std = None
         constant = 0.0 if part in QKV_BIAS_CUTS else 1.0
-        specs[name] = ParameterInit(
-            name=name, numel=math.prod(shape), std=std, constant=constant
-        )
+        specs[name] = ParameterInit(name=name, numel=math.prod(shape), std=std, constant=constant)
     return specs
 
 

@@ -233,7 +233,9 @@ def build_sources(
 
 def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
     """The data sets of a run that begins, or goes on from `state`."""
-    return build_datasets(config.data, count_samples(config, state), config.vocab_size)
+    return build_datasets(
+        config.data, count_samples(config, state), config.vocab_size, config.fingerprint
+    )
 
 
 def run_facts(

@@ -130,9 +130,7 @@ def _norms(
 ) -> UnitSize:
     def numel(trained: bool) -> int:
         boxes = [
-            whole_box(name, shape)
-            for name, shape in shapes.items()
-            if is_trained(name) is trained
+            whole_box(name, shape) for name, shape in shapes.items() if is_trained(name) is trained
         ]
         return make_layout(boxes, decayed=frozenset(), world_size=world_size).numel
 

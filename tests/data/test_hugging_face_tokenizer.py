@@ -17,7 +17,14 @@ from data.hugging_face_tokenizer import HuggingFaceTokenizer
 from tests.helpers.ranks import ROOT
 
 TEXT = "def f(x):\n    return x  # naïve\n"
-TEXTS = (TEXT, "", "  two  <tool></s> \n<|im_end|>", "a<s> <pad><mask>", "x" * 300, "Ein Satz <new>.")
+TEXTS = (
+    TEXT,
+    "",
+    "  two  <tool></s> \n<|im_end|>",
+    "a<s> <pad><mask>",
+    "x" * 300,
+    "Ein Satz <new>.",
+)
 
 
 def write(folder: Path, name: str, fields: Any) -> None:
@@ -141,7 +148,9 @@ def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -
         HuggingFaceTokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "config.json", "special_tokens_map.json"]
+)
 def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     gpt2(tmp_path)
     (tmp_path / name).write_text("{")
