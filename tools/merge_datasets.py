@@ -54,7 +54,7 @@ def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
 
 
 def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
-    """The one that made all of them; None where one does not say; `ValueError` where they differ."""
+    """The one that made all of them, or None where one does not say; they may not differ."""
     found = {prefix: read_fingerprint(prefix) for prefix in prefixes}
     known = {prefix: fingerprint for prefix, fingerprint in found.items() if fingerprint}
     first = next(iter(known.items()), None)

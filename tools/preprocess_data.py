@@ -73,10 +73,8 @@ def encoded_batches(
 def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[IndexedDatasetWriter]]:
     """A writer per prefix; all data sets get their names at the end, or none."""
     tokenizer = tokenizer_of(plan.tokenizer)
-    dtype, made_with = (
-        dtype_for_vocab(tokenizer.vocab_size),
-        fingerprint_of(plan.tokenizer, tokenizer),
-    )
+    dtype = dtype_for_vocab(tokenizer.vocab_size)
+    made_with = fingerprint_of(plan.tokenizer, tokenizer)
     with ExitStack() as files:
         writers = [
             files.enter_context(IndexedDatasetWriter(prefix, dtype, made_with))
@@ -274,7 +272,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(
             "Tokenizes text and writes it in Megatron-LM's format, PREFIX_KEY_document.bin and "
-            ".idx, and which tokenizer that was in .tokenizer. Give the training --data-path PREFIX_KEY_document, without .bin or .idx."
+            ".idx, and in .tokenizer which tokenizer that was. Give the training --data-path "
+            "PREFIX_KEY_document, without .bin or .idx."
         ),
         epilog=(
             "example: python tools/preprocess_data.py --input books.jsonl --output-prefix books "

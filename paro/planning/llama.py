@@ -6,11 +6,11 @@
 #                                                             T * (2 D + (2 N + 2 K) H + 2 F)
 #     fp32           log-sum-exp per token and query head
 #
-# where x is the output of the unit before, and with --qk-layernorm q and k as they were before their
-# norms, and an fp32 scale of each head's. q and k are kept turned, the attention's output serves
+# where x is the output of the unit before. q and k are kept turned, the attention's output serves
 # the attention and the output projection; normalized inputs and the product of gate and up are
-# made again. That is for attention that keeps no scores (flash; in fp32 with grouped heads CUDA
-# has none, and all scores are kept, which is not counted here).
+# made again. With --qk-layernorm q and k are also kept as they were before their norms, and an fp32
+# scale of each head. That is for attention that keeps no scores (flash; in fp32 with grouped heads
+# CUDA has none, and all scores are kept, which is not counted here).
 #
 # The head keeps its input, an fp32 scale per token and, as the loss makes its gradients in forward,
 # the gradients of its normalized input and of the output weight. A block recomputed whole keeps its

@@ -144,7 +144,7 @@ def test_transformers_is_not_imported(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="neither a tokenizer.json nor a tokenizer that trans"):
+    with pytest.raises(ValueError, match=r"neither a tokenizer\.json nor a tokenizer that trans"):
         HuggingFaceTokenizer(str(tmp_path))
 
 
@@ -154,7 +154,7 @@ def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -
 def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     gpt2(tmp_path)
     (tmp_path / name).write_text("{")
-    with pytest.raises(ValueError, match=f"{name} is not a JSON object"):
+    with pytest.raises(ValueError, match=rf"{name}\.json is not a JSON object"):
         HuggingFaceTokenizer(str(tmp_path))
 
 

@@ -53,9 +53,9 @@ def test_mistral_without_a_window_is_llama() -> None:
 def test_a_window_of_qwen_counts_where_it_is_switched_on() -> None:
     fields = hugging_face_config(LLAMA_PRESETS["qwen3-8B"]) | {"sliding_window": 4096}
     assert llama_config(fields) == LLAMA_PRESETS["qwen3-8B"]
-    with pytest.raises(ValueError, match="^sliding_window is 4096 there"):
+    with pytest.raises(ValueError, match=r"^sliding_window is 4096 there"):
         llama_config(fields | {"use_sliding_window": True})
-    with pytest.raises(ValueError, match="^layer_types has 'sliding_attention'"):
+    with pytest.raises(ValueError, match=r"^layer_types has 'sliding_attention'"):
         llama_config(fields | {"layer_types": ["full_attention", "sliding_attention"]})
 
 
@@ -92,7 +92,7 @@ def test_another_model_is_named_by_its_feature(
 def test_another_rotation_is_named() -> None:
     fields = hugging_face_config(LLAMA_PRESETS["llama3.1-8B"])
     fields["rope_parameters"]["rope_type"] = "yarn"
-    with pytest.raises(ValueError, match="^rope_type is 'yarn' there"):
+    with pytest.raises(ValueError, match=r"^rope_type is 'yarn' there"):
         llama_config(fields)
     fields = hugging_face_config(LLAMA_PRESETS["7B"])
     fields["rope_parameters"]["partial_rotary_factor"] = 0.5
