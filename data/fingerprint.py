@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from data.atomic_file import replacing
-from data.tokenizer import Tokenizer, TokenizerConfig
+from data.tokenizer import TokenizerConfig, build_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,24 +32,30 @@ class Fingerprint:
         return f"{name} ({self.vocab_size:,} ids, fingerprint {self.digest[:8]})"
 
 
-def fingerprint_of(config: TokenizerConfig, tokenizer: Tokenizer) -> Fingerprint | None:
+@cache
+def fingerprint_of(config: TokenizerConfig) -> Fingerprint | None:
     """None for NullTokenizer, whose ids stand for nothing: it goes with any corpus."""
-    vocabulary = tokenizer.vocabulary
-    if not vocabulary:
+    tokenizer = build_tokenizer(config)
+    if not tokenizer.vocabulary:
         return None
-    digest = hashlib.blake2b(digest_size=16)
-    for piece, number in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
-        text = piece.encode("utf-8", "surrogatepass")
-        digest.update(b"%d %d %b" % (number, len(text), text))
-    digest.update(b"end %d" % tokenizer.eod)
     # Published models' files have one name; their folder tells them apart.
     file = "/".join(Path(config.tokenizer_model or "").absolute().parts[-2:])
     return Fingerprint(
         tokenizer_type=config.tokenizer_type,
         file=file if config.tokenizer_model else "",
         vocab_size=tokenizer.vocab_size,
-        digest=digest.hexdigest(),
+        digest=digest_of(tokenizer.vocabulary, tokenizer.eod),
     )
+
+
+def digest_of(vocabulary: Mapping[str, int], eod: int) -> str:
+    """A hash of what ids stand for; corpora on disks hold it, so that it stays as it is."""
+    digest = hashlib.blake2b(digest_size=16)
+    for piece, number in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
+        text = piece.encode("utf-8", "surrogatepass")
+        digest.update(b"%d %d %b" % (number, len(text), text))
+    digest.update(b"end %d" % eod)
+    return digest.hexdigest()
 
 
 def fingerprint_path(prefix: str | Path) -> Path:
@@ -69,10 +76,13 @@ def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
         ) from error
 
 
-def check_tokenizer(prefix: str | Path, given: Fingerprint | None) -> None:
+def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> None:
     """Raises `ValueError` where a corpus is known to be made with another tokenizer."""
     made_with = read_fingerprint(prefix)
-    if given is None or made_with is None or given.digest == made_with.digest:
+    if made_with is None or tokenizer is None:
+        return
+    given = fingerprint_of(tokenizer)
+    if given is None or given.digest == made_with.digest:
         return
     raise ValueError(
         f"{prefix}.bin was made with {made_with.describe()}, and the tokenizer given is "

@@ -19,11 +19,12 @@ from data.batch import Batch, Fetch, Samples
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
 from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
 from data.document_bounds import DocumentRules
-from data.fingerprint import Fingerprint, check_tokenizer
+from data.fingerprint import check_tokenizer
 from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, check_vocabulary
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, parse_split, share_of
+from data.tokenizer import TokenizerConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
@@ -187,7 +188,7 @@ def build_datasets(
     config: DataConfig,
     num_samples: SplitCounts,
     vocab_size: int,
-    tokenizer: Fingerprint | None = None,
+    tokenizer: TokenizerConfig | None = None,
 ) -> Datasets:
     """The splits with at least the samples asked for; `vocab_size` is the tokenizer's own."""
     counts = {name: getattr(num_samples, name) for name in SPLIT_NAMES}
@@ -213,7 +214,7 @@ def _build_from_corpora(
     config: DataConfig,
     counts: Mapping[str, int | None],
     vocab_size: int,
-    tokenizer: Fingerprint | None,
+    tokenizer: TokenizerConfig | None,
 ) -> Datasets:
     """The splits named in `counts`; a held-out one without a sample is left out."""
 

@@ -15,8 +15,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from model.config import (
 )
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.layers import SharedNorm, gated_linear, normed_linears, rms_norm
+from model.parts import Part, UnitSpec
 from model.rotary import rotate, rotations
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # from rotated q_BSNH and k_BSKH, and v_BSKH
@@ -47,35 +48,6 @@ class Places(NamedTuple):
     cos: Tensor  # of the rotation of every position, see `rotations`
     sin: Tensor
     document_lengths: tuple[int, ...] | None = None  # in all samples; None: a sample is one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A method of a unit that may be computed slice by slice of its weights.
-
-    `join(module, slices, *args)` equals `method(*args)`: it calls every one of `slices` once, in
-    order, and each runs `of_slice` with a slice of the weights in the place of the whole ones.
-    """
-
-    method: str
-    of_slice: str
-    cuts: Mapping[str, int]  # its matrices, by the dim along which they are cut
-    beside: tuple[str, ...] = ()  # parameters that every slice reads whole
-    join: Callable[..., Tensor]
-    of_rows: bool = False  # whether a slice is told its first row, in `first_row`
-    shares: int | None = None  # that it is cut between, where it cannot be cut anywhere
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSpec:
-    """A part of the model that is whole while it runs, by its name in the module tree."""
-
-    name: str
-    module: nn.Module
-    parts: tuple[Part, ...]
-    borrows: tuple[str, ...] = ()  # units whose parameters it reads too
-    backward_needs_weight: bool = True
-    recomputed: bool = False  # whether backward runs its forward again
 
 
 class Embedding(nn.Module):

@@ -6,7 +6,6 @@ from argparse import Namespace
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from data.fingerprint import Fingerprint, fingerprint_of
 from data.loader import DataConfig
 from data.tokenizer import TokenizerConfig, build_tokenizer
 from model.config import LLAMA_PRESETS, LlamaConfig
@@ -63,7 +62,6 @@ class RunConfig:
     tokenizer: TokenizerConfig
     vocab_size: int  # the tokenizer's; the model's is padded
     eod: int  # the token that ends a document
-    fingerprint: Fingerprint | None  # of the tokenizer; None: it goes with any corpus
     checkpoint: CheckpointConfig
     report: ReportConfig
     profile: ProfileConfig
@@ -116,7 +114,6 @@ class RunConfig:
             tokenizer=tokenizer,
             vocab_size=built.vocab_size,
             eod=built.eod,
-            fingerprint=fingerprint_of(tokenizer, built),
             checkpoint=checkpoint,
             report=_take(ReportConfig, args),
             profile=_take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks)),

@@ -220,7 +220,7 @@ def _data(plan: Plan) -> Iterator[str]:
             yield f"> data: {prefix} is not on this machine and was not checked"
             continue
         corpus = IndexedDataset(prefix)
-        check_tokenizer(prefix, config.fingerprint)
+        check_tokenizer(prefix, config.tokenizer)
         check_vocabulary(corpus, config.vocab_size)
         yield (
             f"> data: {prefix} holds {corpus.num_tokens:,} tokens in {corpus.num_documents:,} "

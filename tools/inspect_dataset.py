@@ -98,8 +98,7 @@ def tokenizer_of(args: Namespace) -> tuple[Tokenizer | None, Fingerprint | None]
         tokenizer_model=args.tokenizer_model,
         vocab_size=args.vocab_size,
     )
-    tokenizer = build_tokenizer(config)
-    return tokenizer, fingerprint_of(config, tokenizer)
+    return build_tokenizer(config), fingerprint_of(config)
 
 
 def describe(dataset: IndexedDataset, bins: list[Bin]) -> Iterator[str]:

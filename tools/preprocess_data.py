@@ -72,9 +72,8 @@ def encoded_batches(
 @contextmanager
 def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[IndexedDatasetWriter]]:
     """A writer per prefix; all data sets get their names at the end, or none."""
-    tokenizer = tokenizer_of(plan.tokenizer)
-    dtype = dtype_for_vocab(tokenizer.vocab_size)
-    made_with = fingerprint_of(plan.tokenizer, tokenizer)
+    dtype = dtype_for_vocab(tokenizer_of(plan.tokenizer).vocab_size)
+    made_with = fingerprint_of(plan.tokenizer)
     with ExitStack() as files:
         writers = [
             files.enter_context(IndexedDatasetWriter(prefix, dtype, made_with))

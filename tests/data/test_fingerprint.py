@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +14,19 @@ import pytest
 from data.fingerprint import (
     Fingerprint,
     check_tokenizer,
+    digest_of,
     fingerprint_of,
     fingerprint_path,
     read_fingerprint,
 )
 from data.indexed_dataset import IndexedDatasetWriter, bin_path
 from data.loader import DataConfig, SplitCounts, build_datasets
-from data.tokenizer import NullTokenizer, TokenizerConfig, build_tokenizer
+from data.tokenizer import TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
 from paro.arguments import parse_args
 from paro.assembly import build_data
 from paro.config import RunConfig
+from paro.dry_run import run_dry
 from paro.runtime import World
 from tests.data.test_hugging_face_tokenizer import byte_level, write
 from tests.data.test_tokenizer import TEXT, train_sentencepiece
@@ -37,8 +40,7 @@ def config_of(kind: str, model: Path) -> TokenizerConfig:
 
 
 def fingerprint(kind: str, model: Path) -> Fingerprint:
-    config = config_of(kind, model)
-    found = fingerprint_of(config, build_tokenizer(config))
+    found = fingerprint_of(config_of(kind, model))
     assert found is not None
     return found
 
@@ -80,22 +82,18 @@ def test_another_order_or_end_is_another(tmp_path: Path) -> None:
     assert first.vocab_size == order.vocab_size == end.vocab_size
 
 
-def test_the_definition_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_definition_stays() -> None:
     """Corpora that lie on disks have it."""
-    tokenizer = NullTokenizer(9)
-    monkeypatch.setattr(tokenizer, "vocabulary", {"b": 1, "ä": 0})
-    found = fingerprint_of(config_of("TikTokenizer", Path("x")), tokenizer)
-    assert found is not None
-    assert found.digest == "63ae0e46c1d66baba4f0ca0bbc552d46"
+    assert digest_of({"b": 1, "ä": 0}, 9) == "63ae0e46c1d66baba4f0ca0bbc552d46"
 
 
 def test_numbers_go_with_any_corpus(tmp_path: Path) -> None:
     config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
-    assert fingerprint_of(config, build_tokenizer(config)) is None
+    assert fingerprint_of(config) is None
     with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2"), MADE) as writer:
         writer.add_document([[1]])
-    check_tokenizer(tmp_path / "x", None)
-    check_tokenizer(tmp_path / "megatrons", MADE)
+    check_tokenizer(tmp_path / "x", config)
+    check_tokenizer(tmp_path / "megatrons", config_of("Llama2Tokenizer", Path("not looked at")))
 
 
 def test_it_is_written_with_the_corpus_and_goes_with_it(tmp_path: Path) -> None:
@@ -132,15 +130,16 @@ def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path
     prefix = str(tmp_path / "x_text_document")
     assert read_fingerprint(prefix) == fingerprint("SentencePieceTokenizer", pieces)
 
-    def run_with(model: Path) -> RunConfig:
+    def args_with(model: Path) -> Namespace:
         words = (
             "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 8 --split 1,0,0 "
             "--micro-batch-size 1 --train-iters 1 --lr 1 --distributed-backend gloo --num-workers 0"
         )
         named = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(model)]
-        return RunConfig.from_args(
-            parse_args([*words.split(), *named, "--data-path", prefix]), World()
-        )
+        return parse_args([*words.split(), *named, "--data-path", prefix])
+
+    def run_with(model: Path) -> RunConfig:
+        return RunConfig.from_args(args_with(model), World())
 
     build_data(run_with(pieces))
     with pytest.raises(ValueError, match=r"^[^\n]*$") as mistake:
@@ -151,14 +150,16 @@ def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path
     assert "the tokenizer given is Llama2Tokenizer" in told
     assert "/other.model (280 ids" in told
     assert f"remove {prefix}.tokenizer" in told
+    with pytest.raises(ValueError, match=r"x_text_document\.bin was made with"):
+        run_dry(args_with(other), run_with(other), World())
     fingerprint_path(prefix).unlink()
     build_data(run_with(other))
 
 
-def test_every_corpus_of_a_blend_is_compared(tmp_path: Path) -> None:
-    for name, made_with in (("a", MADE), ("b", replace(MADE, digest="2" * 32))):
+def test_every_corpus_of_a_blend_is_compared(pieces: Path, tmp_path: Path) -> None:
+    for name, made_with in (("a", fingerprint("Llama2Tokenizer", pieces)), ("b", MADE)):
         with IndexedDatasetWriter(tmp_path / name, np.dtype("<u2"), made_with) as writer:
             writer.add_document([[1] * 99])
     config = DataConfig(seq_length=8, data_path=("1", str(tmp_path / "a"), "1", f"{tmp_path}/b"))
     with pytest.raises(ValueError, match=r"b\.bin was made with"):
-        build_datasets(config, SplitCounts(train=4), 300, MADE)
+        build_datasets(config, SplitCounts(train=4), 300, config_of("Llama2Tokenizer", pieces))

@@ -52,7 +52,6 @@ ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
 UNOWNED = {
     "batches.data_parallel_size",
     "eod",
-    "fingerprint",
     "loss_scale.dynamic",
     "notices",
     "schedule.weight_decay_incr_samples",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data.loader import MicroBatches
-from data.tokenizer import TokenizerConfig, build_tokenizer
+from data.tokenizer import TokenizerConfig
 from paro.arguments import parse_args
 from paro.assembly import build_data
 from paro.config import RunConfig
@@ -92,8 +92,7 @@ def test_the_tokenizer_of_a_corpus_is_named_and_compared(
     own = train_sentencepiece(tmp_path / "own.model")
     given = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model"]
     config = TokenizerConfig(tokenizer_type=given[1], tokenizer_model=str(own))
-    made_with = fingerprint_of(config, build_tokenizer(config))
-    with IndexedDatasetWriter(corpus, np.dtype("<u2"), made_with) as writer:
+    with IndexedDatasetWriter(corpus, np.dtype("<u2"), fingerprint_of(config)) as writer:
         writer.add_document([[1]])
     assert f"made with SentencePieceTokenizer {tmp_path.name}/own.model (280 ids" in told()
     assert told(*given, str(own)).endswith(", which is the one given")

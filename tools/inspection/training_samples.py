@@ -54,7 +54,7 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
     config = RunConfig.from_args(Namespace(**settled), World())
     count = count_samples(config).train
     counts = SplitCounts(train=count)
-    datasets = build_datasets(config.data, counts, config.vocab_size, config.fingerprint)
+    datasets = build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
     return datasets.train, count
 
 
