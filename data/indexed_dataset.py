@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data.atomic_file import replacing
+from data.fingerprint import Fingerprint, replacing_fingerprint
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -203,14 +204,18 @@ class EncodedDocuments(NamedTuple):
 
 
 class IndexedDatasetWriter:
-    """Writes one prefix: both files get their names when the block ends well, neither when not.
+    """Writes one prefix: all files get their names when the block ends well, none when not.
 
     The .bin file is streamed, the .idx file is written last, by `complete` or at the end.
+    `tokenizer` is the one that made the ids, where it is known.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype[Any], tokenizer: Fingerprint | None = None
+    ) -> None:
         self.prefix = str(prefix)
         self.dtype = dtype
+        self._tokenizer = tokenizer
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
@@ -222,6 +227,7 @@ class IndexedDatasetWriter:
         bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         with (
             replacing(idx_path(self.prefix)) as self._idx_file,
+            replacing_fingerprint(self.prefix, self._tokenizer),
             replacing(bin_path(self.prefix)) as bin_file,
             _room_on_disk(bin_path(self.prefix)),
             bin_file.open("wb") as self._stream,

@@ -19,10 +19,12 @@ from data.batch import Batch, Fetch, Samples
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
 from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
 from data.document_bounds import DocumentRules
+from data.fingerprint import check_tokenizer
 from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, check_vocabulary
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, parse_split, share_of
+from data.tokenizer import TokenizerConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
@@ -182,7 +184,12 @@ class Datasets:
         return [[plan.num_epochs, plan.samples_before_separate_epoch or 0] for plan in plans]
 
 
-def build_datasets(config: DataConfig, num_samples: SplitCounts, vocab_size: int) -> Datasets:
+def build_datasets(
+    config: DataConfig,
+    num_samples: SplitCounts,
+    vocab_size: int,
+    tokenizer: TokenizerConfig | None = None,
+) -> Datasets:
     """The splits with at least the samples asked for; `vocab_size` is the tokenizer's own."""
     counts = {name: getattr(num_samples, name) for name in SPLIT_NAMES}
     # Training data is opened even if no sample of it is asked for: a run may only evaluate.
@@ -199,17 +206,22 @@ def build_datasets(config: DataConfig, num_samples: SplitCounts, vocab_size: int
             for name in wanted
         }
         return Datasets(train=mock["train"], valid=mock.get("valid"), test=mock.get("test"))
-    return _build_from_corpora(config, {name: counts[name] for name in wanted}, vocab_size)
+    counts = {name: counts[name] for name in wanted}
+    return _build_from_corpora(config, counts, vocab_size, tokenizer)
 
 
 def _build_from_corpora(
-    config: DataConfig, counts: Mapping[str, int | None], vocab_size: int
+    config: DataConfig,
+    counts: Mapping[str, int | None],
+    vocab_size: int,
+    tokenizer: TokenizerConfig | None,
 ) -> Datasets:
     """The splits named in `counts`; a held-out one without a sample is left out."""
 
     @cache  # several splits and blends may share a corpus
     def open_corpus(prefix: str) -> IndexedDataset:
         corpus = IndexedDataset(prefix)
+        check_tokenizer(prefix, tokenizer)
         check_vocabulary(corpus, vocab_size)
         return corpus
 

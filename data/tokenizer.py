@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from data.hugging_face_tokenizer import HuggingFaceTokenizer
 from data.tik_tokenizer import TikTokenizer
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -55,6 +55,10 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """All ids lie below; not padded."""
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every piece's id; empty where ids stand for nothing."""
 
     @property
     def eod(self) -> int:
@@ -130,6 +134,10 @@ class SentencePieceTokenizer:
                 )
             self.text_prefix = (self.bos,)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
         return ids
@@ -156,122 +164,6 @@ def _load_sentencepiece(path: Path) -> Any:
         raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model") from error
 
 
-class HuggingFaceTokenizer:
-    """A `tokenizer.json` file, or what transformers loads: a folder, or a hub name in its cache.
-
-    A `tokenizer.json` does not say which token ends a document: `eos_token` in the
-    `tokenizer_config.json` beside it does, as published models have it. Nothing is downloaded,
-    since every rank would do so.
-
-    Texts of a corpus get no special tokens. Megatron's type of this name gives them those of the
-    tokenizer, such as LLaMA's beginning, unless --tokenizer-hf-no-include-special-tokens is given.
-    """
-
-    def __init__(self, model: str) -> None:
-        path = Path(model)
-        loaded = _load_tokenizer_json(path) if path.is_file() else _load_with_transformers(model)
-        if loaded.eos is None:
-            raise ValueError(
-                f"--tokenizer-model {model} does not say which token ends a document: put "
-                '{"eos_token": "..."} into the tokenizer_config.json beside it'
-            )
-        self.text_prefix: tuple[int, ...] = ()
-        self._encode = loaded.encode
-        self._encode_batch = loaded.encode_batch
-        self._decode = loaded.decode
-        self.vocab_size = loaded.vocab_size
-        self.eod = loaded.eos
-        self.bos = loaded.bos
-
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._encode_batch(texts) if texts else []
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._decode([int(token) for token in ids])
-
-
-class _Loaded(NamedTuple):
-    """What the two libraries have in common."""
-
-    encode: Callable[[str], list[int]]
-    encode_batch: Callable[[Sequence[str]], list[list[int]]]
-    decode: Callable[[list[int]], str]
-    vocab_size: int
-    eos: int | None
-    bos: int | None
-
-
-def _load_tokenizer_json(path: Path) -> _Loaded:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs tokenizers") from error
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"--tokenizer-model {path} is not a tokenizer.json") from error
-    named = _special_tokens(path.with_name("tokenizer_config.json"))
-    return _Loaded(
-        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
-        encode_batch=lambda texts: [
-            encoding.ids
-            for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ],
-        decode=lambda ids: str(tokenizer.decode(ids)),
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
-        eos=tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None,
-        bos=tokenizer.token_to_id(named["bos_token"]) if "bos_token" in named else None,
-    )
-
-
-def _special_tokens(path: Path) -> dict[str, str]:
-    """Texts of the special tokens that a tokenizer_config.json names; none without the file."""
-    if not path.is_file():
-        return {}
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8")).items()
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a JSON object: repair or remove it") from error
-    texts = {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in entries
-        if key in ("eos_token", "bos_token")
-    }
-    return {key: text for key, text in texts.items() if text is not None}
-
-
-def _load_with_transformers(model: str) -> _Loaded:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ValueError(
-            f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"
-        ) from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except Exception as error:  # OSError, ValueError, TypeError and more, by what is in the folder
-        raise ValueError(
-            f"--tokenizer-model {model} is neither a tokenizer.json nor a tokenizer that "
-            f"transformers finds on this machine: get it first, such as with 'hf download {model}'"
-        ) from error
-    return _Loaded(
-        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
-        encode_batch=lambda texts: list(
-            # Quiet: a corpus has texts longer than what the model was made for.
-            tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
-        ),
-        decode=lambda ids: str(
-            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ),
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
-        eos=tokenizer.eos_token_id,
-        bos=tokenizer.bos_token_id,
-    )
-
-
 class NullTokenizer:
     """Texts that are numbers: `3 1 2` is the ids 3, 1, 2, all below --vocab-size.
 
@@ -284,6 +176,7 @@ class NullTokenizer:
         self.bos = None
         self.text_prefix: tuple[int, ...] = ()
         self.vocab_size = vocab_size + 1
+        self.vocabulary: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         words = text.split()

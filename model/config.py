@@ -42,8 +42,13 @@ class LlamaConfig:
     max_position_embeddings: int
     vocab_size: int  # rows of the embedding, padding included
     rotary_base: float = 10000.0
-    use_rope_scaling: bool = False  # LLaMA-3.1's, by the constants in rotary.py
+    use_rope_scaling: bool = False  # LLaMA-3.1's, see rotary.py
     rope_scaling_factor: float = 8.0
+    rope_scaling_original_max_position_embeddings: int = 8192
+    rope_scaling_low_freq_factor: float = 1.0
+    rope_scaling_high_freq_factor: float = 4.0
+    add_qkv_bias: bool = False  # on the projections to queries, keys and values (Qwen2)
+    qk_layernorm: bool = False  # RMSNorm of every head's query and key (Qwen3)
     norm_epsilon: float = 1e-5
     init_method_std: float = 0.02
     tie_embeddings_and_output_weights: bool = False
@@ -59,6 +64,7 @@ class LlamaConfig:
             "kv_channels",
             "max_position_embeddings",
             "vocab_size",
+            "rope_scaling_original_max_position_embeddings",
         ):
             if getattr(self, name) < 1:
                 flag = "--" + name.replace("_", "-")
@@ -76,11 +82,17 @@ class LlamaConfig:
         for flag, value in (
             ("--rotary-base", self.rotary_base),
             ("--rope-scaling-factor", self.rope_scaling_factor),
+            ("--rope-scaling-low-freq-factor", self.rope_scaling_low_freq_factor),
             ("--norm-epsilon", self.norm_epsilon),
             ("--init-method-std", self.init_method_std),
         ):
             if not value > 0.0:
                 raise ValueError(f"{flag} {value} must be positive")
+        if not self.rope_scaling_low_freq_factor < self.rope_scaling_high_freq_factor:
+            raise ValueError(
+                f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "
+                f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
+            )
 
 
 def loss_chunk_tokens(device_type: str) -> int:
@@ -95,10 +107,21 @@ def loss_chunk_tokens(device_type: str) -> int:
 
 # A part of a unit may be computed slice by slice: its weights are cut along these dims, as are the
 # heads (query heads together with the key and value heads that they use), the feed-forward's
-# columns, or the vocabulary; every slice gives a partial result.
+# columns, or the vocabulary; every slice gives a partial result. Norms are read whole.
 ATTENTION_CUTS = {"wq": 0, "wk": 0, "wv": 0, "wo": 1}
+QKV_BIAS_CUTS = {"bq": 0, "bk": 0, "bv": 0}
 MLP_CUTS = {"w_gate": 0, "w_up": 0, "w_down": 1}
 VOCABULARY_CUTS = {"weight": 0}
+
+
+def attention_cuts(config: LlamaConfig) -> dict[str, int]:
+    """What a block's attention is cut along, biases included."""
+    return ATTENTION_CUTS | (QKV_BIAS_CUTS if config.add_qkv_bias else {})
+
+
+def attention_norms(config: LlamaConfig) -> tuple[str, ...]:
+    """The norms that a block's attention reads."""
+    return ("attention_norm", *(("q_norm", "k_norm") if config.qk_layernorm else ()))
 
 
 def _llama1(layers: int, hidden: int, ffn: int, heads: int, epsilon: float) -> LlamaConfig:
@@ -146,22 +169,78 @@ def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, scaling: float = 
     )
 
 
-# Sizes as in the published config.json and params.json files.
+def _qwen3(layers: int, hidden: int, ffn: int, heads: int, *, tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=8,
+        kv_channels=128,
+        max_position_embeddings=40960,
+        vocab_size=151936,
+        rotary_base=1e6,
+        norm_epsilon=1e-6,
+        qk_layernorm=True,
+        tie_embeddings_and_output_weights=tied,
+    )
+
+
+def _mistral(
+    layers: int, hidden: int, ffn: int, heads: int, *, vocab: int, positions: int, base: float
+) -> LlamaConfig:
+    """Those without a sliding window."""
+    return LlamaConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=8,
+        kv_channels=128,
+        max_position_embeddings=positions,
+        vocab_size=vocab,
+        rotary_base=base,
+    )
+
+
+# Sizes as in the published config.json and params.json files; the smallest model comes first.
 LLAMA_PRESETS: dict[str, LlamaConfig] = {
-    "7B": _llama1(32, 4096, 11008, 32, 1e-6),
-    "13B": _llama1(40, 5120, 13824, 40, 1e-6),
-    "30B": _llama1(60, 6656, 17920, 52, 1e-6),
-    "65B": _llama1(80, 8192, 22016, 64, 1e-5),
-    "llama2-7B": _llama2(32, 4096, 11008, 32, 32),
-    "llama2-13B": _llama2(40, 5120, 13824, 40, 40),
-    "llama2-70B": _llama2(80, 8192, 28672, 64, 8),
-    "llama3-8B": _llama3(32, 4096, 14336, 32),
-    "llama3-70B": _llama3(80, 8192, 28672, 64),
-    "llama3.1-8B": _llama3(32, 4096, 14336, 32, scaling=8.0),
-    "llama3.1-70B": _llama3(80, 8192, 28672, 64, scaling=8.0),
+    "qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True),
     "llama3.2-1B": _llama3(16, 2048, 8192, 32, scaling=32.0),
+    "qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True),
     "llama3.2-3B": _llama3(28, 3072, 8192, 24, scaling=32.0),
+    "qwen3-4B": _qwen3(36, 2560, 9728, 32, tied=True),
+    "7B": _llama1(32, 4096, 11008, 32, 1e-6),
+    "llama2-7B": _llama2(32, 4096, 11008, 32, 32),
+    # Version 0.3: 0.1 has a sliding window.
+    "mistral-7B": _mistral(32, 4096, 14336, 32, vocab=32768, positions=32768, base=1e6),
+    "llama3-8B": _llama3(32, 4096, 14336, 32),
+    "llama3.1-8B": _llama3(32, 4096, 14336, 32, scaling=8.0),
+    "qwen3-8B": _qwen3(36, 4096, 12288, 32),
+    "mistral-nemo-12B": _mistral(40, 5120, 14336, 32, vocab=131072, positions=131072, base=1e6),
+    "13B": _llama1(40, 5120, 13824, 40, 1e-6),
+    "llama2-13B": _llama2(40, 5120, 13824, 40, 40),
+    "qwen3-14B": _qwen3(40, 5120, 17408, 40),
+    "mistral-small-24B": _mistral(40, 5120, 32768, 32, vocab=131072, positions=32768, base=1e8),
+    "30B": _llama1(60, 6656, 17920, 52, 1e-6),
+    "qwen3-32B": _qwen3(64, 5120, 25600, 64),
+    "65B": _llama1(80, 8192, 22016, 64, 1e-5),
+    "llama2-70B": _llama2(80, 8192, 28672, 64, 8),
+    "llama3-70B": _llama3(80, 8192, 28672, 64),
+    "llama3.1-70B": _llama3(80, 8192, 28672, 64, scaling=8.0),
+    "mistral-large-123B": _mistral(88, 12288, 28672, 96, vocab=32768, positions=131072, base=1e6),
+    "llama3.1-405B": _llama3(126, 16384, 53248, 128, scaling=8.0),
 }
+
+
+def preset_name(text: str) -> str:
+    """The preset that is meant, whatever its case and dashes; the text itself where it is none."""
+    meant = (name for name in LLAMA_PRESETS if _plain(name) == _plain(text))
+    return next(meant, text)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -177,6 +256,19 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
             f"blocks.{layer}.wk": (key, hidden),
             f"blocks.{layer}.wv": (key, hidden),
             f"blocks.{layer}.wo": (hidden, query),
+        }
+        if config.add_qkv_bias:
+            shapes |= {
+                f"blocks.{layer}.bq": (query,),
+                f"blocks.{layer}.bk": (key,),
+                f"blocks.{layer}.bv": (key,),
+            }
+        if config.qk_layernorm:
+            shapes |= {
+                f"blocks.{layer}.q_norm": (config.kv_channels,),
+                f"blocks.{layer}.k_norm": (config.kv_channels,),
+            }
+        shapes |= {
             f"blocks.{layer}.mlp_norm": (hidden,),
             f"blocks.{layer}.w_gate": (ffn, hidden),
             f"blocks.{layer}.w_up": (ffn, hidden),

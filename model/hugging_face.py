@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from model.config import LlamaConfig
-from model.rotary import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_POSITIONS
 
 _OUTSIDE_BLOCKS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -14,24 +14,105 @@ _OUTSIDE_BLOCKS = {
     "head.weight": "lm_head.weight",
 }
 _INSIDE_A_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "wq": "self_attn.q_proj",
-    "wk": "self_attn.k_proj",
-    "wv": "self_attn.v_proj",
-    "wo": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "w_gate": "mlp.gate_proj",
-    "w_up": "mlp.up_proj",
-    "w_down": "mlp.down_proj",
+    "attention_norm": "input_layernorm.weight",
+    "wq": "self_attn.q_proj.weight",
+    "wk": "self_attn.k_proj.weight",
+    "wv": "self_attn.v_proj.weight",
+    "wo": "self_attn.o_proj.weight",
+    "bq": "self_attn.q_proj.bias",
+    "bk": "self_attn.k_proj.bias",
+    "bv": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "w_gate": "mlp.gate_proj.weight",
+    "w_up": "mlp.up_proj.weight",
+    "w_down": "mlp.down_proj.weight",
 }
 
-# Of a config.json: what this model has no choice in, and what it must say.
-_FIXED = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """A model_type of transformers that is this model: its class, and what that has of its own."""
+
+    architecture: str
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    says: Mapping[str, Any] = field(default_factory=dict)  # what a config.json says besides
+    # What transformers takes for a field that a config.json leaves out.
+    num_key_value_heads: int | None = None  # None: as many as there are heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    max_position_embeddings: int = 2048
+    sliding_window: int | None = None
+
+
+_FAMILIES = {
+    "llama": _Family(
+        architecture="LlamaForCausalLM", says={"attention_bias": False, "mlp_bias": False}
+    ),
+    "mistral": _Family(
+        architecture="MistralForCausalLM",
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        sliding_window=4096,
+    ),
+    "qwen2": _Family(
+        architecture="Qwen2ForCausalLM",
+        add_qkv_bias=True,
+        says={"use_sliding_window": False},
+        num_key_value_heads=32,
+        max_position_embeddings=32768,
+    ),
+    "qwen3": _Family(
+        architecture="Qwen3ForCausalLM",
+        qk_layernorm=True,
+        says={"attention_bias": False, "use_sliding_window": False},
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=32768,
+    ),
+}
+
+# What keeps other gated models from being this one.
+_EXPERTS = "its MLPs are mixtures of experts (MoE)"
+_GEMMA = "its norms multiply by 1 + weight, its embeddings are scaled, and its gate is GELU"
+_OTHERS = {
+    "gemma": _GEMMA,
+    "gemma2": f"{_GEMMA}; it also has norms behind its layers and caps its logits",
+    "gemma3_text": f"{_GEMMA}; it also has norms behind its layers and sliding windows",
+    "mixtral": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "olmoe": _EXPERTS,
+    "gpt_oss": _EXPERTS,
+    "llama4_text": _EXPERTS,
+    "deepseek_v2": f"{_EXPERTS}, and its attention is latent",
+    "deepseek_v3": f"{_EXPERTS}, and its attention is latent",
+    "qwen3_next": f"{_EXPERTS}, and some of its attention is linear",
+    "granite": "it multiplies embeddings, residuals, scores and logits by factors",
+    "olmo": "its norms have no weights",
+    "olmo2": "its norms stand behind its layers, and those of queries and keys span all heads",
+    "olmo3": "its norms stand behind its layers, and those of queries and keys span all heads",
+    "cohere": "its norms are LayerNorm, and attention and MLP run beside each other",
+    "cohere2": "its norms are LayerNorm, and attention and MLP run beside each other",
+    "phi": "its norms are LayerNorm, and it rotates a part of each head (partial_rotary_factor)",
+    "phi3": "its weights of queries, keys and values are one matrix, as are those of gate and up",
+    "stablelm": "its norms are LayerNorm, and it rotates a part of each head",
+    "starcoder2": "its norms are LayerNorm, and all its linear layers have biases",
+    "nemotron": "its norms are LayerNorm, and its MLP has no gate",
+    "glm": "it rotates a part of each head, in pairs of neighbours",
+    "glm4": "it rotates a part of each head, and has norms behind its layers",
+    "smollm3": "some of its layers have no rotary positions",
+    "ministral": "its attention sees a sliding window",
+}
+
+# Fields that make any of the families another model unless they have this value.
+_FIXED: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "the activation of its gate"),
+    "attention_bias": (False, "a bias on the output projection of attention too"),
+    "mlp_bias": (False, "biases in its MLPs"),
+    "partial_rotary_factor": (1.0, "heads that are rotated in part"),
+    "quantization_config": (None, "quantized weights"),
 }
 _SIZES = {
     "num_layers": "num_hidden_layers",
@@ -40,6 +121,12 @@ _SIZES = {
     "num_attention_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
+_ROPE_SCALING = {
+    "rope_scaling_factor": "factor",
+    "rope_scaling_original_max_position_embeddings": "original_max_position_embeddings",
+    "rope_scaling_low_freq_factor": "low_freq_factor",
+    "rope_scaling_high_freq_factor": "high_freq_factor",
+}
 
 
 def hugging_face_name(name: str) -> str:
@@ -47,29 +134,35 @@ def hugging_face_name(name: str) -> str:
     if name in _OUTSIDE_BLOCKS:
         return _OUTSIDE_BLOCKS[name]
     _, layer, part = name.split(".")
-    return f"model.layers.{layer}.{_INSIDE_A_BLOCK[part]}.weight"
+    return f"model.layers.{layer}.{_INSIDE_A_BLOCK[part]}"
 
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
-    """The fields of transformers' LlamaConfig, as its config.json holds them."""
+    """The config.json of the family that has this model; `ValueError` where none has."""
+    kinds = {
+        (family.add_qkv_bias, family.qk_layernorm): name
+        for name, family in reversed(_FAMILIES.items())  # llama rather than mistral
+    }
+    model_type = kinds.get((config.add_qkv_bias, config.qk_layernorm))
+    if model_type is None:
+        raise ValueError(
+            "transformers has no model with both --add-qkv-bias and --qk-layernorm: it cannot be "
+            "written for it"
+        )
+    family = _FAMILIES[model_type]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
     if config.use_rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling_factor,
-            "low_freq_factor": LOW_FREQUENCY_FACTOR,
-            "high_freq_factor": HIGH_FREQUENCY_FACTOR,
-            "original_max_position_embeddings": ORIGINAL_POSITIONS,
-        }
+        rope |= {theirs: getattr(config, ours) for ours, theirs in _ROPE_SCALING.items()}
+        rope["rope_type"] = "llama3"
     return {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_attention_heads,
+        "architectures": [family.architecture],
+        "model_type": model_type,
+        "hidden_act": "silu",
+        **family.says,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": config.num_query_groups,
         "head_dim": config.kv_channels,
         "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm_epsilon,
         "initializer_range": config.init_method_std,
         "tie_word_embeddings": config.tie_embeddings_and_output_weights,
@@ -80,46 +173,73 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
 def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
     """The model that a config.json describes, whichever version of transformers wrote it.
 
-    `ValueError` names the first field that makes it another model than this LLaMA.
+    `ValueError` names the first feature that makes it another model than this one.
     """
-    for name, ours in _FIXED.items():
-        theirs = fields.get(name, ours)
+    family = _family(fields)
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    for name, (ours, meaning) in _FIXED.items():
+        theirs = rope.get(name, fields.get(name, ours))
         if theirs != ours:
-            raise ValueError(f"{name} is {theirs!r} there, and this model's is {ours!r}")
+            raise ValueError(f"{name} is {theirs!r} there and has to be {ours!r} ({meaning})")
+    _check_window(fields, family)
     for name in _SIZES.values():
         if not isinstance(fields.get(name), int):
             raise ValueError(f"{name} is {fields.get(name)!r} there and not a whole number")
     sizes = {own: fields[theirs] for own, theirs in _SIZES.items()}
     heads = sizes["num_attention_heads"]
-    groups, head = fields.get("num_key_value_heads"), fields.get("head_dim")
+    groups = fields.get("num_key_value_heads", family.num_key_value_heads)
+    head = fields.get("head_dim", family.head_dim)
     return LlamaConfig(
         **sizes,
-        **_rope(fields),
+        **_rope(fields, rope),
         num_query_groups=heads if groups is None else groups,
         kv_channels=sizes["hidden_size"] // heads if head is None else head,
+        add_qkv_bias=family.add_qkv_bias,
+        qk_layernorm=family.qk_layernorm,
         norm_epsilon=fields.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=fields.get("max_position_embeddings", 2048),
+        max_position_embeddings=fields.get(
+            "max_position_embeddings", family.max_position_embeddings
+        ),
         init_method_std=fields.get("initializer_range", 0.02),
         tie_embeddings_and_output_weights=fields.get("tie_word_embeddings", False),
     )
 
 
-def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _family(fields: Mapping[str, Any]) -> _Family:
+    model_type = fields.get("model_type", "llama")
+    if model_type in _FAMILIES:
+        return _FAMILIES[model_type]
+    why = _OTHERS.get(model_type)
+    raise ValueError(
+        f"model_type is {model_type!r} there, "
+        + (f"which is another model: {why}" if why else f"and has to be one of {[*_FAMILIES]}")
+    )
+
+
+def _check_window(fields: Mapping[str, Any], family: _Family) -> None:
+    """Refuses attention that does not see all earlier tokens."""
+    window = fields.get("sliding_window", family.sliding_window)
+    # Only Mistral's attention uses a window that is given and not switched on.
+    if window is not None and fields.get("use_sliding_window", family.sliding_window is not None):
+        raise ValueError(
+            f"sliding_window is {window!r} there and has to be null (attention within a window)"
+        )
+    others = sorted(set(fields.get("layer_types") or ()) - {"full_attention"})
+    if others:
+        raise ValueError(f"layer_types has {others[0]!r} and may have full_attention alone")
+
+
+def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """The rotation, from `rope_parameters`, or from `rope_theta` and `rope_scaling` of old."""
-    rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
     base = float(rope.get("rope_theta", fields.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rotary_base": base}
-    constants = {
-        "rope_type": "llama3",
-        "low_freq_factor": LOW_FREQUENCY_FACTOR,
-        "high_freq_factor": HIGH_FREQUENCY_FACTOR,
-        "original_max_position_embeddings": ORIGINAL_POSITIONS,
-    }
-    for name, ours in constants.items():
-        theirs = kind if name == "rope_type" else rope.get(name)
-        if theirs != ours:
-            raise ValueError(f"{name} is {theirs!r} there, and this model's is {ours!r}")
-    factor = float(rope["factor"])
-    return {"rotary_base": base, "use_rope_scaling": True, "rope_scaling_factor": factor}
+    if kind != "llama3":
+        raise ValueError(
+            f"rope_type is {kind!r} there and has to be default or llama3 (scaled positions)"
+        )
+    factors = {ours: float(rope[theirs]) for ours, theirs in _ROPE_SCALING.items()}
+    original = int(rope["original_max_position_embeddings"])
+    factors["rope_scaling_original_max_position_embeddings"] = original
+    return {"rotary_base": base, "use_rope_scaling": True, **factors}

@@ -10,29 +10,35 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from model.config import LlamaConfig, parameter_shapes
+from model.config import QKV_BIAS_CUTS, LlamaConfig, parameter_shapes
 
 BLOCK = 2**16  # elements of a flattened parameter that share a seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterInit:
-    """How one parameter starts: normal with this deviation, or ones where it is None."""
+    """How one parameter starts: normal with this deviation, or constant where it is None."""
 
     name: str
     numel: int
     std: float | None
+    constant: float = 1.0
 
 
 def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
-    """Megatron's: normal, narrower by sqrt(2 layers) where a block adds to the residual stream."""
+    """Megatron's: normal, narrower by sqrt(2 layers) where a block adds to the residual stream.
+
+    Norms start as ones, biases as zeros.
+    """
     narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
     specs = {}
     for name, shape in parameter_shapes(config).items():
-        std: float | None = narrow if name.endswith((".wo", ".w_down")) else config.init_method_std
+        part = name.rpartition(".")[2]
+        std: float | None = narrow if part in ("wo", "w_down") else config.init_method_std
         if len(shape) == 1:
             std = None
-        specs[name] = ParameterInit(name=name, numel=math.prod(shape), std=std)
+        constant = 0.0 if part in QKV_BIAS_CUTS else 1.0
+        specs[name] = ParameterInit(name=name, numel=math.prod(shape), std=std, constant=constant)
     return specs
 
 
@@ -40,7 +46,7 @@ def initial_values(spec: ParameterInit, seed: int, start: int, stop: int) -> Ten
     """The elements [start, stop) of the flattened parameter, fp32 on the CPU."""
     assert 0 <= start <= stop <= spec.numel, f"[{start}, {stop}) of {spec.numel} in {spec.name}"
     if spec.std is None:
-        return torch.ones(stop - start, dtype=torch.float32, device="cpu")
+        return torch.full((stop - start,), spec.constant, dtype=torch.float32, device="cpu")
     values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         begin, end = block * BLOCK, min((block + 1) * BLOCK, spec.numel)

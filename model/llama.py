@@ -1,5 +1,8 @@
 """LLaMA: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied or untied head."""
 
+# Beside LLaMA's own: Qwen2's biases of queries, keys and values, and Qwen3's norms of every head's
+# query and key. Mistral without a sliding window is LLaMA.
+
 # B batch, S sequence, D hidden, N query heads, K key and value heads, H head size, F feed-forward,
 # V vocabulary. Every unit (embedding, block, head) is one module that is called once in forward,
 # so that whoever shards the model can gather and release around that call. Linear layers are plain
@@ -12,8 +15,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -28,9 +31,12 @@ from model.config import (
     VOCABULARY_CUTS,
     LlamaConfig,
     RecomputeConfig,
+    attention_cuts,
+    attention_norms,
 )
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.layers import SharedNorm, gated_linear, normed_linears, rms_norm
+from model.parts import Part, UnitSpec
 from model.rotary import rotate, rotations
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # from rotated q_BSNH and k_BSKH, and v_BSKH
@@ -42,35 +48,6 @@ class Places(NamedTuple):
     cos: Tensor  # of the rotation of every position, see `rotations`
     sin: Tensor
     document_lengths: tuple[int, ...] | None = None  # in all samples; None: a sample is one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A method of a unit that may be computed slice by slice of its weights.
-
-    `join(module, slices, *args)` equals `method(*args)`: it calls every one of `slices` once, in
-    order, and each runs `of_slice` with a slice of the weights in the place of the whole ones.
-    """
-
-    method: str
-    of_slice: str
-    cuts: Mapping[str, int]  # its matrices, by the dim along which they are cut
-    beside: tuple[str, ...] = ()  # parameters that every slice reads whole
-    join: Callable[..., Tensor]
-    of_rows: bool = False  # whether a slice is told its first row, in `first_row`
-    shares: int | None = None  # that it is cut between, where it cannot be cut anywhere
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSpec:
-    """A part of the model that is whole while it runs, by its name in the module tree."""
-
-    name: str
-    module: nn.Module
-    parts: tuple[Part, ...]
-    borrows: tuple[str, ...] = ()  # units whose parameters it reads too
-    backward_needs_weight: bool = True
-    recomputed: bool = False  # whether backward runs its forward again
 
 
 class Embedding(nn.Module):
@@ -110,6 +87,13 @@ class Block(nn.Module):
         self.wk = nn.Parameter(torch.empty(key, hidden))
         self.wv = nn.Parameter(torch.empty(key, hidden))
         self.wo = nn.Parameter(torch.empty(hidden, query))
+        if config.add_qkv_bias:
+            self.bq = nn.Parameter(torch.empty(query))
+            self.bk = nn.Parameter(torch.empty(key))
+            self.bv = nn.Parameter(torch.empty(key))
+        if config.qk_layernorm:
+            self.q_norm = nn.Parameter(torch.empty(config.kv_channels))
+            self.k_norm = nn.Parameter(torch.empty(config.kv_channels))
         self.mlp_norm = nn.Parameter(torch.empty(hidden))
         self.w_gate = nn.Parameter(torch.empty(ffn, hidden))
         self.w_up = nn.Parameter(torch.empty(ffn, hidden))
@@ -133,7 +117,13 @@ class Block(nn.Module):
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         weights = self.wq, self.wk, self.wv
         projections = normed_linears(x_BSD, self.attention_norm, epsilon, *weights, norm=norm)
+        if self.config.add_qkv_bias:
+            for part, bias in zip(projections, (self.bq, self.bk, self.bv), strict=True):
+                part.add_(bias)
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
+        if self.config.qk_layernorm:
+            q_BSNH = rms_norm(q_BSNH, self.q_norm, epsilon)
+            k_BSKH = rms_norm(k_BSKH, self.k_norm, epsilon)
         cos, sin, lengths = places
         q_BSNH, k_BSKH = rotate(q_BSNH, cos, sin), rotate(k_BSKH, cos, sin)
         if attend is not None:
@@ -286,7 +276,12 @@ class Llama(nn.Module):
             # Its backward adds gradients up by token and reads no weight.
             backward_needs_weight=False,
         )
-        attention = replace(_ATTENTION, shares=self.config.num_query_groups)
+        attention = replace(
+            _ATTENTION,
+            cuts=attention_cuts(self.config),
+            beside=attention_norms(self.config),
+            shares=self.config.num_query_groups,
+        )
         blocks = (
             UnitSpec(
                 name=f"blocks.{layer}",

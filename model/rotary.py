@@ -11,12 +11,6 @@ from torch import Tensor
 
 from model.config import LlamaConfig
 
-# LLaMA-3.1: wavelengths above ORIGINAL / LOW turn `factor` times slower, those below
-# ORIGINAL / HIGH stay, and between the two the change is gradual.
-LOW_FREQUENCY_FACTOR = 1.0
-HIGH_FREQUENCY_FACTOR = 4.0
-ORIGINAL_POSITIONS = 8192
-
 
 def inverse_frequencies(config: LlamaConfig) -> Tensor:
     """Radians per position of each pair of channels, fp32 on the CPU, [head size / 2]."""
@@ -24,9 +18,12 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
     frequencies = 1.0 / config.rotary_base ** (exponents / config.kv_channels)
     if not config.use_rope_scaling:
         return frequencies
-    turns = ORIGINAL_POSITIONS * frequencies / (2 * math.pi)  # over the original context
-    keep = (turns - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
-    keep = keep.clamp(0.0, 1.0)
+    # LLaMA-3.1: what turns fewer than `low` times over the original context turns `factor` times
+    # slower, what turns more than `high` times stays, and between the two the change is gradual.
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    original = config.rope_scaling_original_max_position_embeddings
+    turns = original * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return keep * frequencies + (1.0 - keep) * frequencies / config.rope_scaling_factor
 
 

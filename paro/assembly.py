@@ -233,7 +233,8 @@ def build_sources(
 
 def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
     """The data sets of a run that begins, or goes on from `state`."""
-    return build_datasets(config.data, count_samples(config, state), config.vocab_size)
+    counts = count_samples(config, state)
+    return build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
 
 
 def run_facts(

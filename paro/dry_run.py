@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from data.fingerprint import check_tokenizer
 from data.gpt_dataset import check_vocabulary
 from data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from model.config import flops_per_token, num_parameters
@@ -218,6 +219,7 @@ def _data(plan: Plan) -> Iterator[str]:
             yield f"> data: {prefix} is not on this machine and was not checked"
             continue
         corpus = IndexedDataset(prefix)
+        check_tokenizer(prefix, config.tokenizer)
         check_vocabulary(corpus, config.vocab_size)
         yield (
             f"> data: {prefix} holds {corpus.num_tokens:,} tokens in {corpus.num_documents:,} "

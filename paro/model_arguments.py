@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from model.config import LLAMA_PRESETS
+from model.config import LLAMA_PRESETS, preset_name
 from paro.optim.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
@@ -15,11 +15,11 @@ EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 def add_model_args(parser: ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "model", "LLaMA: RMSNorm, SwiGLU, rotary embedding, no biases, no dropout.")
+        "model", "LLaMA: RMSNorm, SwiGLU, rotary embedding, no dropout; no biases but Qwen2's.")
     add = group.add_argument
-    add("--llama-preset", choices=sorted(LLAMA_PRESETS), metavar="NAME",
-        help="take all sizes from a published model; explicit flags win. One of: "
-        + " ".join(LLAMA_PRESETS))
+    add("--llama-preset", type=preset_name, choices=list(LLAMA_PRESETS), metavar="NAME",
+        help="take all sizes from a published model; explicit flags win; case and dashes do not "
+        "matter. One of, the smallest first: " + " ".join(LLAMA_PRESETS))
     add("--num-layers", type=int, metavar="N", help="transformer blocks; needed without a preset")
     add("--hidden-size", type=int, metavar="N", help="width of the model; needed without a preset")
     add("--ffn-hidden-size", type=int, metavar="N",
@@ -40,6 +40,16 @@ def add_model_args(parser: ArgumentParser) -> None:
         help="stretch long wavelengths as LLaMA-3.1 does, by --rope-scaling-factor")
     add("--rope-scaling-factor", type=float, metavar="X",
         help="how far --use-rope-scaling stretches; default 8")
+    add("--rope-scaling-original-max-position-embeddings", type=int, metavar="TOKENS",
+        help="the context that --use-rope-scaling stretches; default 8192")
+    add("--rope-scaling-low-freq-factor", type=float, metavar="X",
+        help="what turns fewer than X times over that context is stretched in full; default 1")
+    add("--rope-scaling-high-freq-factor", type=float, metavar="X",
+        help="what turns more than X times is not stretched; default 4")
+    add("--add-qkv-bias", action="store_true", default=None,
+        help="add biases to queries, keys and values, as Qwen2 does; default: the preset's, or off")
+    add("--qk-layernorm", action="store_true", default=None,
+        help="normalize every head's query and key, as Qwen3 does; default: the preset's, or off")
     add("--norm-epsilon", type=float, metavar="EPS",
         help="added under the root of RMSNorm; default 1e-5")
     add("--init-method-std", type=float, metavar="STD",

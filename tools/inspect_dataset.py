@@ -14,6 +14,7 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.blend import parse_blend, read_blend, read_blend_per_split
+from data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from data.indexed_dataset import IndexedDataset
 from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from paro.arguments import parse_args
@@ -89,16 +90,15 @@ def prefixes_of(args: Namespace) -> list[str]:
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
 
-def tokenizer_of(args: Namespace) -> Tokenizer | None:
+def tokenizer_of(args: Namespace) -> tuple[Tokenizer | None, Fingerprint | None]:
     if args.tokenizer_type is None:
-        return None
-    return build_tokenizer(
-        TokenizerConfig(
-            tokenizer_type=args.tokenizer_type,
-            tokenizer_model=args.tokenizer_model,
-            vocab_size=args.vocab_size,
-        )
+        return None, None
+    config = TokenizerConfig(
+        tokenizer_type=args.tokenizer_type,
+        tokenizer_model=args.tokenizer_model,
+        vocab_size=args.vocab_size,
     )
+    return build_tokenizer(config), fingerprint_of(config)
 
 
 def describe(dataset: IndexedDataset, bins: list[Bin]) -> Iterator[str]:
@@ -113,6 +113,18 @@ def describe(dataset: IndexedDataset, bins: list[Bin]) -> Iterator[str]:
         yield f"  token ids: {dataset.tokens.min()} to {dataset.tokens.max()}"
     yield f"  tokens of a document: {figures(lengths)}"
     yield from (f"  {line}" for line in draw_text(bins))
+
+
+def describe_origin(prefix: str, given: Fingerprint | None) -> str:
+    """Which tokenizer made a corpus, and whether it is the one given."""
+    made_with = read_fingerprint(prefix)
+    if made_with is None:
+        return "  made with a tokenizer that no .tokenizer file names"
+    told = f"  made with {made_with.describe()}"
+    if given is None:
+        return told
+    same = given.digest == made_with.digest
+    return told + (", which is the one given" if same else f", and not with {given.describe()}")
 
 
 def describe_with_tokenizer(
@@ -152,12 +164,13 @@ def inspect(own: Namespace, args: Namespace) -> None:
     if own.histogram is not None:
         check_can_draw(own.histogram, "--histogram")
     prefixes = prefixes_of(args)
-    tokenizer = tokenizer_of(args)
+    tokenizer, fingerprint = tokenizer_of(args)
     by_name = {}
     for prefix in prefixes:
         dataset = IndexedDataset(prefix)
         by_name[prefix] = histogram(document_lengths(dataset))
         print("\n".join(describe(dataset, by_name[prefix])))
+        print(describe_origin(prefix, fingerprint))
         if tokenizer is not None:
             print("\n".join(describe_with_tokenizer(dataset, tokenizer, own.documents)))
     if own.histogram is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data.fingerprint import Fingerprint, read_fingerprint
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
 
 
@@ -41,13 +42,29 @@ def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
                 "another, best outside --input"
             )
     dtype = IndexedDataset(prefixes[0]).dtype
-    with IndexedDatasetWriter(output_prefix, dtype) as writer:
+    made_with = tokenizer_of(prefixes)
+    with IndexedDatasetWriter(output_prefix, dtype, made_with) as writer:
         for prefix in prefixes:
             writer.add_dataset(IndexedDataset(prefix))
     return (
         f"wrote {bin_path(output_prefix)} and .idx: {writer.num_documents:,} documents, "
-        f"{writer.num_tokens:,} tokens of {len(prefixes)} data sets"
+        f"{writer.num_tokens:,} tokens of {len(prefixes)} data sets; made with "
+        + (made_with.describe() if made_with else "an unknown tokenizer: not all of them say")
     )
+
+
+def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
+    """The one that made all of them, or None where one does not say; they may not differ."""
+    found = {prefix: read_fingerprint(prefix) for prefix in prefixes}
+    known = {prefix: fingerprint for prefix, fingerprint in found.items() if fingerprint}
+    first = next(iter(known.items()), None)
+    for prefix, fingerprint in known.items():
+        if first is not None and fingerprint.digest != first[1].digest:
+            raise ValueError(
+                f"{bin_path(first[0])} was made with {first[1].describe()}, and {bin_path(prefix)} "
+                f"with {fingerprint.describe()}: only data sets of one tokenizer can be joined"
+            )
+    return first[1] if first is not None and len(known) == len(found) else None
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -20,6 +20,7 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.corpus import read_batches
+from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDatasetWriter, bin_path, dtype_for_vocab
 from data.sources import Piece, share_out
 from data.tokenizer import TOKENIZER_TYPES, TokenizerConfig
@@ -72,8 +73,12 @@ def encoded_batches(
 def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[IndexedDatasetWriter]]:
     """A writer per prefix; all data sets get their names at the end, or none."""
     dtype = dtype_for_vocab(tokenizer_of(plan.tokenizer).vocab_size)
+    made_with = fingerprint_of(plan.tokenizer)
     with ExitStack() as files:
-        writers = [files.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
+        writers = [
+            files.enter_context(IndexedDatasetWriter(prefix, dtype, made_with))
+            for prefix in prefixes
+        ]
         yield writers
         for writer in writers:
             writer.complete()
@@ -266,7 +271,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(
             "Tokenizes text and writes it in Megatron-LM's format, PREFIX_KEY_document.bin and "
-            ".idx. Give the training --data-path PREFIX_KEY_document, without .bin or .idx."
+            ".idx, and in .tokenizer which tokenizer that was. Give the training --data-path "
+            "PREFIX_KEY_document, without .bin or .idx."
         ),
         epilog=(
             "example: python tools/preprocess_data.py --input books.jsonl --output-prefix books "

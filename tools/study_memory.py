@@ -13,7 +13,13 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
-from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig, num_parameters
+from model.config import (
+    LLAMA_PRESETS,
+    LlamaConfig,
+    RecomputeConfig,
+    num_parameters,
+    preset_name,
+)
 from paro.planning.llama import MicroBatch, activations_of, units_of
 from paro.planning.rotating_memory import rotating_peak
 from paro.planning.working_memory import Moment, peak_memory
@@ -156,7 +162,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--world-size", type=int, default=8, help="ranks; default 8")
     add("--group-size", type=int, help="ranks of a group; default: all")
-    add("--llama-preset", default="7B", metavar="NAME", help="the model of the table; default 7B")
+    add("--llama-preset", type=preset_name, default="7B", metavar="NAME", help="default 7B")
     add("--micro-batch-size", type=int, default=1, help="samples per rank; default 1")
     add("--seq-length", type=int, default=1024, help="tokens of a sample; default 1024")
     add("--memory-gb", type=float, default=80.0, help="of a rank, for the deepest; default 80")

@@ -11,7 +11,7 @@ _ONE_ATTENTION = "LLaMA's attention is softmax over all earlier tokens: leave it
 
 MODEL_RULES = (
     *accepted("the MLP is SwiGLU", "--swiglu"),
-    *accepted("linear layers have no bias", "--disable-bias-linear"),
+    *accepted("linear layers have no bias but by --add-qkv-bias", "--disable-bias-linear"),
     *accepted("positions are rotary", "--use-rotary-position-embeddings"),
     *accepted("positions are rotary, none is learned", "--no-position-embedding"),
     *accepted("a norm's weight starts at 1 and is not decayed either way", "--apply-layernorm-1p"),
@@ -47,10 +47,8 @@ MODEL_RULES = (
         "attention's softmax is the plain one",
         "LLaMA's softmax has no sink: give vanilla",
     ),
-    *refused("LLaMA has no biases: leave it out", "--add-qkv-bias"),
-    *refused("LLaMA does not normalize queries and keys: leave it out", "--qk-layernorm"),
     *refused(
-        "LLaMA does not normalize queries and keys: leave it out",
+        "queries and keys are normalized by --qk-layernorm alone: leave it out",
         "--qk-l2-norm --qk-clip --qk-clip-alpha --qk-clip-threshold",
     ),
     *refused(_STRETCH, "--rotary-seq-len-interpolation-factor"),

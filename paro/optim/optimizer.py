@@ -65,8 +65,8 @@ class UnitOptimizer:
         self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=grad.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.master = unit.param_shard if self.master_is_param else torch.zeros_like(self.exp_avg)
-        # Weight decay splits the range in two at most: decayed boxes lie first in the unit.
-        cut = min(max(unit.layout.decayed_stop - unit.optim_start, 0), numel)
+        # Weight decay splits the range in two at most: it lies in one slice, decayed boxes first.
+        cut = unit.layout.num_decayed(unit.optim_start, unit.optim_start + numel)
         self._parts = [
             part for part in (slice(0, cut), slice(cut, numel)) if part.start < part.stop
         ]

@@ -8,8 +8,9 @@
 #
 # where x is the output of the unit before. q and k are kept turned, the attention's output serves
 # the attention and the output projection; normalized inputs and the product of gate and up are
-# made again. That is for attention that keeps no scores (flash; in fp32 with grouped heads CUDA
-# has none, and all scores are kept, which is not counted here).
+# made again. With --qk-layernorm q and k are also kept as they were before their norms, and an fp32
+# scale of each head. That is for attention that keeps no scores (flash; in fp32 with grouped heads
+# CUDA has none, and all scores are kept, which is not counted here).
 #
 # The head keeps its input, an fp32 scale per token and, as the loss makes its gradients in forward,
 # the gradients of its normalized input and of the output weight. A block recomputed whole keeps its
@@ -164,8 +165,11 @@ def block_activations(config: LlamaConfig, batch: MicroBatch, *, with_core: bool
     query = config.num_attention_heads * config.kv_channels
     key = config.num_query_groups * config.kv_channels
     width = 2 * config.hidden_size + 2 * query + 2 * key + 2 * config.ffn_hidden_size
-    log_sum_exp = 4 * config.num_attention_heads if with_core else 0
-    return batch.num_tokens * (width * batch.compute_bytes + log_sum_exp)
+    in_fp32 = config.num_attention_heads if with_core else 0  # log-sum-exp
+    if config.qk_layernorm:
+        width += query + key
+        in_fp32 += config.num_attention_heads + config.num_query_groups
+    return batch.num_tokens * (width * batch.compute_bytes + 4 * in_fp32)
 
 
 def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:

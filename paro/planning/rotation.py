@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from model.config import (
-    ATTENTION_CUTS,
     MLP_CUTS,
     VOCABULARY_CUTS,
     LlamaConfig,
+    attention_cuts,
+    attention_norms,
     parameter_shapes,
 )
 from paro.planning.cost_model import UnitSize
@@ -27,7 +28,7 @@ class _Use:
     """A part of the model and the matrices that it reads, in forward order."""
 
     unit: str
-    matrices: Mapping[str, int]  # their names, by the dim along which they are cut
+    matrices: Mapping[str, int]  # and biases: their names, by the dim along which they are cut
     beside: tuple[str, ...]
     shares: int | None = None  # it is cut between these alone
     returns: bool = True  # backward reads them
@@ -119,7 +120,9 @@ def rotating_units_of(
         for name, use in uses.items()
         for half in halves(use)
     ]
-    return (_norms(shapes, world_size, is_trained), *units)
+    cut = {name for use in uses.values() for name in use.matrices}
+    norms = {name: shape for name, shape in shapes.items() if name not in cut}
+    return (_norms(norms, world_size, is_trained), *units)
 
 
 def _norms(
@@ -127,9 +130,7 @@ def _norms(
 ) -> UnitSize:
     def numel(trained: bool) -> int:
         boxes = [
-            whole_box(name, shape)
-            for name, shape in shapes.items()
-            if len(shape) == 1 and is_trained(name) is trained
+            whole_box(name, shape) for name, shape in shapes.items() if is_trained(name) is trained
         ]
         return make_layout(boxes, decayed=frozenset(), world_size=world_size).numel
 
@@ -159,12 +160,15 @@ def _uses(config: LlamaConfig) -> list[_Use]:
         full = recompute is not None and recompute.granularity == "full"
         if recompute is not None and recompute.method == "block":
             full = full and layer < recompute.num_layers
-        for part, cuts in (("attention", ATTENTION_CUTS), ("mlp", MLP_CUTS)):
+        for part, cuts, norms in (
+            ("attention", attention_cuts(config), attention_norms(config)),
+            ("mlp", MLP_CUTS, ("mlp_norm",)),
+        ):
             uses.append(
                 _Use(
                     unit=f"blocks.{layer}.{part}",
                     matrices=named(f"blocks.{layer}", cuts),
-                    beside=(f"blocks.{layer}.{part}_norm",),
+                    beside=tuple(f"blocks.{layer}.{norm}" for norm in norms),
                     shares=config.num_query_groups if part == "attention" else None,
                     recomputed=full,
                 )

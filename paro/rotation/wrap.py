@@ -13,7 +13,14 @@ from paro.rotation.part import Course, Lap, PartSpec, Progress, RotatingPart
 from paro.rotation.ring import Ring
 from paro.rotation.unit import RotatingUnit
 from paro.sharding import wrap
-from paro.sharding.layout import Shape, halves_of, make_layout, make_sliced_layout, whole_box
+from paro.sharding.layout import (
+    Shape,
+    decays,
+    halves_of,
+    make_layout,
+    make_sliced_layout,
+    whole_box,
+)
 from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.unit import ShardedUnit
 from paro.strategy import Strategy, replicated
@@ -137,7 +144,7 @@ def _units_beside(
     whole = replace(context, strategy=strategy, moves=moves)
     for trainable, shapes in _by_training(parameters):
         boxes = [whole_box(name, shape) for name, shape in shapes.items()]
-        decayed = frozenset(name for name, shape in shapes.items() if len(shape) > 1)
+        decayed = frozenset(name for name, shape in shapes.items() if decays(shape))
         layout = make_layout(boxes, decayed=decayed, world_size=context.topology.world_size)
         name = "norms" if trainable else "norms (frozen)"
         unit = ShardedUnit(name, layout, whole, trainable=trainable)

@@ -27,6 +27,11 @@ _LEAST_CHUNKS = 4
 Shape = tuple[int, ...]
 
 
+def decays(shape: Shape) -> bool:
+    """Whether weight decay applies to a parameter: as in Megatron, not to norms and biases."""
+    return len(shape) > 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
     """A rectangle of a named parameter of shape `shape`: usually the whole of it."""
@@ -78,11 +83,21 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """The flat order of one unit: decayed boxes first, then the others, then padding."""
+    """The flat order of one unit: decayed boxes first, then the others, then padding.
+
+    A unit that is laid out slice by slice has this order in each of its equal slices.
+    """
 
     spans: tuple[Span, ...]
-    decayed_stop: int  # weight decay applies to the elements before this one
+    decayed_stop: int  # weight decay applies to the elements of a slice before this one
     numel: int  # a multiple of ALIGN times the world size
+    num_slices: int = 1
+
+    def num_decayed(self, start: int, stop: int) -> int:
+        """How many of the elements [start, stop), the first ones, weight decay applies to."""
+        length = self.numel // self.num_slices
+        assert start // length == (stop - 1) // length, f"[{start}, {stop}) of slices of {length}"
+        return min(max(self.decayed_stop - start % length, 0), stop - start)
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """What the elements [start, stop) of the buffer hold, padding left out."""
@@ -141,16 +156,22 @@ def make_sliced_layout(
         ]
         for index in range(number)
     ]
-    longest = max(sum(_round_up(box.numel, ALIGN) for box in boxes) for boxes in slices)
+    decayed = [[box for box in boxes if decays(box.shape)] for boxes in slices]
+    others = [[box for box in boxes if not decays(box.shape)] for boxes in slices]
+    decayed_stop, longest_of_others = (
+        max(sum(_round_up(box.numel, ALIGN) for box in boxes) for boxes in part)
+        for part in (decayed, others)
+    )
     assert world_size % number == 0, f"{number} slices on {world_size} ranks"
-    length = _round_up(longest, ALIGN * (world_size // number))
+    length = _round_up(decayed_stop + longest_of_others, ALIGN * (world_size // number))
     spans = []
-    for index, boxes in enumerate(slices):
-        position = index * length
-        for box in boxes:
-            spans.append(Span(box, position))
-            position = _round_up(position + box.numel, ALIGN)
-    return UnitLayout(tuple(spans), number * length, number * length)
+    for index in range(number):
+        for boxes, start in ((decayed[index], 0), (others[index], decayed_stop)):
+            position = index * length + start
+            for box in boxes:
+                spans.append(Span(box, position))
+                position = _round_up(position + box.numel, ALIGN)
+    return UnitLayout(tuple(spans), decayed_stop, number * length, num_slices=number)
 
 
 def halves_of(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paro.planning.machine import Machine
-from paro.sharding.layout import Box, UnitLayout, make_layout, whole_box
+from paro.sharding.layout import Box, UnitLayout, decays, make_layout, whole_box
 from paro.sharding.shards import ShardingContext
 from paro.sharding.unit import ShardedUnit
 
@@ -126,7 +126,7 @@ def _make_units(
 
 def _layout_of(parameters: dict[str, nn.Parameter], world_size: int) -> UnitLayout:
     boxes: list[Box] = [whole_box(name, tuple(p.shape)) for name, p in parameters.items()]
-    decayed = frozenset(name for name, p in parameters.items() if p.ndim > 1)
+    decayed = frozenset(name for name, p in parameters.items() if decays(tuple(p.shape)))
     return make_layout(boxes, decayed=decayed, world_size=world_size)
 
 

@@ -16,6 +16,7 @@ from model.config import (
     flops_per_token,
     num_parameters,
     parameter_shapes,
+    preset_name,
 )
 from model.initialization import initialize_whole
 from model.llama import Llama
@@ -44,17 +45,50 @@ SMALL = LlamaConfig(
         ("llama3.1-70B", 70_553_706_496),
         ("llama3.2-1B", 1_235_814_400),
         ("llama3.2-3B", 3_212_749_824),
+        ("llama3.1-405B", 405_853_388_800),
+        ("qwen3-0.6B", 596_049_920),
+        ("qwen3-1.7B", 1_720_574_976),
+        ("qwen3-4B", 4_022_468_096),
+        ("qwen3-8B", 8_190_735_360),
+        ("qwen3-14B", 14_768_307_200),
+        ("qwen3-32B", 32_762_123_264),
+        ("mistral-7B", 7_248_023_552),
+        ("mistral-nemo-12B", 12_247_782_400),
+        ("mistral-small-24B", 23_572_403_200),
+        ("mistral-large-123B", 122_610_069_504),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, published: int) -> None:
     assert num_parameters(LLAMA_PRESETS[preset]) == published
 
 
+def test_presets_are_listed_by_size() -> None:
+    sizes = [num_parameters(preset) for preset in LLAMA_PRESETS.values()]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("llama3-8b", "llama3-8B"),
+        ("LLAMA3_8B", "llama3-8B"),
+        ("Llama-3.1-405B", "llama3.1-405B"),
+        ("Qwen3-0.6B", "qwen3-0.6B"),
+        ("7b", "7B"),
+        ("llama3.18B", "llama3.1-8B"),
+        ("8B", "8B"),
+    ],
+)
+def test_case_and_dashes_of_a_preset_do_not_matter(text: str, name: str) -> None:
+    assert preset_name(text) == name
+    assert all(preset_name(own) == own for own in LLAMA_PRESETS), "two are spelled alike"
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        *(LLAMA_PRESETS[name] for name in ("7B", "65B", "llama3-8B", "llama3.2-1B")),
-        replace(SMALL, num_query_groups=2, kv_channels=6),
+        *(LLAMA_PRESETS[name] for name in ("7B", "65B", "llama3-8B", "qwen3-0.6B")),
+        replace(SMALL, num_query_groups=2, kv_channels=6, add_qkv_bias=True, qk_layernorm=True),
     ],
 )
 def test_shapes_are_those_of_the_model_in_its_order(config: LlamaConfig) -> None:
@@ -74,6 +108,7 @@ def test_shapes_are_those_of_the_model_in_its_order(config: LlamaConfig) -> None
         replace(SMALL, num_query_groups=2, ffn_hidden_size=37),
         replace(SMALL, num_query_groups=1, kv_channels=6),
         replace(SMALL, tie_embeddings_and_output_weights=True, num_layers=3),
+        replace(SMALL, add_qkv_bias=True, qk_layernorm=True),
     ],
 )
 def test_flops_are_those_that_torch_counts(config: LlamaConfig) -> None:
@@ -120,6 +155,15 @@ def test_causal_attention_counts_half() -> None:
         ({"kv_channels": 5}, ["--hidden-size", "--num-attention-heads", "--kv-channels"]),
         ({"rotary_base": 0.0}, ["--rotary-base 0.0"]),
         ({"rope_scaling_factor": -8.0}, ["--rope-scaling-factor -8.0"]),
+        (
+            {"rope_scaling_original_max_position_embeddings": 0},
+            ["--rope-scaling-original-max-position-embeddings 0"],
+        ),
+        ({"rope_scaling_low_freq_factor": 0.0}, ["--rope-scaling-low-freq-factor 0.0"]),
+        (
+            {"rope_scaling_high_freq_factor": 1.0},
+            ["--rope-scaling-low-freq-factor 1.0", "--rope-scaling-high-freq-factor 1.0"],
+        ),
         ({"norm_epsilon": float("nan")}, ["--norm-epsilon nan"]),
         ({"init_method_std": 0.0}, ["--init-method-std 0.0"]),
     ],

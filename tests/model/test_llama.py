@@ -38,11 +38,20 @@ CONFIGS = {
     "base": replace(MHA, rotary_base=5e5),
     "llama3 by 8": LLAMA3,
     "llama3 by 32": replace(LLAMA3, rope_scaling_factor=32.0),
+    "llama3 from 32": replace(
+        LLAMA3,
+        rope_scaling_original_max_position_embeddings=32,
+        rope_scaling_low_freq_factor=0.5,
+        rope_scaling_high_freq_factor=3.0,
+    ),
+    "qkv bias": replace(MHA, num_query_groups=2, add_qkv_bias=True),
+    "qk norm": replace(MHA, num_query_groups=2, kv_channels=24, qk_layernorm=True),
 }
+BOTH = replace(MHA, num_query_groups=2, add_qkv_bias=True, qk_layernorm=True)
 
 
 def build(config: LlamaConfig) -> Llama:
-    """A model whose norms differ from ones, so that leaving them out would show."""
+    """A model of norms that differ from ones and biases that are not zero, so that both show."""
     model = Llama(config)
     initialize_whole(model, config, seed=7)
     generator = torch.Generator().manual_seed(8)
@@ -72,11 +81,11 @@ def train_once(model: Llama) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def transformers_model(model: Llama) -> Any:
-    """transformers' LlamaForCausalLM with the same weights."""
-    from transformers import LlamaConfig as HuggingFaceConfig
-    from transformers import LlamaForCausalLM
+    """transformers' model of the same weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    reference = LlamaForCausalLM(HuggingFaceConfig(**hugging_face_config(model.config)))
+    fields = AutoConfig.for_model(**hugging_face_config(model.config))
+    reference = AutoModelForCausalLM.from_config(fields)
     theirs = dict(reference.named_parameters())
     ours = {hugging_face_name(name): p for name, p in model.named_parameters()}
     assert theirs.keys() == ours.keys()
@@ -113,7 +122,7 @@ def test_equals_transformers(name: str) -> None:
         assert_near(gradient, theirs[hugging_face_name(own_name)].grad, own_name)
 
 
-@pytest.mark.parametrize("name", ["base", "llama3 by 8", "llama3 by 32"])
+@pytest.mark.parametrize("name", ["base", "llama3 by 8", "llama3 by 32", "llama3 from 32"])
 def test_rotary_settings_are_seen_at_this_length(name: str) -> None:
     """Or equality with transformers would say nothing about them."""
     changed = CONFIGS[name]
@@ -152,9 +161,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["mha", "gqa of 2", "tied"])
-def test_recomputation_changes_no_bit(name: str, variant: str) -> None:
-    config = CONFIGS[name]
+@pytest.mark.parametrize("config", [MHA, CONFIGS["gqa of 2"], CONFIGS["tied"], BOTH])
+def test_recomputation_changes_no_bit(config: LlamaConfig, variant: str) -> None:
     loss, gradients = train_once(build(config))
 
     loss_again, gradients_again = train_once(build(replace(config, recompute=VARIANTS[variant])))

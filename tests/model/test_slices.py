@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from model.config import LlamaConfig, RecomputeConfig
-from model.llama import Llama, Part, UnitSpec
+from model.llama import Llama
+from model.parts import Part, UnitSpec
 from paro.sharding.layout import make_sliced_layout, slice_box
-from tests.model.test_llama import CONFIGS, MHA, assert_near, build, train_once
+from tests.model.test_llama import BOTH, CONFIGS, MHA, assert_near, build, train_once
 
 GROUPED = replace(MHA, num_query_groups=2)
 CASES: dict[str, tuple[LlamaConfig, int]] = {
@@ -23,6 +24,7 @@ CASES: dict[str, tuple[LlamaConfig, int]] = {
     "tied": (CONFIGS["tied"], 4),
     "uneven feed-forward and vocabulary": (replace(MHA, ffn_hidden_size=77, vocab_size=102), 4),
     "one slice": (MHA, 1),
+    "biases and norms of heads": (BOTH, 2),
     "recomputed attention": (replace(MHA, recompute=RecomputeConfig(granularity="selective")), 2),
     "recomputed blocks": (
         replace(GROUPED, recompute=RecomputeConfig(granularity="full", num_layers=2)),
@@ -100,13 +102,16 @@ def test_the_slices_of_every_part_make_the_whole(name: str) -> None:
 
 
 def test_a_sliced_layout_holds_every_element_once() -> None:
-    shapes = {"wq": (12, 7), "wo": (7, 12), "w_up": (13, 3)}
-    layout = make_sliced_layout(shapes, cuts={"wq": 0, "wo": 1, "w_up": 0}, number=4, world_size=8)
+    shapes = {"wq": (12, 7), "bq": (12,), "wo": (7, 12), "w_up": (13, 3)}
+    cuts = {"wq": 0, "bq": 0, "wo": 1, "w_up": 0}
+    layout = make_sliced_layout(shapes, cuts=cuts, number=4, world_size=8)
     assert layout.numel % (8 * 8) == 0
     seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for index in range(4):
         start = index * layout.numel // 4
+        decayed = layout.num_decayed(start, start + layout.numel // 4)
         for piece in layout.pieces(start, start + layout.numel // 4):
+            assert (piece.offset - start < decayed) == (piece.box.name != "bq")
             assert piece.low == 0, "a box is cut by the end of its slice"
             corner, extent = piece.box.start, piece.box.extent
             assert piece.high == piece.box.numel

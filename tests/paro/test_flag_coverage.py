@@ -118,6 +118,7 @@ CASES = {
     "ranks_per_node": ((), DRY, f"{DRY} --ranks-per-node 2"),
     "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
     "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
+    "rope_scaling_high_freq_factor": ((), "", "--rope-scaling-high-freq-factor 8"),
     "save_retain_interval": ((), SAVE, f"{SAVE} --save-retain-interval 4"),
     "split": ((), "", "--split 98,1,1"),
     "start_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.5 --start-weight-decay 0.1"),

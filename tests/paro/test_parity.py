@@ -29,6 +29,7 @@ TOLERANCE = 1e-5
 SHAPES = [(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (2, 1), (2, 2), (1, 1)]  # world, group
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 TIED = "--tie-embeddings-and-output-weights"
+MODERN = "--add-qkv-bias --qk-layernorm"
 
 # The same global batch on any world, and as many micro-batches.
 SAMPLES, MICRO_BATCHES = 96, 4
@@ -167,6 +168,7 @@ def test_strategies_train_as_one_process_does(
                 ("III", "--recompute-granularity full", ()),
                 ("NIG", "--calculate-per-token-loss", ()),
                 ("GIG", "--paro-collective flat", ()),
+                ("IGG", MODERN, ("blocks.0.bq", "blocks.1.wk", "blocks.2.k_norm")),
             ],
         ),
         (

@@ -33,6 +33,7 @@ IN_PLACE = "--paro-rotate-in-place"
 FULL = "--recompute-granularity full"
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 BELOW = ("embedding.weight", *(f"blocks.0.{n}" for n in ("attention_norm", "wq", "wk", "wv", "wo")))
+MODERN = "--add-qkv-bias --qk-layernorm"
 NO_EFFECT = ("--paro", "--recompute")  # on what is computed
 
 Case = tuple[str, str, tuple[str, ...]]  # strategy, further flags, what is frozen
@@ -143,7 +144,7 @@ def test_rings_in_groups_train_as_one_process_does(known: dict[object, Trained])
     cases: list[Case] = [
         ("IIG", "", ()),
         ("III", f"{IN_PLACE} {TIED}", ()),
-        ("IIG", FULL, ()),
+        ("IIG", f"{MODERN} {FULL}", ()),
         ("IIG", "", FROZEN),
     ]
     check(known, 4, 2, 4, cases)
@@ -153,7 +154,7 @@ def test_rings_in_groups_train_as_one_process_does(known: dict[object, Trained])
 def test_a_ring_of_all_ranks_trains_as_one_process_does(known: dict[object, Trained]) -> None:
     cases: list[Case] = [
         ("GGG", f"{GROUPED} 3", ()),
-        ("GGG", f"{FULL} --recompute-num-layers 2 {IN_PLACE}", ()),
+        ("GGG", f"{MODERN} {FULL} --recompute-num-layers 2 {IN_PLACE}", ()),
         ("GGG", "--recompute-granularity selective --paro-prefetch-units 0", BELOW),
     ]
     check(known, 3, 3, 6, cases)
@@ -166,6 +167,8 @@ VARIANTS: list[tuple[str, tuple[str, ...]]] = [
     (TIED, ()),
     (FULL, ()),
     (f"{FULL} --recompute-num-layers 2", ()),
+    (MODERN, ("blocks.0.bq", "blocks.1.wk", "blocks.2.k_norm")),
+    (f"{GROUPED} {{groups}} {MODERN}", ()),
     ("", FROZEN),
     ("", BELOW),
     ("", ()),

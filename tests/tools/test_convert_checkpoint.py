@@ -264,7 +264,7 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path: Path) -> None:
     assert "holds no checkpoint" in mistake("paro", "hf", folder, out)
     config = folder / "config.json"
     text = config.read_text()
-    for wrong in ({"model_type": "mistral"}, {"attention_bias": True}, {"num_hidden_layers": "x"}):
+    for wrong in ({"model_type": "mixtral"}, {"attention_bias": True}, {"num_hidden_layers": "x"}):
         config.write_text(json.dumps({**json.loads(text), **wrong}))
         (name,) = wrong
         assert f"{config} is not of this architecture: {name} is" in mistake(

@@ -12,12 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data.loader import MicroBatches
+from data.tokenizer import TokenizerConfig
 from paro.arguments import parse_args
 from paro.assembly import build_data
 from paro.config import RunConfig
 from paro.runtime import UserMistakeError, World
+from tests.data.test_tokenizer import train_sentencepiece
 from tools.inspect_dataset import main
 from tools.inspection.lengths import document_lengths, draw_text, figures, histogram
 
@@ -74,6 +77,28 @@ def test_a_corpus_of_another_tokenizer_is_told(
     main(["--data-path", str(corpus), *flags])
     assert "the tokenizer has 1,000 ids: this corpus was made with another" in (
         capsys.readouterr().out
+    )
+
+
+def test_the_tokenizer_of_a_corpus_is_named_and_compared(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*words: str) -> str:
+        main(["--data-path", str(corpus), *words])
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "made with" in line)
+        return line
+
+    assert "that no .tokenizer file names" in told()
+    own = train_sentencepiece(tmp_path / "own.model")
+    given = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model"]
+    config = TokenizerConfig(tokenizer_type=given[1], tokenizer_model=str(own))
+    with IndexedDatasetWriter(corpus, np.dtype("<u2"), fingerprint_of(config)) as writer:
+        writer.add_document([[1]])
+    assert f"made with SentencePieceTokenizer {tmp_path.name}/own.model (280 ids" in told()
+    assert told(*given, str(own)).endswith(", which is the one given")
+    other = train_sentencepiece(tmp_path / "other.model", user_defined_symbols=["zz"])
+    assert f", and not with SentencePieceTokenizer {tmp_path.name}/other.model" in told(
+        *given, str(other)
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.fingerprint import Fingerprint, read_fingerprint
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from tools.merge_datasets import main
 
@@ -95,3 +96,36 @@ def test_other_types_folders_and_targets_are_refused(
     assert "holds int32" in capsys.readouterr().err
     assert (folder / "a.bin").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def made(prefix: Path, digest: str | None) -> None:
+    """A corpus that was made with the tokenizer of this digest."""
+    made_with = None
+    if digest is not None:
+        made_with = Fingerprint(
+            tokenizer_type="Llama2Tokenizer", file=f"{digest}.model", vocab_size=9, digest=digest
+        )
+    with IndexedDatasetWriter(prefix, np.dtype("<u2"), made_with) as writer:
+        writer.add_document([[1]])
+
+
+def test_corpora_of_two_tokenizers_are_refused_and_one_is_carried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, target = tmp_path / "in", tmp_path / "all"
+    words = ["--input", str(folder), "--output-prefix", str(target)]
+    for name in "ab":
+        made(folder / name, "one")
+    assert main(words) == 0
+    assert "made with Llama2Tokenizer one.model (9 ids" in capsys.readouterr().out
+    assert read_fingerprint(target) == read_fingerprint(folder / "a") is not None
+    made(folder / "c", None)
+    assert main(words) == 0
+    assert "an unknown tokenizer: not all of them say" in capsys.readouterr().out
+    assert read_fingerprint(target) is None
+    made(folder / "d", "two")
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert f"{folder / 'a'}.bin was made with Llama2Tokenizer one.model" in err
+    assert f"{folder / 'd'}.bin with Llama2Tokenizer two.model" in err
+    assert err.count("\n") == 1

@@ -53,7 +53,8 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
         )
     config = RunConfig.from_args(Namespace(**settled), World())
     count = count_samples(config).train
-    datasets = build_datasets(config.data, SplitCounts(train=count), config.vocab_size)
+    counts = SplitCounts(train=count)
+    datasets = build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
     return datasets.train, count
 
 

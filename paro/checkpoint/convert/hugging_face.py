@@ -182,15 +182,7 @@ def _config_fields(source: Source, dtype: str) -> dict[str, Any]:
     # As transformers 4 has it, which 5 reads as well.
     fields["rope_theta"] = rope.pop("rope_theta")
     fields["rope_scaling"] = rope if source.config.use_rope_scaling else None
-    own = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": dtype,
-    }
-    return own | fields | _special_ids(source)
+    return fields | {"torch_dtype": dtype} | _special_ids(source)
 
 
 def _special_ids(source: Source) -> dict[str, int | None]:

@@ -1,7 +1,7 @@
 """Megatron-LM's `torch` format of a LLaMA, in from any tensor parallelism and out for one rank."""
 
 # Its GPT model (megatron-core) fuses what this project keeps apart. Per query group, the heads of
-# queries, then the one of keys, then the one of values:
+# queries, then the one of keys, then the one of values, of weights and of biases:
 #
 #     linear_qkv.weight     q q q q k v | q q q q k v | ...      linear_fc1.weight     gate, up
 #
@@ -36,6 +36,7 @@ from paro.checkpoint.errors import CheckpointError
 
 FILE = "mp_rank_00/model_optim_rng.pt"
 _CUT_BY_COLUMNS = ("wo", "w_down")
+_BY_GROUP = ("wq", "wk", "wv", "bq", "bk", "bv")
 COMPANIONS = "hugging_face"  # what a model converted by this project brought along
 
 _OUTSIDE_BLOCKS = {
@@ -49,6 +50,11 @@ _INSIDE_A_BLOCK = {
     "wk": "self_attention.linear_qkv.weight",
     "wv": "self_attention.linear_qkv.weight",
     "wo": "self_attention.linear_proj.weight",
+    "bq": "self_attention.linear_qkv.bias",
+    "bk": "self_attention.linear_qkv.bias",
+    "bv": "self_attention.linear_qkv.bias",
+    "q_norm": "self_attention.q_layernorm.weight",
+    "k_norm": "self_attention.k_layernorm.weight",
     "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
     "w_gate": "mlp.linear_fc1.weight",
     "w_up": "mlp.linear_fc1.weight",
@@ -69,6 +75,13 @@ _SIZES = {
     "max_position_embeddings": "max_position_embeddings",
     "norm_epsilon": "norm_epsilon",
 }
+_FEATURES = ("add_qkv_bias", "qk_layernorm")
+# What Megatron takes for granted of --use-rope-scaling.
+_ROPE_SCALING = {
+    "rope_scaling_original_max_position_embeddings": 8192,
+    "rope_scaling_low_freq_factor": 1.0,
+    "rope_scaling_high_freq_factor": 4.0,
+}
 _FIXED = {
     "normalization": "RMSNorm",
     "swiglu": True,
@@ -77,8 +90,6 @@ _FIXED = {
     "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None,
     "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
     "apply_layernorm_1p": False,
     "window_size": None,
     "num_experts": None,
@@ -131,6 +142,7 @@ def write_megatron(
     source: Source, root: Path, advance: Callable[[int], None], *, divisible_by: int
 ) -> None:
     """Fills an empty folder with a `release` checkpoint, its vocabulary padded as Megatron does."""
+    _check_rope_scaling(source.config)
     rows = -(-source.config.vocab_size // divisible_by) * divisible_by
     config = replace(source.config, vocab_size=rows)
     writers: dict[str, list[tuple[Callable[[Tensor], Tensor], LazyTensor]]] = {}
@@ -157,11 +169,20 @@ def write_megatron(
     (root / TRACKER).write_text("release", encoding="utf-8")
 
 
+def _check_rope_scaling(config: LlamaConfig) -> None:
+    for name, theirs in _ROPE_SCALING.items() if config.use_rope_scaling else ():
+        if getattr(config, name) != theirs:
+            raise CheckpointError(
+                f"Megatron-LM has no --{name.replace('_', '-')}: it takes {theirs}, and this model "
+                f"has {getattr(config, name)}"
+            )
+
+
 def _fill(view: Tensor, tensor: LazyTensor, advance: Callable[[int], None]) -> None:
     """Copies a parameter into its view of the file, of Q, K and V group by group."""
     for start, stop in tensor.row_ranges():
         rows = tensor.rows(start, stop)
-        if view.ndim < 3:
+        if view.ndim == len(tensor.shape):
             view[start:stop] = rows
         else:
             row, size = start, view.shape[1]
@@ -223,6 +244,7 @@ def _config(
             rope_scaling_factor=float(given.get("rope_scaling_factor", 8.0)),
             init_method_std=given.get("init_method_std", 0.02),
             tie_embeddings_and_output_weights=not given["untie_embeddings_and_output_weights"],
+            **{name: given.get(name, False) for name in _FEATURES},
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: its arguments make no LLaMA: {error}") from None
@@ -260,8 +282,9 @@ def _found(
                     f"{path}: {theirs} is {tuple(tensor.shape)}, and its arguments make it "
                     f"{fused[part]}"
                 )
-        pieces = [_cut_out(_place(of_a_rank, name)(tensor)) for tensor in tensors]
-        if len(pieces[0].shape) == 1:
+        views = [_place(of_a_rank, name)(tensor) for tensor in tensors]
+        pieces = [_cut_out(view, by_group=part in _BY_GROUP) for view in views]
+        if len(pieces[0].shape) == 1 and part not in _BY_GROUP:
             found[name] = pieces[0]
         else:
             join = beside_each_other if part in _CUT_BY_COLUMNS else below_each_other
@@ -278,26 +301,26 @@ def _stored(rank: Mapping[str, Any], name: str, theirs: str) -> Any:
     return rank.get(theirs)
 
 
-def _fused_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
-    heads = config.num_attention_heads + 2 * config.num_query_groups
-    qkv = (heads * config.kv_channels, config.hidden_size)
+def _fused_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    rows = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
     both = (2 * config.ffn_hidden_size, config.hidden_size)
-    return {"wq": qkv, "wk": qkv, "wv": qkv, "w_gate": both, "w_up": both}
+    qkv = {part: (rows, config.hidden_size)[: 1 + part.startswith("w")] for part in _BY_GROUP}
+    return {**qkv, "w_gate": both, "w_up": both}
 
 
 def _place(config: LlamaConfig, name: str) -> Callable[[Tensor], Tensor]:
-    """Which view of Megatron's tensor a parameter is; of Q, K and V [group, row in it, D]."""
+    """Which view of Megatron's tensor a parameter is; of Q, K and V [group, row in it, ...]."""
     part = name.rpartition(".")[2]
     groups, head = config.num_query_groups, config.kv_channels
     queries = config.num_attention_heads // groups * head
     bounds = {
-        "wq": (0, queries),
-        "wk": (queries, queries + head),
-        "wv": (queries + head, queries + 2 * head),
+        "q": (0, queries),
+        "k": (queries, queries + head),
+        "v": (queries + head, queries + 2 * head),
     }
     ffn = config.ffn_hidden_size
-    if part in bounds:
-        low, high = bounds[part]
+    if part in _BY_GROUP:
+        low, high = bounds[part[1]]
         return lambda fused: fused.unflatten(0, (groups, -1))[:, low:high]
     if part in ("w_gate", "w_up"):
         start = 0 if part == "w_gate" else ffn
@@ -305,9 +328,9 @@ def _place(config: LlamaConfig, name: str) -> Callable[[Tensor], Tensor]:
     return lambda whole: whole
 
 
-def _cut_out(view: Tensor) -> LazyTensor:
+def _cut_out(view: Tensor, *, by_group: bool) -> LazyTensor:
     """Rows of a view that may be cut into groups."""
-    if view.ndim < 3:
+    if not by_group:
         return lazy(view)
     size = view.shape[1]
 
@@ -315,7 +338,8 @@ def _cut_out(view: Tensor) -> LazyTensor:
         first, last = start // size, -(-stop // size)
         return view[first:last].flatten(0, 1)[start - first * size : stop - first * size].clone()
 
-    return LazyTensor(shape=(view.shape[0] * size, view.shape[2]), dtype=view.dtype, rows=rows)
+    shape = (view.shape[0] * size, *view.shape[2:])
+    return LazyTensor(shape=shape, dtype=view.dtype, rows=rows)
 
 
 def _state(
@@ -326,6 +350,7 @@ def _state(
     args = {
         **_FIXED,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        **{name: getattr(config, name) for name in _FEATURES},
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
         "num_query_groups": config.num_query_groups,
         "rotary_base": int(config.rotary_base),

@@ -36,6 +36,7 @@ SMALL = LlamaConfig(
     vocab_size=59,
 )
 TIED = replace(SMALL, tie_embeddings_and_output_weights=True)
+MODERN = replace(SMALL, add_qkv_bias=True, qk_layernorm=True)
 
 
 def keep_norms_and_embedding(name: str) -> bool:
@@ -49,6 +50,7 @@ def upper_half(name: str) -> bool:
 CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
     "untied": (SMALL, lambda _name: True),
     "tied": (TIED, lambda _name: True),
+    "biases and norms of heads": (MODERN, lambda _name: True),
     "parts of units frozen": (SMALL, keep_norms_and_embedding),
     "lower units frozen": (SMALL, upper_half),
     "tied, embedding frozen": (TIED, upper_half),
@@ -109,9 +111,14 @@ RECOMPUTE = {
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize(("compute", "groups"), [*product(("fp32", "bf16"), (2, 4))])
-def test_activations_are_what_autograd_saves(recompute: str, compute: str, groups: int) -> None:
-    config = replace(SMALL, num_query_groups=groups, recompute=RECOMPUTE[recompute])
+@pytest.mark.parametrize(
+    ("compute", "model"),
+    [*product(("fp32", "bf16"), (SMALL, replace(SMALL, num_query_groups=4), MODERN))],
+)
+def test_activations_are_what_autograd_saves(
+    recompute: str, compute: str, model: LlamaConfig
+) -> None:
+    config = replace(model, recompute=RECOMPUTE[recompute])
     batch = MicroBatch(
         size=2, seq_length=16, compute_bytes=TYPES[compute].itemsize, device_type="cpu"
     )

@@ -14,11 +14,13 @@ from model.llama import Llama
 from paro.checkpoint.convert.source import Source
 
 VOCAB = 101  # no multiple of anything
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # of three seeds each
 
 
 def random_fields(seed: int) -> dict[str, Any]:
-    """A config.json: LLaMA 1, 2, 3 and 3.1 in small."""
+    """A config.json: LLaMA 1, 2, 3 and 3.1, Mistral, Qwen2 and Qwen3 in small."""
     choose = random.Random(seed)
+    model_type = FAMILIES[seed // 3 % len(FAMILIES)]
     groups = choose.choice((1, 2, 4))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": choose.choice((1e4, 5e5))}
     if seed % 3 == 2:
@@ -29,7 +31,12 @@ def random_fields(seed: int) -> dict[str, Any]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
+    if seed % 3 == 2 and seed > 2:
+        rope |= {"low_freq_factor": 0.5, "high_freq_factor": 3.0}
+        rope["original_max_position_embeddings"] = 32
     return {
+        "model_type": model_type,
+        **({"sliding_window": None} if model_type == "mistral" else {}),
         "num_hidden_layers": choose.randint(1, 3),
         "hidden_size": 16 * choose.randint(2, 4),
         "intermediate_size": choose.randint(40, 90),
@@ -50,11 +57,10 @@ def random_fields(seed: int) -> dict[str, Any]:
 
 def hugging_face_model(fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of these sizes, its norms away from one, so that losing them shows."""
-    from transformers import LlamaConfig as HuggingFaceConfig
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
-    model = LlamaForCausalLM(HuggingFaceConfig(**fields))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

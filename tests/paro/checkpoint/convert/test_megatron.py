@@ -39,10 +39,12 @@ CONFIG = LlamaConfig(
     use_rope_scaling=True,
     rope_scaling_factor=32.0,
 )
+MODERN = replace(CONFIG, add_qkv_bias=True, qk_layernorm=True)
 CONFIGS = {
     "gqa": CONFIG,
     "mha": replace(CONFIG, num_query_groups=6, use_rope_scaling=False, rope_scaling_factor=8.0),
     "tied": replace(CONFIG, tie_embeddings_and_output_weights=True),
+    "biases and norms of heads": MODERN,
 }
 
 
@@ -87,9 +89,11 @@ def test_every_bit_comes_back(
 
 def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
     """Projections as megatron-core takes its mixed ones apart, by any torch.load."""
-    content = contents(saved(tmp_path / "megatron"))
+    content = contents(saved(tmp_path / "megatron", MODERN))
     model, args = content["model"], content["args"]
-    tensors = random_tensors(CONFIG, torch.bfloat16)
+    tensors = random_tensors(MODERN, torch.bfloat16)
+    assert args.add_qkv_bias
+    assert args.qk_layernorm
     assert (args.vocab_size, args.padded_vocab_size, args.num_query_groups) == (100, 128, 2)
     assert content["checkpoint_version"] == 3.0
     embedding = model["embedding.word_embeddings.weight"]
@@ -97,17 +101,31 @@ def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
     assert not embedding[100:].any()
     x_SD = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     prefix = "decoder.layers.1."
-    mixed = F.linear(x_SD, model[prefix + "self_attention.linear_qkv.weight"])
+    attention = prefix + "self_attention."
+    bias = model[attention + "linear_qkv.bias"]
+    mixed = F.linear(x_SD, model[attention + "linear_qkv.weight"], bias)
     # [sq, ng, (np / ng + 2) * hn], split behind the queries and behind the key of a group.
     q, k, v = mixed.view(5, 2, -1).split([3 * 8, 8, 8], dim=2)
     for name, part in (("wq", q), ("wk", k), ("wv", v)):
-        expected = F.linear(x_SD, tensors[f"blocks.1.{name}"])
+        own_bias = tensors[f"blocks.1.{name.replace('w', 'b')}"]
+        expected = F.linear(x_SD, tensors[f"blocks.1.{name}"], own_bias)
         torch.testing.assert_close(part.reshape(5, -1), expected, msg=name)
     gate, up = F.linear(x_SD, model[prefix + "mlp.linear_fc1.weight"]).chunk(2, dim=-1)
     torch.testing.assert_close(gate, F.linear(x_SD, tensors["blocks.1.w_gate"]))
     torch.testing.assert_close(up, F.linear(x_SD, tensors["blocks.1.w_up"]))
-    norm = model[prefix + "self_attention.linear_qkv.layer_norm_weight"]
-    assert torch.equal(norm, tensors["blocks.1.attention_norm"])
+    for theirs, ours in (
+        ("linear_qkv.layer_norm_weight", "attention_norm"),
+        ("q_layernorm.weight", "q_norm"),
+        ("k_layernorm.weight", "k_norm"),
+    ):
+        assert torch.equal(model[attention + theirs], tensors[f"blocks.1.{ours}"])
+
+
+def test_a_rotation_that_megatron_has_no_flags_for_is_refused(tmp_path: Path) -> None:
+    config = replace(CONFIG, rope_scaling_original_max_position_embeddings=4096)
+    with pytest.raises(CheckpointError, match="takes 8192, and this model has 4096"):
+        write_megatron(source_of(config), tmp_path, ignored, divisible_by=128)
+    assert not any(tmp_path.iterdir())
 
 
 def resave(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -152,7 +170,7 @@ def test_what_megatron_saves_beside_the_weights_is_passed_over(
     [
         ("normalization", "LayerNorm"),
         ("swiglu", False),
-        ("add_qkv_bias", True),
+        ("add_bias_linear", True),
         ("num_experts", 8),
         ("pipeline_model_parallel_size", 2),
         ("apply_layernorm_1p", True),
@@ -239,12 +257,12 @@ def cut_for_two(folder: Path) -> list[Path]:
 
 
 def test_tensor_parallel_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(tmp_path / "megatron")
+    saved(tmp_path / "megatron", MODERN)
     _, second = cut_for_two(tmp_path / "megatron")
     monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 7 * 32 * 2)
     back = open_megatron(tmp_path / "megatron")
-    assert back.config == CONFIG
-    for name, tensor in source_of(CONFIG).tensors.items():
+    assert back.config == MODERN
+    for name, tensor in source_of(MODERN).tensors.items():
         pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
         assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
     second.unlink()

@@ -1,0 +1,105 @@
+"""Which tokenizer a corpus was made with: a few fields in `<prefix>.tokenizer`, next to `.idx`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from data.atomic_file import replacing
+from data.tokenizer import TokenizerConfig, build_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """A tokenizer; `digest` alone decides whether two are the same, the rest is for people.
+
+    Equal digests mean that every id stands for the same piece and that the same one ends documents,
+    whatever type of tokenizer, file or version of a library makes them.
+    """
+
+    tokenizer_type: str
+    file: str
+    vocab_size: int
+    digest: str
+
+    def describe(self) -> str:
+        name = f"{self.tokenizer_type} {self.file}".rstrip()
+        return f"{name} ({self.vocab_size:,} ids, fingerprint {self.digest[:8]})"
+
+
+@cache
+def fingerprint_of(config: TokenizerConfig) -> Fingerprint | None:
+    """None for NullTokenizer, whose ids stand for nothing: it goes with any corpus."""
+    tokenizer = build_tokenizer(config)
+    if not tokenizer.vocabulary:
+        return None
+    # Published models' files have one name; their folder tells them apart.
+    file = "/".join(Path(config.tokenizer_model or "").absolute().parts[-2:])
+    return Fingerprint(
+        tokenizer_type=config.tokenizer_type,
+        file=file if config.tokenizer_model else "",
+        vocab_size=tokenizer.vocab_size,
+        digest=digest_of(tokenizer.vocabulary, tokenizer.eod),
+    )
+
+
+def digest_of(vocabulary: Mapping[str, int], eod: int) -> str:
+    """A hash of what ids stand for; corpora on disks hold it, so that it stays as it is."""
+    digest = hashlib.blake2b(digest_size=16)
+    for piece, number in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
+        text = piece.encode("utf-8", "surrogatepass")
+        digest.update(b"%d %d %b" % (number, len(text), text))
+    digest.update(b"end %d" % eod)
+    return digest.hexdigest()
+
+
+def fingerprint_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.tokenizer")
+
+
+def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
+    """That of a corpus; None where nobody has written it, as Megatron does not."""
+    path = fingerprint_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        return Fingerprint(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: write the corpus again, or remove this file to go without the "
+            "check of its tokenizer"
+        ) from error
+
+
+def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> None:
+    """Raises `ValueError` where a corpus is known to be made with another tokenizer."""
+    made_with = read_fingerprint(prefix)
+    if made_with is None or tokenizer is None:
+        return
+    given = fingerprint_of(tokenizer)
+    if given is None or given.digest == made_with.digest:
+        return
+    raise ValueError(
+        f"{prefix}.bin was made with {made_with.describe()}, and the tokenizer given is "
+        f"{given.describe()}: give the first one, or write the corpus again with the second; if "
+        f"you know that their ids mean the same, remove {fingerprint_path(prefix)}"
+    )
+
+
+@contextmanager
+def replacing_fingerprint(prefix: str | Path, fingerprint: Fingerprint | None) -> Iterator[None]:
+    """Gives a corpus this fingerprint, or none, when the block ends well."""
+    path = fingerprint_path(prefix)
+    if fingerprint is None:
+        yield
+        path.unlink(missing_ok=True)
+        return
+    with replacing(path) as temporary:
+        text = json.dumps(asdict(fingerprint), indent=1, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        yield

@@ -1,0 +1,165 @@
+"""A corpus knows its tokenizer: written by preprocessing, compared wherever it is read."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.fingerprint import (
+    Fingerprint,
+    check_tokenizer,
+    digest_of,
+    fingerprint_of,
+    fingerprint_path,
+    read_fingerprint,
+)
+from data.indexed_dataset import IndexedDatasetWriter, bin_path
+from data.loader import DataConfig, SplitCounts, build_datasets
+from data.tokenizer import TokenizerConfig
+from data.tokenizer_json import write_tokenizer_json
+from paro.arguments import parse_args
+from paro.assembly import build_data
+from paro.config import RunConfig
+from paro.dry_run import run_dry
+from paro.runtime import World
+from tests.data.test_hugging_face_tokenizer import byte_level, write
+from tests.data.test_tokenizer import TEXT, train_sentencepiece
+from tools.preprocess_data import main as preprocess
+
+MADE = Fingerprint(tokenizer_type="HuggingFaceTokenizer", file="a", vocab_size=300, digest="1" * 32)
+
+
+def config_of(kind: str, model: Path) -> TokenizerConfig:
+    return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model))
+
+
+def fingerprint(kind: str, model: Path) -> Fingerprint:
+    found = fingerprint_of(config_of(kind, model))
+    assert found is not None
+    return found
+
+
+def hugging_face(folder: Path, special: Sequence[str], eos: str) -> Path:
+    folder.mkdir()
+    byte_level([*special]).save(str(folder / "tokenizer.json"))
+    write(folder, "tokenizer_config.json", {"eos_token": eos})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_sentencepiece(tmp_path_factory.mktemp("spm") / "pieces.model")
+
+
+def test_types_and_places_of_one_vocabulary_are_the_same(pieces: Path, tmp_path: Path) -> None:
+    shutil.copyfile(pieces, tmp_path / "copy.model")
+    assert write_tokenizer_json(pieces, tmp_path)
+    found = [
+        fingerprint("SentencePieceTokenizer", pieces),
+        fingerprint("Llama2Tokenizer", tmp_path / "copy.model"),
+        fingerprint("HuggingFaceTokenizer", tmp_path),
+        fingerprint("HuggingFaceTokenizer", tmp_path / "tokenizer.json"),
+    ]
+    assert len({one.digest for one in found}) == 1
+    assert found[1].describe().startswith(f"Llama2Tokenizer {tmp_path.name}/copy.model (280 ids, ")
+
+
+def test_another_order_or_end_is_another(tmp_path: Path) -> None:
+    first = fingerprint(
+        "HuggingFaceTokenizer", hugging_face(tmp_path / "a", ["<s>", "</s>"], "</s>")
+    )
+    order = fingerprint(
+        "HuggingFaceTokenizer", hugging_face(tmp_path / "b", ["</s>", "<s>"], "</s>")
+    )
+    end = fingerprint("HuggingFaceTokenizer", hugging_face(tmp_path / "c", ["<s>", "</s>"], "<s>"))
+    assert len({first.digest, order.digest, end.digest}) == 3
+    assert first.vocab_size == order.vocab_size == end.vocab_size
+
+
+def test_the_definition_stays() -> None:
+    """Corpora that lie on disks have it."""
+    assert digest_of({"b": 1, "ä": 0}, 9) == "63ae0e46c1d66baba4f0ca0bbc552d46"
+
+
+def test_numbers_go_with_any_corpus(tmp_path: Path) -> None:
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
+    assert fingerprint_of(config) is None
+    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2"), MADE) as writer:
+        writer.add_document([[1]])
+    check_tokenizer(tmp_path / "x", config)
+    check_tokenizer(tmp_path / "megatrons", config_of("Llama2Tokenizer", Path("not looked at")))
+
+
+def test_it_is_written_with_the_corpus_and_goes_with_it(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    with IndexedDatasetWriter(prefix, np.dtype("<u2"), MADE) as writer:
+        writer.add_document([[1]])
+    assert read_fingerprint(prefix) == MADE
+    with (
+        pytest.raises(KeyboardInterrupt),
+        IndexedDatasetWriter(prefix, np.dtype("<u2"), replace(MADE, digest="2" * 32)),
+    ):
+        raise KeyboardInterrupt
+    assert read_fingerprint(prefix) == MADE
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add_document([[1]])
+    assert read_fingerprint(prefix) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"digest": "1"}', b"\xff"])
+def test_damage_is_named(text: str | bytes, tmp_path: Path) -> None:
+    path = fingerprint_path(tmp_path / "x")
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=r"x\.tokenizer is damaged: write the corpus again, or"):
+        check_tokenizer(tmp_path / "x", None)
+
+
+def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path) -> None:
+    other = train_sentencepiece(tmp_path / "other.model", user_defined_symbols=["zz"])
+    (tmp_path / "text.txt").write_text(TEXT * 9)
+    flags = ["--append-eod", "--workers", "1", "--tokenizer-type", "SentencePieceTokenizer"]
+    flags += ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "x")]
+    assert preprocess([*flags, "--tokenizer-model", str(pieces), "--partitions", "2"]) == 0
+    prefix = str(tmp_path / "x_text_document")
+    assert read_fingerprint(prefix) == fingerprint("SentencePieceTokenizer", pieces)
+
+    def args_with(model: Path) -> Namespace:
+        words = (
+            "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 8 --split 1,0,0 "
+            "--micro-batch-size 1 --train-iters 1 --lr 1 --distributed-backend gloo --num-workers 0"
+        )
+        named = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(model)]
+        return parse_args([*words.split(), *named, "--data-path", prefix])
+
+    def run_with(model: Path) -> RunConfig:
+        return RunConfig.from_args(args_with(model), World())
+
+    build_data(run_with(pieces))
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as mistake:
+        build_data(run_with(other))
+    told = str(mistake.value)
+    assert f"{bin_path(prefix)} was made with SentencePieceTokenizer " in told
+    assert "/pieces.model (280 ids" in told
+    assert "the tokenizer given is Llama2Tokenizer" in told
+    assert "/other.model (280 ids" in told
+    assert f"remove {prefix}.tokenizer" in told
+    with pytest.raises(ValueError, match=r"x_text_document\.bin was made with"):
+        run_dry(args_with(other), run_with(other), World())
+    fingerprint_path(prefix).unlink()
+    build_data(run_with(other))
+
+
+def test_every_corpus_of_a_blend_is_compared(pieces: Path, tmp_path: Path) -> None:
+    for name, made_with in (("a", fingerprint("Llama2Tokenizer", pieces)), ("b", MADE)):
+        with IndexedDatasetWriter(tmp_path / name, np.dtype("<u2"), made_with) as writer:
+            writer.add_document([[1] * 99])
+    config = DataConfig(seq_length=8, data_path=("1", str(tmp_path / "a"), "1", f"{tmp_path}/b"))
+    with pytest.raises(ValueError, match=r"b\.bin was made with"):
+        build_datasets(config, SplitCounts(train=4), 300, config_of("Llama2Tokenizer", pieces))

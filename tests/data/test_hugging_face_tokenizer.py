@@ -1,0 +1,165 @@
+"""A folder's tokenizer.json, read without transformers, gives the ids that transformers gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from data.hugging_face_tokenizer import HuggingFaceTokenizer
+from tests.helpers.ranks import ROOT
+
+TEXT = "def f(x):\n    return x  # naïve\n"
+TEXTS = (
+    TEXT,
+    "",
+    "  two  <tool></s> \n<|im_end|>",
+    "a<s> <pad><mask>",
+    "x" * 300,
+    "Ein Satz <new>.",
+)
+
+
+def write(folder: Path, name: str, fields: Any) -> None:
+    (folder / name).write_text(json.dumps(fields))
+
+
+def byte_level(special: list[str]) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    return tokenizer
+
+
+def modern(folder: Path) -> None:
+    """As published today: all tokens in tokenizer.json, and their names beside it."""
+    tokenizer = byte_level(["<s>", "</s>"])
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=True)])
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(pad_id=0, pad_token="<s>", length=40)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}}
+    write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+
+
+def tokens_beside(folder: Path) -> None:
+    """tokenizer_config.json adds some, and names others that are no special ones yet."""
+    tokenizer = byte_level([])
+    tokenizer.add_tokens(["</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    more = {"lstrip": True, "rstrip": True, "normalized": False, "single_word": False}
+    decoder = {
+        str(size + 1): {"content": "<new>", "special": False, **more},
+        str(size): {"content": "<|im_end|>", "special": True, **more},
+    }
+    fields = {"added_tokens_decoder": decoder, "eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    extra = {"additional_special_tokens": ["<tool>", "</s>"]}
+    write(folder, "tokenizer_config.json", {**fields, **extra, "bos_token": "x"})
+
+
+def of_old(folder: Path) -> None:
+    """The three files that transformers wrote before 4.34."""
+    tokenizer = byte_level(["<s>"])
+    size = tokenizer.get_vocab_size()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    write(folder, "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>"})
+    write(folder, "added_tokens.json", {"</s>": size + 1, "<tool>": size})
+
+
+def unigram(folder: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    names = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=names, unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {"eos_token": "</s>", "unk_token": "<unk>", "split_special_tokens": True}
+    write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **fields})
+
+
+def qwen(folder: Path) -> None:
+    """As a class of transformers' own saves it."""
+    from transformers import Qwen2Tokenizer
+
+    model = json.loads(byte_level(["<|endoftext|>", "<|im_end|>"]).to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=merges, eos_token="<|im_end|>")
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(folder)
+
+
+def gpt2(folder: Path) -> None:
+    """Only the model's own configuration says what ends a text."""
+    tokenizer = byte_level(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write(folder, "tokenizer_config.json", {"model_max_length": 1024})
+    write(folder, "config.json", {"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0})
+
+
+@pytest.mark.parametrize("make", [modern, tokens_beside, of_old, unigram, qwen, gpt2])
+def test_ids_and_ends_are_transformers(make: Callable[[Path], None], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    make(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    ours = HuggingFaceTokenizer(str(tmp_path))
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == theirs.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    assert ours.encode_batch(TEXTS) == [ours.encode(text) for text in TEXTS]
+    assert ours.vocabulary == theirs.get_vocab()
+    assert (ours.eod, ours.bos) == (theirs.eos_token_id, theirs.bos_token_id)
+
+
+def test_transformers_is_not_imported(tmp_path: Path) -> None:
+    modern(tmp_path)
+    program = (
+        "import sys; from data.hugging_face_tokenizer import HuggingFaceTokenizer as Tokenizer; "
+        f"Tokenizer({str(tmp_path)!r}); sys.exit('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither a tokenizer\.json nor a tokenizer that trans"):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "config.json", "special_tokens_map.json"]
+)
+def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    (tmp_path / name).write_text("{")
+    with pytest.raises(ValueError, match=rf"{name}\.json is not a JSON object"):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_several_ends_are_none(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    write(tmp_path, "config.json", {"eos_token_id": [0, 5]})
+    with pytest.raises(ValueError, match="does not say which token ends a document"):
+        HuggingFaceTokenizer(str(tmp_path))
