@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from data.loader import DataConfig
-from data.tokenizer import TokenizerConfig, build_tokenizer
+from data.tokenizer import build_tokenizer
+from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LLAMA_PRESETS, LlamaConfig
 from paro.batch_schedule import BatchSchedule
 from paro.checkpoint.config import CheckpointConfig
@@ -281,12 +282,12 @@ def _take_data(args: Namespace) -> DataConfig:
 
 
 def _take_tokenizer(args: Namespace) -> TokenizerConfig:
-    tokenizer_type, vocab_size = args.tokenizer_type, args.vocab_size
-    if tokenizer_type is None and args.mock_data:
-        tokenizer_type = "NullTokenizer"
-    if tokenizer_type is None:
+    flags = dict(vars(args))
+    if args.mock_data and not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
+        flags["tokenizer_type"] = "NullTokenizer"
+    if flags["tokenizer_type"] == "NullTokenizer" and args.vocab_size is None and args.llama_preset:
+        flags["vocab_size"] = LLAMA_PRESETS[args.llama_preset].vocab_size
+    config = tokenizer_config(flags)
+    if config is None:
         raise ValueError("--tokenizer-type is missing; only --mock-data needs none")
-    if tokenizer_type == "NullTokenizer" and vocab_size is None and args.llama_preset:
-        # Its last id ends documents, so that the model has the published vocabulary exactly.
-        vocab_size = LLAMA_PRESETS[args.llama_preset].vocab_size - 1
-    return _take(TokenizerConfig, args, tokenizer_type=tokenizer_type, vocab_size=vocab_size)
+    return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from data.tokenizer_config import saved_tokenizer
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
 from paro.optim.lr_schedule import ScheduleConfig
@@ -29,7 +30,7 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
     taken = {name: value for name, value in model.items() if hasattr(args, name)}
     taken |= {
         "llama_preset": None,
-        "make_vocab_size_divisible_by": rows,  # so that any vocabulary is padded to these rows
+        "padded_vocab_size": rows,
         "group_query_attention": model["num_query_groups"] != model["num_attention_heads"],
     }
     for name in ("max_position_embeddings", "init_method_std"):
@@ -41,8 +42,9 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
             f"--seq-length {args.seq_length} is above --max-position-embeddings {longest}, which "
             "--use-checkpoint-args takes from --load: shorten it, or give the model's flags instead"
         )
-    if args.tokenizer_type is None and common.get("tokenizer"):
-        taken |= {name: value for name, value in common["tokenizer"].items() if value is not None}
+    if not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
+        saved = saved_tokenizer(common)
+        taken |= {name: value for name, value in saved.items() if value is not None}
     return Namespace(**(vars(args) | taken))
 
 

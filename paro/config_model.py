@@ -41,7 +41,9 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         )
     return LlamaConfig(
         **(defaults | sizes),
-        vocab_size=padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by),
+        vocab_size=padded_vocab_size(
+            vocab_size, args.make_vocab_size_divisible_by, args.padded_vocab_size
+        ),
         recompute=_take_recompute(args),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from data.tokenizer import TOKENIZER_TYPES
+from data.tokenizer_config import TOKENIZER_TYPES
 
 # One flag in two or three lines reads as a table: the formatter would take six.
 # fmt: off
@@ -46,12 +46,17 @@ def add_tokenizer_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group(
         "tokenizer", "The one that made the corpus: it sets the vocabulary and ends documents.",
     ).add_argument
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE",
-        help=f"needed except with --mock-data: {' '.join(TOKENIZER_TYPES)}")
+    add("--tokenizer-type", metavar="TYPE",
+        help=f"needed except with --mock-data or --vocab-file: {' '.join(TOKENIZER_TYPES)}")
     add("--tokenizer-model", metavar="FILE", help="the tokenizer's file, folder or name")
+    add("--vocab-file", metavar="FILE",
+        help="for GPT2BPETokenizer, which is the default where this is given: vocab.json")
+    add("--merge-file", metavar="FILE", help="for GPT2BPETokenizer: merges.txt")
     add("--vocab-size", type=int, metavar="N",
-        help="for NullTokenizer: ids below N are data, N ends a document; default: the preset's; "
-        "for others checked against the tokenizer")
+        help="for NullTokenizer: ids lie below N, and N - 1 ends a document; default: the "
+        "preset's; for others checked against the tokenizer")
+    add("--null-tokenizer-eod-id", type=int, metavar="ID",
+        help="for NullTokenizer: the id that ends a document; default: the last one")
 
 
 def add_validation_args(parser: ArgumentParser) -> None:

@@ -53,6 +53,9 @@ def add_model_args(parser: ArgumentParser) -> None:
         help="have an output layer of its own, whatever the preset says")
     add("--make-vocab-size-divisible-by", type=int, default=128, metavar="N",
         help="pad the vocabulary of embedding and output layer to a multiple of N")
+    add("--padded-vocab-size", type=int, metavar="N",
+        help="give embedding and output layer exactly N rows, at least as many as the tokenizer "
+        "has ids; --make-vocab-size-divisible-by does not count then")
 
 
 def add_training_args(parser: ArgumentParser) -> None:

@@ -15,7 +15,8 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 from data.blend import parse_blend, read_blend, read_blend_per_split
 from data.indexed_dataset import IndexedDataset
-from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from data.tokenizer import Tokenizer, build_tokenizer
+from data.tokenizer_config import tokenizer_config
 from paro.arguments import parse_args
 from paro.runtime import run_script, user_mistakes
 from tools.inspection.lengths import (
@@ -90,15 +91,8 @@ def prefixes_of(args: Namespace) -> list[str]:
 
 
 def tokenizer_of(args: Namespace) -> Tokenizer | None:
-    if args.tokenizer_type is None:
-        return None
-    return build_tokenizer(
-        TokenizerConfig(
-            tokenizer_type=args.tokenizer_type,
-            tokenizer_model=args.tokenizer_model,
-            vocab_size=args.vocab_size,
-        )
-    )
+    config = tokenizer_config(vars(args))
+    return None if config is None else build_tokenizer(config)
 
 
 def describe(dataset: IndexedDataset, bins: list[Bin]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from paro.runtime import UserMistakeError, World
 from tools.inspect_dataset import main
 from tools.inspection.lengths import document_lengths, draw_text, figures, histogram
 
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
 EOD = 1000
 
 
@@ -70,7 +70,7 @@ def test_files_of_blends_are_understood(
 def test_a_corpus_of_another_tokenizer_is_told(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "999"]
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
     main(["--data-path", str(corpus), *flags])
     assert "the tokenizer has 1,000 ids: this corpus was made with another" in (
         capsys.readouterr().out

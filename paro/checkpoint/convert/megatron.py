@@ -232,8 +232,9 @@ def _config(
             f"{config.num_query_groups} query groups"
         )
     vocab_size = int(given.get("vocab_size") or config.vocab_size)
-    if given.get("tokenizer_type") == "NullTokenizer":
-        vocab_size += 1  # the end of a document, which the argument leaves out
+    is_null = given.get("tokenizer_type") == "NullTokenizer"
+    if is_null and "null_tokenizer_eod_id" not in given:
+        vocab_size += 1  # the end of a document, which the argument left out before core 0.18
     return config, min(vocab_size, config.vocab_size)
 
 
