@@ -20,7 +20,7 @@ from paro.placement import (
     predict_memory,
     predicted_bytes,
 )
-from paro.report.log import Log
+from paro.report.log import Log, set_logging_level
 from paro.report.log_line import arguments_block
 from paro.report.memory import MemoryForecast, resident_bytes
 from paro.report.observer import Observer
@@ -51,6 +51,7 @@ def main() -> None:
         if config.launch.dry_run:
             run_dry(args, config, world)
             return
+    set_logging_level(config.report.logging_level)
     with distributed(config.runtime, world) as control:
         run(args, config, control)
 

@@ -96,7 +96,7 @@ def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:
 
     The files of GPT-2's alone are enough: Megatron's own default is that type.
     """
-    given = {field.name: flags.get(field.name) for field in fields(TokenizerConfig)}
+    given: dict[str, Any] = {field.name: flags.get(field.name) for field in fields(TokenizerConfig)}
     if given["tokenizer_type"] is None and (given["vocab_file"] or given["merge_file"]):
         given["tokenizer_type"] = GPT2_TYPE
     return None if given["tokenizer_type"] is None else TokenizerConfig(**given)

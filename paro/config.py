@@ -10,10 +10,15 @@ from data.loader import DataConfig
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LLAMA_PRESETS, LlamaConfig
-from paro.batch_schedule import BatchSchedule
+from paro.batch_schedule import BatchSchedule, parse_steps
 from paro.checkpoint.config import CheckpointConfig
 from paro.compatibility import check_compatibility
-from paro.config_checkpoint import saved_common, with_checkpoint_args, with_checkpoint_schedule
+from paro.config_checkpoint import (
+    resumed_samples,
+    saved_common,
+    with_checkpoint_args,
+    with_checkpoint_schedule,
+)
 from paro.config_checks import (
     check_given,
     check_intervals,
@@ -85,9 +90,11 @@ class RunConfig:
             else:
                 args = with_checkpoint_args(args, common)
         sharding, strategy = _take_sharding(args, world)
-        batches = _take_batches(args, world)
-        train = _take_train(args, batches)
         data = _take_data(args)
+        batches = _take_batches(args, world)
+        if batches.step_batch_size_schedule is not None:
+            batches.check_from(resumed_samples(checkpoint))
+        train = _take_train(args, batches)
         tokenizer = _take_tokenizer(args)
         built = build_tokenizer(tokenizer)
         model, precision = take_model(args, built.vocab_size), _take_precision(args)
@@ -175,15 +182,26 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
 
 
 def _take_batches(args: Namespace, world: World) -> BatchSchedule:
-    global_batch_size = args.global_batch_size
-    if global_batch_size is None:
+    global_batch_size, steps = args.global_batch_size, None
+    if args.step_batch_size_schedule is not None:
+        for flag in ("global_batch_size", "rampup_batch_size"):
+            if getattr(args, flag) is not None:
+                raise ValueError(
+                    f"--step-batch-size-schedule and --{flag.replace('_', '-')} contradict each "
+                    "other: give one of them"
+                )
+        steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
+        global_batch_size = steps[-1][1]
+    elif global_batch_size is None:
         global_batch_size = args.micro_batch_size * world.size
     rampup = args.rampup_batch_size
-    return BatchSchedule(
-        micro_batch_size=args.micro_batch_size,
+    return _take(
+        BatchSchedule,
+        args,
         global_batch_size=global_batch_size,
         data_parallel_size=world.size,
         rampup_batch_size=None if rampup is None else tuple(rampup),
+        step_batch_size_schedule=steps,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from data.tokenizer_config import saved_tokenizer
@@ -16,11 +17,21 @@ def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
     if not (checkpoint.use_checkpoint_args or checkpoint.use_checkpoint_opt_param_scheduler):
         return None
     assert checkpoint.load is not None, "checked before"
-    if checkpoint.ckpt_step is None:
-        directory = newest_whole(checkpoint.load)
-    else:
-        directory = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
     return None if directory is None else common_of(directory)
+
+
+def resumed_samples(checkpoint: CheckpointConfig) -> int:
+    """The training samples behind which a run goes on; 0 where it begins."""
+    if checkpoint.load is None or checkpoint.finetune:
+        return 0
+    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
+    state = {} if directory is None else common_of(directory).get("state", {})
+    return int(state.get("consumed_train_samples", 0))
+
+
+def _directory(load: str, ckpt_step: int | None) -> Path | None:
+    return newest_whole(load) if ckpt_step is None else find_checkpoint(load, ckpt_step)
 
 
 def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:

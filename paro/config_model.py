@@ -9,6 +9,8 @@ from typing import Any
 from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 
+_MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
+
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     """Explicit sizes over the preset's; what neither gives follows from the others."""
@@ -83,4 +85,26 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
         raise ValueError(
             "--recompute-method and --recompute-num-layers need --recompute-granularity full"
         )
+    if args.recompute_modules is not None and not _recomputes_core(args, granularity):
+        return None
     return None if granularity is None else RecomputeConfig(granularity=granularity, **given)
+
+
+def _recomputes_core(args: Namespace, granularity: str | None) -> bool:
+    """Whether attention's core is among --recompute-modules; norms are recomputed anyway."""
+    flag = "--recompute-modules"
+    if granularity != "selective":
+        raise ValueError(
+            f"{flag} needs --recompute-granularity selective: give that, or leave it out"
+        )
+    for module in args.recompute_modules:
+        if module == "mlp":
+            raise ValueError(
+                f"{flag} {module} is not supported: core_attn and layernorm are recomputed by "
+                "themselves, all else only with --recompute-granularity full"
+            )
+        if module not in _MODULES:
+            raise ValueError(
+                f"{flag} {module}: a LLaMA has no such module; give core_attn, layernorm or both"
+            )
+    return "core_attn" in args.recompute_modules

@@ -65,6 +65,11 @@ def add_validation_args(parser: ArgumentParser) -> None:
         help="evaluate on held-out data every N iterations; 0: only at the end")
     add("--eval-iters", type=int, default=100, metavar="N",
         help="global batches per evaluation; 0: never evaluate")
+    add("--eval-global-batch-size", type=int, metavar="SAMPLES",
+        help="samples of such a batch over all ranks; default: --global-batch-size, or the last "
+        "size of --step-batch-size-schedule")
+    add("--eval-micro-batch-size", type=int, metavar="SAMPLES",
+        help="samples per rank and forward pass of an evaluation; default: --micro-batch-size")
     add("--full-validation", action="store_true",
         help="let every evaluation read all validation data once, instead of --eval-iters batches")
     add("--multiple-validation-sets", action="store_true",
@@ -107,6 +112,9 @@ def add_logging_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("logging").add_argument
     add("--log-interval", type=int, default=100, metavar="N",
         help="print a line, and write one to --metrics-file, every N iterations")
+    add("--logging-level", type=int, metavar="LEVEL",
+        help="what torch and other libraries say on standard error, by Python's levels: 10 all, 20 "
+        "what goes on, 30 warnings, 40 errors alone; default: as they have it")
     add("--log-throughput", action="store_true", help="add TFLOP/s per device to that line")
     add("--log-num-zeros-in-grad", action="store_true",
         help="add how many elements of the gradients are zero")

@@ -72,6 +72,9 @@ def add_training_args(parser: ArgumentParser) -> None:
     add("--rampup-batch-size", type=int, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"),
         help="begin with a global batch of START and add INCREMENT at equal distances over "
         "SAMPLES samples, up to --global-batch-size")
+    add("--step-batch-size-schedule", metavar='"TOKENS:SIZE ..."',
+        help="instead of both: the global batch sizes and the tokens after which each begins, such "
+        'as "0:768 250B:1536"; K, M, B and T stand for thousands and so on')
     add("--seq-length", type=int, metavar="TOKENS", help="tokens per sample; needed")
     add("--train-iters", type=int, metavar="N",
         help="optimizer steps in all, those before a resume included; this or --train-samples")
@@ -118,6 +121,9 @@ def add_recompute_args(parser: ArgumentParser) -> None:
     add("--recompute-granularity", choices=("full", "selective"),
         help="full: whole blocks, keeping their inputs (a third more compute); selective: only the "
         "inside of attention")
+    add("--recompute-modules", nargs="+", metavar="MODULE",
+        help="for selective: core_attn, the inside of attention (the default), and layernorm, "
+        "which is always recomputed, as is the product of gate and up")
     add("--recompute-method", choices=("uniform", "block"),
         help="for full: uniform, all blocks in chunks of --recompute-num-layers (the default); "
         "block, only the first --recompute-num-layers blocks")

@@ -114,7 +114,7 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
         "> 10 iterations, 20,480 tokens in all\n"
     ) in out
     # 2 x 128 x 64, 4 x (4 x 64 x 64 + 3 x 64 x 128 + 2 x 64) and 64
-    assert "> number of parameters: 180,800; vocabulary of 101 padded to 128\n" in out
+    assert "> number of parameters: 180,800; vocabulary of 100 padded to 128\n" in out
     assert "> strategy IIG: 8 ranks in groups of 4, collectives native\n" in out
     assert "grads      I      4       2       0-3 4-7" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("embedding", "blocks"))]
@@ -188,7 +188,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         writer.add_document([np.arange(600)])
     args = parse_args(f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4".split())
     world = take_world(args)
-    with pytest.raises(ValueError, match="holds token id 599, the vocabulary has 101"):
+    with pytest.raises(ValueError, match="holds token id 599, the vocabulary has 100"):
         run_dry(args, RunConfig.from_args(args, world), world)
 
 
