@@ -8,36 +8,20 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-import tokenizers
-from tokenizers import models, pre_tokenizers, trainers
 
 from data.gpt2_tokenizer import END, write_gpt2_tokenizer_json
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
+from tests.helpers.gpt2 import TEXT, write_gpt2
 
 # How GPT-2 cuts a text into words, as its authors published it.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-TEXT = "The fox's tail: it'll jump 123 times!\n\n  def f(x):\n\treturn x  # naïve 雪 🙂\r\n"
 TEXTS = (TEXT, "", " ", "I'LL they've", "ﬁ ½ ①", TEXT * 9, "x" * 999)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """A vocabulary of 256 bytes, 44 merges and the end, as GPT-2's of 50,000 is written."""
-    trained = tokenizers.Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    trained.train_from_iterator([TEXT] * 3, trainer)
-    vocabulary = trained.get_vocab()
-    vocabulary[END] = len(vocabulary)
-    vocab_file, merge_file = tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"
-    vocab_file.write_text(json.dumps(vocabulary), encoding="utf-8")
-    merges = json.loads(trained.to_str())["model"]["merges"]
-    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
-    merge_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return vocab_file, merge_file
+    return write_gpt2(tmp_path)
 
 
 def build(files: tuple[Path, Path]) -> Tokenizer:

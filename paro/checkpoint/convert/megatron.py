@@ -128,10 +128,9 @@ def open_megatron(root: Path) -> Source:
 
 
 def write_megatron(
-    source: Source, root: Path, advance: Callable[[int], None], *, divisible_by: int
+    source: Source, root: Path, advance: Callable[[int], None], *, rows: int, divisible_by: int
 ) -> None:
-    """Fills an empty folder with a `release` checkpoint, its vocabulary padded as Megatron does."""
-    rows = -(-source.config.vocab_size // divisible_by) * divisible_by
+    """Fills an empty folder with a `release` checkpoint of so many rows of embedding and head."""
     config = replace(source.config, vocab_size=rows)
     writers: dict[str, list[tuple[Callable[[Tensor], Tensor], LazyTensor]]] = {}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

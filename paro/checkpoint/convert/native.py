@@ -76,13 +76,13 @@ def open_native(root: Path, iteration: int | None = None) -> Source:
 
 
 def write_native(
-    source: Source, root: Path, final: Path, advance: Callable[[int], None], *, divisible_by: int
+    source: Source, root: Path, final: Path, advance: Callable[[int], None], *, rows: int
 ) -> None:
     """Fills an empty folder, which is going to be `final`, with a checkpoint of the parameters.
 
-    Padding of the vocabulary up to a multiple is zero, as nothing is ever drawn from it.
+    Embedding and output layer get `rows`; what is padding is zero, as nothing is ever drawn from
+    it.
     """
-    rows = -(-source.config.vocab_size // divisible_by) * divisible_by
     partial_directory = begin_checkpoint(root, 0)
     states, reads = _lazy_states(source, rows)
     writer = BoundedWriter(partial_directory)
