@@ -91,9 +91,7 @@ class RunConfig:
                 args = with_checkpoint_args(args, common)
         sharding, strategy = _take_sharding(args, world)
         data = _take_data(args)
-        batches = _take_batches(args, world)
-        if batches.step_batch_size_schedule is not None:
-            batches.check_from(resumed_samples(checkpoint))
+        batches = _take_batches(args, world, checkpoint)
         train = _take_train(args, batches)
         tokenizer = _take_tokenizer(args)
         built = build_tokenizer(tokenizer)
@@ -181,7 +179,7 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
     return sharding, strategy
 
 
-def _take_batches(args: Namespace, world: World) -> BatchSchedule:
+def _take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) -> BatchSchedule:
     global_batch_size, steps = args.global_batch_size, None
     if args.step_batch_size_schedule is not None:
         for flag in ("global_batch_size", "rampup_batch_size"):
@@ -195,7 +193,7 @@ def _take_batches(args: Namespace, world: World) -> BatchSchedule:
     elif global_batch_size is None:
         global_batch_size = args.micro_batch_size * world.size
     rampup = args.rampup_batch_size
-    return _take(
+    batches = _take(
         BatchSchedule,
         args,
         global_batch_size=global_batch_size,
@@ -203,6 +201,9 @@ def _take_batches(args: Namespace, world: World) -> BatchSchedule:
         rampup_batch_size=None if rampup is None else tuple(rampup),
         step_batch_size_schedule=steps,
     )
+    if steps is not None:
+        batches.check_from(resumed_samples(checkpoint))
+    return batches
 
 
 def _take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:

@@ -156,7 +156,7 @@ def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
     """The same tokenizer elsewhere; GPT-2's two files lie in a folder, under the names they had."""
     kind = saved["tokenizer_type"]
     if kind == GPT2_TYPE and Path(moved_to).is_dir():
-        files = {
+        files: dict[str, Any] = {
             name: str(Path(moved_to) / Path(saved[name]).name)
             for name in ("vocab_file", "merge_file")
         }
