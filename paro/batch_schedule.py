@@ -179,6 +179,8 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
 
     `text` is TOKENS:SIZE and more of them, with blanks or commas between, in any order.
     """
+    if seq_length < 1:
+        raise ValueError(f"--seq-length {seq_length} must be at least 1")
     steps = []
     for entry in text.replace(",", " ").split():
         tokens, colon, samples = entry.partition(":")

@@ -90,9 +90,9 @@ class RunConfig:
             else:
                 args = with_checkpoint_args(args, common)
         sharding, strategy = _take_sharding(args, world)
-        data = _take_data(args)
         batches = _take_batches(args, world, checkpoint)
         train = _take_train(args, batches)
+        data = _take_data(args)
         tokenizer = _take_tokenizer(args)
         built = build_tokenizer(tokenizer)
         model, precision = take_model(args, built.vocab_size), _take_precision(args)
