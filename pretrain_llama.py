@@ -22,7 +22,7 @@ from paro.placement import (
     predicted_bytes,
 )
 from paro.report.dashboards import check_login
-from paro.report.log import Log
+from paro.report.log import Log, set_logging_level
 from paro.report.log_line import arguments_block
 from paro.report.memory import MemoryForecast, resident_bytes
 from paro.report.observer import Observer
@@ -53,6 +53,7 @@ def main() -> None:
         if config.launch.dry_run:
             run_dry(config, world)
             return
+    set_logging_level(config.report.logging_level)
     with distributed(config.runtime, world) as control:
         run(config, control)
 

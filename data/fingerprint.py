@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from data.atomic_file import replacing
-from data.tokenizer import TokenizerConfig, build_tokenizer
+from data.tokenizer import build_tokenizer
+from data.tokenizer_config import TokenizerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +40,10 @@ def fingerprint_of(config: TokenizerConfig) -> Fingerprint | None:
     if not tokenizer.vocabulary:
         return None
     # Published models' files have one name; their folder tells them apart.
-    file = "/".join(Path(config.tokenizer_model or "").absolute().parts[-2:])
+    file = "/".join(Path(config.files[0]).absolute().parts[-2:]) if config.files else ""
     return Fingerprint(
         tokenizer_type=config.tokenizer_type,
-        file=file if config.tokenizer_model else "",
+        file=file,
         vocab_size=tokenizer.vocab_size,
         digest=digest_of(tokenizer.vocabulary, tokenizer.eod),
     )

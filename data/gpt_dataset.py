@@ -105,10 +105,14 @@ def _check_ids(ids: Tokens, vocab_size: int, prefix: str) -> None:
     extremes = (int(ids.min(initial=0)), int(ids.max(initial=0)))
     wrong = [token for token in extremes if not 0 <= token < vocab_size]
     if wrong:
+        older = (
+            f"; if NullTokenizer made it before it counted the end of documents, give --vocab-size "
+            f"{vocab_size + 1}"
+        )
         raise ValueError(
             f"{bin_path(prefix)} holds token id {wrong[0]}, the vocabulary has {vocab_size} "
             "entries: --data-path was made with another tokenizer than --tokenizer-model or "
-            "--vocab-size say"
+            f"--vocab-size say{older if wrong[0] == vocab_size else ''}"
         )
 
 

@@ -24,7 +24,7 @@ from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, check_voca
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, parse_split, share_of
-from data.tokenizer import TokenizerConfig
+from data.tokenizer_config import TokenizerConfig
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1

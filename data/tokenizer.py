@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from data.gpt2_tokenizer import GPT2BPETokenizer
 from data.hugging_face_tokenizer import HuggingFaceTokenizer
 from data.tik_tokenizer import TikTokenizer
-
-SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TOKENIZER_TYPES = (
-    *SENTENCEPIECE_TYPES,
-    "HuggingFaceTokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerConfig:
-    """Which tokenizer; `vocab_size` is needed by NullTokenizer and checked for the others."""
-
-    tokenizer_type: str
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.tokenizer_type not in TOKENIZER_TYPES:
-            raise ValueError(
-                f"--tokenizer-type {self.tokenizer_type} is unknown: choose one of "
-                f"{', '.join(TOKENIZER_TYPES)}"
-            )
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ValueError(f"--vocab-size {self.vocab_size} must be at least 1")
-        if self.tokenizer_type == "NullTokenizer":
-            if self.vocab_size is None:
-                raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
-        elif self.tokenizer_model is None:
-            raise ValueError(f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model")
+from data.tokenizer_config import GPT2_TYPE, SENTENCEPIECE_TYPES, TokenizerConfig
 
 
 class Tokenizer(Protocol):
@@ -80,27 +50,45 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer of a configuration; `ValueError` or `OSError` names the flag at fault."""
     if config.tokenizer_type == "NullTokenizer":
         assert config.vocab_size is not None, "TokenizerConfig checks this"
-        return NullTokenizer(config.vocab_size)
-    assert config.tokenizer_model is not None, "TokenizerConfig checks this"
-    tokenizer: Tokenizer
-    if config.tokenizer_type in SENTENCEPIECE_TYPES:
-        begins = config.tokenizer_type == "Llama2Tokenizer"
-        tokenizer = SentencePieceTokenizer(config.tokenizer_model, begins_texts=begins)
-    elif config.tokenizer_type == "TikTokenizer":
-        tokenizer = TikTokenizer(config.tokenizer_model)
-    else:
-        tokenizer = HuggingFaceTokenizer(config.tokenizer_model)
+        return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id)
+    tokenizer = _read_tokenizer(config)
     if config.vocab_size not in (None, tokenizer.vocab_size):
+        flag = "--vocab-file" if config.tokenizer_type == GPT2_TYPE else "--tokenizer-model"
         raise ValueError(
-            f"--vocab-size {config.vocab_size} contradicts --tokenizer-model "
-            f"{config.tokenizer_model}, which has {tokenizer.vocab_size} entries: leave "
-            "--vocab-size out"
+            f"--vocab-size {config.vocab_size} contradicts {flag} {config.files[0]}, which has "
+            f"{tokenizer.vocab_size} entries: leave --vocab-size out; --padded-vocab-size sets the "
+            "model's rows"
         )
     return tokenizer
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """The rows of embedding and head: `vocab_size` rounded up to --make-vocab-size-divisible-by."""
+def _read_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """A tokenizer that lies in files."""
+    if config.tokenizer_type == GPT2_TYPE:
+        assert config.vocab_file is not None, "TokenizerConfig checks this"
+        assert config.merge_file is not None, "TokenizerConfig checks this"
+        return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+    assert config.tokenizer_model is not None, "TokenizerConfig checks this"
+    if config.tokenizer_type in SENTENCEPIECE_TYPES:
+        begins = config.tokenizer_type == "Llama2Tokenizer"
+        return SentencePieceTokenizer(config.tokenizer_model, begins_texts=begins)
+    if config.tokenizer_type == "TikTokenizer":
+        return TikTokenizer(config.tokenizer_model)
+    return HuggingFaceTokenizer(config.tokenizer_model)
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = None) -> int:
+    """The rows of embedding and head: `vocab_size` rounded up to --make-vocab-size-divisible-by.
+
+    With --padded-vocab-size they are `exactly` so many, and the multiple does not count.
+    """
+    if exactly is not None:
+        if exactly < vocab_size:
+            raise ValueError(
+                f"--padded-vocab-size {exactly} is less than the {vocab_size} entries of the "
+                f"tokenizer: give {vocab_size} or more, or leave it out"
+            )
+        return exactly
     if divisible_by < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {divisible_by} must be at least 1")
     return -(-vocab_size // divisible_by) * divisible_by
@@ -167,25 +155,25 @@ def _load_sentencepiece(path: Path) -> Any:
 class NullTokenizer:
     """Texts that are numbers: `3 1 2` is the ids 3, 1, 2, all below --vocab-size.
 
-    The end of a document is the id --vocab-size itself, as in Megatron, so that the vocabulary
-    has one entry more than the flag says.
+    The end of a document is the last id, --vocab-size - 1, unless --null-tokenizer-eod-id says
+    otherwise: as in Megatron since core 0.18, before which it came on top of --vocab-size.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self.eod = vocab_size
+    def __init__(self, vocab_size: int, *, eod: int | None = None) -> None:
+        self.eod = vocab_size - 1 if eod is None else eod
         self.bos = None
         self.text_prefix: tuple[int, ...] = ()
-        self.vocab_size = vocab_size + 1
+        self.vocab_size = vocab_size
         self.vocabulary: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
         for word in words:
             known = word.isascii() and word.isdigit() and len(word) < 20
-            if not known or int(word) > self.eod:
+            if not known or int(word) >= self.vocab_size:
                 raise ValueError(
                     f"{word[:20]!r} is no token id: --tokenizer-type NullTokenizer takes numbers "
-                    f"from 0 to {self.eod}, separated by blanks"
+                    f"from 0 to {self.vocab_size - 1}, separated by blanks"
                 )
         return [int(word) for word in words]
 

@@ -53,7 +53,7 @@ TRAINING_ARGS=(
 DATA_ARGS=(
     --mock-data
     --tokenizer-type NullTokenizer
-    --vocab-size 4095 # and the id that ends documents
+    --vocab-size 4096
     --num-workers 0
 )
 

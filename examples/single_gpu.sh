@@ -53,7 +53,7 @@ if [[ $TOKENIZER_ARG == MOCK || $DATA_ARG == MOCK ]]; then
     DATA_ARGS=(
         --mock-data
         --tokenizer-type NullTokenizer
-        --vocab-size 31999 # and the id that ends documents
+        --vocab-size 32000
     )
 else
     DATA_ARGS=(

@@ -174,7 +174,7 @@ def count_samples(config: RunConfig, state: TrainState | None = None) -> SplitCo
     """
     train, eval_iters = config.train, config.train.eval_iters
     last = last_iteration(train, config.batches, state)
-    per_evaluation = eval_iters * config.batches.global_batch_size
+    per_evaluation = eval_iters * config.batches.eval_batch
     # Evaluations while training, and one after it.
     num_evaluations = last // train.eval_interval + 1 if train.eval_interval else 1
     num_train = train.train_samples or config.batches.samples_after(train.train_iters)
@@ -197,12 +197,14 @@ def build_sources(
 ) -> Sources:
     """This rank's micro-batches of every split, from where `state` has come to."""
 
-    def read(samples: Samples, consumed: int, *, whole: bool = False) -> Iterator[Batch]:
+    batches = config.batches
+
+    def read(samples: Samples, size: int, consumed: int, *, whole: bool = False) -> Iterator[Batch]:
         return MicroBatches(
             samples,
             rank=training.control.world.rank,
             world_size=training.control.world.size,
-            micro_batch_size=config.batches.micro_batch_size,
+            micro_batch_size=size,
             consumed_samples=consumed,
             num_workers=config.data.num_workers,
             pin_memory=training.device.type == "cuda",
@@ -211,10 +213,11 @@ def build_sources(
         )
 
     def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOut:
-        at_once = config.batches.micro_batch_size * training.control.world.size
+        size = batches.eval_micro_batch
+        at_once = size * training.control.world.size
         return HeldOut(
             name=name or None,
-            batches=read(samples, 0 if whole else consumed, whole=whole),
+            batches=read(samples, size, 0 if whole else consumed, whole=whole),
             num_micro_batches=-(-len(samples) // at_once) if whole else None,
         )
 
@@ -223,7 +226,7 @@ def build_sources(
         valid[""] = datasets.valid
     consumed, whole = state.consumed_valid_samples, config.data.full_validation
     return Sources(
-        train=read(datasets.train, state.consumed_train_samples),
+        train=read(datasets.train, batches.micro_batch_size, state.consumed_train_samples),
         valid=tuple(
             hold_out(samples, consumed, whole=whole, name=name) for name, samples in valid.items()
         ),

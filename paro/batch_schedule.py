@@ -1,15 +1,21 @@
-"""How many samples and micro-batches each iteration takes, ramp-up of the batch size included."""
+"""How many samples and micro-batches each iteration takes, where the batch size changes too."""
 
-# Megatron's rule: with --rampup-batch-size START INCREMENT SAMPLES the batch grows from START to
+# Megatron's rules. With --rampup-batch-size START INCREMENT SAMPLES the batch grows from START to
 # --global-batch-size in equal steps of INCREMENT, and each size lasts for SAMPLES / (number of
-# steps) samples. Everything here is a function of the samples consumed so far, so that a run which
+# steps) samples. With --step-batch-size-schedule each size is named, and after how many tokens it
+# begins. Everything here is a function of the samples consumed so far, so that a run which
 # resumes needs no state for it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from paro.quantities import count_text
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_STEPS_FLAG = "--step-batch-size-schedule"
 
 
 def check_multiple(what: str, size: int, micro_batch_size: int, *, num_ranks: int) -> None:
@@ -27,31 +33,70 @@ def check_multiple(what: str, size: int, micro_batch_size: int, *, num_ranks: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSchedule:
-    """The batch sizes of a run; `rampup_batch_size` is (start, increment, samples) or None."""
+    """The batch sizes of a run, in training and in evaluations.
+
+    `rampup_batch_size` is (start, increment, samples); `step_batch_size_schedule` is (samples
+    after which a size begins, the size) in rising order, the last size `global_batch_size`.
+    """
 
     micro_batch_size: int
     global_batch_size: int
     data_parallel_size: int
     rampup_batch_size: tuple[int, int, int] | None = None
+    step_batch_size_schedule: tuple[tuple[int, int], ...] | None = None
+    eval_global_batch_size: int | None = None  # None: as in training, after all changes
+    eval_micro_batch_size: int | None = None  # None: as in training
 
     def __post_init__(self) -> None:
         for flag, size in (
             ("--micro-batch-size", self.micro_batch_size),
             ("--global-batch-size", self.global_batch_size),
+            ("--eval-micro-batch-size", self.eval_micro_batch),
+            ("--eval-global-batch-size", self.eval_batch),
         ):
             if size < 1:
                 raise ValueError(f"{flag} {size} must be at least 1")
-        self._check_multiple("--global-batch-size", self.global_batch_size)
+        if self.step_batch_size_schedule is None:
+            self._check_multiple("--global-batch-size", self.global_batch_size)
         if self.rampup_batch_size is not None:
             self._check_rampup(*self.rampup_batch_size)
+        self._check_eval()
 
     @property
     def samples_per_micro_batch(self) -> int:
         """Samples that all ranks together take in one micro-batch."""
         return self.micro_batch_size * self.data_parallel_size
 
+    @property
+    def most_micro_batches(self) -> int:
+        """How many micro-batches a rank takes in the largest iteration of a run."""
+        sizes = [size for _, size in self.step_batch_size_schedule or ()]
+        return max(self.global_batch_size, *sizes, 0) // self.samples_per_micro_batch
+
+    @property
+    def eval_micro_batch(self) -> int:
+        """Samples that a rank takes in one micro-batch of an evaluation."""
+        size = self.eval_micro_batch_size
+        return self.micro_batch_size if size is None else size
+
+    @property
+    def eval_batch(self) -> int:
+        """Samples that all ranks together take in one iteration of an evaluation."""
+        size = self.eval_global_batch_size
+        return self.global_batch_size if size is None else size
+
+    @property
+    def num_eval_micro_batches(self) -> int:
+        """How many micro-batches each rank takes in one iteration of an evaluation."""
+        return self.eval_batch // (self.eval_micro_batch * self.data_parallel_size)
+
     def batch_size_at(self, consumed_samples: int) -> int:
         """The global batch size of the iteration that starts after `consumed_samples`."""
+        if self.step_batch_size_schedule is not None:
+            begun = [
+                size for begin, size in self.step_batch_size_schedule if begin <= consumed_samples
+            ]
+            return begun[-1]
         if self.rampup_batch_size is None:
             return self.global_batch_size
         start, increment, rampup_samples = self.rampup_batch_size
@@ -62,14 +107,18 @@ class BatchSchedule:
 
     def num_micro_batches_at(self, consumed_samples: int) -> int:
         """How many micro-batches each rank takes in that iteration."""
-        return self.batch_size_at(consumed_samples) // self.samples_per_micro_batch
+        size = self.batch_size_at(consumed_samples)
+        assert size % self.samples_per_micro_batch == 0, "check_from was not called"
+        return size // self.samples_per_micro_batch
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
         """Samples consumed after `iterations` more iterations, by default the first."""
-        while iterations > 0 and self._in_rampup(consumed):
-            consumed += self.batch_size_at(consumed)
-            iterations -= 1
-        return consumed + iterations * self.global_batch_size
+        while iterations > 0:
+            size, count = self._equal_from(consumed)
+            count = iterations if count is None else min(count, iterations)
+            consumed += count * size
+            iterations -= count
+        return consumed
 
     def iterations_within(self, samples: int, consumed: int = 0) -> int:
         """Iterations that still fit into `samples`, of which some may be consumed already.
@@ -77,15 +126,33 @@ class BatchSchedule:
         A last partial batch is left out.
         """
         iterations = 0
-        while self._in_rampup(consumed):
-            consumed += self.batch_size_at(consumed)
-            if consumed > samples:
-                return iterations
-            iterations += 1
-        return iterations + max(0, samples - consumed) // self.global_batch_size
+        while True:
+            size, count = self._equal_from(consumed)
+            fitting = max(0, samples - consumed) // size
+            if count is None or fitting < count:
+                return iterations + fitting
+            iterations += count
+            consumed += count * size
 
-    def _in_rampup(self, consumed_samples: int) -> bool:
-        return self.rampup_batch_size is not None and consumed_samples < self.rampup_batch_size[2]
+    def check_from(self, consumed_samples: int) -> None:
+        """`ValueError` unless every size divides that a run from here on may still take.
+
+        Of a schedule the sizes before it need not: more ranks may have joined since.
+        """
+        for begin, size in self.step_batch_size_schedule or ():
+            if begin > consumed_samples or size == self.batch_size_at(consumed_samples):
+                self._check_multiple(f"{_STEPS_FLAG}: the size", size)
+
+    def _equal_from(self, consumed: int) -> tuple[int, int | None]:
+        """The size at this place, and for how many iterations it stays; None: for good."""
+        change: int | None = None
+        if self.rampup_batch_size is not None and consumed < self.rampup_batch_size[2]:
+            change = consumed + 1  # iteration by iteration
+        elif self.step_batch_size_schedule is not None:
+            changes = [begin for begin, _ in self.step_batch_size_schedule if begin > consumed]
+            change = min(changes, default=None)
+        size = self.batch_size_at(consumed)
+        return size, None if change is None else -(-(change - consumed) // size)
 
     def _check_rampup(self, start: int, increment: int, samples: int) -> None:
         flag = f"--rampup-batch-size {start} {increment} {samples}"
@@ -104,5 +171,58 @@ class BatchSchedule:
         if start != self.global_batch_size:
             self._check_multiple(f"{flag}: INCREMENT", increment)
 
+    def _check_eval(self) -> None:
+        at_once = self.eval_micro_batch * self.data_parallel_size
+        given = (self.eval_global_batch_size, self.eval_micro_batch_size)
+        if given != (None, None) and self.eval_batch % at_once != 0:
+            raise ValueError(
+                f"--eval-global-batch-size {self.eval_batch} is not divisible by "
+                f"--eval-micro-batch-size {self.eval_micro_batch} times {self.data_parallel_size} "
+                f"ranks (= {at_once}); each is its counterpart in training where it is not given"
+            )
+
     def _check_multiple(self, what: str, size: int) -> None:
         check_multiple(what, size, self.micro_batch_size, num_ranks=self.data_parallel_size)
+
+
+def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
+    """The sizes of --step-batch-size-schedule and the samples after which each begins.
+
+    `text` is TOKENS:SIZE and more of them, with blanks or commas between, in any order.
+    """
+    if seq_length < 1:
+        raise ValueError(f"--seq-length {seq_length} must be at least 1")
+    steps = []
+    for entry in text.replace(",", " ").split():
+        tokens, colon, samples = entry.partition(":")
+        if not colon:
+            raise ValueError(f"{_STEPS_FLAG}: {entry!r} is not TOKENS:SIZE, such as 250B:1536")
+        steps.append((_number(tokens, entry) // seq_length, _number(samples, entry)))
+    steps.sort()
+    if not steps or steps[0][0] != 0:
+        raise ValueError(f"{_STEPS_FLAG} {text!r} has no size to begin with: add 0:SIZE")
+    for (begin, size), (following, next_size) in pairwise(steps):
+        if begin == following:
+            raise ValueError(
+                f"{_STEPS_FLAG} {text!r}: the sizes {size} and {next_size} begin at the same "
+                f"sample, {begin}, of {seq_length} tokens each"
+            )
+    if min(size for _, size in steps) < 1:
+        raise ValueError(f"{_STEPS_FLAG} {text!r}: every size must be at least 1")
+    return tuple(steps)
+
+
+def _number(text: str, entry: str) -> int:
+    """A whole number that may end with K, M, B or T, as Megatron reads it."""
+    digits, factor = text.strip().upper(), 1
+    if digits[-1:] in _SUFFIXES:
+        digits, factor = digits[:-1], _SUFFIXES[digits[-1]]
+    try:
+        number = float(digits) * factor
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(
+            f"{_STEPS_FLAG}: {text!r} in {entry!r} is no number such as 768, 1.5M or 250B"
+        )
+    return int(number)

@@ -8,13 +8,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from data.loader import DataConfig
-from data.tokenizer import TokenizerConfig, build_tokenizer
+from data.tokenizer import build_tokenizer
+from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LLAMA_PRESETS, LlamaConfig
 from paro.arguments import check_flags
-from paro.batch_schedule import BatchSchedule
+from paro.batch_schedule import BatchSchedule, parse_steps
 from paro.checkpoint.config import CheckpointConfig
 from paro.compatibility import ignored_lines
-from paro.config_checkpoint import saved_common, with_checkpoint_args, with_checkpoint_schedule
+from paro.config_checkpoint import (
+    resumed_samples,
+    saved_common,
+    with_checkpoint_args,
+    with_checkpoint_schedule,
+)
 from paro.config_checks import (
     check_intervals,
     check_load,
@@ -86,7 +92,7 @@ class RunConfig:
             args, lines = _with_saved_args(args, common)
             notices = (*notices, *lines)
         sharding, strategy = _take_sharding(args, world)
-        batches = _take_batches(args, world)
+        batches = _take_batches(args, world, checkpoint)
         train = _take_train(args, batches)
         data = _take_data(args)
         tokenizer = _take_tokenizer(args)
@@ -191,17 +197,31 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
     return sharding, strategy
 
 
-def _take_batches(args: Namespace, world: World) -> BatchSchedule:
-    global_batch_size = args.global_batch_size
-    if global_batch_size is None:
+def _take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) -> BatchSchedule:
+    global_batch_size, steps = args.global_batch_size, None
+    if args.step_batch_size_schedule is not None:
+        for flag in ("global_batch_size", "rampup_batch_size"):
+            if getattr(args, flag) is not None:
+                raise ValueError(
+                    f"--step-batch-size-schedule and --{flag.replace('_', '-')} contradict each "
+                    "other: give one of them"
+                )
+        steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
+        global_batch_size = steps[-1][1]
+    elif global_batch_size is None:
         global_batch_size = args.micro_batch_size * world.size
     rampup = args.rampup_batch_size
-    return BatchSchedule(
-        micro_batch_size=args.micro_batch_size,
+    batches = _take(
+        BatchSchedule,
+        args,
         global_batch_size=global_batch_size,
         data_parallel_size=world.size,
         rampup_batch_size=None if rampup is None else tuple(rampup),
+        step_batch_size_schedule=steps,
     )
+    if steps is not None:
+        batches.check_from(resumed_samples(checkpoint))
+    return batches
 
 
 def _take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
@@ -297,10 +317,11 @@ def _take_data(args: Namespace) -> DataConfig:
 
 
 def _take_tokenizer(args: Namespace) -> TokenizerConfig:
-    tokenizer_type, vocab_size = args.tokenizer_type, args.vocab_size
-    if tokenizer_type is None and args.mock_data:
-        tokenizer_type = "NullTokenizer"
-    if tokenizer_type == "NullTokenizer" and vocab_size is None and args.llama_preset:
-        # Its last id ends documents, so that the model has the published vocabulary exactly.
-        vocab_size = LLAMA_PRESETS[args.llama_preset].vocab_size - 1
-    return _take(TokenizerConfig, args, tokenizer_type=tokenizer_type, vocab_size=vocab_size)
+    flags = dict(vars(args))
+    if args.mock_data and not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
+        flags["tokenizer_type"] = "NullTokenizer"
+    if flags["tokenizer_type"] == "NullTokenizer" and args.vocab_size is None and args.llama_preset:
+        flags["vocab_size"] = LLAMA_PRESETS[args.llama_preset].vocab_size
+    config = tokenizer_config(flags)
+    assert config is not None, "a missing --tokenizer-type was refused before"
+    return config

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
+from data.tokenizer_config import saved_tokenizer
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
 from paro.optim.lr_schedule import ScheduleConfig
@@ -15,11 +17,21 @@ def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
     if not (checkpoint.use_checkpoint_args or checkpoint.use_checkpoint_opt_param_scheduler):
         return None
     assert checkpoint.load is not None, "checked before"
-    if checkpoint.ckpt_step is None:
-        directory = newest_whole(checkpoint.load)
-    else:
-        directory = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
     return None if directory is None else common_of(directory)
+
+
+def resumed_samples(checkpoint: CheckpointConfig) -> int:
+    """The training samples behind which a run goes on; 0 where it begins."""
+    if checkpoint.load is None or checkpoint.finetune:
+        return 0
+    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
+    state = {} if directory is None else common_of(directory).get("state", {})
+    return int(state.get("consumed_train_samples", 0))
+
+
+def _directory(load: str, ckpt_step: int | None) -> Path | None:
+    return newest_whole(load) if ckpt_step is None else find_checkpoint(load, ckpt_step)
 
 
 def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
@@ -29,7 +41,7 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
     taken = {name: value for name, value in model.items() if hasattr(args, name)}
     taken |= {
         "llama_preset": None,
-        "make_vocab_size_divisible_by": rows,  # so that any vocabulary is padded to these rows
+        "padded_vocab_size": rows,
         "group_query_attention": model["num_query_groups"] != model["num_attention_heads"],
     }
     for name in ("max_position_embeddings", "init_method_std"):
@@ -41,8 +53,9 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
             f"--seq-length {args.seq_length} is above --max-position-embeddings {longest}, which "
             "--use-checkpoint-args takes from --load: shorten it, or give the model's flags instead"
         )
-    if args.tokenizer_type is None and common.get("tokenizer"):
-        taken |= {name: value for name, value in common["tokenizer"].items() if value is not None}
+    if not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
+        saved = saved_tokenizer(common)
+        taken |= {name: value for name, value in saved.items() if value is not None}
     return Namespace(**(vars(args) | taken))
 
 

@@ -11,6 +11,8 @@ from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.mistakes import MistakesError
 from paro.needed_flags import details_without_full, missing_sizes
 
+_MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
+
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     """Explicit sizes over the preset's; what neither gives follows from the others."""
@@ -42,7 +44,9 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         )
     return LlamaConfig(
         **(defaults | sizes),
-        vocab_size=padded_vocab_size(vocab_size, args.make_vocab_size_divisible_by),
+        vocab_size=padded_vocab_size(
+            vocab_size, args.make_vocab_size_divisible_by, args.padded_vocab_size
+        ),
         recompute=_take_recompute(args),
     )
 
@@ -92,4 +96,26 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
         raise ValueError(
             "--recompute-method and --recompute-num-layers need --recompute-granularity full"
         )
+    if args.recompute_modules is not None and not _recomputes_core(args, granularity):
+        return None
     return None if granularity is None else RecomputeConfig(granularity=granularity, **given)
+
+
+def _recomputes_core(args: Namespace, granularity: str | None) -> bool:
+    """Whether attention's core is among --recompute-modules; norms are recomputed anyway."""
+    flag = "--recompute-modules"
+    if granularity != "selective":
+        raise ValueError(
+            f"{flag} needs --recompute-granularity selective: give that, or leave it out"
+        )
+    for module in args.recompute_modules:
+        if module == "mlp":
+            raise ValueError(
+                f"{flag} {module} is not supported: core_attn and layernorm are recomputed by "
+                "themselves, all else only with --recompute-granularity full"
+            )
+        if module not in _MODULES:
+            raise ValueError(
+                f"{flag} {module}: a LLaMA has no such module; give core_attn, layernorm or both"
+            )
+    return "core_attn" in args.recompute_modules

@@ -14,6 +14,7 @@ from model.config import flops_per_token, num_parameters
 from paro.assembly import build_training
 from paro.checkpoint.directory import find_checkpoint
 from paro.config import RunConfig
+from paro.config_checkpoint import resumed_samples
 from paro.config_plan import case_of
 from paro.config_record import model_line, recorded_arguments
 from paro.placement import placement_lines, predict_memory
@@ -44,10 +45,11 @@ class Plan:
     world: World
     training: Training
     memory: Moment
+    consumed: int = 0  # the training samples behind which a run goes on that loads
 
     @property
     def num_micro_batches(self) -> int:
-        return self.config.batches.num_micro_batches_at(0)
+        return self.config.batches.num_micro_batches_at(self.consumed)
 
     @property
     def units(self) -> tuple[UnitSize, ...]:
@@ -69,7 +71,7 @@ class Plan:
 
 def plan_run(config: RunConfig, world: World) -> Plan:
     """Builds one rank on the meta device; `ValueError` for what cannot be built."""
-    is_trained = not config.train.skip_train
+    is_trained, batches = not config.train.skip_train, config.batches
     control = PlannedControl(world, torch.device("meta"))
     on_meta = build_training(config, control, is_trained=lambda _name: is_trained)
     device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
@@ -79,6 +81,7 @@ def plan_run(config: RunConfig, world: World) -> Plan:
         world=world,
         training=training,
         memory=predict_memory(config, training),
+        consumed=resumed_samples(config.checkpoint) if batches.step_batch_size_schedule else 0,
     )
 
 
@@ -119,16 +122,24 @@ def _world(plan: Plan) -> Iterator[str]:
 
 def _batch(plan: Plan) -> Iterator[str]:
     batches, seq_length = plan.config.batches, plan.config.data.seq_length
-    size = batches.batch_size_at(0)
+    size = batches.batch_size_at(plan.consumed)
     yield (
         f"> global batch of {size} x {seq_length} = {size * seq_length:,} tokens: "
         f"{_count(plan.world.size, 'rank')} x {_count(plan.num_micro_batches, 'micro-batch')} x "
         f"{_count(batches.micro_batch_size, 'sample')}"
     )
-    if size != batches.global_batch_size:
+    for begin, larger in batches.step_batch_size_schedule or ():
+        if begin > plan.consumed:
+            count = _count(larger // batches.samples_per_micro_batch, "micro-batch")
+            yield f">   from {begin * seq_length:,} tokens on {larger} samples, {count}"
+    if batches.rampup_batch_size is not None and size != batches.global_batch_size:
         largest = batches.global_batch_size
         count = _count(largest // batches.samples_per_micro_batch, "micro-batch")
         yield f">   and ramps up to {largest} samples, {count}"
+    if (batches.eval_batch, batches.eval_micro_batch) != (size, batches.micro_batch_size):
+        count = _count(batches.num_eval_micro_batches, "micro-batch")
+        per_rank = _count(batches.eval_micro_batch, "sample")
+        yield f">   in evaluations {batches.eval_batch} samples, {count} x {per_rank}"
     iterations = plan.config.train.train_iters
     tokens = batches.samples_after(iterations) * seq_length
     yield f"> {iterations:,} iterations, {tokens:,} tokens in all"
@@ -139,7 +150,7 @@ def _model(plan: Plan) -> Iterator[str]:
     yield model_line(plan.config)
     full = flops_per_token(model, seq_length, causal=False)
     causal = flops_per_token(model, seq_length, causal=True)
-    tokens = plan.config.batches.batch_size_at(0) * seq_length
+    tokens = plan.config.batches.batch_size_at(plan.consumed) * seq_length
     yield (
         f"> FLOPs: {full:.4e} a token with attention counted in full, {causal:.4e} with it halved; "
         f"{full * tokens / plan.world.size:.4e} a rank and step"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from data.tokenizer import TOKENIZER_TYPES
+from data.tokenizer_config import TOKENIZER_TYPES
 
 # One flag in two or three lines reads as a table: the formatter would take six.
 # fmt: off
@@ -46,12 +46,17 @@ def add_tokenizer_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group(
         "tokenizer", "The one that made the corpus: it sets the vocabulary and ends documents.",
     ).add_argument
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE",
-        help=f"needed except with --mock-data: {' '.join(TOKENIZER_TYPES)}")
+    add("--tokenizer-type", metavar="TYPE",
+        help=f"needed except with --mock-data or --vocab-file: {' '.join(TOKENIZER_TYPES)}")
     add("--tokenizer-model", metavar="FILE", help="the tokenizer's file, folder or name")
+    add("--vocab-file", metavar="FILE",
+        help="for GPT2BPETokenizer, which is the default where this is given: vocab.json")
+    add("--merge-file", metavar="FILE", help="for GPT2BPETokenizer: merges.txt")
     add("--vocab-size", type=int, metavar="N",
-        help="for NullTokenizer: ids below N are data, N ends a document; default: the preset's; "
-        "for others checked against the tokenizer")
+        help="for NullTokenizer: ids lie below N, and N - 1 ends a document; default: the "
+        "preset's; for others checked against the tokenizer")
+    add("--null-tokenizer-eod-id", type=int, metavar="ID",
+        help="for NullTokenizer: the id that ends a document; default: the last one")
 
 
 def add_validation_args(parser: ArgumentParser) -> None:
@@ -60,6 +65,11 @@ def add_validation_args(parser: ArgumentParser) -> None:
         help="evaluate on held-out data every N iterations; 0: only at the end")
     add("--eval-iters", type=int, default=100, metavar="N",
         help="global batches per evaluation; 0: never evaluate")
+    add("--eval-global-batch-size", type=int, metavar="SAMPLES",
+        help="samples of such a batch over all ranks; default: --global-batch-size, or the last "
+        "size of --step-batch-size-schedule")
+    add("--eval-micro-batch-size", type=int, metavar="SAMPLES",
+        help="samples per rank and forward pass of an evaluation; default: --micro-batch-size")
     add("--full-validation", action="store_true",
         help="let every evaluation read all validation data once, instead of --eval-iters batches")
     add("--multiple-validation-sets", action="store_true",
@@ -102,6 +112,9 @@ def add_logging_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("logging").add_argument
     add("--log-interval", type=int, default=100, metavar="N",
         help="print a line, and write one to --metrics-file, every N iterations")
+    add("--logging-level", type=int, metavar="LEVEL",
+        help="what torch and other libraries say on standard error, by Python's levels: 10 all, 20 "
+        "what goes on, 30 warnings, 40 errors alone; default: as they have it")
     add("--log-throughput", action="store_true", help="add TFLOP/s per device to that line")
     add("--log-num-zeros-in-grad", action="store_true",
         help="add how many elements of the gradients are zero")

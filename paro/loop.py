@@ -273,8 +273,7 @@ class Loop:
         if not config.eval_interval or state.iteration % config.eval_interval != 0:
             return
         if self._evaluate(self._sources.valid, data_set=None):
-            batch_size = self.training.batches.batch_size_at(state.consumed_train_samples)
-            state.consumed_valid_samples += config.eval_iters * batch_size
+            state.consumed_valid_samples += config.eval_iters * self.training.batches.eval_batch
 
     def _evaluate_at_end(self) -> None:
         self._evaluate(self._sources.valid, data_set="validation")
@@ -299,7 +298,7 @@ class Loop:
         batches = self._noted(held_out.batches)
         if whole is not None:
             return evaluate(training, batches, whole, per_token=True)
-        per_iter = training.batches.num_micro_batches_at(self.state.consumed_train_samples)
+        per_iter = training.batches.num_eval_micro_batches
         return evaluate(training, batches, training.config.eval_iters * per_iter)
 
     def _save(self) -> None:

@@ -63,6 +63,9 @@ def add_model_args(parser: ArgumentParser) -> None:
         help="have an output layer of its own, whatever the preset says")
     add("--make-vocab-size-divisible-by", type=int, default=128, metavar="N",
         help="pad the vocabulary of embedding and output layer to a multiple of N")
+    add("--padded-vocab-size", type=int, metavar="N",
+        help="give embedding and output layer exactly N rows, at least as many as the tokenizer "
+        "has ids; --make-vocab-size-divisible-by does not count then")
 
 
 def add_training_args(parser: ArgumentParser) -> None:
@@ -79,6 +82,9 @@ def add_training_args(parser: ArgumentParser) -> None:
     add("--rampup-batch-size", type=int, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"),
         help="begin with a global batch of START and add INCREMENT at equal distances over "
         "SAMPLES samples, up to --global-batch-size")
+    add("--step-batch-size-schedule", metavar='"TOKENS:SIZE ..."',
+        help="instead of both: the global batch sizes and the tokens after which each begins, such "
+        'as "0:768 250B:1536"; K, M, B and T stand for thousands and so on')
     add("--seq-length", type=int, metavar="TOKENS", help="tokens per sample; needed")
     add("--train-iters", type=int, metavar="N",
         help="optimizer steps in all, those before a resume included; this or --train-samples")
@@ -125,6 +131,9 @@ def add_recompute_args(parser: ArgumentParser) -> None:
     add("--recompute-granularity", choices=("full", "selective"),
         help="full: whole blocks, keeping their inputs (a third more compute); selective: only the "
         "inside of attention")
+    add("--recompute-modules", nargs="+", metavar="MODULE",
+        help="for selective: core_attn, the inside of attention (the default), and layernorm, "
+        "which is always recomputed, as is the product of gate and up")
     add("--recompute-method", choices=("uniform", "block"),
         help="for full: uniform, all blocks in chunks of --recompute-num-layers (the default); "
         "block, only the first --recompute-num-layers blocks")

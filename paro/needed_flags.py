@@ -19,6 +19,7 @@ _DATA = (
     *("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"),
     *("--train-data-path", "--valid-data-path", "--test-data-path"),
 )
+_TOKENIZER = ("--tokenizer-type", "--vocab-file", "--merge-file")
 _SIMPLE = {
     "--seq-length": "tokens per sample",
     "--micro-batch-size": "samples per rank and forward pass",
@@ -44,7 +45,7 @@ def missing_flags(
         lines.append("--data-path is missing: a corpus; or --mock-data for synthetic tokens")
     if loaded or not args.use_checkpoint_args:
         lines = [*missing_sizes(args, named), *lines]
-        if not _any_given(args, named, "--tokenizer-type", "--mock-data"):
+        if not _any_given(args, named, *_TOKENIZER, "--mock-data"):
             lines.append("--tokenizer-type is missing; only --mock-data needs none")
     if args.dry_run and not _any_given(args, named, "--world-size"):
         lines.append("--dry-run needs --world-size N: the ranks to plan for")
@@ -75,7 +76,7 @@ def details_without_full(args: Namespace) -> list[str]:
 
 def nothing_needed_is_given(args: Namespace) -> bool:
     """Whether this is a bare start, which an example helps most."""
-    needed = (*_SIZES, *_SIMPLE, *_LENGTHS, *_DATA, "--llama-preset", "--tokenizer-type")
+    needed = (*_SIZES, *_SIMPLE, *_LENGTHS, *_DATA, *_TOKENIZER, "--llama-preset")
     return not _any_given(args, (), *needed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from paro.config import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
@@ -88,11 +89,26 @@ def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
 
 
 def predict_memory(config: RunConfig, training: Training) -> Moment:
-    """The moment of a step at which a rank needs most, and what it needs then."""
-    context = training.model.units[0].context
+    """The moment at which a rank needs most, and what it needs then: of a step, or an evaluation
+    where that takes larger micro-batches."""
     trained = {
         span.box.name for unit in training.model.trainable_units for span in unit.layout.spans
     }
+    size, eval_size = config.batches.micro_batch_size, config.batches.eval_micro_batch
+    if not trained:
+        return _predict_memory(config, training, trained, eval_size)
+    step = _predict_memory(config, training, trained, size)
+    if eval_size <= size or config.train.eval_iters == 0:  # backward needs more than forward alone
+        return step
+    evaluation = replace(_predict_memory(config, training, set(), eval_size), states=step.states)
+    name = f"{evaluation.name} in an evaluation (--eval-micro-batch-size {eval_size})"
+    return max(step, replace(evaluation, name=name), key=lambda moment: moment.total)
+
+
+def _predict_memory(
+    config: RunConfig, training: Training, trained: set[str], micro_batch_size: int
+) -> Moment:
+    context = training.model.units[0].context
     units = units_of(
         config.model,
         world_size=context.topology.world_size,
@@ -101,7 +117,7 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         in_place=config.sharding.rotate_in_place,
     )
     batch = MicroBatch(
-        size=config.batches.micro_batch_size,
+        size=micro_batch_size,
         seq_length=config.data.seq_length,
         compute_bytes=BYTES_OF[config.precision.compute],
         device_type=training.device.type,
@@ -118,7 +134,7 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         config.precision,
         activations_of(config.model, batch),
         prefetch_units=config.sharding.prefetch_units,
-        num_micro_batches=config.batches.num_micro_batches_at(0),
+        num_micro_batches=config.batches.most_micro_batches,
     )
 
 

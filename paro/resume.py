@@ -216,11 +216,19 @@ def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainSt
         "loss_scale": _loss_scale_of(common, config.loss_scale),
         "expected": Expectation(**saved.get("expected", {})),
     }
+    config.batches.check_from(saved["consumed_train_samples"])
     batch_size = common.get("global_batch_size", config.batches.global_batch_size)
     if batch_size != config.batches.global_batch_size:
         log.log0(
             f"the global batch was {batch_size} and is {config.batches.global_batch_size} now: "
             f"data go on behind sample {saved['consumed_train_samples']}"
+        )
+    entries = common.get("vocab_size", config.vocab_size)
+    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
+    if is_null and entries != config.vocab_size:
+        log.log0(
+            f"NullTokenizer had {entries} entries and has {config.vocab_size} now, the end of "
+            f"documents counted: give --vocab-size {entries} to go on with the same data"
         )
     if config.checkpoint.no_load_optim:
         anew = {"loss_scale": start_loss_scale(config.loss_scale), "scheduled_samples": 0}

@@ -43,7 +43,7 @@ from tools.peers.meters import MemoryMeter
 BLOCK_BYTES = 2**20
 STATES = ("param", "exp_avg", "exp_avg_sq")
 MODEL = (
-    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 "
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 8192 "
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "
     "--micro-batch-size 1 --num-workers 0 --lr 1e-3 --train-iters 10000 --async-save"
 )

@@ -210,7 +210,7 @@ def trainer_flags(task: Task) -> list[str]:
         "distributed-backend": "nccl" if task.device.type == "cuda" else "gloo",
         "mock-data": None,
         "tokenizer-type": "NullTokenizer",
-        "vocab-size": config.vocab_size - 1,  # it adds the end of documents
+        "vocab-size": config.vocab_size,
         "make-vocab-size-divisible-by": 1,
         "num-layers": config.num_layers,
         "hidden-size": config.hidden_size,

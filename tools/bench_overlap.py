@@ -29,7 +29,7 @@ from paro.training import train_step
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MODEL = (
-    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 "
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4096 "
     "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 688 "
     "--seq-length 128 --micro-batch-size 1 --num-workers 0 --lr 1e-3 --train-iters 1000"
 )

@@ -39,7 +39,7 @@ from paro.report.report import Records, Report
 from paro.runtime import Control, World, device_for, run_script, user_mistakes
 
 MODEL = (
-    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 "
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4096 "
     "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
     "--micro-batch-size 4 --num-workers 0 --lr 1e-3 --eval-iters 0 --peak-tflops 1 "
     "--log-interval 1"

@@ -139,8 +139,7 @@ def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
     if args.llama_preset:
         flags["llama-preset"] = args.llama_preset
     if args.vocab_size or not args.llama_preset:
-        # Its tokenizer adds the end of documents.
-        flags["vocab-size"] = (args.vocab_size or VOCAB_SIZE) - 1
+        flags["vocab-size"] = args.vocab_size or VOCAB_SIZE
     if args.num_query_groups:
         flags |= {"group-query-attention": None, "num-query-groups": args.num_query_groups}
     if args.dtype == "bf16":

@@ -47,6 +47,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --to paro: pad the vocabulary to a multiple of N, as the trainer with the same "
         "flag does (default: %(default)s); other formats hold no padding",
     )
+    add(
+        "--padded-vocab-size",
+        type=int,
+        metavar="N",
+        help="give it exactly N rows instead, at least as many as the tokenizer has ids",
+    )
     add("--dry-run", action="store_true", help="check and describe it, and write nothing")
     return parser
 
@@ -71,6 +77,7 @@ def convert(args: argparse.Namespace) -> None:
         dtype=DTYPES.get(args.dtype),
         iteration=args.ckpt_step,
         divisible_by=args.make_vocab_size_divisible_by,
+        padded_vocab_size=args.padded_vocab_size,
     )
     source = conversion.open()
     print(describe(conversion, source))

@@ -16,7 +16,8 @@ from torch import Tensor
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from data.tokenizer import Tokenizer, build_tokenizer
+from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from model.decoding import Decoder
 from model.llama import Llama
 from paro.checkpoint.convert.hugging_face import is_hugging_face, open_hugging_face
@@ -138,13 +139,10 @@ def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
     """The tokenizer of a model, from where it lay then or from where it lies now."""
     saved: Mapping[str, Any] = source.tokenizer or {
         "tokenizer_type": "NullTokenizer",
-        "vocab_size": source.config.vocab_size - 1,
+        "vocab_size": source.config.vocab_size,
     }
     if moved_to is not None:
-        kind = saved["tokenizer_type"]
-        if kind == "NullTokenizer":  # token ids, for want of a tokenizer
-            kind = "Llama2Tokenizer" if moved_to.endswith(".model") else "HuggingFaceTokenizer"
-        return build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=moved_to))
+        return build_tokenizer(moved_tokenizer(saved, moved_to))
     try:
         return build_tokenizer(TokenizerConfig(**saved))
     except (ValueError, OSError) as error:
@@ -152,6 +150,21 @@ def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
             f"the tokenizer is not where it was while training ({error}): say where it is with "
             "--tokenizer-model"
         ) from error
+
+
+def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
+    """The same tokenizer elsewhere; GPT-2's two files lie in a folder, under the names they had."""
+    kind = saved["tokenizer_type"]
+    if kind == GPT2_TYPE and Path(moved_to).is_dir():
+        files: dict[str, Any] = {
+            name: str(Path(moved_to) / Path(saved[name]).name)
+            for name in ("vocab_file", "merge_file")
+        }
+        return TokenizerConfig(tokenizer_type=kind, **files)
+    # Of GPT-2's another form, and token ids are for want of a tokenizer.
+    if kind in (GPT2_TYPE, "NullTokenizer"):
+        kind = "Llama2Tokenizer" if moved_to.endswith(".model") else "HuggingFaceTokenizer"
+    return TokenizerConfig(tokenizer_type=kind, tokenizer_model=moved_to)
 
 
 def load_model(source: Source, tokenizer: Tokenizer) -> Llama:

@@ -16,7 +16,8 @@ if not __package__:  # started as a script: the repository's packages lie beside
 from data.blend import parse_blend, read_blend, read_blend_per_split
 from data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from data.indexed_dataset import IndexedDataset
-from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from data.tokenizer import Tokenizer, build_tokenizer
+from data.tokenizer_config import tokenizer_config
 from paro.arguments import parse_args
 from paro.runtime import run_script, user_mistakes
 from tools.inspection.lengths import (
@@ -91,14 +92,8 @@ def prefixes_of(args: Namespace) -> list[str]:
 
 
 def tokenizer_of(args: Namespace) -> tuple[Tokenizer | None, Fingerprint | None]:
-    if args.tokenizer_type is None:
-        return None, None
-    config = TokenizerConfig(
-        tokenizer_type=args.tokenizer_type,
-        tokenizer_model=args.tokenizer_model,
-        vocab_size=args.vocab_size,
-    )
-    return build_tokenizer(config), fingerprint_of(config)
+    config = tokenizer_config(vars(args))
+    return (None, None) if config is None else (build_tokenizer(config), fingerprint_of(config))
 
 
 def describe(dataset: IndexedDataset, bins: list[Bin]) -> Iterator[str]:

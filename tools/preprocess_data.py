@@ -23,7 +23,7 @@ from data.corpus import read_batches
 from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDatasetWriter, bin_path, dtype_for_vocab
 from data.sources import Piece, share_out
-from data.tokenizer import TOKENIZER_TYPES, TokenizerConfig
+from data.tokenizer_config import TOKENIZER_TYPES, tokenizer_config
 from tools.preprocessing.encode import (
     EncodedBatch,
     EncodingPlan,
@@ -216,14 +216,26 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
     group.add_argument("--chunk-size", type=int, help=argparse.SUPPRESS)
     group = parser.add_argument_group("tokenization process")
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
+    group.add_argument(
+        "--tokenizer-type",
+        metavar="TYPE",
+        help=f"needed without --vocab-file: {' '.join(TOKENIZER_TYPES)}",
+    )
     group.add_argument(
         "--tokenizer-model",
         metavar="PATH",
         help="SentencePiece .model file, tokenizer.json, folder of a transformers tokenizer, or "
         "for TikTokenizer a file in tiktoken's form",
     )
+    group.add_argument("--vocab-file", metavar="FILE", help="for GPT2BPETokenizer: vocab.json")
+    group.add_argument("--merge-file", metavar="FILE", help="for GPT2BPETokenizer: merges.txt")
     group.add_argument("--vocab-size", type=int, help="for NullTokenizer: texts are ids below it")
+    group.add_argument(
+        "--null-tokenizer-eod-id",
+        type=int,
+        metavar="ID",
+        help="for NullTokenizer: the id that ends a document; default: the last one",
+    )
     group.add_argument(
         "--append-eod",
         action="store_true",
@@ -297,11 +309,9 @@ def job_of(args: argparse.Namespace) -> Job:
             raise ValueError(f"{name} {getattr(args, flag)} must be at least 1")
     if min(args.workers_to_check) < 1:
         raise ValueError(f"--workers-to-check {min(args.workers_to_check)} must be at least 1")
-    tokenizer = TokenizerConfig(
-        tokenizer_type=args.tokenizer_type,
-        tokenizer_model=args.tokenizer_model,
-        vocab_size=args.vocab_size,
-    )
+    tokenizer = tokenizer_config(vars(args))
+    if tokenizer is None:
+        raise ValueError(f"--tokenizer-type is missing: give one of {', '.join(TOKENIZER_TYPES)}")
     plan = EncodingPlan(
         tokenizer=tokenizer,
         keys=tuple(dict.fromkeys(args.json_keys)),

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SAVE_INTERVAL = 3
 # About 15 MB of state: a save takes long enough to be met.
 MODEL = (
-    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4095 "
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4096 "
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 "
     "--micro-batch-size 1 --lr 0.001 --log-interval 1 --num-workers 0 --eval-iters 0 "
     "--peak-tflops 1 --distributed-timeout-minutes 1"

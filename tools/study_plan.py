@@ -51,9 +51,9 @@ ROTATED = ("III@native+rotate", "IIG@native+rotate", "III@native+in-place", "IIG
 NICS: tuple[NicSetting, ...] = ("per-rank", "shared")
 SHAPES = {
     "deep": "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 688 "
-    "--vocab-size 4095 --seq-length 128",
+    "--vocab-size 4096 --seq-length 128",
     "wide": "--num-layers 3 --hidden-size 384 --num-attention-heads 6 --ffn-hidden-size 1024 "
-    "--vocab-size 2047 --seq-length 64",
+    "--vocab-size 2048 --seq-length 64",
 }
 TRAIN_FLAGS = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --micro-batch-size 1 "

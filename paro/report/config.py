@@ -17,6 +17,7 @@ class ReportConfig:
     """The logging flags."""
 
     log_interval: int = 100
+    logging_level: int | None = None
     log_throughput: bool = False
     log_progress: bool = False
     metrics_file: str | None = None
@@ -41,6 +42,7 @@ class ReportConfig:
             ("--tensorboard-log-interval", self.tensorboard_log_interval),
             ("--tensorboard-queue-size", self.tensorboard_queue_size),
             ("--log-memory-interval", self.log_memory_interval),
+            ("--logging-level", self.logging_level),
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{flag} {value} must be at least 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,13 @@ def print_line(message: str) -> None:
     """Print to standard output."""
     # One write: with a separate one for the end of the line, ranks' lines would run together.
     print(message + "\n", end="", flush=True)
+
+
+def set_logging_level(level: int | None) -> None:
+    """Makes Python's root logger print messages from `level` on, which libraries log to."""
+    if level is not None:
+        logging.basicConfig()  # a handler, where nobody has set one
+        logging.getLogger().setLevel(level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

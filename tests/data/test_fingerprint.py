@@ -21,7 +21,7 @@ from data.fingerprint import (
 )
 from data.indexed_dataset import IndexedDatasetWriter, bin_path
 from data.loader import DataConfig, SplitCounts, build_datasets
-from data.tokenizer import TokenizerConfig
+from data.tokenizer_config import TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
 from paro.arguments import parse_args
 from paro.assembly import build_data

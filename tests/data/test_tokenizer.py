@@ -5,19 +5,15 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import tokenizers
 
-from data.tokenizer import (
-    SENTENCEPIECE_TYPES,
-    Tokenizer,
-    TokenizerConfig,
-    build_tokenizer,
-    padded_vocab_size,
-)
+from data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from data.tokenizer_config import SENTENCEPIECE_TYPES, TokenizerConfig, saved_tokenizer
 
 BYTES = [bytes([byte]) for byte in range(256)]
 TEXT = "def f(x):\n    return x  # é\n"
@@ -188,14 +184,36 @@ def test_a_batch_is_what_its_texts_are(spm_model: Path, hf_folder: Path, tik_mod
     assert numbers.encode_batch(["1 2", "", "3"]) == [[1, 2], [], [3]]
 
 
-def test_null_tokenizer_has_one_entry_more_for_the_end() -> None:
+def test_the_last_entry_of_a_null_tokenizer_ends_documents() -> None:
     tokenizer = build("NullTokenizer", size=100)
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos) == (101, 100, None)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos) == (100, 99, None)
     assert tokenizer.encode("3 1\n99") == [3, 1, 99]
     assert tokenizer.decode([3, 1, 99]) == "3 1 99"
 
 
-@pytest.mark.parametrize("text", ["1 x", "-1", "101", "1.5", "9" * 5000, "0" * 30 + "9999", "٣"])
+def test_a_null_tokenizer_can_end_documents_with_another_id() -> None:
+    config = TokenizerConfig(
+        tokenizer_type="NullTokenizer", vocab_size=100, null_tokenizer_eod_id=2
+    )
+    assert (build_tokenizer(config).vocab_size, build_tokenizer(config).eod) == (100, 2)
+    for eod in (-1, 100):
+        with pytest.raises(ValueError, match=f"--null-tokenizer-eod-id {eod} must be at least 0"):
+            replace(config, null_tokenizer_eod_id=eod)
+    with pytest.raises(ValueError, match="--null-tokenizer-eod-id contradicts"):
+        replace(config, tokenizer_type="TikTokenizer", tokenizer_model="x")
+
+
+def test_a_checkpoint_from_before_still_means_what_it_meant() -> None:
+    null = {"tokenizer_type": "NullTokenizer", "vocab_size": 99}
+    of_now = {"tokenizer": {**null, "vocab_size": 100}, "vocab_size": 100}
+    for before in ({"tokenizer": null, "vocab_size": 100}, {"tokenizer": null}, of_now):
+        assert build_tokenizer(TokenizerConfig(**saved_tokenizer(before))).eod == 99
+    other = {"tokenizer": {"tokenizer_type": "TikTokenizer", "vocab_size": None}, "vocab_size": 9}
+    assert saved_tokenizer(other) == other["tokenizer"]
+    assert saved_tokenizer({"vocab_size": 9}) == {}
+
+
+@pytest.mark.parametrize("text", ["1 x", "-1", "100", "1.5", "9" * 5000, "0" * 30 + "9999", "٣"])
 def test_null_tokenizer_refuses_what_is_no_id(text: str) -> None:
     with pytest.raises(ValueError, match="is no token id: --tokenizer-type NullTokenizer"):
         build("NullTokenizer", size=100).encode(text)
@@ -207,6 +225,8 @@ def test_null_tokenizer_refuses_what_is_no_id(text: str) -> None:
         (("GPT3Tokenizer", None, None), "--tokenizer-type GPT3Tokenizer is unknown: choose one of"),
         (("NullTokenizer", None, None), "NullTokenizer needs --vocab-size"),
         (("NullTokenizer", None, 0), "--vocab-size 0 must be at least 1"),
+        (("BertWordPieceCase", None, None), "BertWordPieceCase is not supported: it is BERT's"),
+        (("MultimodalTokenizer", Path("x"), None), "give HuggingFaceTokenizer and the same"),
         (("Llama2Tokenizer", None, None), "Llama2Tokenizer needs --tokenizer-model"),
         (("Llama2Tokenizer", Path("none.model"), None), "--tokenizer-model none.model is missing"),
         (("HuggingFaceTokenizer", Path("no/ne"), None), "--tokenizer-model no/ne is neither"),
@@ -238,5 +258,9 @@ def test_padding_of_the_vocabulary() -> None:
     assert padded_vocab_size(32000, 128) == 32000
     assert padded_vocab_size(32001, 128) == 32128
     assert padded_vocab_size(5, 1) == 5
+    assert padded_vocab_size(32001, 128, exactly=32001) == 32001
+    assert padded_vocab_size(32001, 128, exactly=40000) == 40000
+    with pytest.raises(ValueError, match="--padded-vocab-size 32000 is less than the 32001"):
+        padded_vocab_size(32001, 128, exactly=32000)
     with pytest.raises(ValueError, match="--make-vocab-size-divisible-by 0"):
         padded_vocab_size(5, 0)

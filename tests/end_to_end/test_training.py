@@ -30,7 +30,7 @@ from tests.helpers.ranks import ROOT, run_ranks, run_script
 
 SCRIPT = "pretrain_llama.py"
 MODEL = [
-    *("--distributed-backend", "gloo", "--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
+    *("--distributed-backend", "gloo", "--tokenizer-type", "NullTokenizer", "--vocab-size", "128"),
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
     *("--ffn-hidden-size", "88", "--seq-length", "32", "--micro-batch-size", "1"),
     *("--global-batch-size", "8", "--lr", "3e-3", "--log-interval", "1", "--num-workers", "0"),

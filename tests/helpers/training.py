@@ -23,7 +23,7 @@ from paro.training import StepResult, Training, train_step
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
 # vocabulary; the head's and the blocks' norms are smaller than the world's alignment.
 TINY = (
-    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 59 "
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
     "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --num-attention-heads 2 "
     "--ffn-hidden-size 37 --seq-length 12 --micro-batch-size 1 --num-workers 0 --lr 0.002 "
     "--lr-decay-style constant --weight-decay 0.1 --init-method-std 0.1"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paro.batch_schedule import BatchSchedule
+from paro.batch_schedule import BatchSchedule, parse_steps
 
 
 def make(rampup: tuple[int, int, int] | None = None, **sizes: int) -> BatchSchedule:
@@ -86,3 +86,110 @@ def test_sizes_that_do_not_divide_are_refused(
         make(rampup, **sizes)
     for part in parts:
         assert part in str(error.value)
+
+
+# --step-batch-size-schedule: 8 samples at first, 24 after 40, 16 after 100.
+STEPS = ((0, 8), (40, 24), (100, 16))
+
+
+def make_steps(steps: tuple[tuple[int, int], ...] = STEPS, **sizes: int) -> BatchSchedule:
+    values = {"micro_batch_size": 2, "global_batch_size": steps[-1][1], "data_parallel_size": 4}
+    return BatchSchedule(**(values | sizes), step_batch_size_schedule=steps)
+
+
+@pytest.mark.parametrize(
+    ("consumed", "size"), [(0, 8), (39, 8), (40, 24), (99, 24), (100, 16), (10**9, 16)]
+)
+def test_each_size_begins_where_the_schedule_says(consumed: int, size: int) -> None:
+    assert make_steps().batch_size_at(consumed) == size
+    assert make_steps().num_micro_batches_at(consumed) == size // 8
+    assert make_steps().most_micro_batches == 3
+
+
+def test_iterations_and_samples_agree_along_the_steps() -> None:
+    schedule = make_steps()
+    # An iteration that begins below 100 keeps its size to the end: 88 to 112.
+    starts = [0, 8, 16, 24, 32, 40, 64, 88, 112, 128, 144]
+    assert [schedule.samples_after(i) for i in range(11)] == starts
+    assert [schedule.iterations_within(samples) for samples in starts] == list(range(11))
+    assert [schedule.iterations_within(samples) for samples in (7, 63, 111, 127)] == [0, 5, 7, 8]
+    assert schedule.samples_after(2, consumed=88) == 128
+    assert schedule.iterations_within(128, consumed=88) == 2
+
+
+def test_the_way_through_a_long_schedule_is_not_walked() -> None:
+    steps = parse_steps("0:8 1T:16", seq_length=1)
+    schedule = make_steps(steps)
+    assert schedule.samples_after(10**12) == 10**12 + (10**12 - 10**12 // 8) * 16
+    assert schedule.iterations_within(10**12 + 16) == 10**12 // 8 + 1
+
+
+def test_tokens_become_samples_as_in_megatron() -> None:
+    assert parse_steps("0:768 250B:1536,500B:3072", 4096) == (
+        (0, 768),
+        (250 * 10**9 // 4096, 1536),
+        (500 * 10**9 // 4096, 3072),
+    )
+    assert parse_steps(" 1.5k:2K, 0:1 ", 100) == ((0, 1), (15, 2000))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no size to begin with: add 0:SIZE"),
+        ("1M:8", "has no size to begin with"),
+        ("0:8 16", "'16' is not TOKENS:SIZE"),
+        ("0:8 1X:16", "'1X' in '1X:16' is no number such as 768"),
+        ("0:8 -1:16", "'-1' in '-1:16' is no number"),
+        ("0:nan", "is no number"),
+        ("0:8 1T:inf", "is no number"),
+        ("0:0", "every size must be at least 1"),
+        ("0:8 100:16 150:24", "16 and 24 begin at the same sample, 1, of 100 tokens"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="--step-batch-size-schedule") as error:
+        parse_steps(text, 100)
+    assert message in str(error.value)
+
+
+def test_sizes_before_a_resume_need_not_divide() -> None:
+    schedule = make_steps(((0, 4), (40, 24), (100, 16)))
+    schedule.check_from(40)
+    with pytest.raises(ValueError, match="the size 4 is not divisible by --micro-batch-size 2"):
+        schedule.check_from(39)
+    with pytest.raises(ValueError, match="the size 12 is not divisible"):
+        make_steps(((0, 8), (40, 12), (100, 16))).check_from(0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, (32, 2, 4)),
+        ({"eval_global_batch_size": 64}, (64, 2, 8)),
+        ({"eval_micro_batch_size": 4}, (32, 4, 2)),
+        ({"eval_global_batch_size": 8, "eval_micro_batch_size": 1}, (8, 1, 2)),
+    ],
+)
+def test_evaluations_have_batches_of_their_own(
+    sizes: dict[str, int], expected: tuple[int, int, int]
+) -> None:
+    for rampup in (None, RAMP):
+        made = make(rampup, **sizes)
+        found = (made.eval_batch, made.eval_micro_batch, made.num_eval_micro_batches)
+        assert found == expected
+    assert make_steps().eval_batch == 16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"eval_global_batch_size": 12}, "--eval-global-batch-size 12 is not divisible"),
+        ({"eval_micro_batch_size": 3}, "--eval-global-batch-size 32 is not divisible"),
+        ({"eval_global_batch_size": 0}, "--eval-global-batch-size 0 must be at least 1"),
+        ({"eval_micro_batch_size": -1}, "--eval-micro-batch-size -1 must be at least 1"),
+    ],
+)
+def test_evaluations_that_do_not_divide_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**sizes)

@@ -313,7 +313,7 @@ LLAMA2_7B = """
     --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
     --seq-length 4096 --max-position-embeddings 4096
-    --tokenizer-type NullTokenizer --vocab-size 31999 --mock-data --split 949,50,1
+    --tokenizer-type NullTokenizer --vocab-size 32000 --mock-data --split 949,50,1
     --micro-batch-size 1 --global-batch-size 256 --train-iters 500000 --lr-decay-iters 320000
     --distributed-backend nccl --lr 0.0003 --lr-decay-style cosine --min-lr 1.0e-5
     --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01
@@ -373,7 +373,7 @@ def test_a_llama2_script_runs_unchanged() -> None:
 def test_a_llama3_script_runs_unchanged() -> None:
     config = configure(LLAMA3_8B, World(size=8, ranks_per_node=8))
     assert config.model.num_query_groups == 8
-    assert config.model.vocab_size == 128384
+    assert config.model.vocab_size == 128256
     assert config.train.train_iters == 1953125000 // 128
     assert config.schedule.lr_decay_samples == 1949218748
     assert config.train.empty_unused_memory_level == 1

@@ -16,7 +16,10 @@ COMMON: dict[str, Any] = {
 
 
 def test_the_longest_sequence_is_the_checkpoints_whatever_the_flag_says() -> None:
-    args = Namespace(seq_length=32, max_position_embeddings=64, tokenizer_type="NullTokenizer")
+    gpt2 = {"vocab_file": None, "merge_file": None}
+    args = Namespace(
+        seq_length=32, max_position_embeddings=64, tokenizer_type="NullTokenizer", **gpt2
+    )
     assert with_checkpoint_args(args, COMMON).max_position_embeddings == 32
     args.seq_length = 64
     told = r"--seq-length 64 is above --max-position-embeddings 32, which --use-checkpoint-args"

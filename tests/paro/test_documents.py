@@ -8,7 +8,9 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train
 
-FLAGS = f"{TINY} --vocab-size 9 --global-batch-size 8 --train-iters 3"  # every tenth token ends one
+FLAGS = (
+    f"{TINY} --vocab-size 10 --global-batch-size 8 --train-iters 3"  # a tenth of the tokens end one
+)
 APART = f"{FLAGS} --eod-mask-loss --reset-position-ids --reset-attention-mask"
 
 

@@ -115,7 +115,7 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     ) in out
     # 2 x 128 x 64, 4 x (4 x 64 x 64 + 3 x 64 x 128 + 2 x 64) and 64
     assert "> model: 180,800 parameters, 4 layers, " in out
-    assert ", vocabulary of 101 padded to 128, output layer untied\n" in out
+    assert ", vocabulary of 100 padded to 128, output layer untied\n" in out
     assert "> strategy: IIG, 8 ranks in groups of 4, collectives native\n" in out
     assert "grads      I      4       2       0-3 4-7" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("embedding", "blocks"))]
@@ -189,7 +189,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         writer.add_document([np.arange(600)])
     args = parse_args(f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4".split())
     world = take_world(args)
-    with pytest.raises(ValueError, match="holds token id 599, the vocabulary has 101"):
+    with pytest.raises(ValueError, match="holds token id 599, the vocabulary has 100"):
         run_dry(RunConfig.from_args(args, world), world)
 
 
@@ -291,3 +291,31 @@ def test_under_a_launcher_it_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "--dry-run is one plain process, here are 2" in line
+
+
+def test_other_batches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = "--step-batch-size-schedule 0:16,3200:32,64K:64"
+    out = printed(f"{MOCK} {steps} --dry-run --world-size 4 --ranks-per-node 2", capsys)
+    assert (
+        "> global batch of 16 x 32 = 512 tokens: 4 ranks x 2 micro-batches x 2 samples\n"
+        ">   from 3,200 tokens on 32 samples, 4 micro-batches\n"
+        ">   from 64,000 tokens on 64 samples, 8 micro-batches\n"
+        ">   in evaluations 64 samples, 8 micro-batches x 2 samples\n"
+        "> 10 iterations, 6,656 tokens in all\n"
+    ) in out
+    flags = f"{MOCK} --global-batch-size 16 --dry-run --world-size 4"
+    assert "in evaluations" not in printed(flags, capsys)
+    other = printed(f"{flags} --eval-global-batch-size 32 --eval-micro-batch-size 4", capsys)
+    assert ">   in evaluations 32 samples, 2 micro-batches x 4 samples\n" in other
+
+
+def test_an_evaluation_counts_where_it_needs_the_most() -> None:
+    flags = f"{MOCK} --global-batch-size 64 --dry-run --world-size 1"
+    step = planned(flags).memory
+    assert planned(f"{flags} --eval-micro-batch-size 1").memory == step
+    large = planned(f"{flags} --eval-micro-batch-size 64").memory
+    assert large.name.endswith("in an evaluation (--eval-micro-batch-size 64)")
+    assert large.total > step.total
+    assert large.states == step.states, "the optimizer's state stays"
+    assert large.activations == 0, "nothing is kept for a backward"
+    assert planned(f"{flags} --eval-micro-batch-size 64 --eval-iters 0").memory == step

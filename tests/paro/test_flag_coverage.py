@@ -41,7 +41,9 @@ RENAMED = {
     "paro_strategy": "sharding.strategy",
     "recompute_activations": "model.recompute",
     "recompute_granularity": "model.recompute",
+    "padded_vocab_size": "model.vocab_size",
     "recompute_method": "model.recompute",
+    "recompute_modules": "model.recompute",
     "recompute_num_layers": "model.recompute",
     "use_distributed_optimizer": "sharding.strategy",
     "weight_decay": "schedule.start_weight_decay",
@@ -63,6 +65,8 @@ UNOWNED = {
 }
 DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
+GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
+SELECTIVE = "--recompute-granularity selective"
 CORPUS = "--data-path corpus"
 PROFILE = "--profile --tensorboard-dir board"
 TRAIN = "--train-data-path corpus"
@@ -112,14 +116,25 @@ CASES = {
         "--data-path corpus",
         "--per-split-data-args-path splits.json",
     ),
+    "eval_global_batch_size": ((), "", "--eval-global-batch-size 64"),
+    "eval_micro_batch_size": ((), "", "--eval-micro-batch-size 4"),
+    "merge_file": ((), f"{GPT2} --merge-file a", f"{GPT2} --merge-file b"),
+    "null_tokenizer_eod_id": ((), "", "--null-tokenizer-eod-id 5"),
+    "padded_vocab_size": ((), "", "--padded-vocab-size 2000"),
     "profile_ranks": ((), "", "--profile-ranks 1 2"),
     "profile_step_start": ((), "", "--profile-step-start 5"),
     "rampup_batch_size": ((), "", "--rampup-batch-size 8 8 96"),
     "ranks_per_node": ((), DRY, f"{DRY} --ranks-per-node 2"),
+    "recompute_modules": ((), SELECTIVE, f"{SELECTIVE} --recompute-modules layernorm"),
     "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
     "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
     "rope_scaling_high_freq_factor": ((), "", "--rope-scaling-high-freq-factor 8"),
     "save_retain_interval": ((), SAVE, f"{SAVE} --save-retain-interval 4"),
+    "step_batch_size_schedule": (
+        ("global-batch-size",),
+        "",
+        "--step-batch-size-schedule 0:8,1K:16",
+    ),
     "split": ((), "", "--split 98,1,1"),
     "start_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.5 --start-weight-decay 0.1"),
     "test_data_path": (("mock-data",), TRAIN, f"{TRAIN} --test-data-path corpus"),
@@ -130,6 +145,7 @@ CASES = {
     "use_checkpoint_args": ((), "--load .", "--load . --use-checkpoint-args"),
     "use_checkpoint_opt_param_scheduler": ((), "--load .", f"--load . {KEEP}"),
     "valid_data_path": (("mock-data",), TRAIN, f"{TRAIN} --valid-data-path corpus"),
+    "vocab_file": ((), f"{GPT2} --merge-file a", f"{GPT2} --merge-file a --vocab-file y"),
     "world_size": ((), DRY, "--dry-run --world-size 8"),
     "weight_decay_incr_style": ((), f"{RISING} 0.5", f"{RISING} 0.5 {COSINE}"),
 }

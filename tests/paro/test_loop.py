@@ -98,6 +98,37 @@ def test_evaluation_does_not_change_training() -> None:
     assert losses[0] == losses[1]
 
 
+def test_evaluations_have_batches_of_their_own() -> None:
+    base = TINY.replace("--micro-batch-size 1 ", "")
+    plan = "--micro-batch-size 1 --train-iters 4 --eval-interval 2 --eval-iters 3"
+    of_six = [
+        run_loop(f"{plan} {words} --eval-global-batch-size 6", base=base)
+        for words in (
+            "--global-batch-size 2",
+            "--global-batch-size 2 --eval-micro-batch-size 3",
+            "--rampup-batch-size 1 1 2 --global-batch-size 2",
+            "--step-batch-size-schedule 0:1,20:2",
+        )
+    ]
+    # The same 18 samples twice over and at the end, in whatever micro-batches; of test, always.
+    for run in of_six:
+        assert run.state.consumed_valid_samples == 2 * 3 * 6
+        assert [at for at, _ in run.evaluated] == [2, 4, 4, 4]
+    assert of_six[1].losses == pytest.approx(of_six[0].losses, rel=1e-6)
+    of_two = run_loop(f"{plan} --global-batch-size 2", base=base)
+    assert of_two.state.consumed_valid_samples == 2 * 3 * 2
+    assert [r.lm_loss for r in of_two.records] == [r.lm_loss for r in of_six[0].records]
+    assert of_two.losses != of_six[0].losses
+
+
+def test_the_batch_follows_the_schedule() -> None:
+    # Of 12 tokens a sample: 1 at first, 3 behind 2 samples, 2 behind 5.
+    run = run_loop("--train-samples 12 --step-batch-size-schedule 0:1,24:3,60:2")
+    sizes = [record.global_batch_size for record in run.records]
+    assert sizes == [1, 1, 3, 2, 2, 2]
+    assert run.state.consumed_train_samples == 11, "the last partial batch is left out"
+
+
 def test_evaluates_alone_when_training_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     run = run_loop("--train-iters 7 --eval-interval 3 --eval-iters 2 --skip-train", save_interval=1)
     assert run.evaluated == [(0, "validation"), (0, "test")]

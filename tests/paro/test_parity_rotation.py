@@ -20,7 +20,7 @@ from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, MICRO_BATCHES, SAMPLES
 # Adam's own epsilon of 1e-8 one element whose gradient is next to nothing moves by what its sums
 # were rounded to, gathered too: it alone was 1.1e-5 of a matrix after 10 steps on 8 ranks.
 MODEL = (
-    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 58 "
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 59 "
     "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --kv-channels 4 "
     "--ffn-hidden-size 37 --seq-length 12 --num-workers 0 --lr 0.002 "
     "--lr-decay-style constant --weight-decay 0.1 --adam-eps 1e-6 --init-method-std 0.1 "

@@ -21,6 +21,10 @@ def scales(printed: str) -> list[float]:
     return [float(scale) for scale in re.findall(r"loss scale: ([\d.]+)", printed)]
 
 
+def losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", printed)]
+
+
 FP16 = ("--fp16", "--initial-loss-scale", 1024, "--loss-scale-window", 2)
 
 
@@ -56,3 +60,29 @@ def test_another_order_of_the_data_is_told(tmp_path: Path) -> None:
     longer = [*flags, "--train-iters", 4, "--override-opt_param-scheduler"]
     assert run(*longer, "--exit-interval", 3).count(told) == 1
     assert told not in run(*longer), "saved with the new order"
+
+
+def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:
+    words = list(RUN)
+    at = words.index("--global-batch-size")
+    del words[at : at + 2]
+    # Behind 3 samples of 32 tokens the batch grows from 2 samples to 4.
+    schedule = ("--step-batch-size-schedule", "0:2 96:4", "--train-iters", 5)
+    straight = losses(run(*words, *schedule))
+    load = ("--save", tmp_path, "--load", tmp_path)
+    first = losses(run(*words, *schedule, *load, "--exit-interval", 3))
+    # The size 2, which micro-batches of 4 do not divide, is behind.
+    again = run(*words, *schedule, *load, "--micro-batch-size", 4)
+    assert first + losses(again) == pytest.approx(straight, rel=1e-5)
+    told = run_main([str(word) for word in (*words, *schedule, "--micro-batch-size", 4)]).mistake
+    assert told == (
+        "--step-batch-size-schedule: the size 2 is not divisible by --micro-batch-size 4 times 1 "
+        "ranks (= 4)"
+    )
+
+
+def test_a_null_tokenizer_that_counted_otherwise_is_told(tmp_path: Path) -> None:
+    run(*RUN, "--train-iters", 2, "--exit-interval", 1, "--save", tmp_path)
+    went_on = run(*RUN, "--train-iters", 2, "--load", tmp_path, "--vocab-size", 127)
+    assert "give --vocab-size 128 to go on with the same data" in went_on
+    assert "to go on with the same data" not in run(*RUN, "--train-iters", 2, "--load", tmp_path)

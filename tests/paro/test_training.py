@@ -22,7 +22,7 @@ from tests.helpers.training import TINY, Trained, train
 VOCAB_SIZE, HIDDEN_SIZE, BATCH_SIZE, NUM_STEPS = 1501, 20, 8, 2
 ASKED = "--log-num-zeros-in-grad --log-params-norm"
 FLAGS = (
-    TINY.replace("--vocab-size 59", f"--vocab-size {VOCAB_SIZE - 1}")
+    TINY.replace("--vocab-size 60", f"--vocab-size {VOCAB_SIZE}")
     + f" --train-iters {NUM_STEPS} --global-batch-size {BATCH_SIZE} {ASKED}"
 )
 FROZEN = ("blocks.0.wq", "blocks.1.w_up", "head.weight")

@@ -272,7 +272,7 @@ def test_one_process_alone_is_told_to_start_several() -> None:
 
 # On ranks
 
-TRAIN = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 63"
+TRAIN = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64"
 FLAGS = ["--distributed-backend", "gloo", "--group-size", "2", "--sizes", "64,4K", "--rounds", "1"]
 
 

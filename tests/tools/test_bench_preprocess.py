@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from data.sources import find_pieces
-from data.tokenizer import TokenizerConfig
+from data.tokenizer_config import TokenizerConfig
 from tools.bench_preprocess import main, shares_of_texts
 from tools.preprocessing.encode import EncodingPlan
 
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_pair_is_timed_and_written_down(
 
 
 def test_the_shares_are_the_corpus(corpus: Path) -> None:
-    tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000)
+    tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1001)
     plan = EncodingPlan(tokenizer=tokenizer, keys=("text",), append_eod=False)
     shares = [shares_of_texts(find_pieces([corpus]), plan, number, 3) for number in range(3)]
     assert all(share for share in shares)

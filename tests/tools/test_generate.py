@@ -27,7 +27,7 @@ from tests.helpers.ranks import ROOT
 from tools.generate import Sampling, continuation, main, text_of, until_end
 from tools.train_tokenizer import main as train_tokenizer
 
-VOCAB = 60  # NullTokenizer's 59 and the end of documents; the model has 64 rows
+VOCAB = 60  # NullTokenizer's; the model has 64 rows
 SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --init-method-std 0.3 "
     "--make-vocab-size-divisible-by 64 --micro-batch-size 1 --train-iters 1 --lr 0.1 "
@@ -46,7 +46,7 @@ def save_untrained(folder: Path, flags: str) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("numbers")
-    save_untrained(folder, f"{SIZES} --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1}")
+    save_untrained(folder, f"{SIZES} --tokenizer-type NullTokenizer --vocab-size {VOCAB}")
     return folder
 
 
@@ -79,7 +79,7 @@ def test_greedy_takes_the_most_probable_token_every_time(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig.from_args(
-        parse_args([*SIZES.split(), "--vocab-size", str(VOCAB - 1)]), World()
+        parse_args([*SIZES.split(), "--vocab-size", str(VOCAB)]), World()
     ).model
     model = Llama(config)
     model.load_state_dict(load_parameters(checkpoint))

@@ -64,7 +64,7 @@ def test_every_format_is_recognised_and_counted(
 def test_of_a_training_moments_and_versions_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_untrained(tmp_path, f"{SIZES} --tokenizer-type NullTokenizer --vocab-size 59")
+    save_untrained(tmp_path, f"{SIZES} --tokenizer-type NullTokenizer --vocab-size 60")
     found = inspected(capsys, tmp_path)
     states = {tensor["name"].partition(".")[0] for tensor in found["tensors"]}
     assert states == {"param", "exp_avg", "exp_avg_sq"}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data.loader import MicroBatches
-from data.tokenizer import TokenizerConfig
+from data.tokenizer_config import TokenizerConfig
 from paro.arguments import parse_args
 from paro.assembly import build_data
 from paro.config import RunConfig
@@ -24,7 +24,7 @@ from tests.data.test_tokenizer import train_sentencepiece
 from tools.inspect_dataset import main
 from tools.inspection.lengths import document_lengths, draw_text, figures, histogram
 
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
 EOD = 1000
 
 
@@ -73,7 +73,7 @@ def test_files_of_blends_are_understood(
 def test_a_corpus_of_another_tokenizer_is_told(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "999"]
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
     main(["--data-path", str(corpus), *flags])
     assert "the tokenizer has 1,000 ids: this corpus was made with another" in (
         capsys.readouterr().out

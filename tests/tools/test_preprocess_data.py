@@ -23,7 +23,7 @@ from data.sources import Piece
 from tools import preprocess_data, train_tokenizer
 from tools.preprocess_data import main
 
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
 EOD = 1000
 
 

@@ -81,7 +81,7 @@ def test_preprocessed_files_are_megatrons(
     write_as_megatron(megatron, folder / "theirs", documents, eod=size, append_eod=append_eod)
     path = write_lines(folder / "a.jsonl", documents)
     flags = ["--input", str(path), "--output-prefix", str(folder / "ours"), "--workers", "1"]
-    flags += [*NULL, "--vocab-size", str(size), "--partitions", str(parts)]
+    flags += [*NULL, "--vocab-size", str(size + 1), "--partitions", str(parts)]
     assert preprocess_data.main([*flags, "--append-eod"] if append_eod else flags) == 0
     assert both_files(folder / "ours_text_document") == both_files(folder / "theirs")
 

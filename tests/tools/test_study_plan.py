@@ -209,7 +209,7 @@ def test_a_report_needs_rows_and_a_machine(
 def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
     rows = tmp_path / "steps.jsonl"
     train = (
-        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 63 --seq-length 16 "
+        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --seq-length 16 "
         "--make-vocab-size-divisible-by 1 --bf16 --distributed-backend gloo --mock-data "
         "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 2 "
         "--train-iters 10 --lr 1e-5"

@@ -57,7 +57,7 @@ def training_config(flags: str, backend: str) -> RunConfig:
     words += ["--tokenizer-type", "NullTokenizer", "--train-iters", "1000", "--lr", "1e-5"]
     words += ["--paro-strategy", "NNN"]
     if "--llama-preset" not in words and "--vocab-size" not in words:
-        words += ["--vocab-size", "4095"]
+        words += ["--vocab-size", "4096"]
     return RunConfig.from_args(parse_args(words), World())
 
 

@@ -28,6 +28,8 @@ IGNORED = {
     "paro_materialize": "gather",
     "paro_rotate_in_place": False,
     "use_distributed_optimizer": False,
+    "eval_global_batch_size": None,
+    "eval_micro_batch_size": None,
     "save": None,
     "log_progress": False,
     "use_pytorch_profiler": False,
@@ -45,8 +47,11 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
     settled["micro_batch_size"] = args.micro_batch_size or 1
     if args.train_samples is not None:
         # All of them, whatever batches they would come in.
-        settled |= {"micro_batch_size": 1, "global_batch_size": 1, "rampup_batch_size": None}
-    elif args.train_iters is not None and args.global_batch_size is None:
+        settled |= {"micro_batch_size": 1, "global_batch_size": 1}
+        settled |= dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule"))
+    elif args.train_iters is not None and not (
+        args.global_batch_size or args.step_batch_size_schedule
+    ):
         raise ValueError(
             "--dump-samples with --train-iters needs --global-batch-size, which would follow from "
             "the number of ranks: give it, or --train-samples"

@@ -139,6 +139,8 @@ def vocab_size_of(args: Namespace) -> int:
             raise ValueError(f"--vocab-size {args.vocab_size} must be at least 1")
         return int(args.vocab_size)
     if args.llama_preset is None:
+        if args.padded_vocab_size is not None:  # the rows are all that is planned with
+            return int(args.padded_vocab_size)
         raise ValueError("--vocab-size is missing; --llama-preset gives it too")
     return LLAMA_PRESETS[args.llama_preset].vocab_size
 

@@ -13,7 +13,8 @@ import numpy as np
 from data.corpus import BATCH_BYTES, RawBatch, Texts, place_of, texts_of
 from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
 from data.sources import Kind
-from data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from data.tokenizer import Tokenizer, build_tokenizer
+from data.tokenizer_config import TokenizerConfig
 
 NAMED_BAD = 3  # of the documents that were left out, so many are named
 

@@ -81,9 +81,8 @@ class Partitions:
 
 def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[str, Any]:
     """All that decides what is in the files of each partition."""
-    name = plan.tokenizer.tokenizer_model  # None has no files; Path("") would be this folder
-    model = None if name is None else Path(name)
-    files = [] if model is None else sorted(model.rglob("*")) if model.is_dir() else [model]
+    places = map(Path, plan.tokenizer.files)
+    files = [file for place in places for file in (place, *sorted(place.rglob("*")))]
     stamps = {
         str(path): [path.stat().st_size, path.stat().st_mtime_ns]
         for path in files

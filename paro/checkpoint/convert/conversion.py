@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from data.atomic_file import temporary_beside
+from data.tokenizer import padded_vocab_size
 from paro.checkpoint.convert.hugging_face import open_hugging_face, write_hugging_face
 from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.meta import open_meta
@@ -37,7 +38,8 @@ class Conversion:
     target: Path
     dtype: torch.dtype | None  # None: as it is stored
     iteration: int | None = None  # of a training's checkpoint; None: the latest one
-    divisible_by: int  # rows of embedding and output layer of this project's checkpoints
+    divisible_by: int  # rows of embedding and output layer, where they are padded
+    padded_vocab_size: int | None = None  # their number, whatever the multiple
 
     def open(self) -> Source:
         """The model to convert, in the type it is going to have; nothing has been read of it."""
@@ -45,9 +47,10 @@ class Conversion:
             raise CheckpointError(f"--input {self.source} is no folder")
         if self.target.exists() or self.target.is_symlink():
             raise CheckpointError(f"--output {self.target} exists: remove it or give another name")
-        if self.divisible_by < 1:
+        if self.padded_vocab_size is not None and self.target_format == "hf":
             raise CheckpointError(
-                f"--make-vocab-size-divisible-by {self.divisible_by} must be at least 1"
+                f"--padded-vocab-size {self.padded_vocab_size} needs --to paro or megatron: a "
+                "Hugging Face folder holds no padding"
             )
         if self.iteration is None:
             source = OPENERS[self.source_format](self.source)
@@ -55,8 +58,15 @@ class Conversion:
             source = open_native(self.source, self.iteration)
         else:
             raise CheckpointError(f"--ckpt-step {self.iteration} needs --from paro")
+        self._rows(source)
         tensors = {name: tensor.cast(self.dtype) for name, tensor in source.tensors.items()}
         return replace(source, tensors=tensors)
+
+    def _rows(self, source: Source) -> int:
+        """The rows that embedding and output layer get where they are padded."""
+        return padded_vocab_size(
+            source.config.vocab_size, self.divisible_by, self.padded_vocab_size
+        )
 
     def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
         """Writes all under another name and renames it; a failure leaves nothing behind.
@@ -78,9 +88,10 @@ class Conversion:
             if self.target_format == "hf":
                 notes = write_hugging_face(source, temporary, advance)
             elif self.target_format == "megatron":
-                write_megatron(source, temporary, advance, divisible_by=self.divisible_by)
+                rows, multiple = self._rows(source), self.divisible_by
+                write_megatron(source, temporary, advance, rows=rows, divisible_by=multiple)
             else:
-                write_native(source, temporary, target, advance, divisible_by=self.divisible_by)
+                write_native(source, temporary, target, advance, rows=self._rows(source))
             temporary.rename(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import TokenizerConfig, build_tokenizer
+from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE, write_gpt2_tokenizer_json
+from data.tokenizer import build_tokenizer
+from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
 from model.config import LlamaConfig, parameter_shapes
 from model.hugging_face import hugging_face_config, hugging_face_name, llama_config
@@ -24,6 +26,8 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    VOCAB_FILE,
+    MERGE_FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -78,6 +82,9 @@ def tokenizer_of(companions: Mapping[str, Path]) -> dict[str, Any] | None:
     ):
         if name in companions:
             return {"tokenizer_type": kind, "tokenizer_model": str(companions[name])}
+    if VOCAB_FILE in companions and MERGE_FILE in companions:
+        files = {"vocab_file": companions[VOCAB_FILE], "merge_file": companions[MERGE_FILE]}
+        return {"tokenizer_type": GPT2_TYPE} | {name: str(path) for name, path in files.items()}
     return None
 
 
@@ -127,8 +134,18 @@ def write_hugging_face(
         )
     copy_companions(source.companions, directory)
     _write_json(directory / CONFIG, fields)
-    pieces = source.companions.get("tokenizer.model")
-    if pieces is None or "tokenizer.json" in source.companions:
+    return _write_tokenizer(source, directory)
+
+
+def _write_tokenizer(source: Source, directory: Path) -> list[str]:
+    """A tokenizer.json beside files of another form, and what is to be said of it."""
+    companions = source.companions
+    if "tokenizer.json" in companions:
+        return []
+    pieces = companions.get("tokenizer.model")
+    if pieces is None:
+        if VOCAB_FILE in companions and MERGE_FILE in companions:
+            write_gpt2_tokenizer_json(companions[VOCAB_FILE], companions[MERGE_FILE], directory)
         return []
     if write_tokenizer_json(pieces, directory, begins_texts=source.begins_with_bos):
         return []

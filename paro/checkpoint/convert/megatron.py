@@ -139,11 +139,10 @@ def open_megatron(root: Path) -> Source:
 
 
 def write_megatron(
-    source: Source, root: Path, advance: Callable[[int], None], *, divisible_by: int
+    source: Source, root: Path, advance: Callable[[int], None], *, rows: int, divisible_by: int
 ) -> None:
-    """Fills an empty folder with a `release` checkpoint, its vocabulary padded as Megatron does."""
+    """Fills an empty folder with a `release` checkpoint of so many rows of embedding and head."""
     _check_rope_scaling(source.config)
-    rows = -(-source.config.vocab_size // divisible_by) * divisible_by
     config = replace(source.config, vocab_size=rows)
     writers: dict[str, list[tuple[Callable[[Tensor], Tensor], LazyTensor]]] = {}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -254,8 +253,9 @@ def _config(
             f"{config.num_query_groups} query groups"
         )
     vocab_size = int(given.get("vocab_size") or config.vocab_size)
-    if given.get("tokenizer_type") == "NullTokenizer":
-        vocab_size += 1  # the end of a document, which the argument leaves out
+    is_null = given.get("tokenizer_type") == "NullTokenizer"
+    if is_null and "null_tokenizer_eod_id" not in given:
+        vocab_size += 1  # the end of a document, which the argument left out before core 0.18
     return config, min(vocab_size, config.vocab_size)
 
 

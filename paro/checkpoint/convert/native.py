@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 
+from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
+from data.tokenizer_config import saved_tokenizer
 from model.config import LlamaConfig
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.boxes import PARAM, BoxedState, BoxLoadPlanner, BoxSavePlanner
@@ -74,13 +76,13 @@ def open_native(root: Path, iteration: int | None = None) -> Source:
 
 
 def write_native(
-    source: Source, root: Path, final: Path, advance: Callable[[int], None], *, divisible_by: int
+    source: Source, root: Path, final: Path, advance: Callable[[int], None], *, rows: int
 ) -> None:
     """Fills an empty folder, which is going to be `final`, with a checkpoint of the parameters.
 
-    Padding of the vocabulary up to a multiple is zero, as nothing is ever drawn from it.
+    Embedding and output layer get `rows`; what is padding is zero, as nothing is ever drawn from
+    it.
     """
-    rows = -(-source.config.vocab_size // divisible_by) * divisible_by
     partial_directory = begin_checkpoint(root, 0)
     states, reads = _lazy_states(source, rows)
     writer = BoundedWriter(partial_directory)
@@ -197,12 +199,9 @@ def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
 
 def _true_vocab_size(common: Mapping[str, Any], rows: int) -> int:
     """Without padding, where the checkpoint says so or its tokenizer does."""
-    tokenizer = common.get("tokenizer") or {}
     if "vocab_size" in common:
         return int(common["vocab_size"])
-    if tokenizer.get("tokenizer_type") == "NullTokenizer":
-        return int(tokenizer["vocab_size"]) + 1
-    return rows
+    return int(saved_tokenizer(common).get("vocab_size") or rows)
 
 
 def _begins_with_bos(common: Mapping[str, Any]) -> bool:
@@ -219,7 +218,13 @@ def _companions(
     own = companions_in(root / COMPANIONS)
     if own:
         return own, tokenizer_of(own), ()
-    saved = dict(common.get("tokenizer") or {})
+    saved = saved_tokenizer(common)
+    if saved.get("vocab_file") is not None:
+        pair = {VOCAB_FILE: Path(saved["vocab_file"]), MERGE_FILE: Path(saved["merge_file"])}
+        if all(path.is_file() for path in pair.values()):
+            return pair, saved, ()
+        gone = f"the tokenizer is no longer at {saved['vocab_file']} and {saved['merge_file']}"
+        return {}, saved, (f"{gone}: converted without it",)
     model = saved.get("tokenizer_model")
     if model is None:
         return {}, saved or None, (f"{root} has no tokenizer: prompts are token ids",)
@@ -241,5 +246,5 @@ def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:
     return {
         "tokenizer_type": "NullTokenizer",
         "tokenizer_model": None,
-        "vocab_size": source.config.vocab_size - 1,
+        "vocab_size": source.config.vocab_size,
     }

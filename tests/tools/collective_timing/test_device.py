@@ -15,7 +15,7 @@ from tools.collective_timing import device as timing
 from tools.collective_timing.device import measure_device, training_config
 
 TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 63 --seq-length 16 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --seq-length 16 "
     "--make-vocab-size-divisible-by 1 --bf16"
 )
 

@@ -12,11 +12,12 @@ from data import corpus
 from data.corpus import read_batches
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dtype_for_vocab
 from data.sources import find_pieces
-from data.tokenizer import NullTokenizer, TokenizerConfig
+from data.tokenizer import NullTokenizer
+from data.tokenizer_config import TokenizerConfig
 from tools.preprocessing import encode as module
 from tools.preprocessing.encode import EncodingPlan, Tally, encode, encode_all, tasks_of
 
-CONFIG = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10)
+CONFIG = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=11)
 PLAN = EncodingPlan(tokenizer=CONFIG, keys=("text",), append_eod=True)
 
 
@@ -24,7 +25,7 @@ class Wrong(NullTokenizer):
     """Gives an id that it does not have."""
 
     def __init__(self, token: int) -> None:
-        super().__init__(10)
+        super().__init__(11)
         self.token = token
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -1,0 +1,114 @@
+"""GPT-2's byte-level BPE from its two files: a vocabulary in JSON and the merges in their order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+END = "<|endoftext|>"
+VOCAB_FILE, MERGE_FILE = "vocab.json", "merges.txt"  # their names in a Hugging Face folder
+
+
+class GPT2BPETokenizer:
+    """`--vocab-file` and `--merge-file`, with the ids that Megatron's type of this name gives.
+
+    END ends documents. Where a text spells it out it becomes that one id, as in transformers.
+    """
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        self._tokenizer = _load(Path(vocab_file), Path(merge_file))
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        self.eod: int = self._tokenizer.token_to_id(END)
+        self.bos: int | None = self.eod
+        self.text_prefix: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([int(token) for token in ids]))
+
+
+def write_gpt2_tokenizer_json(vocab_file: Path, merge_file: Path, folder: Path) -> None:
+    """Writes the tokenizer.json and tokenizer_config.json that transformers reads."""
+    _load(vocab_file, merge_file).save(str(folder / "tokenizer.json"))
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END),
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(fields, indent=2)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _load(vocab_file: Path, merge_file: Path) -> Any:
+    """The two files in the words of the tokenizers library; `ValueError` names the one at fault."""
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise ValueError(
+            "--tokenizer-type GPT2BPETokenizer needs the package tokenizers"
+        ) from error
+    vocabulary = _read_vocabulary(vocab_file)
+    merges = _read_merges(merge_file, vocabulary, vocab_file)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    missing = [piece for piece in (*alphabet, END) if piece not in vocabulary]
+    if missing:
+        what = END if missing == [END] else f"{len(missing)} of the 256 bytes"
+        raise ValueError(f"--vocab-file {vocab_file} is not GPT-2's: it has no {what}")
+    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    return tokenizer
+
+
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    """Pieces and their ids, which count from 0 without a gap."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--vocab-file {path} is missing: give GPT-2's vocab.json")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        ids = sorted(found.values())
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"--vocab-file {path} is not a JSON object of pieces and ids") from error
+    if ids != list(range(len(ids))):
+        raise ValueError(
+            f"--vocab-file {path} is not a JSON object of pieces and ids: they must count from 0 "
+            "without a gap"
+        )
+    vocabulary: dict[str, int] = found
+    return vocabulary
+
+
+def _read_merges(path: Path, vocabulary: dict[str, int], vocab_file: Path) -> list[tuple[str, str]]:
+    """Pairs of pieces, the first ones preferred."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--merge-file {path} is missing: give GPT-2's merges.txt")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--merge-file {path} is not a text of merges") from error
+    merges = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        left, blank, right = line.rstrip("\r").partition(" ")
+        if not (left and blank and right) or " " in right:
+            raise ValueError(
+                f"--merge-file {path}, line {number}, is no merge: two pieces with a blank between"
+            )
+        for piece in (left, right, left + right):
+            if piece not in vocabulary:
+                raise ValueError(
+                    f"--merge-file {path}, line {number}, makes {piece!r}, which --vocab-file "
+                    f"{vocab_file} does not have: the two files belong to different tokenizers"
+                )
+        merges.append((left, right))
+    return merges

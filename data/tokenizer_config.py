@@ -1,0 +1,115 @@
+"""Which tokenizer the flags or a checkpoint name, under Megatron's types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+GPT2_TYPE = "GPT2BPETokenizer"
+TOKENIZER_TYPES = (
+    *SENTENCEPIECE_TYPES,
+    "HuggingFaceTokenizer",
+    "TikTokenizer",
+    GPT2_TYPE,
+    "NullTokenizer",
+)
+# Types of Megatron's that do not fit a language model of plain text, and what to do instead.
+_REFUSED_TYPES = {
+    "BertWordPieceLowerCase": "it is BERT's and has no end of a document: tokenize anew with "
+    "HuggingFaceTokenizer or SentencePieceTokenizer",
+    "BertWordPieceCase": "it is BERT's and has no end of a document: tokenize anew with "
+    "HuggingFaceTokenizer or SentencePieceTokenizer",
+    "MultimodalTokenizer": "the model reads text alone: give HuggingFaceTokenizer and the same "
+    "--tokenizer-model",
+    "NullMultimodalTokenizer": "the model reads text alone: give NullTokenizer",
+    "SFTTokenizer": "conversations are not trained on: tokenize plain text with "
+    "HuggingFaceTokenizer and the same --tokenizer-model",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer; `vocab_size` is needed by NullTokenizer and checked for the others."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    null_tokenizer_eod_id: int | None = None
+
+    def __post_init__(self) -> None:
+        flag = f"--tokenizer-type {self.tokenizer_type}"
+        if self.tokenizer_type in _REFUSED_TYPES:
+            raise ValueError(f"{flag} is not supported: {_REFUSED_TYPES[self.tokenizer_type]}")
+        if self.tokenizer_type not in TOKENIZER_TYPES:
+            raise ValueError(f"{flag} is unknown: choose one of {', '.join(TOKENIZER_TYPES)}")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"--vocab-size {self.vocab_size} must be at least 1")
+        if self.tokenizer_type != "NullTokenizer" and self.null_tokenizer_eod_id is not None:
+            raise ValueError(
+                f"--null-tokenizer-eod-id contradicts {flag}, which has an end of its own"
+            )
+        is_gpt2 = self.tokenizer_type == GPT2_TYPE
+        if not is_gpt2 and (self.vocab_file or self.merge_file):
+            raise ValueError(
+                f"--vocab-file and --merge-file contradict {flag}: they go with {GPT2_TYPE}; leave "
+                "them out or change the type"
+            )
+        if is_gpt2:
+            self._check_gpt2()
+        elif self.tokenizer_type == "NullTokenizer":
+            self._check_null()
+        elif self.tokenizer_model is None:
+            raise ValueError(f"{flag} needs --tokenizer-model")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Every file and folder that it is read from."""
+        return tuple(filter(None, (self.tokenizer_model, self.vocab_file, self.merge_file)))
+
+    def _check_gpt2(self) -> None:
+        if self.tokenizer_model is not None:
+            raise ValueError(
+                f"--tokenizer-type {GPT2_TYPE} is read from --vocab-file and --merge-file: leave "
+                "--tokenizer-model out; a tokenizer.json goes with HuggingFaceTokenizer"
+            )
+        for flag, value in (("--vocab-file", self.vocab_file), ("--merge-file", self.merge_file)):
+            if value is None:
+                raise ValueError(f"--tokenizer-type {GPT2_TYPE} needs {flag}")
+
+    def _check_null(self) -> None:
+        if self.vocab_size is None:
+            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
+        eod = self.null_tokenizer_eod_id
+        if eod is not None and not 0 <= eod < self.vocab_size:
+            raise ValueError(
+                f"--null-tokenizer-eod-id {eod} must be at least 0 and below --vocab-size "
+                f"{self.vocab_size}"
+            )
+
+
+def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:
+    """The tokenizer that flags ask for, or None where no flag does.
+
+    The files of GPT-2's alone are enough: Megatron's own default is that type.
+    """
+    given: dict[str, Any] = {field.name: flags.get(field.name) for field in fields(TokenizerConfig)}
+    if given["tokenizer_type"] is None and (given["vocab_file"] or given["merge_file"]):
+        given["tokenizer_type"] = GPT2_TYPE
+    return None if given["tokenizer_type"] is None else TokenizerConfig(**given)
+
+
+def saved_tokenizer(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the TokenizerConfig that a checkpoint names; none where it names none.
+
+    NullTokenizer's --vocab-size once left the end of a document out, which came on top. The
+    checkpoint's own `vocab_size` counts all entries; where it is missing, the checkpoint is older
+    than the change.
+    """
+    saved = dict(common.get("tokenizer") or {})
+    if saved.get("tokenizer_type") == "NullTokenizer":
+        saved["vocab_size"] = common.get("vocab_size", saved["vocab_size"] + 1)
+    return saved

@@ -1,0 +1,134 @@
+"""GPT-2's two files: ids as another library makes them, what transformers reads, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiktoken
+
+from data.gpt2_tokenizer import END, write_gpt2_tokenizer_json
+from data.tokenizer import Tokenizer, build_tokenizer
+from data.tokenizer_config import TokenizerConfig, tokenizer_config
+from tests.helpers.gpt2 import TEXT, write_gpt2
+
+# How GPT-2 cuts a text into words, as its authors published it.
+PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+TEXTS = (TEXT, "", " ", "I'LL they've", "ﬁ ½ ①", TEXT * 9, "x" * 999)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return write_gpt2(tmp_path)
+
+
+def build(files: tuple[Path, Path]) -> Tokenizer:
+    vocab_file, merge_file = map(str, files)
+    found = tokenizer_config({"vocab_file": vocab_file, "merge_file": merge_file})
+    assert found is not None, "the two files alone name GPT2BPETokenizer"
+    assert found.tokenizer_type == "GPT2BPETokenizer"
+    return build_tokenizer(found)
+
+
+def byte_of() -> dict[str, int]:
+    """Which byte each letter of GPT-2's alphabet stands for."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = [*map(chr, shown), *(chr(256 + number) for number in range(len(hidden)))]
+    return dict(zip(letters, (*shown, *hidden), strict=True))
+
+
+def test_ids_are_those_of_another_library(files: tuple[Path, Path]) -> None:
+    own, letters = build(files), byte_of()
+    vocabulary = json.loads(files[0].read_text(encoding="utf-8"))
+    end = vocabulary.pop(END)
+    ranks = {bytes(letters[c] for c in piece): number for piece, number in vocabulary.items()}
+    other = tiktoken.Encoding(
+        "gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END: end}
+    )
+    for text in (*TEXTS, f"a {END} b{END}"):
+        assert own.encode(text) == other.encode(text, allowed_special="all"), text
+    assert own.encode_batch(TEXTS) == [own.encode(text) for text in TEXTS]
+    assert own.encode_batch([]) == []
+    assert (own.vocab_size, own.eod, own.bos, own.text_prefix) == (301, 300, 300, ())
+
+
+def test_texts_come_back(files: tuple[Path, Path]) -> None:
+    tokenizer = build(files)
+    for text in TEXTS:
+        assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
+
+
+def test_the_tokenizer_json_gives_the_same_ids(files: tuple[Path, Path], tmp_path: Path) -> None:
+    write_gpt2_tokenizer_json(*files, tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    other = build_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path)
+    )
+    own = build(files)
+    assert (other.vocab_size, other.eod) == (own.vocab_size, own.eod)
+    assert other.encode_batch(TEXTS) == own.encode_batch(TEXTS)
+
+
+def without(piece: str) -> Callable[[str], str]:
+    def change(text: str) -> str:
+        vocabulary = json.loads(text)
+        del vocabulary[piece]
+        return json.dumps({name: number for number, name in enumerate(vocabulary)})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("which", "change", "message"),
+    [
+        (0, None, "--vocab-file .*gpt2-vocab.json is missing"),
+        (1, None, "--merge-file .*gpt2-merges.txt is missing"),
+        (0, lambda _: "[1]", "is not a JSON object of pieces and ids"),
+        (0, lambda _: "no JSON", "is not a JSON object of pieces and ids"),
+        (0, lambda text: text.replace(": 7,", ": 7000,"), "count from 0 without a gap"),
+        (0, without(END), r"is not GPT-2's: it has no <\|endoftext\|>"),
+        (0, without("!"), "is not GPT-2's: it has no"),
+        (1, lambda text: text + "q z\n", "line 46, makes 'qz', which --vocab-file .* different"),
+        (1, lambda text: text + "qz\n", "line 46, is no merge"),
+        (1, lambda text: text + "a b c\n", "line 46, is no merge"),
+    ],
+)
+def test_files_at_fault_are_named(
+    files: tuple[Path, Path], which: int, change: Callable[[str], str] | None, message: str
+) -> None:
+    if change is None:
+        files[which].unlink()
+    else:
+        files[which].write_text(change(files[which].read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        build(files)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"vocab_file": "x"}, "GPT2BPETokenizer needs --merge-file"),
+        ({"merge_file": "x"}, "GPT2BPETokenizer needs --vocab-file"),
+        ({"vocab_file": "x", "merge_file": "y", "tokenizer_model": "z"}, "leave --tokenizer-model"),
+        (
+            {"vocab_file": "x", "tokenizer_type": "NullTokenizer", "vocab_size": 9},
+            "--vocab-file and --merge-file contradict --tokenizer-type NullTokenizer",
+        ),
+    ],
+)
+def test_flags_that_contradict_are_refused(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tokenizer_config(flags)
+
+
+def test_another_size_of_the_vocabulary_is_refused(files: tuple[Path, Path]) -> None:
+    vocab_file, merge_file = map(str, files)
+    flags = {"vocab_file": vocab_file, "merge_file": merge_file, "vocab_size": 50257}
+    config = tokenizer_config(flags)
+    assert config is not None, "the two files alone name a type"
+    with pytest.raises(ValueError, match=r"--vocab-size 50257 contradicts --vocab-file .* 301 ent"):
+        build_tokenizer(config)

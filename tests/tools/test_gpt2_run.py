@@ -1,0 +1,135 @@
+"""A run with GPT-2's tokenizer: corpus, checkpoint, other formats, and texts that it continues."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.gpt2_tokenizer import END
+from data.indexed_dataset import IndexedDataset
+from data.tokenizer import build_tokenizer
+from data.tokenizer_config import tokenizer_config
+from paro.arguments import parse_args
+from paro.assembly import build_training, start_state
+from paro.checkpoint.convert.hugging_face import open_hugging_face
+from paro.config import RunConfig
+from paro.report.log import Log
+from paro.resume import save_run
+from paro.runtime import Control, UserMistakeError, World
+from tests.helpers.gpt2 import TEXT, write_gpt2
+from tools import convert_checkpoint, generate, inspect_dataset, preprocess_data
+
+SIZES = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --init-method-std 0.3 "
+    "--micro-batch-size 1 --train-iters 1 --lr 0.1 --distributed-backend gloo --mock-data "
+    "--padded-vocab-size 310"
+)
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """Megatron's own: its default type needs no name."""
+    (tmp_path / "gpt2").mkdir()
+    vocab_file, merge_file = write_gpt2(tmp_path / "gpt2")
+    return ["--vocab-file", str(vocab_file), "--merge-file", str(merge_file)]
+
+
+@pytest.fixture
+def saved(tmp_path: Path, flags: list[str]) -> Path:
+    """A checkpoint as the trainer writes it, of the model as it starts."""
+    words = [*SIZES.split(), *flags, "--save", str(tmp_path / "saved")]
+    config = RunConfig.from_args(parse_args(words), World())
+    assert (config.vocab_size, config.eod, config.model.vocab_size) == (301, 300, 310)
+    training = build_training(config, Control(World(), torch.device("cpu")))
+    save_run(config, training, start_state(config), Log(rank=0, world_size=1))
+    return tmp_path / "saved"
+
+
+def test_a_corpus_is_made_and_looked_at(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text(json.dumps({"text": TEXT}) + "\n")
+    command = ["--input", str(text), "--output-prefix", str(tmp_path / "c"), "--workers", "1"]
+    assert preprocess_data.main([*command, *flags, "--append-eod", "--partitions", "2"]) == 0
+    config = tokenizer_config({"vocab_file": flags[1], "merge_file": flags[3]})
+    assert config is not None, "the files name the type"
+    expected = [*build_tokenizer(config).encode(TEXT), 300]
+    assert IndexedDataset(tmp_path / "c_text_document")[0].tolist() == expected
+    inspect_dataset.main(["--data-path", str(tmp_path / "c_text_document"), *flags])
+    printed = capsys.readouterr().out
+    assert "end with the end-of-document token: 1 of 1" in printed
+    assert repr(TEXT) in printed
+
+
+def test_partitions_of_other_files_are_no_partitions_of_these(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    (tmp_path / "bad" / "b.jsonl").write_text("broken\n")
+    command = ["--input", str(tmp_path / "bad"), "--output-prefix", str(tmp_path / "c")]
+    command += [*flags, "--workers", "1", "--partitions", "2"]
+    assert preprocess_data.main(command) == 2
+    merges = Path(flags[3])
+    merges.write_text("\n".join(merges.read_text(encoding="utf-8").splitlines()[:-1]) + "\n")
+    assert preprocess_data.main(command) == 2
+    assert "partitions of a run with another input, tokenizer or flags" in capsys.readouterr().err
+
+
+def continued(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
+    flags = ["--load", str(folder), "--prompt", "The fox", "--temperature", "0"]
+    generate.main([*flags, "--max-new-tokens", "6", *words])
+    return capsys.readouterr().out
+
+
+def converted(source: str, target: str, folder: Path, out: Path, *words: str) -> Path:
+    flags = ["--from", source, "--to", target, "--input", str(folder), "--output", str(out)]
+    convert_checkpoint.main([*flags, *words])
+    return out
+
+
+def test_every_format_brings_the_tokenizer_along(
+    tmp_path: Path, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = continued(capsys, saved)
+    hf = converted("paro", "hf", saved, tmp_path / "hf")
+    files = {path.name for path in hf.iterdir()}
+    assert {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"} <= files
+    fields = json.loads((hf / "config.json").read_text())
+    assert (fields["vocab_size"], fields["eos_token_id"]) == (301, 300)
+    assert json.loads((hf / "tokenizer_config.json").read_text())["eos_token"] == END
+    assert open_hugging_face(hf).tokenizer is not None
+    again = converted("paro", "paro", saved, tmp_path / "again", "--padded-vocab-size", "400")
+    megatron = converted("paro", "megatron", saved, tmp_path / "megatron")
+    back = converted("megatron", "paro", megatron, tmp_path / "back")
+    capsys.readouterr()
+    shutil.rmtree(tmp_path / "gpt2")  # each has its own copy
+    for folder in (hf, again, back):
+        assert continued(capsys, folder) == text, folder
+    common = json.loads((again / "iter_0000000" / "common.json").read_text())
+    assert (common["model"]["vocab_size"], common["vocab_size"]) == (400, 301)
+
+
+def test_files_that_moved_are_found_by_their_folder(
+    tmp_path: Path, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = continued(capsys, saved)
+    (tmp_path / "gpt2").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserMistakeError, match="--tokenizer-model"):
+        continued(capsys, saved)
+    assert continued(capsys, saved, "--tokenizer-model", str(tmp_path / "elsewhere")) == text
+    out = converted("paro", "hf", saved, tmp_path / "hf")
+    assert not (out / "tokenizer.json").exists()
+    assert "converted without it" in capsys.readouterr().out
+
+
+def test_rows_that_do_not_hold_the_vocabulary_are_refused(tmp_path: Path, saved: Path) -> None:
+    for target, message in (("paro", "is less than the 301 entries"), ("hf", "holds no padding")):
+        with pytest.raises(UserMistakeError, match=f"--padded-vocab-size 300 .*{message}"):
+            converted("paro", target, saved, tmp_path / "out", "--padded-vocab-size", "300")
+    assert not (tmp_path / "out").exists()
