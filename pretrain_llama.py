@@ -11,6 +11,7 @@ from data.loader import Datasets
 from model.config import num_parameters
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.changed_flags import order_record
 from paro.config import RunConfig, take_world
 from paro.dry_run import run_dry
 from paro.loop import Loop, Saving
@@ -30,7 +31,7 @@ from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
-from paro.resume import Saver, load_run, tell_order
+from paro.resume import Saver, check_source, load_run, tell_order
 from paro.runtime import (
     Control,
     UserMistakeError,
@@ -62,6 +63,8 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
     log = log_of(control, terminal, one_speaker=is_live)
     log.log0(arguments_block(vars(args)))
+    with control.agreed():
+        check_source(config.checkpoint, config.train, control)
     seed_everything(config.train.seed)
 
     bytes_before = resident_bytes(control.device)
@@ -104,7 +107,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        saving=saving_of(args, config, training, facts, log, loaded, datasets.train_order()),
+        saving=saving_of(args, config, training, facts, log, loaded, datasets),
         forecast=forecast,
         observers=observers,
     )
@@ -112,7 +115,9 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     if is_live and log.is_last:
         report.view = terminal.open_view(facts, title=title_of(config), placement=placement)
     with closing(report, control):
-        loop.run()
+        is_complete = loop.run()
+    if not is_complete:
+        log.log0(how_to_continue(config, state))
     if control.device.type == "cuda":
         training.close()  # gloo's groups go with the process
 
@@ -128,7 +133,25 @@ def closing(report: Report, control: Control) -> Iterator[None]:
                 report.close()
                 control.barrier()  # the first rank to leave ends the others
         raise
+    except KeyboardInterrupt:
+        report.interrupted()
+        if report.view is not None:
+            report.view.close()
+        raise
     report.close()
+
+
+def how_to_continue(config: RunConfig, state: TrainState) -> str:
+    """The last line of a run that was cut short."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return f"iteration {state.iteration} is not saved: there was no --save"
+    saved = f"iteration {state.iteration} is saved in {checkpoint.save}"
+    if checkpoint.continues:
+        return f"{saved}: the same command continues from there"
+    without = [flag for flag in ("finetune", "start_over") if getattr(checkpoint, flag)]
+    words = "".join(f" and leave --{flag.replace('_', '-')} out" for flag in without)
+    return f"{saved}: to continue give --load {checkpoint.save}{words}"
 
 
 def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
@@ -182,7 +205,7 @@ def saving_of(
     facts: RunFacts,
     log: Log,
     loaded: TrainState | None,
-    train_order: list[list[int]],
+    datasets: Datasets,
 ) -> Saving | None:
     """How the run is saved, if at all; what lies under --save already is not saved again."""
     checkpoint = config.checkpoint
@@ -198,9 +221,9 @@ def saving_of(
         log,
         arguments=vars(args),
         progress=progress,
-        train_order=train_order,
+        order=order_record(config, datasets),
     )
-    continued = loaded if checkpoint.save == checkpoint.load else None
+    continued = loaded if checkpoint.continues else None
     return Saving(
         write=saver.save,
         interval=checkpoint.save_interval,

@@ -17,11 +17,13 @@ from paro.config_checks import (
     check_given,
     check_intervals,
     check_load,
+    check_overwriting,
     check_profile,
     check_rotation,
     check_save,
     check_sequence,
     check_trackers,
+    flags_without_effect,
 )
 from paro.config_model import take_model
 from paro.config_plan import AUTO, case_of, choose_strategy, take_machine
@@ -73,7 +75,7 @@ class RunConfig:
     @classmethod
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
         """The configuration for `world` ranks, which need not exist; `ValueError` for mistakes."""
-        notices = check_compatibility(args)
+        notices = (*check_compatibility(args), *flags_without_effect(args))
         check_given(args)
         checkpoint = _take(CheckpointConfig, args)
         common = saved_common(checkpoint)
@@ -129,6 +131,7 @@ class RunConfig:
         if not config.launch.dry_run:  # folders and packages are the training machine's
             check_load(config.checkpoint)
             check_save(config.checkpoint)
+            check_overwriting(config.checkpoint, config.train)
             check_trackers(config.report, config.runtime)
         return config
 

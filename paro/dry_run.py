@@ -14,6 +14,7 @@ from model.config import flops_per_token, num_parameters
 from paro.assembly import build_training
 from paro.checkpoint.directory import find_checkpoint
 from paro.config import RunConfig
+from paro.config_checks import check_overwriting
 from paro.config_plan import case_of
 from paro.placement import placement_lines, predict_memory
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
@@ -237,6 +238,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         when = "at the end" if every is None else f"every {every} iterations"
         size = _size(12 * num_parameters(plan.config.model))  # fp32 parameters and two moments
         yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
+        check_overwriting(checkpoint, plan.config.train)
 
 
 def _planner(plan: Plan) -> Iterator[str]:
