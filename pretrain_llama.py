@@ -63,8 +63,7 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
     log = log_of(control, terminal, one_speaker=is_live)
     log.log0(arguments_block(vars(args)))
-    with control.agreed():
-        check_source(config.checkpoint, config.train, control)
+    check_source(config.checkpoint, config.train, control)
     seed_everything(config.train.seed)
 
     bytes_before = resident_bytes(control.device)
@@ -114,12 +113,17 @@ def run(args: Namespace, config: RunConfig, control: Control) -> None:
     report.is_live = is_live
     if is_live and log.is_last:
         report.view = terminal.open_view(facts, title=title_of(config), placement=placement)
+    train(loop, report, config, control)
+
+
+def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> None:
+    """Runs the loop; its last line says how a run that was cut short continues."""
     with closing(report, control):
         is_complete = loop.run()
     if not is_complete:
-        log.log0(how_to_continue(config, state))
+        report.log.log0(how_to_continue(config, loop.state))
     if control.device.type == "cuda":
-        training.close()  # gloo's groups go with the process
+        loop.training.close()  # gloo's groups go with the process
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from data.index_cache import checksum
 from data.loader import Datasets
+from data.sample_order import parse_split
 from paro.config import RunConfig
 
 Record = Mapping[str, Any]
@@ -114,17 +115,26 @@ def _length_changes(saved: Record, now: Record) -> Iterator[str]:
 def _data_changes(saved: Record, now: Record) -> Iterator[str]:
     consequences = {
         "seed": "the data are shuffled in another way",
-        "split": "other documents are for training, and those of validation and test may have been",
+        "split": "validation and test may read documents that were trained on",
         "seq_length": "the data are cut into samples elsewhere",
     }
     for name, follows in consequences.items():
-        if name in saved and saved[name] != now[name]:
+        if name in saved and not _is_same(saved[name], now[name]):
             before, after = (_given(record[name]) for record in (saved, now))
             yield f"--{name.replace('_', '-')} was {before} and is {after}: {follows}"
     if "corpora" in saved and _contents(saved) != _contents(now):
         before, after = _corpora_text(saved, now), _corpora_text(now, saved)
-        told = f"was {saved['data_flag']} {before} and is {now['data_flag']} {after}"
-        yield f"the training data changed: it {told}"
+        if before == after:
+            yield f"{after}: its documents changed, or their order"
+        else:
+            yield f"the training data were {before} and are {after}"
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    """Whether two seeds or lengths are one, or two splits cut at the same places."""
+    if isinstance(before, str) and isinstance(after, str):
+        return parse_split(before) == parse_split(after)
+    return bool(before == after)
 
 
 def _contents(record: Record) -> list[tuple[Any, ...]]:
@@ -134,7 +144,7 @@ def _contents(record: Record) -> list[tuple[Any, ...]]:
 
 
 def _corpora_text(record: Record, other: Record) -> str:
-    """The corpora that the other record does not have, or all in their order."""
+    """The flag and the corpora that the other record does not have, or all in their order."""
     contents = _contents(other)
     pairs = list(zip(record["corpora"], _contents(record), strict=True))
     own = [corpus for corpus, content in pairs if content not in contents]
@@ -145,7 +155,9 @@ def _corpora_text(record: Record, other: Record) -> str:
         for corpus in corpora[:_SHOWN]
     ]
     more = len(corpora) - _SHOWN
-    return ", ".join([*words, f"{more} more"] if more > 0 else words)
+    if more > 0:
+        words.append(f"{more} more")
+    return " ".join([record["data_flag"], ", ".join(words)]).strip()
 
 
 def _follows_total(name: str, saved: Record, now: Record) -> bool:

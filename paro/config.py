@@ -17,7 +17,6 @@ from paro.config_checks import (
     check_given,
     check_intervals,
     check_load,
-    check_overwriting,
     check_profile,
     check_rotation,
     check_save,
@@ -130,8 +129,7 @@ class RunConfig:
         check_profile(config.profile, config.report, config.checkpoint)
         if not config.launch.dry_run:  # folders and packages are the training machine's
             check_load(config.checkpoint)
-            check_save(config.checkpoint)
-            check_overwriting(config.checkpoint, config.train)
+            check_save(config.checkpoint, config.train)
             check_trackers(config.report, config.runtime)
         return config
 

@@ -78,10 +78,11 @@ def check_load(checkpoint: CheckpointConfig) -> None:
         )
 
 
-def check_save(checkpoint: CheckpointConfig) -> None:
+def check_save(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
     """Fail now rather than after hours: write a nameless file into the nearest folder there is."""
     if checkpoint.save is not None:
         _check_writable("--save", checkpoint.save)
+    check_overwriting(checkpoint, train)
 
 
 def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:

@@ -191,11 +191,12 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
     """
     if checkpoint.load is None or (checkpoint.continues and not train.skip_train):
         return
-    if not any(control.gather(Path(checkpoint.load).exists())):
-        raise ValueError(
-            f"--load {checkpoint.load} does not exist: give a folder of checkpoints, or leave "
-            "--load out to begin with random weights"
-        )
+    with control.agreed():
+        if not any(control.gather(Path(checkpoint.load).exists())):
+            raise ValueError(
+                f"--load {checkpoint.load} does not exist: give a folder of checkpoints, or leave "
+                "--load out to begin with random weights"
+            )
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | None:
