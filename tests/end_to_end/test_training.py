@@ -195,9 +195,10 @@ def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
     assert len(re.findall(r"^pretrain_llama.py: error: ", done.stderr, re.MULTILINE)) == 1
     assert len(re.findall(r"exitcode *: 2", done.stderr)) >= 1
     assert "Traceback" not in done.stdout
-    first = done.stderr.splitlines()[0]
-    assert "--paro-strategy IIN is not legal" in first
-    assert done.stderr.splitlines()[-2].endswith(first), "torchrun's report says it again"
+    lines = done.stderr.splitlines()
+    (line,) = (line for line in lines if line.startswith("pretrain_llama.py: error: "))
+    assert "--paro-strategy IIN is not legal" in line
+    assert lines[-2].endswith(f" : {line}"), "torchrun's report does not end with it"
 
     # Found by the ranks together, once they talk to each other.
     write_corpus(tmp_path / "high", [*range(100), 200] * 40)
