@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from paro.checkpoint.directory import begin_checkpoint, candidates, finish_checkpoint
+from tests.end_to_end.test_checkpoint_flags import nodes, on_nodes
 from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, run_main, write_corpus
+
+__all__ = ["nodes"]  # a fixture
 
 
 def run(*words: object) -> str:
@@ -90,3 +94,28 @@ def test_a_folder_to_load_that_is_nowhere_is_refused(tmp_path: Path) -> None:
         assert ended.mistake is not None
         assert ended.mistake.startswith(f"--load {tmp_path / 'nope'} does not exist: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks
+def test_starting_over_takes_one_name_on_all_nodes(tmp_path: Path, nodes: list[str]) -> None:
+    """Of which one holds another run, and one two of them."""
+    for root, iteration in (("a/ckpt", 3), ("b/ckpt/earlier_1", 2), ("b/ckpt", 3)):
+        finish_checkpoint(begin_checkpoint(tmp_path / root, iteration), iteration, {})
+    flags = [
+        "--train-iters",
+        4,
+        "--exit-interval",
+        1,
+        "--paro-group-size",
+        2,
+        "--save",
+        "ckpt",
+        "--start-over",
+    ]
+    ended = on_nodes([*RUN, *flags], nodes)
+    assert [rank.mistake for rank in ended] == [None] * 4
+    assert "--start-over: what --save ckpt held is in ckpt/earlier_2 now" in ended[0].printed
+    for node in ("a", "b"):
+        assert candidates(tmp_path / node / "ckpt") == ([1], None)
+        assert candidates(tmp_path / node / "ckpt" / "earlier_2") == ([3], None)
+    assert candidates(tmp_path / "b" / "ckpt" / "earlier_1") == ([2], None)

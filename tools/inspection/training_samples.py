@@ -29,6 +29,7 @@ IGNORED = {
     "paro_rotate_in_place": False,
     "use_distributed_optimizer": False,
     "save": None,
+    "start_over": False,
     "log_progress": False,
     "use_pytorch_profiler": False,
     "use_checkpoint_opt_param_scheduler": False,
