@@ -11,6 +11,7 @@ from data.loader import Datasets
 from model.config import num_parameters
 from paro.arguments import parse_args
 from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.changed_flags import order_record
 from paro.config import RunConfig, take_world
 from paro.config_record import model_line, recorded_arguments
 from paro.dry_run import run_dry
@@ -32,7 +33,7 @@ from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
-from paro.resume import Saver, load_run, tell_order
+from paro.resume import Saver, check_source, load_run, tell_order
 from paro.runtime import (
     Control,
     UserMistakeError,
@@ -69,6 +70,7 @@ def run(config: RunConfig, control: Control) -> None:
         check_login(report_config, log)
     arguments = recorded_arguments(config)
     log.log0(arguments_block(arguments))
+    check_source(config.checkpoint, config.train, control)
     bytes_before = resident_bytes(control.device)
     training, placement = build(config, control, log)
 
@@ -104,7 +106,7 @@ def run(config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        saving=saving_of(config, training, facts, log, loaded, datasets.train_order()),
+        saving=saving_of(config, training, facts, log, loaded, datasets),
         forecast=forecast,
         observers=observers,
     )
@@ -113,10 +115,17 @@ def run(config: RunConfig, control: Control) -> None:
         report.view = terminal.open_view(
             facts, title=title_of(config), placement=placement, bytes_before=bytes_before
         )
+    train(loop, report, config, control)
+
+
+def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> None:
+    """Runs the loop; its last line says how a run that was cut short continues."""
     with closing(report, control):
-        loop.run()
+        is_complete = loop.run()
+    if not is_complete:
+        report.log.log0(how_to_continue(config, loop.state))
     if control.device.type == "cuda":
-        training.close()  # gloo's groups go with the process
+        loop.training.close()  # gloo's groups go with the process
 
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
@@ -143,7 +152,25 @@ def closing(report: Report, control: Control) -> Iterator[None]:
                 report.close()
                 control.barrier()  # the first rank to leave ends the others
         raise
+    except KeyboardInterrupt:
+        report.interrupted()
+        if report.view is not None:
+            report.view.close()
+        raise
     report.close()
+
+
+def how_to_continue(config: RunConfig, state: TrainState) -> str:
+    """The last line of a run that was cut short."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return f"iteration {state.iteration} is not saved: there was no --save"
+    saved = f"iteration {state.iteration} is saved in {checkpoint.save}"
+    if checkpoint.continues:
+        return f"{saved}: the same command continues from there"
+    without = [flag for flag in ("finetune", "start_over") if getattr(checkpoint, flag)]
+    words = "".join(f" and leave --{flag.replace('_', '-')} out" for flag in without)
+    return f"{saved}: to continue give --load {checkpoint.save}{words}"
 
 
 def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
@@ -196,7 +223,7 @@ def saving_of(
     facts: RunFacts,
     log: Log,
     loaded: TrainState | None,
-    train_order: list[list[int]],
+    datasets: Datasets,
 ) -> Saving | None:
     """How the run is saved, if at all; what lies under --save already is not saved again."""
     checkpoint = config.checkpoint
@@ -211,9 +238,9 @@ def saving_of(
         training,
         log,
         progress=progress,
-        train_order=train_order,
+        order=order_record(config, datasets),
     )
-    continued = loaded if checkpoint.save == checkpoint.load else None
+    continued = loaded if checkpoint.continues else None
     return Saving(
         write=saver.save,
         interval=checkpoint.save_interval,

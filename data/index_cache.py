@@ -59,7 +59,7 @@ def describe_order(facts: dict[str, Any], lengths: NDArray[np.int32]) -> str:
 
     With the sizes in it, files rewritten under the same prefix never meet an old order.
     """
-    return json.dumps({**facts, "sequence_lengths_crc32": _checksum(lengths)}, indent=4)
+    return json.dumps({**facts, "sequence_lengths_crc32": checksum(lengths)}, indent=4)
 
 
 def cached_order(
@@ -122,13 +122,14 @@ def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _checksum(array: NDArray[Any]) -> int:
+def checksum(array: NDArray[Any]) -> int:
+    """The CRC-32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(array).data)
 
 
 def _seal(entry: CacheEntry, arrays: Arrays) -> str:
     """The content of the description file: Megatron's, and a line of checksums."""
-    sums = {name: _checksum(array) for name, array in arrays.items()}
+    sums = {name: checksum(array) for name, array in arrays.items()}
     return f"{entry.description}\n{json.dumps({'crc32': sums})}\n"
 
 

@@ -173,14 +173,18 @@ class Datasets:
             lines[name] = f"{name}: no samples, its evaluation is left out: {cause}"
         return list(lines.values())
 
+    def train_corpora(self) -> tuple[GPTDataset, ...]:
+        """The corpora to train on, of a blend or the only one; none of synthetic tokens."""
+        train = self.train
+        corpora = train.members if isinstance(train, BlendedDataset) else (train,)
+        return tuple(corpus for corpus in corpora if isinstance(corpus, GPTDataset))
+
     def train_order(self) -> list[list[int]]:
         """What the number of training samples does to their order, for comparing runs.
 
         Of each corpus how many epochs were shuffled, and the samples before a last one apart.
         """
-        train = self.train
-        corpora = train.members if isinstance(train, BlendedDataset) else (train,)
-        plans = [corpus.plan for corpus in corpora if isinstance(corpus, GPTDataset)]
+        plans = [corpus.plan for corpus in self.train_corpora()]
         return [[plan.num_epochs, plan.samples_before_separate_epoch or 0] for plan in plans]
 
 

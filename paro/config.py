@@ -29,6 +29,7 @@ from paro.config_checks import (
     check_save,
     check_sequence,
     check_trackers,
+    flags_without_effect,
 )
 from paro.config_model import output_layer_notice, take_model
 from paro.config_plan import AUTO, case_of, choose_strategy, take_machine
@@ -85,7 +86,7 @@ class RunConfig:
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
         """The configuration for `world` ranks, which need not exist; `ValueError` for mistakes."""
         check_flags(args)
-        notices = ignored_lines(args)
+        notices = (*ignored_lines(args), *flags_without_effect(args))
         checkpoint = _take(CheckpointConfig, args)
         common = saved_common(checkpoint)
         if checkpoint.use_checkpoint_args:
@@ -137,7 +138,7 @@ class RunConfig:
         check_profile(config.profile, config.report, config.checkpoint)
         if not config.launch.dry_run:  # folders and packages are the training machine's
             check_load(config.checkpoint)
-            check_save(config.checkpoint)
+            check_save(config.checkpoint, config.train)
             check_trackers(config.report, config.runtime)
         return config
 

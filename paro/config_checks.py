@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 
 from data.loader import DataConfig
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
-from paro.checkpoint.directory import newest_whole
+from paro.checkpoint.directory import describe_saved, newest_whole
+from paro.optim.lr_schedule import WSD_DECAY_STYLES
 from paro.planning.rotation import why_not_rotating
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -70,10 +72,60 @@ def check_load(checkpoint: CheckpointConfig) -> None:
         )
 
 
-def check_save(checkpoint: CheckpointConfig) -> None:
+def check_save(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
     """Fail now rather than after hours: write a nameless file into the nearest folder there is."""
     if checkpoint.save is not None:
         _check_writable("--save", checkpoint.save)
+    check_overwriting(checkpoint, train)
+
+
+def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
+    """Refuses to mix a new run's checkpoints with those that --save holds already."""
+    save, load = checkpoint.save, checkpoint.load
+    if save is None or train.skip_train or checkpoint.start_over or checkpoint.continues:
+        return
+    held = describe_saved(save)
+    if held is None:
+        return
+    if checkpoint.saves_where_it_loads:
+        raise ValueError(
+            f"--save {save} holds {held}, and --finetune begins at iteration 0: leave --finetune "
+            "out to continue, or give another --save"
+        )
+    why = "there is no --load" if load is None else f"--load {load} is another folder"
+    how = f"--load {save} without --finetune" if checkpoint.finetune else f"--load {save}"
+    raise ValueError(
+        f"--save {save} holds {held}, and {why}: give {how} to continue, another --save, or "
+        "--start-over to move them to a folder of their own inside it"
+    )
+
+
+def flags_without_effect(args: Namespace) -> tuple[str, ...]:
+    """A line for flags that another flag would have to be given for."""
+    told = []
+    saving = {
+        "--save-interval": args.save_interval is not None,
+        "--async-save": args.async_save,
+        "--no-save-optim": args.no_save_optim,
+        "--on-save-failure": args.on_save_failure != "stop",
+    }
+    given = [flag for flag, is_given in saving.items() if is_given]
+    if given and args.save is None:
+        told.append(f"nothing will be saved: {_listed(given)} no effect without --save DIR")
+    wsd = {
+        "--lr-wsd-decay-style": args.lr_wsd_decay_style != WSD_DECAY_STYLES[0],
+        "--lr-wsd-decay-iters": args.lr_wsd_decay_iters is not None,
+        "--lr-wsd-decay-samples": args.lr_wsd_decay_samples is not None,
+    }
+    given = [flag for flag, is_given in wsd.items() if is_given]
+    if given and args.lr_decay_style != "WSD":
+        style = f"--lr-decay-style is {args.lr_decay_style}"
+        told.append(f"{_listed(given)} no effect without --lr-decay-style WSD: {style}")
+    return tuple(told)
+
+
+def _listed(flags: list[str]) -> str:
+    return f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'}"
 
 
 def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:

@@ -15,6 +15,7 @@ from paro.assembly import build_training
 from paro.checkpoint.directory import find_checkpoint
 from paro.config import RunConfig
 from paro.config_checkpoint import resumed_samples
+from paro.config_checks import check_overwriting
 from paro.config_plan import case_of
 from paro.config_record import model_line, recorded_arguments
 from paro.placement import placement_lines, predict_memory
@@ -249,6 +250,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         when = "at the end" if every is None else f"every {every} iterations"
         size = _size(12 * num_parameters(plan.config.model))  # fp32 parameters and two moments
         yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
+        check_overwriting(checkpoint, plan.config.train)
 
 
 def _planner(plan: Plan) -> Iterator[str]:

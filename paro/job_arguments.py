@@ -94,10 +94,16 @@ def add_checkpointing_args(parser: ArgumentParser) -> None:
         "checkpoint stays, and a run whose end cannot be saved fails")
     add("--no-save-optim", action="store_true",
         help="save parameters without the optimizer's moments, a third of the bytes")
+    add("--start-over", action="store_true",
+        help="train into a --save that holds checkpoints of another run: they move to "
+        "DIR/earlier_1 (or _2 ...), which --load takes; without it such a run is refused")
     add("--load", metavar="DIR",
-        help="go on from the newest whole checkpoint under DIR, if there is one")
+        help="a folder of checkpoints, as --save or tools/convert_checkpoint.py wrote it (not one "
+        "iteration's folder in it): continue from the iteration that its tracker names, or the "
+        "newest whole one where that is damaged. An empty folder, or --save's own before it "
+        "exists, begins at iteration 0; any other that does not exist is an error")
     add("--ckpt-step", type=int, metavar="N",
-        help="go on from iteration N; an error if it is missing or damaged")
+        help="continue from iteration N of --load; an error if it is missing or damaged")
     add("--exit-on-missing-checkpoint", action="store_true",
         help="stop if --load holds no checkpoint instead of starting afresh")
     add("--finetune", action="store_true",

@@ -76,16 +76,20 @@ class Saving:
 
 
 class ExitSignal:
-    """Remembers that this process got the exit signal, once `listen` was called."""
+    """Remembers the first exit signal that this process got, once `listen` was called.
+
+    Those after it change nothing: torchrun and a terminal may both send one.
+    """
 
     def __init__(self) -> None:
-        self.received = False
+        self.received: str | None = None
 
-    def listen(self, name: str) -> None:
-        signal.signal(getattr(signal, name), self._remember)
+    def listen(self, *names: str) -> None:
+        for name in names:
+            signal.signal(getattr(signal, name), self._remember)
 
-    def _remember(self, _number: int, _frame: FrameType | None) -> None:
-        self.received = True
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name
 
 
 class Loop:
@@ -118,16 +122,16 @@ class Loop:
         self._signal = ExitSignal()
         self._states = training.optimizer.state_bytes()
 
-    def run(self) -> None:
-        """Trains, saves the end state, and evaluates it unless the run was cut short."""
+    def run(self) -> bool:
+        """Trains, saves the end state, and evaluates it; False where the run was cut short."""
         config = self.training.config
         if config.skip_train:
             self._report.log.log0("skipping training (--skip-train is on) ...")
             self._evaluate_at_end()
             self._end()
-            return
+            return True
         if config.exit_signal_handler:
-            self._signal.listen(config.exit_signal)
+            self._signal.listen(config.exit_signal, "SIGTERM", "SIGINT")
         if config.manual_gc:
             gc.disable()
             gc.collect()
@@ -148,6 +152,7 @@ class Loop:
         else:
             self._evaluate_at_end()
         self._end()
+        return reason is None
 
     def _begin(self, what: str) -> None:
         for observer in self._observers:
@@ -201,6 +206,8 @@ class Loop:
             held=self._held(),
             allocator=allocator_bytes(training.device),
         )
+        if self._signal.received is not None:
+            self._report.interrupted()
         self._report.iteration(record)
         if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS):
             self._report.log.log_last(_leap_line(record, result, state.expected))
@@ -309,7 +316,7 @@ class Loop:
 
     def _reasons(self) -> Reasons:
         return Reasons(
-            signalled=self._signal.received,
+            signalled=self._signal.received is not None,
             late=self._out_of_time(),
             unsaved=self._saving is not None and self._saving.failed(),
         )
@@ -324,7 +331,7 @@ class Loop:
             assert self._saving is not None, "nothing can have failed"
             self._saving.settle()  # tells what failed, on all ranks alike
         if result.num_signalled:
-            return f"receiving {config.exit_signal}."
+            return f"receiving {self._signal.received or 'a signal on another rank'}."
         if result.num_late:
             return f"{config.exit_duration_in_mins} minutes"
         if config.exit_interval and iteration % config.exit_interval == 0:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data.loader import Datasets
+from paro.changed_flags import order_changes, schedule_change
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import PARAM, boxed_states
-from paro.checkpoint.directory import read_common
+from paro.checkpoint.config import CheckpointConfig
+from paro.checkpoint.directory import next_earlier, read_common, set_aside
 from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.folders import ranks_by_folder
 from paro.checkpoint.load import Loading, load_checkpoint
@@ -25,8 +26,8 @@ from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_sc
 from paro.optim.step_checks import Expectation
 from paro.report.log import Log
 from paro.report.progress import Progress
-from paro.runtime import UserMistakeError, one_line, timeout_of, user_mistakes
-from paro.training import Training, TrainState
+from paro.runtime import Control, UserMistakeError, one_line, timeout_of, user_mistakes
+from paro.training import TrainConfig, Training, TrainState
 
 # What may differ between the run that saved and the one that loads.
 _FREE_MODEL_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
@@ -46,14 +47,14 @@ class Saver:
         log: Log,
         *,
         progress: Progress | None = None,
-        train_order: Sequence[Sequence[int]] | None = None,
+        order: Mapping[str, Any] | None = None,
     ) -> None:
         assert config.checkpoint.save is not None, "nowhere to save"
         self._config = config
         self._training = training
         self._log = log
         self._progress = progress
-        self._train_order = train_order
+        self._order = order
         self._root = Path(config.checkpoint.save)
         self._background = Background()
         self._copy = HostCopy()
@@ -70,6 +71,8 @@ class Saver:
                 f"--save {self._root} is another folder on {len(folders)} sets of ranks: each "
                 "saves what its ranks hold"
             )
+        if config.checkpoint.start_over:
+            self._set_aside()
 
     @property
     def failed(self) -> bool:
@@ -80,6 +83,16 @@ class Saver:
     def under_way(self) -> bool:
         """Whether this rank's thread still writes."""
         return self._background.is_running
+
+    def _set_aside(self) -> None:
+        """Empties --save of another run's checkpoints, under one name in every folder of that."""
+        number = max(self._ranks.gather(next_earlier(self._root)))
+        with user_mistakes():
+            earlier = self._ranks.first_decides(
+                lambda: set_aside(self._root, number), f"--save {self._root}"
+            )
+        if earlier is not None:
+            self._log.log0(f"--start-over: what --save {self._root} held is in {earlier} now")
 
     def save(self, state: TrainState) -> bool:
         """Saves the run, or begins to; False where it failed and training goes on."""
@@ -153,7 +166,7 @@ class Saver:
             "schedule": asdict(config.schedule),
             "dynamic_loss_scale": config.loss_scale.dynamic,
             "global_batch_size": config.batches.global_batch_size,
-            "train_order": self._train_order,
+            "order": self._order,
             "num_optimizer_steps": training.optimizer.num_steps,
             "has_moments": not config.checkpoint.no_save_optim,
             "strategy": config.strategy.name,
@@ -168,6 +181,21 @@ def save_run(config: RunConfig, training: Training, state: TrainState, log: Log)
         saver = Saver(config, training, log)
         saver.save(state)
         saver.settle()
+
+
+def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Control) -> None:
+    """Refuses a --load that is on no rank's disk; collective.
+
+    That of a run that will save there is missing before the first save.
+    """
+    if checkpoint.load is None or (checkpoint.continues and not train.skip_train):
+        return
+    with control.agreed():
+        if not any(control.gather(Path(checkpoint.load).exists())):
+            raise ValueError(
+                f"--load {checkpoint.load} does not exist: give a folder of checkpoints, or leave "
+                "--load out to begin with random weights"
+            )
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | None:
@@ -198,15 +226,12 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
 
 
 def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: Log) -> None:
-    """Says so where training data come in another order than in the run that was saved."""
+    """Says by which flags training data come in another order than in the run that was saved."""
     assert config.checkpoint.load is not None, "nothing was loaded"
-    common = read_common(config.checkpoint.load, loaded.iteration) or {}
-    saved = common.get("train_order")
-    if saved is not None and saved != datasets.train_order():
-        log.log0(
-            "the training data come in another order than in the run that was saved, since their "
-            "number of epochs or they themselves changed: samples may come again or be left out"
-        )
+    common = read_common(config.checkpoint.load, loaded.iteration)
+    assert common is not None, "nothing was loaded"
+    for line in order_changes(common, config, datasets):
+        log.log0(line)
 
 
 def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainState:
@@ -233,7 +258,7 @@ def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainSt
     if config.checkpoint.no_load_optim:
         anew = {"loss_scale": start_loss_scale(config.loss_scale), "scheduled_samples": 0}
         return TrainState(**(saved | anew))
-    _check_schedule(common.get("schedule"), config)
+    _check_schedule(common, config)
     return TrainState(**saved)
 
 
@@ -244,17 +269,15 @@ def _loss_scale_of(common: Mapping[str, Any], config: LossScaleConfig) -> LossSc
     return start_loss_scale(config)
 
 
-def _check_schedule(saved: Mapping[str, Any] | None, config: RunConfig) -> None:
+def _check_schedule(common: Mapping[str, Any], config: RunConfig) -> None:
     """Refuses a schedule that changed, unless a flag says which of the two is meant."""
-    if saved is None or config.checkpoint.override_opt_param_scheduler:
-        return
-    for name, value in json.loads(json.dumps(asdict(config.schedule))).items():
-        if name in saved and saved[name] != value:
-            raise CheckpointError(
-                f"--load {config.checkpoint.load}: the schedule changed: {name} is {saved[name]} "
-                f"there and {value} here: give --override-opt_param-scheduler to take the flags', "
-                "or --use-checkpoint-opt_param-scheduler to keep the checkpoint's"
-            )
+    change = schedule_change(common, config)
+    if change is not None and not config.checkpoint.override_opt_param_scheduler:
+        raise CheckpointError(
+            f"--load {config.checkpoint.load}: the schedule changed: {change}: give "
+            "--override-opt_param-scheduler to take the flags', or "
+            "--use-checkpoint-opt_param-scheduler to keep the checkpoint's"
+        )
 
 
 def _model_fields(config: RunConfig) -> dict[str, Any]:

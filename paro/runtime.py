@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import json
 import os
-import pickle
 import random
 import re
 import signal
@@ -12,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from paro.mistakes import MistakesError
 from paro.rendezvous import fresh_store
@@ -268,30 +266,6 @@ def _record_flights(folder: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def recorded_collectives() -> bytes | None:
-    """What torch's flight recorder has of this process, pickled; None without process groups."""
-    if not dist.is_initialized():
-        return None
-    recorders = importlib.import_module("torch._C._distributed_c10d")
-    if dist.get_backend() == "nccl":
-        return bytes(recorders._dump_nccl_trace())
-    recorded = pickle.loads(recorders._dump_fr_trace())
-    # Of gloo's groups torch leaves out their names, by which its tool looks their ranks up.
-    groups = {group.group_name: group for group in distributed_c10d._world.pg_names}
-    recorded["pg_config"] = {
-        name: {
-            "name": name,
-            "desc": group.group_desc,
-            "ranks": str(dist.get_process_group_ranks(group)),
-        }
-        for name, group in groups.items()
-    }
-    recorded["entries"] = [
-        entry for entry in recorded["entries"] if entry["process_group"][0] in groups
-    ]
-    return pickle.dumps(recorded)
-
-
 def _store_of_this_attempt(world: World, timeout: timedelta) -> dist.Store | None:
     """Where the ranks of a torchrun that restarts find each other; else None: torch's own way."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -351,27 +325,43 @@ def one_line(error: BaseException) -> str:
 def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     """Runs an entry script and exits: 0, or 2 after a user's mistake, or 1 after any failure.
 
-    A mistake is one line, printed by local rank 0. The process leaves at once in any case: after
-    a failure threads may hang in a collective with a peer that is gone, and after a good end the
-    interpreter's own tear-down now and then aborts among the threads of gloo.
+    A mistake is one line, printed by local rank 0, and once more in torchrun's report at the end;
+    so is Ctrl-C, with 130. The process leaves at once in any case: after a failure threads may hang
+    in a collective with a peer that is gone, and after a good end the interpreter's own tear-down
+    now and then aborts among the threads of gloo.
     """
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
     try:
         main()
     except UserMistakeError as mistake:
-        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+        line = f"{name}: error: {mistake}"
+        _write_for_torchrun(line)
         if local_rank != 0 and not mistake.on_this_rank:
             _wait_for_the_speaker()
         else:
-            print(f"{name}: error: {mistake}", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
             if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and not mistake.on_this_rank:
                 time.sleep(_LAGGARD_SECONDS)  # so that the others come to the mistake too
         _leave(2)
+    except KeyboardInterrupt:
+        if local_rank == 0:
+            print(f"{name}: interrupted", file=sys.stderr, flush=True)
+        _leave(130)
     except SystemExit as leaving:
         _leave(leaving.code if isinstance(leaving.code, int) else 1)
     except BaseException:
         traceback.print_exc()
         _leave(1)
     _leave(0)
+
+
+def _write_for_torchrun(line: str) -> None:
+    """Writes the file from which torchrun takes what its report says of a rank that failed."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
 def _wait_for_the_speaker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,7 @@ class CheckpointConfig:
     async_save: bool = False
     on_save_failure: str = "stop"  # or "continue"
     no_save_optim: bool = False
+    start_over: bool = False  # move what --save holds aside
     load: str | None = None
     ckpt_step: int | None = None  # None: the newest that is whole
     exit_on_missing_checkpoint: bool = False
@@ -40,6 +42,13 @@ class CheckpointConfig:
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler "
                 "contradict each other: give one"
             )
+        if self.start_over and self.save is None:
+            raise ValueError("--start-over needs --save")
+        if self.start_over and self.saves_where_it_loads:
+            raise ValueError(
+                f"--start-over moves the checkpoints of --save {self.save} aside and --load names "
+                "the same folder: leave --start-over out to continue, or --load to begin again"
+            )
         if self.save_retain_interval is None:
             return
         if not self.save_interval or self.save_retain_interval % self.save_interval != 0:
@@ -47,3 +56,15 @@ class CheckpointConfig:
                 f"--save-retain-interval {self.save_retain_interval} must be a multiple of "
                 f"--save-interval {self.save_interval}"
             )
+
+    @property
+    def saves_where_it_loads(self) -> bool:
+        """Whether --save and --load are one folder, which need not exist before the first save."""
+        if self.save is None or self.load is None:
+            return False
+        return Path(self.save).resolve() == Path(self.load).resolve()
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run goes on from what --save holds."""
+        return self.saves_where_it_loads and not self.finetune

@@ -5,6 +5,7 @@
 #   iter_0000100/                        .metadata, *.distcp, common.json and manifest.json
 #   iter_0000200.partial/                being written; removed by the next save
 #   iter_0000100.replaced/               aside while a new iter_0000100 takes its place
+#   earlier_1/                           such a folder itself: what --start-over moved aside
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ COMMON = "common.json"
 METADATA = ".metadata"
 RANK_MARK = ".rank_"
 _REPLACED = ".replaced"
+_PARTIAL = ".partial"
+_EARLIER = "earlier_"
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:
@@ -80,6 +83,42 @@ def iterations_in(root: Path) -> set[int]:
     """Every iteration that has a folder of its own, whole or not."""
     names = (path.name.removesuffix(_REPLACED) for path in root.glob("iter_*") if path.is_dir())
     return {int(name[5:]) for name in names if name[5:].isascii() and name[5:].isdigit()}
+
+
+def describe_saved(directory_root: str | Path) -> str | None:
+    """Which iterations a folder holds, whole or not, in words; None where it is free."""
+    root = Path(directory_root)
+    iterations = sorted(iterations_in(root))
+    if len(iterations) > 1:
+        return f"{len(iterations)} checkpoints, iterations {iterations[0]} to {iterations[-1]}"
+    if iterations:
+        return f"a checkpoint, iteration {iterations[0]}"
+    return f"a {TRACKER}" if (root / TRACKER).exists() else None
+
+
+def next_earlier(directory_root: str | Path) -> int:
+    """The first number above those of all folders that `set_aside` has made."""
+    names = (path.name.removeprefix(_EARLIER) for path in Path(directory_root).glob(f"{_EARLIER}*"))
+    return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0) + 1
+
+
+def set_aside(directory_root: str | Path, number: int) -> Path | None:
+    """Moves all checkpoints into a folder inside, which loads as the root did; None if none is.
+
+    The tracker comes last: until then what is left in the root is still refused to a new run.
+    """
+    root = Path(directory_root)
+    if describe_saved(root) is None:
+        return None
+    earlier = root / f"{_EARLIER}{number}"
+    earlier.mkdir()
+    folders = (path for path in root.glob("iter_*") if path.suffix != _PARTIAL)
+    for path in (*sorted(folders), root / TRACKER):
+        if path.exists():
+            path.rename(earlier / path.name)
+    _sync_directory(earlier)
+    _sync_directory(root)
+    return earlier
 
 
 def find_checkpoint(directory_root: str | Path, iteration: int | None = None) -> Path | None:
@@ -150,7 +189,7 @@ def begin_checkpoint(directory_root: str | Path, iteration: int) -> Path:
     """An empty folder to write `iteration` into; what crashed saves left behind is removed."""
     root = Path(directory_root)
     root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob("iter_*.partial"):
+    for leftover in root.glob(f"iter_*{_PARTIAL}"):
         shutil.rmtree(leftover)
     for mark in root.glob(f"{RANK_MARK}*"):  # of ranks that were killed while they looked around
         mark.unlink(missing_ok=True)
@@ -235,11 +274,11 @@ def _replaced(directory: Path) -> Path:
 
 
 def _partial(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}.partial")
+    return directory.with_name(f"{directory.name}{_PARTIAL}")
 
 
 def _next_tracker(root: Path) -> Path:
-    return root / f"{TRACKER}.partial"
+    return root / f"{TRACKER}{_PARTIAL}"
 
 
 def _sync_directory(directory: Path) -> None:

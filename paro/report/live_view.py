@@ -68,6 +68,7 @@ class LiveView:
         self._seconds: float | None = None  # of an iteration, in a running mean
         self._drawn = -math.inf
         self._latest: tuple[IterationRecord, Metrics] | None = None
+        self._is_below = False
         self.console = console or Console()
         self._live = Live(console=self.console, auto_refresh=False, transient=False)
         self._live.start()
@@ -86,6 +87,16 @@ class LiveView:
         self._latest = (record, metrics)
         if time.monotonic() - self._drawn >= _LEAST_SECONDS:
             self._draw()
+
+    def begin_below(self) -> None:
+        """Leaves what is drawn as it is, once: a launcher wrote below it that it was interrupted.
+
+        The next drawing takes the place of these empty lines, as many as the view has.
+        """
+        if self._latest is not None and not self._is_below:
+            lines = self.console.render_lines(self.render(*self._latest))
+            self.console.file.write("\n" * min(len(lines), self.console.height))
+            self._is_below = True
 
     def close(self) -> None:
         """Leaves the last state on the terminal."""

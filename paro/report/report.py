@@ -25,6 +25,8 @@ class View(Protocol):
 
     def iteration(self, record: IterationRecord, metrics: Metrics) -> None: ...
 
+    def begin_below(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -174,6 +176,14 @@ class Report:
         """Print memory as measured beside what was predicted, on the first rank."""
         rank = self.log.rank
         self.log.log0(memory_line(self._device, rank=rank, iteration=iteration, forecast=forecast))
+
+    def interrupted(self) -> None:
+        """Keeps the view and what a launcher writes at a signal from overwriting each other."""
+        try:
+            if self.view is not None:
+                self.view.begin_below()
+        except Exception:  # of a terminal that is gone
+            self.view = None
 
     def close(self) -> None:
         """Finish files and dashboards; nothing is written afterwards."""

@@ -168,6 +168,7 @@ def test_sizes_and_tokenizer_come_with_the_checkpoint(straight: Path, saved: Pat
         assert re.search(f"^{line}", ended.printed, re.M), line
     told = run_main([str(word) for word in (*RUN, "--train-iters", 2, "--use-checkpoint-args")])
     assert told.mistake == "--use-checkpoint-args needs --load"
+    (saved.parent / "empty").mkdir()
     empty = run("--train-iters", 2, "--use-checkpoint-args", "--load", saved.parent / "empty")
     assert "holds no checkpoint: its sizes are the flags'" in empty
 
@@ -176,7 +177,7 @@ def test_a_schedule_changes_only_when_asked_to(straight: Path, saved: Path) -> N
     out = saved.parent / "lines"
     go_on = ["--train-iters", 6, "--load", saved, "--ckpt-step", 4, "--metrics-file", out]
     told = mistake(["--mock-data", *map(str, go_on), "--lr", "1e-2"])
-    assert "the schedule changed: lr is 0.003 there and 0.01 here" in told
+    assert "the schedule changed: --lr was 0.003 and is 0.01: give" in told
     keep, override = "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"
     run(*go_on, "--lr", "1e-2", keep)
     true = losses(straight / "lines")

@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from paro.checkpoint.directory import TRACKER
 from tests.end_to_end.test_training import MODEL, SCRIPT
 from tests.helpers.ranks import ROOT
 
-RUN = [sys.executable, SCRIPT, *MODEL, "--mock-data", "--train-iters", "4"]
+RUN = [SCRIPT, *MODEL, "--mock-data"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def on_a_terminal(*flags: str) -> str:
-    """What a run writes to a terminal of its own."""
+def on_a_terminal(*words: str, interrupted: bool = False) -> tuple[str, int]:
+    """What Python writes to a terminal of its own, and its status; maybe it gets a Ctrl-C."""
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     with subprocess.Popen(
-        [*RUN, *flags], cwd=ROOT, env=environment, stdout=there, stderr=there, close_fds=True
+        [sys.executable, *words], cwd=ROOT, env=environment, stdout=there, stderr=there
     ) as process:
         os.close(there)
         written = b""
@@ -33,20 +37,42 @@ def on_a_terminal(*flags: str) -> str:
             if not part:
                 break
             written += part
+            if interrupted and re.search(rb"iteration \d+/", written):
+                process.send_signal(signal.SIGINT)
+                interrupted = False
     os.close(here)
-    assert process.returncode == 0, written.decode()
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    return text.replace("\r\n", "\n"), process.returncode
 
 
 @pytest.mark.ranks
 def test_a_terminal_gets_a_view_and_lines_where_it_asks_for_them() -> None:
-    live = on_a_terminal()
+    short = [*RUN, "--train-iters", "4"]
+    live, status = on_a_terminal(*short)
+    assert status == 0, live
     assert "iteration 4/4" in live
     assert "MFU" in live
     assert "tokens/s" in live
     assert "parameters" in live
     assert "memory (MB)" in live  # other lines scroll by above
     assert "elapsed time per iteration" not in live
-    lines = on_a_terminal("--terminal", "lines")
+    lines, status = on_a_terminal(*short, "--terminal", "lines")
+    assert status == 0, lines
     assert lines.count("elapsed time per iteration") == 4
     assert "iteration 4/4" not in lines
+
+
+@pytest.mark.ranks
+def test_a_run_under_torchrun_saves_at_ctrl_c_and_says_how_to_continue(tmp_path: Path) -> None:
+    save = ["--train-iters", "1000000", "--save", str(tmp_path), "--load", str(tmp_path)]
+    command = [*TORCHRUN, *RUN, *save, "--exit-signal-handler"]
+    text, status = on_a_terminal(*command, interrupted=True)
+    assert status == 1, text  # torchrun's own
+    saved = int((tmp_path / TRACKER).read_text())
+    assert "[exiting program after receiving SIGINT.]" in text
+    # The view ends whole, and our last line is below it; then comes torchrun's own traceback.
+    ended = text.rindex("╯\n")
+    line = f"iteration {saved} is saved in {tmp_path}: the same command continues from there\n"
+    assert text[ended + 2 :].startswith(f"{line}Traceback"), text[ended:]
+    assert f"│ iteration {saved}/1000000" in text[text.rindex("╭─") : ended]
+    assert text.count("Traceback") == 1

@@ -154,8 +154,10 @@ def test_saves_and_leaves_on_a_signal(tmp_path: Path) -> None:
         rest = process.stdout.read()
     assert process.returncode == 0
     assert "exiting program after receiving SIGTERM" in rest
+    last = rest.splitlines()[-1]
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     assert saved >= 1
+    assert last == f"iteration {saved} is saved in {tmp_path}: to continue give --load {tmp_path}"
     assert (tmp_path / f"iter_{saved:07d}" / "common.json").exists()
 
 
@@ -193,7 +195,10 @@ def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
     assert len(re.findall(r"^pretrain_llama.py: error: ", done.stderr, re.MULTILINE)) == 1
     assert len(re.findall(r"exitcode *: 2", done.stderr)) >= 1
     assert "Traceback" not in done.stdout
-    assert "--paro-strategy IIN is not legal" in done.stderr
+    lines = done.stderr.splitlines()
+    (line,) = (line for line in lines if line.startswith("pretrain_llama.py: error: "))
+    assert "--paro-strategy IIN is not legal" in line
+    assert lines[-2].endswith(f" : {line}"), "torchrun's report does not end with it"
 
     # Found by the ranks together, once they talk to each other.
     write_corpus(tmp_path / "high", [*range(100), 200] * 40)

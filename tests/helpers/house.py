@@ -69,7 +69,13 @@ LEVELS: dict[str, tuple[str, ...]] = {
         "paro.config_plan",
         "paro.config_record",
     ),
-    "assembly": ("paro.assembly", "paro.dry_run", "paro.placement", "paro.resume"),
+    "assembly": (
+        "paro.assembly",
+        "paro.changed_flags",
+        "paro.dry_run",
+        "paro.placement",
+        "paro.resume",
+    ),
     "scripts": ("pretrain_llama", "tools"),
 }
 HEIGHT = {level: height for height, level in enumerate(LEVELS)}

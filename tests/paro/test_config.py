@@ -303,8 +303,11 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
     assert "--save /proc/run cannot be written: /proc" in refusal(f"{SMALL} --save /proc/run")
 
 
-def test_an_interval_without_a_place_is_no_mistake() -> None:
-    assert configure(f"{SMALL} --save-interval 5").checkpoint.save is None
+def test_an_interval_without_a_place_is_no_mistake_and_is_said() -> None:
+    config = configure(f"{SMALL} --save-interval 5 --async-save")
+    assert config.notices == (
+        "nothing will be saved: --save-interval, --async-save have no effect without --save DIR",
+    )
 
 
 # Launch scripts of Megatron-LM, as they are but for the paths
@@ -365,7 +368,8 @@ def test_a_llama2_script_runs_unchanged() -> None:
     )
     assert config.strategy.degrees == (1, 1, 16)
     assert config.schedule.lr_warmup_samples == 0.01 * 320000 * 256
-    assert config.notices == ()
+    (notice,) = config.notices
+    assert "--save-interval has no effect without --save" in notice
     assert config.report.log_timers_to_tensorboard
     assert config.train.log_params_norm
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from paro.checkpoint.directory import TRACKER, begin_checkpoint, finish_checkpoint
 from paro.runtime import World
 from tests.paro.test_config import SMALL, configure, refusal
 
@@ -57,3 +60,80 @@ def test_a_folder_that_takes_no_files_is_named(flag: str) -> None:
     place = "/proc/llama/checkpoints"
     told = f"{flag} {place} cannot be written: /proc: files cannot be created there"
     assert refusal(f"{SMALL} {flag} {place}") == told
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """A folder that holds the checkpoints of a run."""
+    root = tmp_path / "used"
+    for iteration in (2, 4):
+        finish_checkpoint(begin_checkpoint(root, iteration), iteration, {})
+    return root
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("", ["2 checkpoints, iterations 2 to 4, and there is no --load", "--start-over"]),
+        ("--load {used}/../other", ["/other is another folder: give --load {used} to continue"]),
+        ("--load {used}/../other --finetune", ["give --load {used} without --finetune"]),
+        ("--load {used} --finetune", ["--finetune begins at iteration 0: leave --finetune out"]),
+        ("--load {used}/ --start-over", ["--load names the same folder"]),
+    ],
+)
+def test_checkpoints_of_another_run_are_not_mixed_up(
+    used: Path, words: str, parts: list[str]
+) -> None:
+    before = sorted(used.rglob("*"))
+    message = refusal(f"{SMALL} --save {used} {words.format(used=used)}")
+    for part in parts:
+        assert part.format(used=used) in message, message
+    assert sorted(used.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--load {used}/../used",  # the same by another name
+        "--load {used} --ckpt-step 2",
+        "--start-over",
+        "--load {used}/../other --finetune --start-over",
+        "--skip-train",  # which writes nothing
+        "--dry-run --world-size 4",  # says it at its end
+    ],
+)
+def test_a_used_folder_may_be_continued_or_left_alone(used: Path, words: str) -> None:
+    configure(f"{SMALL} --save {used} {words.format(used=used)}")
+
+
+def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path: Path) -> None:
+    begin_checkpoint(tmp_path / "unfinished", 3)
+    configure(f"{SMALL} --save {tmp_path / 'unfinished'}")
+    (tmp_path / TRACKER).write_text("7")
+    assert f"holds a {TRACKER}" in refusal(f"{SMALL} --save {tmp_path}")
+
+
+def test_starting_over_needs_a_folder() -> None:
+    assert refusal(f"{SMALL} --start-over") == "--start-over needs --save"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--lr-wsd-decay-iters 2", "--lr-wsd-decay-iters has no effect without"),
+        (
+            "--lr-wsd-decay-samples 9 --lr-wsd-decay-style cosine --lr-decay-style cosine",
+            "--lr-wsd-decay-style, --lr-wsd-decay-samples have no effect without "
+            "--lr-decay-style WSD: --lr-decay-style is cosine",
+        ),
+        ("--lr-wsd-decay-iters 2 --lr-decay-style WSD", None),
+        ("", None),
+    ],
+)
+def test_flags_of_a_decay_that_is_not_chosen_are_said(words: str, told: str | None) -> None:
+    notices = configure(f"{SMALL} {words}").notices
+    if told is None:
+        assert notices == ()
+    else:
+        (notice,) = notices
+        assert told in notice

@@ -18,6 +18,7 @@ import torch
 from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocab
 from paro.arguments import parse_args
 from paro.assembly import build_training
+from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.collectives.schedule import Op
 from paro.config import RunConfig, take_world
 from paro.dry_run import Plan, plan_run, run_dry
@@ -191,6 +192,14 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     world = take_world(args)
     with pytest.raises(ValueError, match="holds token id 599, the vocabulary has 100"):
         run_dry(RunConfig.from_args(args, world), world)
+
+
+def test_checkpoints_that_would_be_mixed_up_are_refused(tmp_path: Path) -> None:
+    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, {})
+    args = parse_args(f"{MOCK} --save {tmp_path} --dry-run --world-size 4".split())
+    world = take_world(args)
+    with pytest.raises(ValueError, match="holds a checkpoint, iteration 5, and there is no --load"):
+        run_dry(args, RunConfig.from_args(args, world), world)
 
 
 def test_a_machine_file_is_read(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ PROFILE = "--profile --tensorboard-dir board"
 TRAIN = "--train-data-path corpus"
 VALID = f"{TRAIN} --valid-data-path corpus"
 KEEP = "--use-checkpoint-opt_param-scheduler"
-SAVE = "--save . --save-interval 2"
+SAVE = "--save new --save-interval 2"
 COSINE = "--weight-decay-incr-style cosine"
 RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay"
 # How to see a flag's effect, where it takes more than the flag with some other value:
@@ -92,7 +92,7 @@ CASES = {
     "hidden_size": ((), "", "--hidden-size 128"),
     "initial_loss_scale": ((), "", "--initial-loss-scale 64"),
     "llama_preset": (("num-layers",), "--num-layers 4", "--llama-preset 7B"),
-    "log_progress": ((), "--save .", "--save . --log-progress"),
+    "log_progress": ((), "--save new", "--save new --log-progress"),
     "lr_decay_style": ((), "", "--lr-decay-style cosine"),
     "lr_warmup_iters": ((), "", "--lr-warmup-iters 3"),
     "lr_warmup_samples": ((), "", "--lr-warmup-samples 50"),
@@ -136,6 +136,7 @@ CASES = {
         "--step-batch-size-schedule 0:8,1K:16",
     ),
     "split": ((), "", "--split 98,1,1"),
+    "start_over": ((), "--save new", "--save new --start-over"),
     "start_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.5 --start-weight-decay 0.1"),
     "test_data_path": (("mock-data",), TRAIN, f"{TRAIN} --test-data-path corpus"),
     "tokenizer_type": ((), "", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt"),

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from paro.checkpoint.directory import begin_checkpoint, candidates, finish_checkpoint
+from tests.end_to_end.test_checkpoint_flags import nodes, on_nodes
 from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, run_main, write_corpus
+
+__all__ = ["nodes"]  # a fixture
 
 
 def run(*words: object) -> str:
@@ -46,6 +50,11 @@ def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
     assert scales(run(*go_on, *after)) == [expected]
 
 
+def order_lines(printed: str) -> list[str]:
+    """What is said of an order that changed, without the end that all lines share."""
+    return re.findall(r"^(.*); reading continues behind sample \d+ of", printed, re.MULTILINE)
+
+
 def test_another_order_of_the_data_is_told(tmp_path: Path) -> None:
     """A corpus of 15 samples: 12 are one epoch, 16 are two with the last apart."""
     prefix = tmp_path / "corpus"
@@ -54,12 +63,16 @@ def test_another_order_of_the_data_is_told(tmp_path: Path) -> None:
     data = ["--data-path", prefix, "--split", "1,0,0", "--global-batch-size", 4]
     flags = [SCRIPT, *MODEL, *data, "--save", root, "--load", root]
     run(*flags, "--train-iters", 3, "--exit-interval", 1)
-    told = "the training data come in another order than in the run that was saved"
-    same = run(*flags, "--train-iters", 3, "--exit-interval", 2)
-    assert told not in same
-    longer = [*flags, "--train-iters", 4, "--override-opt_param-scheduler"]
-    assert run(*longer, "--exit-interval", 3).count(told) == 1
-    assert told not in run(*longer), "saved with the new order"
+    assert order_lines(run(*flags, "--train-iters", 3, "--exit-interval", 2)) == []
+    longer = [*flags, "--train-iters", 4]
+    told = run_main([str(word) for word in longer]).mistake
+    assert told is not None
+    assert "changed: --train-iters was 3 and is 4: it ends after 16 samples instead of 12:" in told
+    longer.append("--override-opt_param-scheduler")
+    assert order_lines(run(*longer, "--exit-interval", 3)) == [
+        "--train-iters was 3 and is 4: the data are shuffled for another number of epochs"
+    ]
+    assert order_lines(run(*longer)) == [], "saved with the new order"
 
 
 def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -86,3 +99,53 @@ def test_a_null_tokenizer_that_counted_otherwise_is_told(tmp_path: Path) -> None
     went_on = run(*RUN, "--train-iters", 2, "--load", tmp_path, "--vocab-size", 127)
     assert "give --vocab-size 128 to go on with the same data" in went_on
     assert "to go on with the same data" not in run(*RUN, "--train-iters", 2, "--load", tmp_path)
+
+
+def test_starting_over_sets_aside_what_was_there(tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    save = [*RUN, "--train-iters", 4, "--save", root]
+    run(*save, "--save-interval", 2)
+    printed = run(*save, "--start-over", "--exit-interval", 1)
+    assert f"what --save {root} held is in {root / 'earlier_1'} now" in printed
+    assert printed.splitlines()[-1] == (
+        f"iteration 1 is saved in {root}: to continue give --load {root} and leave --start-over out"
+    )
+    # The newer iterations of the old run are no part of the new one.
+    resumed = run(*save, "--load", root)
+    assert f"successfully loaded checkpoint from {root} at iteration 1" in resumed
+    assert "passing over" not in resumed
+    assert "at iteration 4" in run(*RUN, "--train-iters", 4, "--load", root / "earlier_1")
+
+
+def test_a_folder_to_load_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    missing = ["--train-iters", 2, "--load", tmp_path / "nope"]
+    for more in ([], ["--save", tmp_path / "new"], ["--save", tmp_path / "nope", "--finetune"]):
+        ended = run_main([str(word) for word in (*RUN, *missing, *more)])
+        assert ended.mistake is not None
+        assert ended.mistake.startswith(f"--load {tmp_path / 'nope'} does not exist: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks
+def test_starting_over_takes_one_name_on_all_nodes(tmp_path: Path, nodes: list[str]) -> None:
+    """Of which one holds another run, and one two of them."""
+    for root, iteration in (("a/ckpt", 3), ("b/ckpt/earlier_1", 2), ("b/ckpt", 3)):
+        finish_checkpoint(begin_checkpoint(tmp_path / root, iteration), iteration, {})
+    flags = [
+        "--train-iters",
+        4,
+        "--exit-interval",
+        1,
+        "--paro-group-size",
+        2,
+        "--save",
+        "ckpt",
+        "--start-over",
+    ]
+    ended = on_nodes([*RUN, *flags], nodes)
+    assert [rank.mistake for rank in ended] == [None] * 4
+    assert "--start-over: what --save ckpt held is in ckpt/earlier_2 now" in ended[0].printed
+    for node in ("a", "b"):
+        assert candidates(tmp_path / node / "ckpt") == ([1], None)
+        assert candidates(tmp_path / node / "ckpt" / "earlier_2") == ([3], None)
+    assert candidates(tmp_path / "b" / "ckpt" / "earlier_1") == ([2], None)

@@ -134,6 +134,7 @@ def test_a_mistake_of_one_rank_is_everybody_s() -> None:
         ("raise UserMistakeError('mend it')", 2, "script: error: mend it\n"),
         ("raise RuntimeError('a bug')", 1, "RuntimeError: a bug"),
         ("raise SystemExit(3)", 3, ""),
+        ("raise KeyboardInterrupt", 130, "script: interrupted\n"),
     ],
 )
 def test_how_a_script_ends(body: str, status: int, stderr: str) -> None:

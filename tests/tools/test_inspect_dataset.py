@@ -169,6 +169,7 @@ def test_the_command_of_a_training_can_be_taken_as_it_is(corpus: Path, tmp_path:
         "--load nowhere --use-checkpoint-args",
         "--load nowhere --use-checkpoint-opt_param-scheduler",
         "--save nowhere --log-progress",
+        "--save nowhere --start-over",
         "--save nowhere --profile --use-pytorch-profiler",
         "--paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place",
     ],

@@ -31,6 +31,7 @@ IGNORED = {
     "eval_global_batch_size": None,
     "eval_micro_batch_size": None,
     "save": None,
+    "start_over": False,
     "log_progress": False,
     "use_pytorch_profiler": False,
     "use_checkpoint_opt_param_scheduler": False,

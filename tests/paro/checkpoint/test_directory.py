@@ -12,12 +12,15 @@ from paro.checkpoint.directory import (
     TRACKER,
     begin_checkpoint,
     candidates,
+    describe_saved,
     discard_checkpoint,
     find_checkpoint,
     finish_checkpoint,
     latest_iteration,
     newest_whole,
+    next_earlier,
     read_common,
+    set_aside,
 )
 from paro.checkpoint.errors import CheckpointError, DamagedError
 from paro.checkpoint.manifest import MANIFEST
@@ -236,3 +239,28 @@ def test_a_release_of_megatrons_is_to_be_converted(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("release")
     with pytest.raises(CheckpointError, match=r"it has mp_rank_00\): convert it with tools/conv"):
         candidates(tmp_path)
+
+
+def test_what_is_set_aside_loads_from_there_and_is_gone_here(tmp_path: Path) -> None:
+    for iteration in (2, 10):
+        save(tmp_path, iteration, "old")
+    (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.replaced")  # a save that crashed
+    begin_checkpoint(tmp_path, 12)
+    (tmp_path / "progress.txt").write_text("ours")
+    assert next_earlier(tmp_path) == 1
+    earlier = set_aside(tmp_path, 1)
+    assert earlier == tmp_path / "earlier_1"
+    assert describe_saved(tmp_path) is None
+    assert candidates(tmp_path) == ([], None)
+    assert candidates(earlier) == ([10, 2], None)
+    common = read_common(earlier)
+    assert common is not None
+    assert (common["iteration"], common["text"]) == (10, "old")
+    assert "progress.txt" in names(tmp_path)
+
+    save(tmp_path, 1, "new")
+    assert candidates(tmp_path) == ([1], None)
+    assert next_earlier(tmp_path) == 2
+    assert set_aside(tmp_path, 2) == tmp_path / "earlier_2"
+    assert set_aside(tmp_path, 3) is None
+    assert "earlier_3" not in names(tmp_path)

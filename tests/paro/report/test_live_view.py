@@ -61,6 +61,20 @@ def test_what_is_printed_meanwhile_scrolls_by_above() -> None:
     assert not Log(rank=3, world_size=4, one_speaker=True).is_last
 
 
+def test_what_a_launcher_wrote_below_is_not_drawn_over() -> None:
+    view, stream = make()
+    seen = record(5)
+    view.iteration(seen, summarize([seen], FACTS, peak_memory_bytes=1))
+    stream.write("Received 2 death signal\n")
+    view.begin_below()
+    view.begin_below()
+    view.close()
+    below = stream.getvalue().partition("Received 2 death signal\n")[2]
+    blank, _, drawn = below.partition("╭")
+    assert blank.count("\n") == drawn.partition("╯")[0].count("\n") + 1
+    assert 0 < blank.count("\x1b[1A") < blank.count("\n")
+
+
 def test_it_is_drawn_a_few_times_a_second_at_most() -> None:
     view, stream = make()
     seen = record(1)

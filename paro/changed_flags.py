@@ -1,0 +1,180 @@
+"""Which flags changed between the run that saved and the one that continues, and what follows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from data.index_cache import checksum
+from data.loader import Datasets
+from data.sample_order import parse_split
+from paro.config import RunConfig
+
+Record = Mapping[str, Any]
+
+_SHOWN = 3  # corpora of a blend that a line names
+_DIGITS = 12  # of a weight: 0.3 A 0.7 B and 3 A 7 B are the same blend
+
+# The flags of a schedule's fields. A length may also follow from how long the run trains.
+_LENGTHS = {
+    "lr_decay_samples": "--lr-decay-iters (or -samples)",
+    "lr_warmup_samples": "--lr-warmup-iters (or -samples, -fraction)",
+    "lr_wsd_decay_samples": "--lr-wsd-decay-iters (or -samples)",
+}
+_WEIGHT_DECAY = {
+    "start_weight_decay": "--start-weight-decay (or --weight-decay)",
+    "end_weight_decay": "--end-weight-decay (or --weight-decay)",
+}
+_TOTAL = "weight_decay_incr_samples"  # always all samples that a run trains on
+
+
+def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
+    """What decides which training samples are read and in which order, for a checkpoint."""
+    data = config.data
+    blend = None if data.mock_data else data.blends()["train"]
+    record = {
+        "seed": data.seed,
+        "split": None if blend is None else data.split_in_use,
+        "seq_length": data.seq_length,
+        "data_flag": "--mock-data" if blend is None else blend.flag.rstrip(":"),
+        "corpora": [],
+        "epochs": datasets.train_order(),
+        **_length_record(config),
+    }
+    if blend is not None:
+        weights = [None] * len(blend.prefixes) if blend.weights is None else blend.shares()
+        read = {corpus.indexed.prefix: corpus.indexed for corpus in datasets.train_corpora()}
+        record["corpora"] = [
+            {
+                "prefix": prefix,
+                "weight": None if weight is None else round(weight, _DIGITS),
+                "tokens": read[prefix].num_tokens,
+                "sequence_lengths_crc32": checksum(read[prefix].sequence_lengths),
+            }
+            for prefix, weight in zip(blend.prefixes, weights, strict=True)
+        ]
+    return record
+
+
+def order_changes(common: Record, config: RunConfig, datasets: Datasets) -> Iterator[str]:
+    """A line for every flag by which the training samples come in another order than when saved.
+
+    Older checkpoints have no record: of those the number of epochs alone is known, or nothing.
+    """
+    saved = common.get("order") or {"epochs": common.get("train_order")}
+    now = _as_read(order_record(config, datasets))
+    changes = list(_data_changes(saved, now))
+    if not changes and saved["epochs"] not in (None, now["epochs"]):
+        causes = " and ".join(_length_changes(saved, now)) or "the number of samples changed"
+        changes = [f"{causes}: the data are shuffled for another number of epochs"]
+    consumed = common["state"]["consumed_train_samples"]
+    for change in changes:
+        yield (
+            f"{change}; reading continues behind sample {consumed} of another order: samples may "
+            "repeat or be left out"
+        )
+
+
+def schedule_change(common: Record, config: RunConfig) -> str | None:
+    """The flag by which the learning rate or weight decay schedule changed; None where none did."""
+    saved, now = common.get("schedule") or {}, _as_read(asdict(config.schedule))
+    differ = [name for name in now if name in saved and saved[name] != now[name]]
+    for name in differ:
+        if name == _TOTAL or (name in _LENGTHS and _follows_total(name, saved, now)):
+            continue
+        unit = " samples" if name in _LENGTHS else ""
+        flag = (_LENGTHS | _WEIGHT_DECAY).get(name, f"--{name.replace('_', '-')}")
+        return f"{flag} was {saved[name]}{unit} and is {now[name]}{unit}"
+    if not differ:
+        return None
+    causes = list(_length_changes(common.get("order") or {}, _as_read(_length_record(config))))
+    cause = " and ".join(causes) or "--train-iters, --train-samples or --global-batch-size changed"
+    return f"{cause}: it ends after {now[_TOTAL]} samples instead of {saved[_TOTAL]}"
+
+
+def _length_record(config: RunConfig) -> dict[str, Any]:
+    """What decides how many samples the run trains on."""
+    return {
+        "train_iters": None if config.train.train_samples else config.train.train_iters,
+        "train_samples": config.train.train_samples,
+        "global_batch_size": config.batches.global_batch_size,
+        "rampup_batch_size": config.batches.rampup_batch_size,
+    }
+
+
+def _length_changes(saved: Record, now: Record) -> Iterator[str]:
+    for name in ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size"):
+        if name in saved and saved[name] != now[name]:
+            before, after = (_given(record[name]) for record in (saved, now))
+            yield f"--{name.replace('_', '-')} was {before} and is {after}"
+
+
+def _data_changes(saved: Record, now: Record) -> Iterator[str]:
+    consequences = {
+        "seed": "the data are shuffled in another way",
+        "split": "validation and test may read documents that were trained on",
+        "seq_length": "the data are cut into samples elsewhere",
+    }
+    for name, follows in consequences.items():
+        if name in saved and not _is_same(saved[name], now[name]):
+            before, after = (_given(record[name]) for record in (saved, now))
+            yield f"--{name.replace('_', '-')} was {before} and is {after}: {follows}"
+    if "corpora" in saved and _contents(saved) != _contents(now):
+        before, after = _corpora_text(saved, now), _corpora_text(now, saved)
+        if before == after:
+            yield f"{after}: its documents changed, or their order"
+        else:
+            yield f"the training data were {before} and are {after}"
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    """Whether two seeds or lengths are one, or two splits cut at the same places."""
+    if isinstance(before, str) and isinstance(after, str):
+        return parse_split(before) == parse_split(after)
+    return bool(before == after)
+
+
+def _contents(record: Record) -> list[tuple[Any, ...]]:
+    """The corpora without their names: a folder that moved holds the same data."""
+    names = ("weight", "tokens", "sequence_lengths_crc32")
+    return [tuple(corpus[name] for name in names) for corpus in record["corpora"]]
+
+
+def _corpora_text(record: Record, other: Record) -> str:
+    """The flag and the corpora that the other record does not have, or all in their order."""
+    contents = _contents(other)
+    pairs = list(zip(record["corpora"], _contents(record), strict=True))
+    own = [corpus for corpus, content in pairs if content not in contents]
+    corpora = own or record["corpora"]
+    words = [
+        f"{'' if corpus['weight'] is None else format(corpus['weight'], 'g') + ' '}"
+        f"{corpus['prefix']} ({corpus['tokens']:,} tokens)"
+        for corpus in corpora[:_SHOWN]
+    ]
+    more = len(corpora) - _SHOWN
+    if more > 0:
+        words.append(f"{more} more")
+    return " ".join([record["data_flag"], ", ".join(words)]).strip()
+
+
+def _follows_total(name: str, saved: Record, now: Record) -> bool:
+    """Whether a length changed as all samples of the run did, and by nothing else."""
+    before, after = saved[name], now[name]
+    if before is None or after is None or saved[_TOTAL] == now[_TOTAL]:
+        return False
+    return math.isclose(before * now[_TOTAL], after * saved[_TOTAL], rel_tol=1e-9)
+
+
+def _given(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "not given" if value is None else str(value)
+
+
+def _as_read(record: Record) -> dict[str, Any]:
+    """As JSON gives it back."""
+    read: dict[str, Any] = json.loads(json.dumps(record))
+    return read

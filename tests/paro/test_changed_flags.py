@@ -1,0 +1,210 @@
+"""What is said where a run continues with other flags than it was saved with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.indexed_dataset import IndexedDatasetWriter
+from paro.assembly import build_data
+from paro.changed_flags import order_changes, order_record, schedule_change
+from paro.config import RunConfig
+from paro.runtime import World
+from tests.paro.test_config import configure
+
+TINY = (
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --micro-batch-size 1 --lr 0.1 --eval-iters 0"
+)
+FLAGS = "--seq-length 8 --split 9,1,0 --seed 1 --global-batch-size 4 --train-iters 10"
+
+
+@pytest.fixture(autouse=True)
+def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`a` and `b`, and `moved/a`, which is the same as `a`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moved").mkdir()
+    for name, documents in (("a", 20), ("b", 30), ("moved/a", 20)):
+        write(name, [20] * documents)
+
+
+def write(name: str, lengths: list[int]) -> None:
+    with IndexedDatasetWriter(name, np.dtype("<u2")) as writer:
+        for length in lengths:
+            writer.add_document([np.arange(length)])
+
+
+def run(words: str) -> RunConfig:
+    return configure(f"{TINY} {words}", World())
+
+
+def saved(words: str) -> dict[str, Any]:
+    """What a checkpoint of such a run holds of it."""
+    config = run(words)
+    common = {
+        "state": {"consumed_train_samples": 12},
+        "schedule": asdict(config.schedule),
+        "order": order_record(config, build_data(config)),
+    }
+    read: dict[str, Any] = json.loads(json.dumps(common))
+    return read
+
+
+def told(common: dict[str, Any], words: str) -> list[str]:
+    config = run(words)
+    return list(order_changes(common, config, build_data(config)))
+
+
+TAIL = "; reading continues behind sample 12 of another order: samples may repeat or be left out"
+A, B = "a (400 tokens)", "b (600 tokens)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ("--seed 1", "--seed 2", "--seed was 1 and is 2: the data are shuffled in another way"),
+        (
+            "--seq-length 8",
+            "--seq-length 16",
+            "--seq-length was 8 and is 16: the data are cut into samples elsewhere",
+        ),
+        (
+            "--split 9,1,0",
+            "--split 8,2,0",
+            "--split was 9,1,0 and is 8,2,0: validation and test may read documents that were "
+            "trained on",
+        ),
+        (
+            "--data-path a",
+            "--data-path b",
+            f"the training data were --data-path {A} and are --data-path {B}",
+        ),
+        (
+            "--data-path 0.5 a 0.5 b",
+            "--data-path 0.2 a 0.8 b",
+            f"the training data were --data-path 0.5 {A}, 0.5 {B} and are --data-path "
+            f"0.2 {A}, 0.8 {B}",
+        ),
+        (
+            "--data-path a b",
+            "--data-path b a",
+            f"the training data were --data-path {A}, {B} and are --data-path {B}, {A}",
+        ),
+        (
+            "--train-iters 10",
+            "--train-iters 20",
+            "--train-iters was 10 and is 20: the data are shuffled for another number of epochs",
+        ),
+        (
+            "--global-batch-size 4",
+            "--global-batch-size 8",
+            "--global-batch-size was 4 and is 8: the data are shuffled for another number of "
+            "epochs",
+        ),
+    ],
+)
+def test_a_flag_that_changes_the_order_is_named(before: str, after: str, line: str) -> None:
+    words = FLAGS if before.startswith("--data-path") else f"{FLAGS} --data-path a"
+    common = saved(f"{words} {before}")
+    assert told(common, f"{words} {before}") == []
+    assert told(common, f"{words} {after}") == [line + TAIL]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "--data-path moved/a",
+        "--data-path a --split 90,10",
+        "--data-path a --train-iters 11 --micro-batch-size 2 --num-workers 0",  # no other epochs
+    ],
+)
+def test_what_leaves_the_order_as_it_was_is_not_told(after: str) -> None:
+    assert told(saved(f"{FLAGS} --data-path a"), f"{FLAGS} {after}") == []
+
+
+def test_weights_of_the_same_shares_are_the_same_blend() -> None:
+    assert told(saved(f"{FLAGS} --data-path 0.3 a 0.7 b"), f"{FLAGS} --data-path 3 a 7 b") == []
+
+
+def test_a_corpus_that_was_written_again_is_noticed() -> None:
+    common = saved(f"{FLAGS} --data-path a")
+    write("a", [10, 30] * 10)
+    (line,) = told(common, f"{FLAGS} --data-path a")
+    assert line == f"--data-path {A}: its documents changed, or their order{TAIL}"
+
+
+def test_several_changes_are_a_line_each_and_a_long_blend_is_cut_short() -> None:
+    common = saved(f"{FLAGS} --mock-data")
+    names = " ".join(f"{weight} a" for weight in (1, 2, 3, 4, 5))
+    lines = told(common, f"{FLAGS} --seed 3 --data-path {names}")
+    assert [line.split(" was ")[0] for line in lines[:1]] == ["--seed"]
+    assert lines[-1].startswith("the training data were --mock-data and are --data-path 0.0666667 ")
+    assert ", 2 more;" in lines[-1]
+
+
+def test_checkpoints_without_a_record_know_epochs_or_nothing() -> None:
+    words = f"{FLAGS} --data-path a"
+    common = saved(words)
+    epochs = common.pop("order")["epochs"]
+    assert told(common, f"{words} --seed 2") == []
+    common["train_order"] = epochs
+    assert told(common, f"{words} --seed 2") == []
+    (line,) = told(common, f"{words} --train-iters 20")
+    assert line.startswith("the number of samples changed: the data are shuffled for another ")
+
+
+LENGTH = "it ends after 80 samples instead of 40"
+COSINE = "--lr-decay-style cosine"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        ("", "--train-iters 20", f"--train-iters was 10 and is 20: {LENGTH}"),
+        (
+            "--lr-warmup-fraction 0.1",
+            "--lr-warmup-fraction 0.1 --train-iters 20",
+            f"--train-iters was 10 and is 20: {LENGTH}",
+        ),
+        (
+            "--lr-warmup-iters 2 --lr-decay-iters 8",
+            "--lr-warmup-iters 2 --lr-decay-iters 8 --global-batch-size 8",
+            f"--global-batch-size was 4 and is 8: {LENGTH}",
+        ),
+        (
+            "--lr-warmup-iters 2",
+            "--lr-warmup-iters 3 --train-iters 20",
+            "--lr-warmup-iters (or -samples, -fraction) was 8 samples and is 12 samples",
+        ),
+        (
+            "--lr-decay-iters 8",
+            "",
+            "--lr-decay-iters (or -samples) was 32 samples and is 40 samples",
+        ),
+        ("", COSINE, "--lr-decay-style was linear and is cosine"),
+        (
+            "--weight-decay 0.1",
+            "--weight-decay 0.2",
+            "--start-weight-decay (or --weight-decay) was 0.1 and is 0.2",
+        ),
+        (COSINE, COSINE, None),
+    ],
+)
+def test_the_flag_that_changed_a_schedule_is_named(
+    before: str, after: str, change: str | None
+) -> None:
+    words = f"{FLAGS} --mock-data"
+    assert schedule_change(saved(f"{words} {before}"), run(f"{words} {after}")) == change
+
+
+def test_a_schedule_of_before_there_was_a_record_names_what_it_may_be() -> None:
+    common = saved(f"{FLAGS} --mock-data")
+    del common["order"]
+    longer = run(f"{FLAGS} --mock-data --train-iters 20")
+    told = schedule_change(common, longer)
+    assert told == (f"--train-iters, --train-samples or --global-batch-size changed: {LENGTH}")
