@@ -132,6 +132,12 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
+def given(args: Namespace) -> dict[str, object]:
+    """The arguments that differ from their defaults."""
+    default = build_parser().get_default
+    return {name: value for name, value in vars(args).items() if value != default(name)}
+
+
 def _describe_unknown(unknown: list[str], parser: ArgumentParser) -> str:
     known = [option for action in parser._actions for option in action.option_strings]
     close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,15 +11,18 @@ import torch
 from data.gpt_dataset import check_vocabulary
 from data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from model.config import flops_per_token, num_parameters
+from paro.arguments import given
 from paro.assembly import build_training
 from paro.checkpoint.directory import find_checkpoint
 from paro.config import RunConfig
 from paro.config_plan import case_of
 from paro.placement import placement_lines, predict_memory
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
-from paro.planning.description import describe, describe_launch
+from paro.planning.description import describe, describe_launch, describe_time
 from paro.planning.llama import units_of
-from paro.planning.planner import Estimator
+from paro.planning.memory_limit import MemoryLimit, memory_limit
+from paro.planning.planner import RESOLUTION, Estimate, Estimator
+from paro.planning.planner import Plan as Found
 from paro.planning.planner import plan as search
 from paro.planning.remedies import why_nothing_fits
 from paro.planning.settings import Case
@@ -30,8 +33,6 @@ from paro.runtime import PlannedControl, World
 from paro.sharding.shards import UnitShards
 from paro.training import Training
 
-USABLE = 0.9  # of a device: CUDA's context, communication buffers and fragmentation take the rest
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -41,10 +42,24 @@ class Plan:
     world: World
     training: Training
     memory: Moment
+    case: Case | None  # on the device of --paro-machine, if that names one
+    launch: Estimate | None  # there; steps that train nothing are not timed
 
     @property
     def num_micro_batches(self) -> int:
         return self.config.batches.num_micro_batches_at(0)
+
+    @property
+    def limit(self) -> MemoryLimit | None:
+        """What can be used of a device that was named, if one was."""
+        gigabytes = self.config.launch.device_memory_gb
+        if self.case is not None:
+            return self.case.limit
+        return None if gigabytes is None else memory_limit(round(gigabytes * 1e9))
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.memory.total <= self.limit.usable_bytes
 
     @property
     def units(self) -> tuple[UnitSize, ...]:
@@ -71,47 +86,141 @@ def plan_run(config: RunConfig, world: World) -> Plan:
     on_meta = build_training(config, control, is_trained=lambda _name: is_trained)
     device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
     training = replace(on_meta, device=torch.device(device))  # which kernels there will be
+    memory = predict_memory(config, training)
+    case, launch = _case(config, device), None
+    if case is not None and is_trained:
+        launch = Estimator(case).estimate(case.setting(config.strategy))
+        assert launch.memory_bytes == memory.total, f"{launch.memory_bytes} and {memory.total} B"
     return Plan(
         config=config,
         world=world,
         training=training,
-        memory=predict_memory(config, training),
+        memory=memory,
+        case=case,
+        launch=launch,
+    )
+
+
+def _case(config: RunConfig, device_type: str) -> Case | None:
+    machine = config.sharding.machine
+    if machine is None or machine.device is None:
+        return None
+    return case_of(
+        config.model,
+        config.batches,
+        config.sharding,
+        config.precision,
+        seq_length=config.data.seq_length,
+        device_type=device_type,
+        memory_gb=config.launch.device_memory_gb,
     )
 
 
 def run_dry(args: Namespace, config: RunConfig, world: World) -> None:
-    """Prints all that can be known before a start; `ValueError` where it would fail or not fit."""
-    log = Log()
-    log.log0(arguments_block(vars(args)))
-    for notice in config.notices:
-        log.log0(notice)
+    """Prints the answer and all that it follows from; `ValueError` where the launch would fail."""
     plan = plan_run(config, world)
+    found = None if plan.case is None or plan.launch is None else search(plan.case)
+    details: list[str] = []
+    mistakes: list[str] = []
     for section in SECTIONS:
-        for line in section(plan):
-            log.log0(line)
-    check_fits(plan)
-    log.log0("> the launch is sound; nothing was started and nothing written")
+        try:
+            for line in section(plan):
+                details.append(line)
+        except ValueError as mistake:
+            mistakes.append(str(mistake))
+    if not plan.fits:
+        mistakes.append(_why_not(plan, found))
+    log = Log()
+    for line in (
+        *_answer(plan, found, mistakes),
+        arguments_block(given(args)),
+        "> all other arguments have their defaults",
+        *config.notices,
+        *details,
+        *_planner(plan, found),
+    ):
+        log.log0(line)
+    if mistakes:
+        raise ValueError("; ".join(mistakes))
 
 
-def check_fits(plan: Plan) -> None:
-    """`ValueError` unless the predicted memory fits the device that was named, if one was."""
-    limit = plan.config.launch.device_memory_gb
-    if limit is not None and plan.memory.total > USABLE * limit * 1e9:
-        raise ValueError(
-            f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, of "
-            f"--device-memory-gb {limit:g} about {USABLE * limit:.1f} can be used: lower "
-            "--micro-batch-size, recompute more, or spread more by --paro-strategy"
-        )
+# The answer
 
 
-# What is printed, in this order #
-
-
-def _world(plan: Plan) -> Iterator[str]:
+def _answer(plan: Plan, found: Found | None, mistakes: Sequence[str]) -> Iterator[str]:
+    """What one wants to know first: does it start, does it fit, what is sent, how long is a step."""
     world, backend = plan.world, plan.config.runtime.distributed_backend
     ranks = _count(world.size, "rank")
     nodes = _count(world.size // world.ranks_per_node, "node")
     yield f"> dry run of {ranks} on {nodes} of {world.ranks_per_node}, {backend}"
+    for mistake in mistakes:
+        yield f"> the launch would fail: {mistake}"
+    if not mistakes:
+        yield "> the launch is sound; nothing was started and nothing written"
+    yield f"> memory of a rank: {_size(plan.memory.total)} at most, at {plan.memory.name}"
+    if plan.limit is None:
+        yield "> --device-memory-gb GB, or --paro-machine NAME, would say whether that fits"
+    else:
+        how = "fits into" if plan.fits else "does not fit"
+        yield f"> {how} the {plan.limit.describe()}"
+    yield from _traffic(plan)
+    yield from _time(plan, found)
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    config, context = plan.config, plan.training.model.units[0].context
+    sent = traffic_per_step(
+        config.strategy,
+        context.topology,
+        plan.units,
+        config.precision,
+        plan.num_micro_batches,
+    )
+    yield (
+        f"> sent by a rank in a step: {_size(sent.intra)} inside its group, "
+        f"{_size(sent.inter)} between groups"
+    )
+    if config.sharding.collective in ("flat", "ring"):
+        yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
+
+
+def _time(plan: Plan, found: Found | None) -> Iterator[str]:
+    machine, launch = plan.config.sharding.machine, plan.launch
+    if machine is None:
+        yield "> --paro-machine NAME would say how long a step takes, and what is faster"
+    elif machine.device is None:
+        yield f"> machine {machine.name} names no device, without which no step can be timed"
+    elif launch is None:
+        yield "> steps that train nothing are not timed"
+    else:
+        yield f"> a step {describe_time(launch)} on machine {machine.name}"
+        best = None if found is None else found.best
+        if best is None:
+            return
+        gain = launch.seconds / best.seconds
+        if gain > 1 + RESOLUTION:
+            yield f"> {gain:.2f} times as fast there, and fits: {best.setting.describe()}"
+        elif plan.fits:
+            yield "> nothing that fits is faster there"
+
+
+def _why_not(plan: Plan, found: Found | None) -> str:
+    """What a launch that does not fit needs, and what would help."""
+    assert plan.limit is not None, "it fits"
+    if found is not None and plan.case is not None and found.best is None:
+        return why_nothing_fits(plan.case, found)
+    gigabytes, machine = plan.config.launch.device_memory_gb, plan.config.sharding.machine
+    whose = f"--device-memory-gb {gigabytes:g}" if gigabytes else f"a device of {machine.name}"
+    advice = "lower --micro-batch-size, recompute more, or spread more by --paro-strategy"
+    if found is not None and found.best is not None:
+        advice = f"the fastest that fits is {found.best.setting.describe()}"
+    return (
+        f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, more than the "
+        f"{plan.limit.usable_bytes / 1e9:.1f} GB that can be used of {whose}: {advice}"
+    )
+
+
+# What it follows from, in this order
 
 
 def _batch(plan: Plan) -> Iterator[str]:
@@ -183,29 +292,9 @@ def _held_by(unit: UnitShards) -> tuple[int, int, int, int]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
-    yield f"> memory of a rank: {_size(memory.total)} at most, at {memory.name}"
+    yield f"> memory at {memory.name}: {_size(memory.total)}"
     for name, num_bytes in memory.parts().items():
         yield f"    {name:<16}  {_size(num_bytes, like=memory.total):>9}"
-    limit = plan.config.launch.device_memory_gb
-    if limit is not None and memory.total <= USABLE * limit * 1e9:
-        yield f"> fits into the {USABLE * limit:.1f} GB that can be used of {limit:g} GB"
-
-
-def _traffic(plan: Plan) -> Iterator[str]:
-    config, context = plan.config, plan.training.model.units[0].context
-    sent = traffic_per_step(
-        config.strategy,
-        context.topology,
-        plan.units,
-        config.precision,
-        plan.num_micro_batches,
-    )
-    yield (
-        f"> sent by a rank in a step: {_size(sent.intra)} inside its group, "
-        f"{_size(sent.inter)} between groups"
-    )
-    if config.sharding.collective in ("flat", "ring"):
-        yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
 
 
 def _data(plan: Plan) -> Iterator[str]:
@@ -239,55 +328,13 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
 
 
-def _planner(plan: Plan) -> Iterator[str]:
-    """How long a step takes on the machine of --paro-machine, and what would be faster there.
-
-    `ValueError` in the end where the launch does not fit its devices.
-    """
-    config = plan.config
-    machine = config.sharding.machine
-    if machine is None:
-        yield "> plan: --paro-machine NAME would say how long a step takes, and what is faster"
-    elif machine.device is None:
-        yield f"> plan: machine {machine.name} names no device, without which no step can be timed"
-    elif config.train.skip_train:
-        yield "> plan: steps that train nothing are not timed"
-    else:
-        yield from _plan_of(_case(plan), plan)
-
-
-def _plan_of(case: Case, plan: Plan) -> Iterator[str]:
-    launch = Estimator(case).estimate(case.setting(plan.config.strategy))
-    yield f"> plan: on machine {case.machine.name} {describe_launch(launch)}"
-    found = search(case)
-    for line in describe(found):
+def _planner(plan: Plan, found: Found | None) -> Iterator[str]:
+    """What the launch waits for on the machine of --paro-machine, and what would be faster there."""
+    if plan.launch is None or found is None:
+        return
+    yield f"> plan: {describe_launch(plan.launch)}"
+    for line in describe(found, chose="of all settings that fit the best is"):
         yield f"> {line}"
-    if found.best is None:
-        raise ValueError(why_nothing_fits(case, found))
-    if not launch.fits:
-        raise ValueError(
-            f"a rank needs {launch.memory_bytes / 1e9:.1f} GB at {launch.memory.name}, a device of "
-            f"{_whose_memory(case)} has {case.limit_bytes / 1e9:.1f} GB: the fastest "
-            f"that fits is {found.best.setting.describe()}"
-        )
-
-
-def _whose_memory(case: Case) -> str:
-    name = f"--paro-machine {case.machine.name}"
-    return name if case.memory_bytes is None else f"{name} by --device-memory-gb"
-
-
-def _case(plan: Plan) -> Case:
-    config = plan.config
-    return case_of(
-        config.model,
-        config.batches,
-        config.sharding,
-        config.precision,
-        seq_length=config.data.seq_length,
-        device_type=plan.training.device.type,
-        memory_gb=config.launch.device_memory_gb,
-    )
 
 
 def _count(number: int, what: str) -> str:
@@ -303,14 +350,11 @@ def _size(num_bytes: int, *, like: int | None = None) -> str:
 
 
 SECTIONS: tuple[Callable[[Plan], Iterable[str]], ...] = (
-    _world,
     _batch,
     _model,
     _placement,
     _units,
     _memory,
-    _traffic,
     _data,
     _checkpoints,
-    _planner,
 )

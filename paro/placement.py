@@ -89,7 +89,10 @@ def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
 
 
 def predict_memory(config: RunConfig, training: Training) -> Moment:
-    """The moment of a step at which a rank needs most, and what it needs then."""
+    """The moment of a step at which a rank needs most, and what it needs then.
+
+    Of the largest steps, where the batch grows.
+    """
     context = training.model.units[0].context
     trained = {
         span.box.name for unit in training.model.trainable_units for span in unit.layout.spans
@@ -119,7 +122,8 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         config.precision,
         activations_of(config.model, batch),
         prefetch_units=config.sharding.prefetch_units,
-        num_micro_batches=config.batches.num_micro_batches_at(0),
+        num_micro_batches=config.batches.global_batch_size
+        // config.batches.samples_per_micro_batch,
     )
 
 

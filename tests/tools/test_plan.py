@@ -19,7 +19,7 @@ from tools.plan import main
 CASE = (
     "--llama-preset 7B --num-layers 3 --paro-machine dgx-a100-roce100 --world-size 16 "
     "--paro-group-size 8 --micro-batch-size 2 --global-batch-size 64 --seq-length 512 --bf16 "
-    "--memory-gb 14"
+    "--device-memory-gb 14"
 )
 
 
@@ -59,7 +59,7 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(
 ) -> None:
     path = tmp_path / "plan.json"
     with pytest.raises(SystemExit) as left:
-        main([*CASE.split(), "--memory-gb", "2", "--json", str(path)])
+        main([*CASE.split(), "--device-memory-gb", "2", "--json", str(path)])
     assert left.value.code == 2
     told = capsys.readouterr()
     assert told.err.startswith("plan.py: error: nothing fits 2.0 GB a device: the least is ")
@@ -92,7 +92,9 @@ def test_more_ranks_are_nodes_as_the_machine_has_them(
 ) -> None:
     monkeypatch.setattr(plan, "MOST_RANKS", 32)
     few, many = (
-        curves_of(tmp_path, f"--world-size {ranks} --global-batch-size {2 * ranks} --memory-gb 80")
+        curves_of(
+            tmp_path, f"--world-size {ranks} --global-batch-size {2 * ranks} --device-memory-gb 80"
+        )
         for ranks in (4, 64)
     )
     assert few == many
@@ -130,7 +132,7 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
         ("--global-batch-size 100", "--global-batch-size 100 is no multiple of"),
         ("--paro-group-size 3", "--paro-group-size 3 does not divide the 16 ranks"),
         ("--trainable some", "--trainable 'some' is none of full, last-blocks"),
-        ("--memory-gb 0", "--memory-gb 0.0 must be positive"),
+        ("--device-memory-gb 0", "--device-memory-gb 0.0 must be positive"),
         ("--json nowhere/plan.json", "--json nowhere/plan.json cannot be written"),
         ("--fp16", "--fp16 and --bf16 contradict each other"),
         ("--scaling", "expected one argument"),
@@ -157,7 +159,7 @@ def test_a_trillion_parameters_on_16384_ranks_take_seconds_and_no_torch(tmp_path
         "import re, resource, sys\n"
         "from tools.plan import main\n"
         f"main({[*model.split(), '--paro-machine', 'dgx-h100', '--world-size', '16384']!r}"
-        " + ['--global-batch-size', '32768', '--memory-gb', '141'])\n"
+        " + ['--global-batch-size', '32768', '--device-memory-gb', '141'])\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         # The system's own record of a child begins with the size of the one who started it.
         "peak = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"

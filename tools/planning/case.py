@@ -54,7 +54,7 @@ def make_parser() -> Parser:
         metavar="WHAT",
         help="full (default), last-blocks:SHARE or adapters:SHARE, such as adapters:0.003",
     )
-    add("--memory-gb", type=float, metavar="GB", help="of a device; default: the machine's")
+    add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
     add_model_args(parser)
     add_recompute_args(parser)
     add_mixed_precision_args(parser)
@@ -156,8 +156,9 @@ def trainable_of(text: str) -> Trainable:
 
 
 def memory_of(args: Namespace) -> int | None:
-    if args.memory_gb is None:
+    gigabytes = args.device_memory_gb
+    if gigabytes is None:
         return None
-    if not 0 < args.memory_gb < math.inf:
-        raise ValueError(f"--memory-gb {args.memory_gb} must be positive")
-    return round(args.memory_gb * 1e9)
+    if not 0 < gigabytes < math.inf:
+        raise ValueError(f"--device-memory-gb {gigabytes} must be positive")
+    return round(gigabytes * 1e9)
