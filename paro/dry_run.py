@@ -21,7 +21,7 @@ from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_st
 from paro.planning.description import describe, describe_launch, describe_time
 from paro.planning.llama import units_of
 from paro.planning.memory_limit import MemoryLimit, memory_limit
-from paro.planning.planner import RESOLUTION, Estimate, Estimator
+from paro.planning.planner import TIE, Estimate, Estimator
 from paro.planning.planner import Plan as Found
 from paro.planning.planner import plan as search
 from paro.planning.remedies import why_nothing_fits
@@ -148,7 +148,7 @@ def run_dry(args: Namespace, config: RunConfig, world: World) -> None:
 
 
 def _answer(plan: Plan, found: Found | None, mistakes: Sequence[str]) -> Iterator[str]:
-    """What one wants to know first: does it start, does it fit, what is sent, how long is a step."""
+    """First of all: does it start, does it fit, what does it send, how long does a step take."""
     world, backend = plan.world, plan.config.runtime.distributed_backend
     ranks = _count(world.size, "rank")
     nodes = _count(world.size // world.ranks_per_node, "node")
@@ -160,9 +160,8 @@ def _answer(plan: Plan, found: Found | None, mistakes: Sequence[str]) -> Iterato
     yield f"> memory of a rank: {_size(plan.memory.total)} at most, at {plan.memory.name}"
     if plan.limit is None:
         yield "> --device-memory-gb GB, or --paro-machine NAME, would say whether that fits"
-    else:
-        how = "fits into" if plan.fits else "does not fit"
-        yield f"> {how} the {plan.limit.describe()}"
+    elif plan.fits:
+        yield f"> fits into the {plan.limit.describe()}"
     yield from _traffic(plan)
     yield from _time(plan, found)
 
@@ -193,13 +192,11 @@ def _time(plan: Plan, found: Found | None) -> Iterator[str]:
     elif launch is None:
         yield "> steps that train nothing are not timed"
     else:
-        yield f"> a step {describe_time(launch)} on machine {machine.name}"
+        yield f"> a step on machine {machine.name} {describe_time(launch)}"
         best = None if found is None else found.best
-        if best is None:
-            return
-        gain = launch.seconds / best.seconds
-        if gain > 1 + RESOLUTION:
-            yield f"> {gain:.2f} times as fast there, and fits: {best.setting.describe()}"
+        gain = 0.0 if best is None else launch.seconds / best.seconds - 1
+        if best is not None and gain > TIE:
+            yield f"> {gain:.1%} faster there, and it fits: {best.setting.describe()}"
         elif plan.fits:
             yield "> nothing that fits is faster there"
 
@@ -209,8 +206,10 @@ def _why_not(plan: Plan, found: Found | None) -> str:
     assert plan.limit is not None, "it fits"
     if found is not None and plan.case is not None and found.best is None:
         return why_nothing_fits(plan.case, found)
-    gigabytes, machine = plan.config.launch.device_memory_gb, plan.config.sharding.machine
-    whose = f"--device-memory-gb {gigabytes:g}" if gigabytes else f"a device of {machine.name}"
+    gigabytes, case = plan.config.launch.device_memory_gb, plan.case
+    whose = f"a device of {case.machine.name}" if case else ""
+    if gigabytes is not None:
+        whose = f"--device-memory-gb {gigabytes:g}"
     advice = "lower --micro-batch-size, recompute more, or spread more by --paro-strategy"
     if found is not None and found.best is not None:
         advice = f"the fastest that fits is {found.best.setting.describe()}"
@@ -329,7 +328,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
 
 
 def _planner(plan: Plan, found: Found | None) -> Iterator[str]:
-    """What the launch waits for on the machine of --paro-machine, and what would be faster there."""
+    """What the launch waits for on --paro-machine, and what would be faster there."""
     if plan.launch is None or found is None:
         return
     yield f"> plan: {describe_launch(plan.launch)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paro.planning.planner import RESOLUTION, Estimate, Plan
+from paro.planning.planner import TIE, Estimate, Plan
 
 
 def describe(plan: Plan, *, chose: str = "chose") -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def _choice(plan: Plan, best: Estimate, chose: str) -> Iterator[str]:
 def _behind(second: Estimate, best: Estimate) -> str:
     """By what it comes second."""
     slower = second.seconds / best.seconds - 1
-    if slower > RESOLUTION:
+    if slower > TIE:
         return f"is {slower:.1%} slower"
     if second.sent.inter <= best.sent.inter:
         return "takes as long"
@@ -59,7 +59,7 @@ def _behind(second: Estimate, best: Estimate) -> str:
 def _reason(plan: Plan, best: Estimate) -> str:
     hidden = f"it computes for {seconds_text(best.timeline.compute_seconds)} and waits "
     reason = hidden + exposed_text(best)
-    enough = best.seconds / (1 + RESOLUTION)
+    enough = best.seconds / (1 + TIE)
     faster = [e for e in plan.front if not e.fits and e.seconds < enough]
     if not faster:
         return f"{reason}; nothing is faster, even with more memory"

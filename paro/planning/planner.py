@@ -32,11 +32,13 @@ from paro.precision import BYTES_OF
 from paro.strategy import legal_letters
 from paro.traffic import Sent
 
-# Steps that differ by no more than this share are equally fast. Measured steps of one setting differ
-# by at least 0.3% from turn to turn (examples/measured), so a real run cannot tell them apart. A
-# share of that size would give away time that the simulation has a reason for: on 13B IIG takes
-# 0.3% longer than NIG because it waits for gathers, and would win by its memory.
-RESOLUTION = 0.001
+RESOLUTION = 0.002  # of a step's time: how close to the fastest a search comes
+
+# Steps that differ by no more than this share are equally fast. Measured steps of one setting
+# differ by at least 0.3% from turn to turn (examples/measured), so a real run cannot tell them
+# apart. A share of that size would give away time that the simulation has a reason for: on 13B IIG
+# takes 0.3% longer than NIG because it waits for gathers, and would win by its memory.
+TIE = 0.001
 FRONT_STEP = 0.02
 _FRONT_LIMIT = 4  # times the memory that there is: beyond that nobody looks
 
@@ -79,14 +81,14 @@ class Plan:
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
     """What fits before what does not, the faster first, ties by bytes between groups, then memory.
 
-    A tie is with the fastest: all that take up to `RESOLUTION` longer than that; then the same with
+    A tie is with the fastest: all that take up to `TIE` longer than that; then the same with
     the fastest of the rest. So it is an order, which "equally fast" between any two would not be.
     """
     found: list[Estimate] = []
     left = sorted(estimates, key=lambda e: (not e.fits, e.seconds))
     while left:
         first = left[0]
-        enough = first.seconds * (1 + RESOLUTION)
+        enough = first.seconds * (1 + TIE)
         alike = [e for e in left if e.fits is first.fits and e.seconds <= enough]
         found += sorted(alike, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
         left = left[len(alike) :]
@@ -299,7 +301,7 @@ class _Search:
         """
         fastest = self._fastest(candidates)
         while fastest is not None:
-            found = self._least_as_fast(candidates, fastest.seconds * (1 + RESOLUTION))
+            found = self._least_as_fast(candidates, fastest.seconds * (1 + TIE))
             before, fastest = fastest, self._fastest(candidates)
             if fastest is before:
                 return found

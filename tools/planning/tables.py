@@ -9,7 +9,7 @@ from typing import Any
 from model.config import num_parameters
 from paro.planning.description import exposed_text, seconds_text
 from paro.planning.machine import LinkSpeed, Machine
-from paro.planning.planner import RESOLUTION, Estimate, Plan, best_that_fits
+from paro.planning.planner import TIE, Estimate, Plan, best_that_fits
 from paro.planning.settings import Case, Freedom
 
 HEADS = (
@@ -121,7 +121,7 @@ def _gains(bought: list[dict[str, Any]], found: Plan) -> list[dict[str, Any]]:
     for row in bought:
         better = row["step_seconds"]
         row["speedup"] = None if best is None or better is None else best.seconds / better
-        if best is not None and (better is None or row["speedup"] <= 1 + RESOLUTION):
+        if best is not None and (better is None or row["speedup"] <= 1 + TIE):
             row.update(_purchase(row["what"], best), speedup=1.0)
     return bought
 
