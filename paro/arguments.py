@@ -209,4 +209,5 @@ def _add_dry_run_args(parser: ArgumentParser) -> None:
         help="with --dry-run: how many of them a node has; default 8, or all where they are fewer")
     add("--device-memory-gb", type=float, metavar="GB",
         help="with --dry-run: fail unless the predicted memory of a rank fits a device of so many "
-        "GB (1e9 bytes), a tenth of which is left to CUDA and to fragmentation")
+        "GB (1e9 bytes), a tenth of which is left to CUDA and to fragmentation; default: what "
+        "--paro-machine has")

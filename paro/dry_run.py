@@ -175,10 +175,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
         config.precision,
         plan.num_micro_batches,
     )
-    yield (
-        f"> sent by a rank in a step: {_size(sent.intra)} inside its group, "
-        f"{_size(sent.inter)} between groups"
-    )
+    inside, between = (_size(size) if size else "nothing" for size in (sent.intra, sent.inter))
+    yield f"> sent by a rank in a step: {inside} inside its group, {between} between groups"
     if config.sharding.collective in ("flat", "ring"):
         yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
 
@@ -293,7 +291,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     yield f"> memory at {memory.name}: {_size(memory.total)}"
     for name, num_bytes in memory.parts().items():
-        yield f"    {name:<16}  {_size(num_bytes, like=memory.total):>9}"
+        if num_bytes:
+            yield f"    {name:<16}  {_size(num_bytes, like=memory.total):>9}"
 
 
 def _data(plan: Plan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Planner, dry run and trainer agree on what fits: a grid of models, ranks, devices and machines."""
+"""Planner and dry run agree on what fits: a grid of models, ranks, devices and machines."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ GRID = tuple(
         (8, 16, 32, 64),
         (24, 40, 80, 141),
         shipped_machines(),
+        (1, 4, 8),
     )
 )
-SAMPLE = random.Random(4).sample(GRID, 10)
+SAMPLE = random.Random(15).sample(GRID, 8)
 MUST_FIT = 5  # of the sample; of the others auto has to say that nothing fits
 LARGE = "--micro-batch-size 8"
 
 
-def launch(
-    preset: str, ranks: int, gigabytes: float, machine: str, more: str = "--paro-strategy auto"
-) -> Plan:
+def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -> Plan:
     words = (
         f"--llama-preset {preset} --mock-data --seq-length 2048 --micro-batch-size 1 --bf16 "
-        f"--global-batch-size 512 --train-iters 10 --lr 1e-4 --recompute-granularity selective "
+        f"--global-batch-size 1024 --train-iters 10 --lr 1e-4 --recompute-granularity selective "
         f"--dry-run --world-size {ranks} --device-memory-gb {gigabytes} --paro-machine {machine}"
     )
     args = parse_args(f"{words} {more}".split())
@@ -43,10 +42,13 @@ def launch(
 def test_what_auto_chooses_the_dry_run_of_the_same_flags_accepts() -> None:
     accepted = 0
     for combination in SAMPLE:
+        *where, size = combination
+        more = f"--micro-batch-size {size} --paro-strategy auto"
         try:
-            plan = launch(*combination)
+            plan = launch(*where, more)
         except ValueError as mistake:
-            assert "--paro-strategy auto: nothing fits the " in str(mistake), combination
+            if "--paro-strategy auto: nothing fits the " not in str(mistake):
+                raise
             continue
         accepted += 1
         assert plan.fits, combination
@@ -69,7 +71,7 @@ def test_what_leaves_no_tenth_of_a_device_is_neither_chosen_nor_accepted() -> No
     [
         "",
         "--paro-prefetch-units 0",
-        "--rampup-batch-size 64 64 512",
+        "--rampup-batch-size 64 64 1024",
         "--recompute-granularity full",
         "--paro-materialize rotate",
         "--paro-materialize rotate --paro-rotate-in-place",
