@@ -81,6 +81,17 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(
     assert json.loads(path.read_text(encoding="utf-8"))["best"] is None
 
 
+def test_letters_that_mean_the_same_are_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = planned(tmp_path, CASE.replace("--world-size 16", "--world-size 8"))
+    assert len(fields["rows"]) == len(legal_letters())
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    names = [line.split()[0] for line in table[1:] if not line.startswith("*")]
+    assert "III=IIG=IGG=GIG=GGG" in {"=".join(sorted(n.split("="), reverse=True)) for n in names}
+    assert sorted("=".join(names).split("=")) == sorted(legal_letters())
+
+
 def test_a_search_among_what_rotates(tmp_path: Path) -> None:
     fields = planned(tmp_path, f"{CASE} --paro-materialize rotate")
     assert {row["materialize"] for row in fields["candidates"]} == {"rotated"}
@@ -146,6 +157,7 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
         ("--trainable some", "--trainable 'some' is none of full, last-blocks"),
         ("--device-memory-gb 0", "--device-memory-gb 0.0 must be positive"),
         ("--json nowhere/plan.json", "--json nowhere/plan.json cannot be written"),
+        ("--seq-length 0", "--seq-length 0 must be at least 1"),
         ("--fp16", "--fp16 and --bf16 contradict each other"),
         ("--scaling", "expected one argument"),
         ("--paro-rotate-in-place", "needs --paro-materialize rotate"),

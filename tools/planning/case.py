@@ -95,8 +95,10 @@ def case_of(args: Namespace) -> Case:
     if args.seq_length is None:
         preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].max_position_embeddings
         args.seq_length = args.max_position_embeddings or preset
-    if args.seq_length is None or args.seq_length < 1:
-        raise ValueError(f"--seq-length {args.seq_length} must be given, and at least 1")
+    if args.seq_length is None:
+        raise ValueError("--seq-length is missing; --llama-preset gives it too")
+    if args.seq_length < 1:
+        raise ValueError(f"--seq-length {args.seq_length} must be at least 1")
     model = take_model(args, vocab_size_of(args))
     if args.seq_length > model.max_position_embeddings:
         model = replace(model, max_position_embeddings=args.seq_length)

@@ -20,20 +20,33 @@ HEADS = (
 def title(case: Case) -> str:
     machine = case.machine
     return (
-        f"{num_parameters(case.model) / 1e9:.2f}B parameters on {case.world_size} ranks in groups "
-        f"of {case.group_size}, machine {machine.name}; {case.global_batch_size} samples of "
-        f"{case.seq_length} tokens a step, {case.precision.describe()}"
+        f"{num_parameters(case.model) / 1e9:.2f}B parameters on {_count(case.world_size, 'rank')} "
+        f"in groups of {case.group_size}, machine {machine.name}; "
+        f"{_count(case.global_batch_size, 'sample')} of {case.seq_length} tokens a step, "
+        f"{case.precision.describe()}"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
+    """Rows with their names; those of the same degrees are one, as letters are on one group."""
+    found: dict[tuple[object, ...], list[Estimate]] = {}
+    for row in rows:
+        found.setdefault((row.setting.strategy.degrees, row.setting.materialize), []).append(row)
+    return [("=".join(row.setting.name for row in same), same[0]) for same in found.values()]
 
 
 def rows_table(rows: Sequence[Estimate]) -> str:
     """A row per strategy: what a rank needs, sends and waits for."""
     cells = [HEADS]
-    for row in rows:
+    for name, row in _alike(rows):
         states = row.memory.states / 1e9
         cells.append(
             (
-                row.setting.name + ("" if row.fits else " *"),
+                name + ("" if row.fits else " *"),
                 f"{row.memory_bytes / 1e9:.1f}",
                 f"{states:.1f}",
                 f"{row.seconds:.3f}",
@@ -57,7 +70,7 @@ def rows_table(rows: Sequence[Estimate]) -> str:
 
 def misfits(case: Case, rows: Sequence[Estimate]) -> list[str]:
     """Why strategies do not fit, a line each."""
-    found = [f"* {row.setting.name} needs {row.memory.describe()}" for row in rows if not row.fits]
+    found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]
     return [f"*: does not fit the {case.limit.describe()}", *found] if found else []
 
 
