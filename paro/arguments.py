@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paro.collectives.schedule import COLLECTIVES
 from paro.compatibility import add_compatibility_args, refusals
@@ -176,6 +176,12 @@ def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
+def given(arguments: Mapping[str, object]) -> list[str]:
+    """The names of arguments that differ from their defaults."""
+    default = build_parser().get_default
+    return [name for name, value in arguments.items() if value != default(name)]
+
+
 def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterator[str]:
     """A line for each flag that does not exist, and for words that belong to none."""
     for flag, *values in by_flag(unknown):
@@ -250,4 +256,5 @@ def _add_dry_run_args(parser: ArgumentParser) -> None:
         help="with --dry-run: how many of them a node has; default 8, or all where they are fewer")
     add("--device-memory-gb", type=float, metavar="GB",
         help="with --dry-run: fail unless the predicted memory of a rank fits a device of so many "
-        "GB (1e9 bytes), a tenth of which is left to CUDA and to fragmentation")
+        "GB (1e9 bytes), a tenth of which is left to CUDA and to fragmentation; default: what "
+        "--paro-machine has")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from data.fingerprint import check_tokenizer
 from data.gpt_dataset import check_vocabulary
 from data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from model.config import flops_per_token, num_parameters
+from paro.arguments import given
 from paro.assembly import build_training
 from paro.checkpoint.directory import find_checkpoint
 from paro.config import RunConfig
@@ -20,22 +21,21 @@ from paro.config_plan import case_of
 from paro.config_record import model_line, recorded_arguments
 from paro.placement import placement_lines, predict_memory
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
-from paro.planning.description import describe, describe_launch
+from paro.planning.description import describe, describe_launch, describe_time
 from paro.planning.llama import units_of
-from paro.planning.planner import Estimator
+from paro.planning.memory_limit import MemoryLimit, memory_limit
+from paro.planning.planner import TIE, Estimate, Estimator
+from paro.planning.planner import Plan as Found
 from paro.planning.planner import plan as search
 from paro.planning.remedies import why_nothing_fits
 from paro.planning.settings import Case
 from paro.planning.working_memory import Moment
-from paro.quantities import count_text as _count
-from paro.quantities import size_text as _size
+from paro.quantities import count_text, size_text
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.runtime import PlannedControl, World
 from paro.sharding.shards import UnitShards
 from paro.training import Training
-
-USABLE = 0.9  # of a device: CUDA's context, communication buffers and fragmentation take the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,25 @@ class Plan:
     world: World
     training: Training
     memory: Moment
+    case: Case | None  # on the device of --paro-machine, if that names one
+    launch: Estimate | None  # there; steps that train nothing are not timed
     consumed: int = 0  # the training samples behind which a run goes on that loads
 
     @property
     def num_micro_batches(self) -> int:
         return self.config.batches.num_micro_batches_at(self.consumed)
+
+    @property
+    def limit(self) -> MemoryLimit | None:
+        """What can be used of a device that was named, if one was."""
+        gigabytes = self.config.launch.device_memory_gb
+        if self.case is not None:
+            return self.case.limit
+        return None if gigabytes is None else memory_limit(round(gigabytes * 1e9))
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.memory.total <= self.limit.usable_bytes
 
     @property
     def units(self) -> tuple[UnitSize, ...]:
@@ -77,48 +91,143 @@ def plan_run(config: RunConfig, world: World) -> Plan:
     on_meta = build_training(config, control, is_trained=lambda _name: is_trained)
     device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
     training = replace(on_meta, device=torch.device(device))  # which kernels there will be
+    memory = predict_memory(config, training)
+    case, launch = _case(config, device), None
+    if case is not None and is_trained:
+        launch = Estimator(case).estimate(case.setting(config.strategy))
+        # The planner knows steps alone; larger micro-batches of evaluations may need more.
+        evaluates_more = batches.eval_micro_batch > batches.micro_batch_size
+        same = launch.memory_bytes == memory.total
+        assert same or evaluates_more, f"{launch.memory_bytes} and {memory.total} B"
     return Plan(
         config=config,
         world=world,
         training=training,
-        memory=predict_memory(config, training),
+        memory=memory,
+        case=case,
+        launch=launch,
         consumed=resumed_samples(config.checkpoint) if batches.step_batch_size_schedule else 0,
     )
 
 
+def _case(config: RunConfig, device_type: str) -> Case | None:
+    machine = config.sharding.machine
+    if machine is None or machine.device is None:
+        return None
+    return case_of(
+        config.model,
+        config.batches,
+        config.sharding,
+        config.precision,
+        seq_length=config.data.seq_length,
+        device_type=device_type,
+        memory_gb=config.launch.device_memory_gb,
+    )
+
+
 def run_dry(config: RunConfig, world: World) -> None:
-    """Prints all that can be known before a start; `ValueError` where it would fail or not fit."""
-    log = Log()
-    log.log0(arguments_block(recorded_arguments(config)))
-    for notice in config.notices:
-        log.log0(notice)
+    """Prints the answer and all that it follows from; `ValueError` where the launch would fail."""
     plan = plan_run(config, world)
+    found = None if plan.case is None or plan.launch is None else search(plan.case)
+    details: list[str] = []
+    mistakes: list[str] = []
     for section in SECTIONS:
-        for line in section(plan):
-            log.log0(line)
-    check_fits(plan)
-    log.log0("> the launch is sound; nothing was started and nothing written")
+        try:
+            for line in section(plan):
+                details.append(line)
+        except ValueError as mistake:
+            mistakes.append(str(mistake))
+    if not plan.fits:
+        mistakes.append(_why_not(plan, found))
+    log = Log()
+    recorded = recorded_arguments(config)
+    for line in (
+        *_answer(plan, found, mistakes),
+        arguments_block({name: recorded[name] for name in given(config.given)}),
+        "> all other arguments have their defaults",
+        *config.notices,
+        *details,
+        *_planner(plan, found),
+    ):
+        log.log0(line)
+    if mistakes:
+        raise ValueError("; ".join(mistakes))
 
 
-def check_fits(plan: Plan) -> None:
-    """`ValueError` unless the predicted memory fits the device that was named, if one was."""
-    limit = plan.config.launch.device_memory_gb
-    if limit is not None and plan.memory.total > USABLE * limit * 1e9:
-        raise ValueError(
-            f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, of "
-            f"--device-memory-gb {limit:g} about {USABLE * limit:.1f} can be used: lower "
-            "--micro-batch-size, recompute more, or spread more by --paro-strategy"
-        )
+# The answer
 
 
-# What is printed, in this order #
-
-
-def _world(plan: Plan) -> Iterator[str]:
+def _answer(plan: Plan, found: Found | None, mistakes: Sequence[str]) -> Iterator[str]:
+    """First of all: does it start, does it fit, what does it send, how long does a step take."""
     world, backend = plan.world, plan.config.runtime.distributed_backend
-    ranks = _count(world.size, "rank")
-    nodes = _count(world.size // world.ranks_per_node, "node")
+    ranks = count_text(world.size, "rank")
+    nodes = count_text(world.size // world.ranks_per_node, "node")
     yield f"> dry run of {ranks} on {nodes} of {world.ranks_per_node}, {backend}"
+    for mistake in mistakes:
+        yield f"> the launch would fail: {mistake}"
+    if not mistakes:
+        yield "> the launch is sound; nothing was started and nothing written"
+    yield f"> memory of a rank: {size_text(plan.memory.total)} at most, at {plan.memory.name}"
+    if plan.limit is None:
+        yield "> --device-memory-gb GB, or --paro-machine NAME, would say whether that fits"
+    elif plan.fits:
+        yield f"> fits into the {plan.limit.describe()}"
+    yield from _traffic(plan)
+    yield from _time(plan, found)
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    config, context = plan.config, plan.training.model.units[0].context
+    sent = traffic_per_step(
+        config.strategy,
+        context.topology,
+        plan.units,
+        config.precision,
+        plan.num_micro_batches,
+    )
+    inside, between = (size_text(size) if size else "nothing" for size in (sent.intra, sent.inter))
+    yield f"> sent by a rank in a step: {inside} inside its group, {between} between groups"
+    if config.sharding.collective in ("flat", "ring"):
+        yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
+
+
+def _time(plan: Plan, found: Found | None) -> Iterator[str]:
+    machine, launch = plan.config.sharding.machine, plan.launch
+    if machine is None:
+        yield "> --paro-machine NAME would say how long a step takes, and what is faster"
+    elif machine.device is None:
+        yield f"> machine {machine.name} names no device, without which no step can be timed"
+    elif launch is None:
+        yield "> steps that train nothing are not timed"
+    else:
+        yield f"> a step on machine {machine.name} {describe_time(launch)}"
+        best = None if found is None else found.best
+        gain = 0.0 if best is None else launch.seconds / best.seconds - 1
+        if best is not None and gain > TIE:
+            yield f"> {gain:.1%} faster there, and it fits: {best.setting.describe()}"
+        elif plan.fits:
+            yield "> nothing that fits is faster there"
+
+
+def _why_not(plan: Plan, found: Found | None) -> str:
+    """What a launch that does not fit needs, and what would help."""
+    assert plan.limit is not None, "it fits"
+    if found is not None and plan.case is not None and found.best is None:
+        return why_nothing_fits(plan.case, found)
+    gigabytes, case = plan.config.launch.device_memory_gb, plan.case
+    whose = f"a device of {case.machine.name}" if case else ""
+    if gigabytes is not None:
+        whose = f"--device-memory-gb {gigabytes:g}"
+    advice = "lower --micro-batch-size, recompute more, or spread more by --paro-strategy"
+    if found is not None and found.best is not None:
+        advice = f"the fastest that fits is {found.best.setting.describe()}"
+    return (
+        f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, more than the "
+        f"{plan.limit.usable_bytes / 1e9:.1f} GB that can be used of {whose}: {advice}"
+    )
+
+
+# What it follows from, in this order
 
 
 def _batch(plan: Plan) -> Iterator[str]:
@@ -126,20 +235,21 @@ def _batch(plan: Plan) -> Iterator[str]:
     size = batches.batch_size_at(plan.consumed)
     yield (
         f"> global batch of {size} x {seq_length} = {size * seq_length:,} tokens: "
-        f"{_count(plan.world.size, 'rank')} x {_count(plan.num_micro_batches, 'micro-batch')} x "
-        f"{_count(batches.micro_batch_size, 'sample')}"
+        f"{count_text(plan.world.size, 'rank')} x "
+        f"{count_text(plan.num_micro_batches, 'micro-batch')} x "
+        f"{count_text(batches.micro_batch_size, 'sample')}"
     )
     for begin, larger in batches.step_batch_size_schedule or ():
         if begin > plan.consumed:
-            count = _count(larger // batches.samples_per_micro_batch, "micro-batch")
+            count = count_text(larger // batches.samples_per_micro_batch, "micro-batch")
             yield f">   from {begin * seq_length:,} tokens on {larger} samples, {count}"
     if batches.rampup_batch_size is not None and size != batches.global_batch_size:
         largest = batches.global_batch_size
-        count = _count(largest // batches.samples_per_micro_batch, "micro-batch")
+        count = count_text(largest // batches.samples_per_micro_batch, "micro-batch")
         yield f">   and ramps up to {largest} samples, {count}"
     if (batches.eval_batch, batches.eval_micro_batch) != (size, batches.micro_batch_size):
-        count = _count(batches.num_eval_micro_batches, "micro-batch")
-        per_rank = _count(batches.eval_micro_batch, "sample")
+        count = count_text(batches.num_eval_micro_batches, "micro-batch")
+        per_rank = count_text(batches.eval_micro_batch, "sample")
         yield f">   in evaluations {batches.eval_batch} samples, {count} x {per_rank}"
     iterations = plan.config.train.train_iters
     tokens = batches.samples_after(iterations) * seq_length
@@ -195,29 +305,10 @@ def _held_by(unit: UnitShards) -> tuple[int, int, int, int]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
-    yield f"> memory of a rank: {_size(memory.total)} at most, at {memory.name}"
+    yield f"> memory at {memory.name}: {size_text(memory.total)}"
     for name, num_bytes in memory.parts().items():
-        yield f"    {name:<16}  {_size(num_bytes, like=memory.total):>9}"
-    limit = plan.config.launch.device_memory_gb
-    if limit is not None and memory.total <= USABLE * limit * 1e9:
-        yield f"> fits into the {USABLE * limit:.1f} GB that can be used of {limit:g} GB"
-
-
-def _traffic(plan: Plan) -> Iterator[str]:
-    config, context = plan.config, plan.training.model.units[0].context
-    sent = traffic_per_step(
-        config.strategy,
-        context.topology,
-        plan.units,
-        config.precision,
-        plan.num_micro_batches,
-    )
-    yield (
-        f"> sent by a rank in a step: {_size(sent.intra)} inside its group, "
-        f"{_size(sent.inter)} between groups"
-    )
-    if config.sharding.collective in ("flat", "ring"):
-        yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
+        if num_bytes:
+            yield f"    {name:<16}  {size_text(num_bytes, like=memory.total):>9}"
 
 
 def _data(plan: Plan) -> Iterator[str]:
@@ -248,71 +339,26 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
     if checkpoint.save is not None:
         every = checkpoint.save_interval
         when = "at the end" if every is None else f"every {every} iterations"
-        size = _size(12 * num_parameters(plan.config.model))  # fp32 parameters and two moments
+        size = size_text(12 * num_parameters(plan.config.model))  # fp32 parameters and two moments
         yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
         check_overwriting(checkpoint, plan.config.train)
 
 
-def _planner(plan: Plan) -> Iterator[str]:
-    """How long a step takes on the machine of --paro-machine, and what would be faster there.
-
-    `ValueError` in the end where the launch does not fit its devices.
-    """
-    config = plan.config
-    machine = config.sharding.machine
-    if machine is None:
-        yield "> plan: --paro-machine NAME would say how long a step takes, and what is faster"
-    elif machine.device is None:
-        yield f"> plan: machine {machine.name} names no device, without which no step can be timed"
-    elif config.train.skip_train:
-        yield "> plan: steps that train nothing are not timed"
-    else:
-        yield from _plan_of(_case(plan), plan)
-
-
-def _plan_of(case: Case, plan: Plan) -> Iterator[str]:
-    launch = Estimator(case).estimate(case.setting(plan.config.strategy))
-    yield f"> plan: on machine {case.machine.name} {describe_launch(launch)}"
-    found = search(case)
-    for line in describe(found):
+def _planner(plan: Plan, found: Found | None) -> Iterator[str]:
+    """What the launch waits for on --paro-machine, and what would be faster there."""
+    if plan.launch is None or found is None:
+        return
+    yield f"> plan: {describe_launch(plan.launch)}"
+    for line in describe(found, chose="of all settings that fit the best is"):
         yield f"> {line}"
-    if found.best is None:
-        raise ValueError(why_nothing_fits(case, found))
-    if not launch.fits:
-        raise ValueError(
-            f"a rank needs {launch.memory_bytes / 1e9:.1f} GB at {launch.memory.name}, a device of "
-            f"{_whose_memory(case)} has {case.limit_bytes / 1e9:.1f} GB: the fastest "
-            f"that fits is {found.best.setting.describe()}"
-        )
-
-
-def _whose_memory(case: Case) -> str:
-    name = f"--paro-machine {case.machine.name}"
-    return name if case.memory_bytes is None else f"{name} by --device-memory-gb"
-
-
-def _case(plan: Plan) -> Case:
-    config = plan.config
-    return case_of(
-        config.model,
-        config.batches,
-        config.sharding,
-        config.precision,
-        seq_length=config.data.seq_length,
-        device_type=plan.training.device.type,
-        memory_gb=config.launch.device_memory_gb,
-    )
 
 
 SECTIONS: tuple[Callable[[Plan], Iterable[str]], ...] = (
-    _world,
     _batch,
     _model,
     _placement,
     _units,
     _memory,
-    _traffic,
     _data,
     _checkpoints,
-    _planner,
 )

@@ -21,7 +21,8 @@ from paro.planning.planner import (
     Estimate,
     Estimator,
     Plan,
-    fastest_that_fits,
+    best_first,
+    best_that_fits,
     letter_rows,
     plan,
     rotated_rows,
@@ -68,7 +69,7 @@ def report(args: Namespace, case: Case) -> None:
     """Prints what was found and writes the files; `ValueError` in the end where nothing fits."""
     print(title(case), "", sep="\n")
     rotated = rotated_rows(case) if case.materialize.rotates else ()
-    rows = sorted((*letter_rows(case), *rotated), key=lambda row: row.seconds)
+    rows = best_first((*letter_rows(case), *rotated))
     print(rows_table(rows), *misfits(case, rows), "", sep="\n")
     found = plan(case)
     print(*describe(found), "", "memory against time, all settings:", sep="\n")
@@ -99,17 +100,17 @@ def fields_of(
     bought: Sequence[dict[str, Any]],
     curves: dict[str, list[tuple[int, float]]],
 ) -> dict[str, Any]:
-    """What --json holds: rows and candidates are fastest first."""
-    candidates = {id(e): e for e in (found.best, found.runner_up, *found.front, found.least) if e}
-    ordered = sorted(candidates.values(), key=lambda estimate: estimate.seconds)
+    """What --json holds: rows and candidates are best first."""
+    weighed = (found.best, found.runner_up, *found.front, found.least)
+    candidates = {id(estimate): estimate for estimate in weighed if estimate}
     return {
         "case": title(case),
         "machine": case.machine.name,
         "world_size": case.world_size,
-        "memory_limit_bytes": case.limit_bytes,
+        "memory_limit_bytes": case.limit.usable_bytes,
         "rows": [as_json(case, row) for row in rows if not row.setting.materialize.rotates],
         "rotated": [as_json(case, row) for row in rows if row.setting.materialize.rotates],
-        "candidates": [as_json(case, estimate) for estimate in ordered],
+        "candidates": [as_json(case, estimate) for estimate in best_first(candidates.values())],
         "best": None if found.best is None else as_json(case, found.best),
         "runner_up": None if found.runner_up is None else as_json(case, found.runner_up),
         "least": as_json(case, found.least),
@@ -151,7 +152,7 @@ def scaling(
             estimate = estimator.estimate(setting)
             if estimate.fits:
                 curves.setdefault(name, []).append((ranks, estimate.mfu))
-        best = fastest_that_fits(own, as_given)
+        best = best_that_fits(own, as_given)
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
             print(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.setting.describe()}")

@@ -66,7 +66,6 @@ JOB_RULES = (
         "garbage is not collected around evaluations",
         "--no-manual-gc-eval --disable-manual-gc-eval",
     ),
-    *ignored("an evaluation takes --micro-batch-size", "--eval-micro-batch-size"),
     *ignored("evaluations begin with the first --eval-interval", "--start-eval-at-iter"),
     *ignored("sets are named by their corpora", "--validation-set-names"),
     *ignored("there are no tests that run along", "--test-mode"),
@@ -120,7 +119,7 @@ JOB_RULES = (
         "--tokenizer-metadata --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
         "--no-tokenizer-sentencepiece-ignore-extra-whitespaces "
         "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --trust-remote-code "
-        "--null-tokenizer-eod-id --null-tokenizer-pad-id --chat-template",
+        "--null-tokenizer-pad-id --chat-template",
     ),
     # Checkpoints.
     *values("--ckpt-format", "torch_dist torch_dcp", _FORMAT, f"{_FORMAT}: give torch_dcp"),

@@ -4,46 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paro.planning.planner import RESOLUTION, Estimate, Plan
+from paro.planning.planner import TIE, Estimate, Plan
 
 
-def describe(plan: Plan) -> tuple[str, ...]:
-    """A few lines for the start of a run."""
+def describe(plan: Plan, *, chose: str = "chose") -> tuple[str, ...]:
+    """A few lines for the start of a run; `chose` leads over to the best."""
     head = f"planner: {plan.num_settings} settings, {plan.num_simulated} of them simulated"
-    return (head,) if plan.best is None else (head, *_choice(plan, plan.best))
+    return (head,) if plan.best is None else (head, *_choice(plan, plan.best, chose))
+
+
+def describe_time(estimate: Estimate) -> str:
+    """How long a step takes, and what that comes to."""
+    return (
+        f"takes {seconds_text(estimate.seconds)}, {estimate.tokens_per_second:,.0f} tokens/s, "
+        f"MFU {estimate.mfu:.1%}"
+    )
 
 
 def describe_launch(estimate: Estimate) -> str:
-    """How long a step of a launch takes as it is, and what it waits for."""
+    """What a step of a launch does as it is, and what it waits for."""
     return (
-        f"{estimate.setting.describe()} takes {seconds_text(estimate.seconds)} a step, "
-        f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {estimate.mfu:.1%}: it computes for "
+        f"{estimate.setting.describe()} computes for "
         f"{seconds_text(estimate.timeline.compute_seconds)} and waits {exposed_text(estimate)}"
     )
 
 
-def _choice(plan: Plan, best: Estimate) -> Iterator[str]:
+def _choice(plan: Plan, best: Estimate, chose: str) -> Iterator[str]:
     yield (
-        f"planner: chose {best.setting.describe()}: {seconds_text(best.seconds)} a step, MFU "
-        f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of {plan.limit_bytes / 1e9:.1f} GB"
+        f"planner: {chose} {best.setting.describe()}: {seconds_text(best.seconds)} a step, MFU "
+        f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of the {plan.limit.describe()}"
     )
     yield f"planner: because {_reason(plan, best)}"
     if plan.runner_up is None:
         yield "planner: no other strategy fits"
         return
     second = plan.runner_up
-    slower = second.seconds / best.seconds - 1
-    how = f"is {slower:.1%} slower" if slower > RESOLUTION else "takes as long"
     yield (
-        f"planner: the runner-up {second.setting.describe()} {how}, with "
+        f"planner: the runner-up {second.setting.describe()} {_behind(second, best)}, with "
         f"{second.memory_bytes / 1e9:.1f} GB; it waits {exposed_text(second)}"
     )
+
+
+def _behind(second: Estimate, best: Estimate) -> str:
+    """By what it comes second."""
+    slower = second.seconds / best.seconds - 1
+    if slower > TIE:
+        return f"is {slower:.1%} slower"
+    if second.sent.inter <= best.sent.inter:
+        return "takes as long"
+    sent, less = second.sent.inter / 1e9, best.sent.inter / 1e9
+    return f"takes as long but sends {sent:.1f} GB between groups instead of {less:.1f}"
 
 
 def _reason(plan: Plan, best: Estimate) -> str:
     hidden = f"it computes for {seconds_text(best.timeline.compute_seconds)} and waits "
     reason = hidden + exposed_text(best)
-    faster = [e for e in plan.front if not e.fits and e.seconds < best.seconds]
+    enough = best.seconds / (1 + TIE)
+    faster = [e for e in plan.front if not e.fits and e.seconds < enough]
     if not faster:
         return f"{reason}; nothing is faster, even with more memory"
     nearest = min(faster, key=lambda e: e.memory_bytes)

@@ -3,13 +3,16 @@
 # AMSP's problem (arXiv 2311.00257v2, section IV): the least step time under a memory limit over the
 # degrees of params, grads and optimizer state, here with micro-batch sizes, collectives and
 # recomputation too. Its sets are small enough to enumerate. What has to be simulated is found by
-# bounds: settings come in the order of memory, and one that cannot be faster than what needs less
-# memory is left out (StepCosts.least_seconds never exceeds the simulation). What is left is the
-# Pareto front of memory and time, and so the best under any limit.
+# bounds (StepCosts.least_seconds never exceeds the simulation): for the best under a limit what may
+# be as fast as the fastest; for the Pareto front of memory and time what may be faster than all
+# that needs less memory.
+#
+# The one order of settings is `best_first`: what fits, then time, then bytes between groups, then
+# memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +20,7 @@ from paro.planning.collective_time import CollectiveTimes
 from paro.planning.computing import Computing
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.llama import MicroBatch, activations_of
+from paro.planning.memory_limit import MemoryLimit
 from paro.planning.moves import Moves
 from paro.planning.rotating_memory import rotating_peak
 from paro.planning.rotating_step import RotatingComputing, RotatingCosts
@@ -28,7 +32,13 @@ from paro.precision import BYTES_OF
 from paro.strategy import legal_letters
 from paro.traffic import Sent
 
-RESOLUTION = 0.002  # of a step's time
+RESOLUTION = 0.002  # of a step's time: how close to the fastest a search comes
+
+# Steps that differ by no more than this share are equally fast. Measured steps of one setting
+# differ by at least 0.3% from turn to turn (examples/measured), so a real run cannot tell them
+# apart. A share of that size would give away time that the simulation has a reason for: on 13B IIG
+# takes 0.3% longer than NIG because it waits for gathers, and would win by its memory.
+TIE = 0.001
 FRONT_STEP = 0.02
 _FRONT_LIMIT = 4  # times the memory that there is: beyond that nobody looks
 
@@ -41,7 +51,6 @@ class Estimate:
     num_micro_batches: int
     fits: bool
     memory: Moment
-    memory_bytes: int  # Estimator.needed_bytes
     timeline: Timeline
     tokens_per_second: float
     mfu: float
@@ -51,18 +60,39 @@ class Estimate:
     def seconds(self) -> float:
         return self.timeline.seconds
 
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory.total
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a search has found; every list is fastest first."""
+    """What a search has found."""
 
-    best: Estimate | None  # the fastest that fits
-    runner_up: Estimate | None  # the fastest that fits with another strategy
-    front: tuple[Estimate, ...]  # none of them needs less memory and is faster; fits or not
+    best: Estimate | None  # of those that fit, the first of `best_first`
+    runner_up: Estimate | None  # the same of those with another strategy
+    front: tuple[Estimate, ...]  # none needs less memory and is faster; fastest first; fits or not
     least: Estimate  # that needs least memory of all
     num_settings: int
     num_simulated: int
-    limit_bytes: int
+    limit: MemoryLimit
+
+
+def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
+    """What fits before what does not, the faster first, ties by bytes between groups, then memory.
+
+    A tie is with the fastest: all that take up to `TIE` longer than that; then the same with
+    the fastest of the rest. So it is an order, which "equally fast" between any two would not be.
+    """
+    found: list[Estimate] = []
+    left = sorted(estimates, key=lambda e: (not e.fits, e.seconds))
+    while left:
+        first = left[0]
+        enough = first.seconds * (1 + TIE)
+        alike = [e for e in left if e.fits is first.fits and e.seconds <= enough]
+        found += sorted(alike, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
+        left = left[len(alike) :]
+    return tuple(found)
 
 
 class Estimator:
@@ -157,34 +187,33 @@ class Estimator:
             )
         return self._memory[key].of(setting.strategy, self.costs(setting).moves.topology)
 
-    def needed_bytes(self, setting: Setting) -> int:
-        """Of a rank's device: what `memory` adds up, and what the device reserves."""
-        return self.memory(setting).total + device_of(self.case.machine).reserved_bytes
+    def sent(self, setting: Setting) -> Sent:
+        """What a rank sends in a step."""
+        moves = self.costs(setting).moves
+        return traffic_per_step(
+            setting.strategy,
+            moves.topology,
+            moves.units,
+            self.case.precision,
+            self.case.micro_batches(setting.micro_batch_size),
+        )
 
     def estimate(self, setting: Setting, *, record: bool = False) -> Estimate:
         """A setting's memory, time and traffic; `record` keeps what every stream does."""
         case, costs = self.case, self.costs(setting)
         memory = self.memory(setting)
-        total = self.needed_bytes(setting)
         timeline = simulate(costs, record=record)
         tokens = case.global_batch_size * case.seq_length
         flops = costs.computing.flops * costs.num_micro_batches
         return Estimate(
             setting=setting,
             num_micro_batches=costs.num_micro_batches,
-            fits=total <= case.limit_bytes,
+            fits=memory.total <= case.limit.usable_bytes,
             memory=memory,
-            memory_bytes=total,
             timeline=timeline,
             tokens_per_second=tokens / timeline.seconds,
             mfu=flops / timeline.seconds / costs.device.peak_flops,
-            sent=traffic_per_step(
-                setting.strategy,
-                costs.moves.topology,
-                costs.moves.units,
-                case.precision,
-                costs.num_micro_batches,
-            ),
+            sent=self.sent(setting),
         )
 
     def _computing_of(self, setting: Setting) -> Computing:
@@ -218,24 +247,23 @@ class Estimator:
 
 
 def letter_rows(case: Case) -> tuple[Estimate, ...]:
-    """Every legal letter strategy at the flags as given but gathered, fastest first."""
+    """Every legal letter strategy at the flags as given but gathered, best first."""
     return _rows(case, (Materialize.GATHER,))
 
 
 def rotated_rows(case: Case) -> tuple[Estimate, ...]:
-    """Those under which weights may rotate, out of place and in place, fastest first."""
+    """Those under which weights may rotate, out of place and in place, best first."""
     return _rows(case, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
 
 
 def _rows(case: Case, ways: Sequence[Materialize]) -> tuple[Estimate, ...]:
     estimator = Estimator(case)
-    rows = [
+    return best_first(
         estimator.estimate(replace(case.setting(strategy), materialize=way))
         for strategy in map(case.strategy, legal_letters())
         for way in ways
         if case.why_not(strategy, way) is None
-    ]
-    return tuple(sorted(rows, key=lambda row: row.seconds))
+    )
 
 
 class _Search:
@@ -248,7 +276,7 @@ class _Search:
             raise ValueError(case.why_not(case.strategy("III"), case.materialize))
         self._sizes = {id(s): self._estimator.memory(s).total for s in self.settings}
         self._least = {id(s): self._estimator.costs(s).least_seconds() for s in self.settings}
-        self._limit = case.limit_bytes - device_of(case.machine).reserved_bytes
+        self._limit = case.limit.usable_bytes
         self._done: dict[int, Estimate] = {}
 
     @property
@@ -266,8 +294,20 @@ class _Search:
     def smallest(self) -> Setting:
         return min(self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)]))
 
-    def fastest(self, candidates: Sequence[Setting]) -> Estimate | None:
-        """The fastest; of what is as fast as far as that can be told, the simplest."""
+    def best(self, candidates: Sequence[Setting]) -> Estimate | None:
+        """The first of `best_first` of what is simulated of candidates that all fit.
+
+        What is not is no more than `RESOLUTION` faster, and not as fast with less to send or hold.
+        """
+        fastest = self._fastest(candidates)
+        while fastest is not None:
+            found = self._least_as_fast(candidates, fastest.seconds * (1 + TIE))
+            before, fastest = fastest, self._fastest(candidates)
+            if fastest is before:
+                return found
+        return None
+
+    def _fastest(self, candidates: Sequence[Setting]) -> Estimate | None:
         found: Estimate | None = None
         for setting in sorted(candidates, key=lambda s: (self._least[id(s)], self._sizes[id(s)])):
             if found and self._least[id(setting)] >= found.seconds * (1 - RESOLUTION):
@@ -275,11 +315,24 @@ class _Search:
             own = self.estimate(setting)
             if found is None or own.seconds < found.seconds:
                 found = own
-        if found is None:
-            return None
-        known = [self._done[id(s)] for s in candidates if id(s) in self._done]
-        alike = [e for e in known if e.seconds * (1 - RESOLUTION) <= found.seconds]
-        return min(alike, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
+        known = (self._done[id(s)] for s in candidates if id(s) in self._done)
+        return min(known, key=lambda e: e.seconds, default=None)
+
+    def _least_as_fast(self, candidates: Sequence[Setting], enough: float) -> Estimate | None:
+        """Of what takes no more than `enough` seconds the one with least to send, then to hold."""
+        alike = [
+            (self._estimator.sent(s).inter, self._sizes[id(s)], self._least[id(s)], s)
+            for s in candidates
+            if self._least[id(s)] <= enough
+        ]
+        found: Estimate | None = None
+        for *costs, least, setting in sorted(alike, key=lambda row: row[:3]):
+            if found and (costs != [found.sent.inter, found.memory_bytes] or least > found.seconds):
+                break
+            own = self.estimate(setting)
+            if own.seconds <= enough and (found is None or own.seconds < found.seconds):
+                found = own
+        return found
 
     def front(self) -> tuple[Estimate, ...]:
         """What is faster than all that needs as little memory; fastest first."""
@@ -298,26 +351,26 @@ class _Search:
         return tuple(reversed(found))
 
 
-def fastest_that_fits(
+def best_that_fits(
     case: Case, freedom: Freedom | None = None, *, estimator: Estimator | None = None
 ) -> Estimate | None:
     """The best of a plan, without the rest of it."""
     search = _Search(case, freedom, estimator)
-    return search.fastest(search.that_fit())
+    return search.best(search.that_fit())
 
 
 def plan(case: Case, freedom: Freedom | None = None) -> Plan:
     """Solves the case exactly over all that may be chosen."""
     search = _Search(case, freedom, None)
     fitting = search.that_fit()
-    best = search.fastest(fitting)
+    best = search.best(fitting)
     others = [s for s in fitting if best and s.strategy.degrees != best.setting.strategy.degrees]
     return Plan(
         best=best,
-        runner_up=search.fastest(others),
+        runner_up=search.best(others),
         front=search.front(),
         least=search.estimate(search.smallest()),
         num_settings=len(search.settings),
         num_simulated=search.num_simulated,
-        limit_bytes=case.limit_bytes,
+        limit=case.limit,
     )

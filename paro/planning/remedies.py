@@ -21,7 +21,7 @@ def why_nothing_fits(case: Case, plan: Plan) -> str:
     least = plan.least
     changes = "; or ".join(_changes(case, least.setting))
     return (
-        f"nothing fits {plan.limit_bytes / 1e9:.1f} GB a device: the least is "
+        f"nothing fits the {plan.limit.describe()}: the least is "
         f"{least.memory_bytes / 1e9:.1f} GB with {least.setting.describe()} "
         f"({least.memory.describe()}); use larger devices{changes and f'; or {changes}'}"
     )
@@ -57,8 +57,7 @@ def _smaller_way(case: Case, least: Setting) -> Iterator[str]:
 
 
 def _fits(case: Case, setting: Setting) -> bool:
-    needed = Estimator(case).needed_bytes(setting)
-    return needed <= case.limit_bytes
+    return Estimator(case).memory(setting).total <= case.limit.usable_bytes
 
 
 def _largest_micro_batch(case: Case, least: Setting) -> int | None:

@@ -10,6 +10,7 @@ from itertools import pairwise, product
 from model.config import LlamaConfig, RecomputeConfig
 from paro.batch_schedule import check_multiple
 from paro.planning.machine import Machine
+from paro.planning.memory_limit import USABLE, MemoryLimit, memory_limit
 from paro.planning.rotation import why_not_rotating
 from paro.planning.step_costs import Overlap, device_of
 from paro.planning.trainable import Kind, Trainable
@@ -57,6 +58,7 @@ class Case:
     trainable: Trainable = field(default_factory=Trainable)
     overlap: Overlap | None = None
     memory_bytes: int | None = None  # of a device, instead of the machine's
+    usable: float = USABLE  # of that memory; studies of other engines have their own share
     device_type: str = "cuda"
 
     def __post_init__(self) -> None:
@@ -68,9 +70,13 @@ class Case:
         return self.machine.world_size
 
     @property
-    def limit_bytes(self) -> int:
+    def limit(self) -> MemoryLimit:
+        if self.memory_bytes is not None:
+            return memory_limit(self.memory_bytes, usable=self.usable)
         device = device_of(self.machine)
-        return device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        return memory_limit(
+            device.memory_bytes, reserved_bytes=device.reserved_bytes, usable=self.usable
+        )
 
     def micro_batches(self, size: int) -> int:
         """How many of them a rank takes in a step."""

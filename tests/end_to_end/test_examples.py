@@ -137,7 +137,7 @@ def test_a_cluster_is_planned_on_any_machine(
     assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, nccl\n" in out
     assert f"> model: {NUM_PARAMETERS[size_of(script)]} parameters, " in out
     assert "> fits into the 76.4 GB that can be used of 84.9 GB\n" in out
-    assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
+    assert "> the launch is sound; nothing was started and nothing written\n" in out
     assert list(tmp_path.iterdir()) == []
     assert sorted(ROOT.iterdir()) == before
 
@@ -150,7 +150,7 @@ def test_an_emulated_cluster_is_planned_without_root(
     assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, gloo\n" in out
     assert "> strategy: IIG, " in out
     assert ", collectives ho-ring\n" in out
-    assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
+    assert "> the launch is sound; nothing was started and nothing written\n" in out
 
 
 def test_a_single_gpu_is_planned_without_one(recorders: Path, tmp_path: Path) -> None:

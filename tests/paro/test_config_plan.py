@@ -53,7 +53,7 @@ def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
     small = configured(f"{flags} {dry} --device-memory-gb 20")
     assert large.strategy.name == configured(flags).strategy.name
     assert large.strategy.name != small.strategy.name
-    with pytest.raises(ValueError, match=r"nothing fits 4\.0 GB a device"):
+    with pytest.raises(ValueError, match=r"nothing fits the 3\.6 GB that can be used of 4 GB"):
         configured(f"{flags} {dry} --device-memory-gb 4")
 
 
@@ -86,7 +86,7 @@ def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
         (
             "--paro-strategy auto --paro-machine dgx-a100-roce100 --llama-preset 65B "
             "--micro-batch-size 40",
-            "--paro-strategy auto: nothing fits 80.0 GB a device: the least is",
+            "--paro-strategy auto: nothing fits the 72.0 GB that can be used of 80 GB: the least",
         ),
         (
             "--use-distributed-optimizer --paro-strategy auto --paro-machine dgx-h100",

@@ -59,7 +59,7 @@ def test_nothing_that_was_decided_is_left_open() -> None:
     assert (recorded["paro_strategy"], recorded["paro_group_size"]) == ("IIG", 2)
     assert (recorded["global_batch_size"], recorded["lr_decay_samples"]) == (4, 40)
     assert (recorded["world_size"], recorded["ranks_per_node"]) == (4, 2)
-    assert (recorded["vocab_size"], recorded["padded_vocab_size"]) == (128255, 128256)
+    assert (recorded["vocab_size"], recorded["padded_vocab_size"]) == (128256, 128256)
     assert recorded["tokenizer_type"] == "NullTokenizer"
     assert recorded["llama_preset"] == "llama3-8B"
     assert recorded["lr"] == 0.1

@@ -109,7 +109,13 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     flags = f"{MOCK} --bf16 --global-batch-size 64 --paro-strategy IIG --seed 77"
     out = printed(f"{flags} --dry-run --world-size 8 --ranks-per-node 4", capsys)
     assert "  seed ............................................ 77\n" in out
-    assert "> dry run of 8 ranks on 2 nodes of 4, gloo\n" in out
+    answer = (
+        "> dry run of 8 ranks on 2 nodes of 4, gloo\n"
+        "> the launch is sound; nothing was started and nothing written\n"
+        "> memory of a rank: "
+    )
+    assert out.startswith(answer)
+    assert out.index("> sent by a rank") < out.index("--- arguments ---")
     assert (
         "> global batch of 64 x 32 = 2,048 tokens: 8 ranks x 4 micro-batches x 2 samples\n"
         "> 10 iterations, 20,480 tokens in all\n"
@@ -123,13 +129,16 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     assert rows[0] == ["embedding", "8,192", "2,048", "2,048", "1,024"]
     assert rows[1] == ["blocks.0", "..", "blocks.3", "41,088", "10,272", "10,272", "5,136"]
     assert re.search(r"^> memory of a rank: \d\.\d MB at most, at the ", out, re.M)
+    arguments = out[out.index("--- arguments ---") : out.index("--- end of arguments ---")]
+    names = [line.split()[0] for line in arguments.splitlines()[1:-1]]
+    given = {word[2:].replace("-", "_") for word in flags.split() if word.startswith("--")}
+    assert set(names) == given | {"dry_run", "world_size", "ranks_per_node"}
     # Units padded to a multiple of 64 elements, blocks gathered twice: in bf16, 3/4 inside
     gathered, trained = 2 * 8192 + 8 * 41088 + 64, 2 * 8192 + 4 * 41088 + 64
     inside = 4 * (gathered + trained) * 2 * 3 / 4
     between = 2 * trained * 2 / 4 / 2
     sent = f"{inside / 1e6:.1f} MB inside its group, {between / 1e3:.1f} kB between groups\n"
     assert f"> sent by a rank in a step: {sent}" in out
-    assert out.endswith("> the launch is sound; nothing was started and nothing written\n")
 
 
 def test_rotating_weights_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +194,9 @@ def test_a_corpus_that_is_here_is_opened(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_corpus_of_another_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with IndexedDatasetWriter(tmp_path / "c", dtype_for_vocab(1000)) as writer:
         writer.add_document([np.arange(600)])
     args = parse_args(f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4".split())
@@ -194,12 +205,15 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         run_dry(RunConfig.from_args(args, world), world)
 
 
-def test_checkpoints_that_would_be_mixed_up_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_that_would_be_mixed_up_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, {})
     args = parse_args(f"{MOCK} --save {tmp_path} --dry-run --world-size 4".split())
     world = take_world(args)
     with pytest.raises(ValueError, match="holds a checkpoint, iteration 5, and there is no --load"):
-        run_dry(args, RunConfig.from_args(args, world), world)
+        run_dry(RunConfig.from_args(args, world), world)
+    assert "> the launch would fail: " in capsys.readouterr().out
 
 
 def test_a_machine_file_is_read(tmp_path: Path) -> None:
@@ -244,7 +258,10 @@ def test_too_little_memory_ends_with_one_line_and_status_2(tmp_path: Path) -> No
     (line,) = done.stderr.splitlines()
     assert line.startswith("pretrain_llama.py: error: a rank needs 1")
     assert "1182.4 GB at the forward of head" in line
-    assert "of --device-memory-gb 80 about 72.0 can be used" in line
+    assert "more than the 72.0 GB that can be used of --device-memory-gb 80: lower" in line
+    mistake = line.removeprefix("pretrain_llama.py: error: ")
+    assert done.stdout.splitlines()[1] == f"> the launch would fail: {mistake}"
+    assert "the launch is sound" not in done.stdout
 
 
 PLANNED = (
@@ -255,23 +272,31 @@ PLANNED = (
 
 def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(f"{PLANNED} --paro-strategy NII", capsys)
-    launch = r"^> plan: on machine dgx-a100-roce100 NII, micro-batches of 4, native, .* takes \d"
-    assert re.search(launch, out, re.M)
-    assert re.search(r"^> planner: chose \S+, micro-batches of \d+", out, re.M)
+    step = r"^> a step on machine dgx-a100-roce100 takes \d\S+ s, \S+ tokens/s, MFU \d+\.\d%\n> "
+    assert re.search(step + r"\d+\.\d% faster there, and it fits: .*, micro-batches of", out, re.M)
+    assert re.search(r"^> plan: NII, micro-batches of 4, native, .* computes for \d", out, re.M)
+    best = r"^> planner: of all settings that fit the best is"
+    assert re.search(best + r" .*, micro-batches of \d+", out, re.M)
     assert re.search(r"^> planner: the runner-up", out, re.M)
     rotating = printed(f"{PLANNED} --paro-strategy III --paro-materialize rotate", capsys)
-    assert re.search(r"^> plan: on machine \S+ III rotated, micro-batches of 4,", rotating, re.M)
-    assert re.search(r"^> planner: chose \S+ rotated", rotating, re.M)
+    assert re.search(r"^> plan: III rotated, micro-batches of 4,", rotating, re.M)
+    assert re.search(best + r" \S+ rotated", rotating, re.M)
     without = printed(f"{MOCK} --dry-run --world-size 8", capsys)
-    assert "> plan: --paro-machine NAME would say how long a step takes" in without
+    assert "> --paro-machine NAME would say how long a step takes" in without
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--paro-strategy NNN", "a rank needs 131.3 GB at the forward of head, a device of "),
-        ("--llama-preset 65B --world-size 8", "nothing fits 80.0 GB a device: the least is 1"),
-        ("--device-memory-gb 5", "nothing fits 5.0 GB a device: the least is "),
+        (
+            "--paro-strategy NNN",
+            "a rank needs 128.3 GB at the forward of head, more than the 72.0 ",
+        ),
+        (
+            "--llama-preset 65B --world-size 8",
+            "nothing fits the 72.0 GB that can be used of 80 GB: the least is 1",
+        ),
+        ("--device-memory-gb 5", "nothing fits the 4.5 GB that can be used of 5 GB: the least"),
     ],
 )
 def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None:
@@ -291,7 +316,7 @@ def test_a_machine_without_a_device_is_said_and_not_refused(
     out = printed(
         f"{MOCK} --dry-run --world-size 8 --ranks-per-node 4 --paro-machine {path}", capsys
     )
-    assert "> plan: machine bare names no device, without which no step can be timed" in out
+    assert "> machine bare names no device, without which no step can be timed" in out
 
 
 def test_under_a_launcher_it_is_refused(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def make_parser() -> Parser:
         metavar="WHAT",
         help="full (default), last-blocks:SHARE or adapters:SHARE, such as adapters:0.003",
     )
-    add("--memory-gb", type=float, metavar="GB", help="of a device; default: the machine's")
+    add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
     add_model_args(parser)
     add_recompute_args(parser)
     add_mixed_precision_args(parser)
@@ -95,8 +95,10 @@ def case_of(args: Namespace) -> Case:
     if args.seq_length is None:
         preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].max_position_embeddings
         args.seq_length = args.max_position_embeddings or preset
-    if args.seq_length is None or args.seq_length < 1:
-        raise ValueError(f"--seq-length {args.seq_length} must be given, and at least 1")
+    if args.seq_length is None:
+        raise ValueError("--seq-length is missing; --llama-preset gives it too")
+    if args.seq_length < 1:
+        raise ValueError(f"--seq-length {args.seq_length} must be at least 1")
     model = take_model(args, vocab_size_of(args))
     if args.seq_length > model.max_position_embeddings:
         model = replace(model, max_position_embeddings=args.seq_length)
@@ -158,8 +160,9 @@ def trainable_of(text: str) -> Trainable:
 
 
 def memory_of(args: Namespace) -> int | None:
-    if args.memory_gb is None:
+    gigabytes = args.device_memory_gb
+    if gigabytes is None:
         return None
-    if not 0 < args.memory_gb < math.inf:
-        raise ValueError(f"--memory-gb {args.memory_gb} must be positive")
-    return round(args.memory_gb * 1e9)
+    if not 0 < gigabytes < math.inf:
+        raise ValueError(f"--device-memory-gb {gigabytes} must be positive")
+    return round(gigabytes * 1e9)

@@ -129,7 +129,6 @@ def compare(case: Case, measured: Sequence[Sequence[dict[str, Any]]]) -> Compari
     Those of all turns of a setting are one.
     """
     estimator = Estimator(case)
-    reserved = case.machine.device.reserved_bytes if case.machine.device else 0
     rows = []
     for turns in measured:
         row = median_row(turns)
@@ -141,19 +140,19 @@ def compare(case: Case, measured: Sequence[Sequence[dict[str, Any]]]) -> Compari
                 by_turn={(one["round"], one["turn"]): one["seconds"] for one in turns},
                 predicted=estimate.seconds,
                 peak_bytes=row["peak_in_use"],
-                predicted_bytes=estimate.memory_bytes - reserved,
+                predicted_bytes=estimate.memory_bytes,
                 exposed=estimate.timeline.exposed,
                 measured_exposed=row["exposed"],
             )
         )
     rotates = any(parse_setting(turns[0]["setting"]).rotation for turns in measured)
-    choices = () if rotates else tuple(_choices(case, rows, reserved))
+    choices = () if rotates else tuple(_choices(case, rows))
     return Comparison(rows=tuple(rows), choices=choices)
 
 
-def _choices(case: Case, rows: Sequence[Row], reserved: int) -> Iterator[Choice]:
+def _choices(case: Case, rows: Sequence[Row]) -> Iterator[Choice]:
     """Under limits that let in one strategy, all of them, and some in between."""
-    sizes = sorted({row.predicted_bytes + reserved for row in rows})
+    sizes = sorted({row.predicted_bytes for row in rows})
     count = min(NUM_LIMITS, len(sizes))
     times = {row.strategy: row.seconds for row in rows}
     freedom = Freedom(
@@ -164,9 +163,9 @@ def _choices(case: Case, rows: Sequence[Row], reserved: int) -> Iterator[Choice]
     )
     for index in range(count):
         limit = sizes[round(index * (len(sizes) - 1) / max(1, count - 1))]
-        found = plan(replace(case, memory_bytes=limit), freedom).best
+        found = plan(replace(case, memory_bytes=limit, usable=1.0), freedom).best
         assert found is not None, f"nothing fits {limit} bytes"
-        fitting = [row for row in rows if row.predicted_bytes + reserved <= limit]
+        fitting = [row for row in rows if row.predicted_bytes <= limit]
         best = min(fitting, key=lambda row: row.seconds)
         chosen = found.setting.strategy.name
         yield Choice(

@@ -22,7 +22,7 @@ COLORS = {
 
 def draw_front(path: Path, case: Case, rows: Sequence[Estimate], found: Plan) -> None:
     """Memory against time: the strategies at the flags as given, and the front of all settings."""
-    limit = case.limit_bytes / 1e9
+    limit = case.limit.usable_bytes / 1e9
     with drawing(path, 1, 1, size=(9, 5.5)) as (_, panels):
         axes = panels[0][0]
         axes.plot(
@@ -44,7 +44,7 @@ def draw_front(path: Path, case: Case, rows: Sequence[Estimate], found: Plan) ->
             last = memory
             axes.annotate(names, (memory, seconds), xytext=(5, -12 if below else 3),
                           textcoords="offset points", fontsize=8)  # fmt: skip
-        axes.axvline(limit, color="gray", linestyle="--", label=f"a device: {limit:g} GB")
+        axes.axvline(limit, color="gray", linestyle="--", label=f"usable of a device: {limit:g} GB")
         axes.set(xscale="log", yscale="log", xlabel="memory of a rank, GB", ylabel="seconds a step")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")

@@ -21,13 +21,14 @@ from tools.planning.figure import Figure, case_on, estimate, model_of
 
 LAST = Trainable(kind=Kind.LAST_BLOCKS, share=1 / 16)
 PEFT = Trainable(kind=Kind.ADAPTERS, share=0.003)
+USABLE = 77 / 80  # of a device, in the search for the largest micro-batches: all but 3 GB
 SAMPLES = 540  # a rank and step, of R11; R12 does not say
 
 
 def paro_case(preset: str, ranks: int = 32, **changes: Any) -> Case:
     given: dict[str, Any] = {
         "seq_length": 512, "micro_batch_size": 4, "micro_batches": 10, "overlap": NOTHING,
-        "collective": "flat",
+        "collective": "flat", "usable": USABLE,
     }  # fmt: skip
     model = model_of(preset, recomputed=preset == "65B")
     return case_on("dgx-a100-roce100", model, ranks, **(given | changes))

@@ -15,7 +15,7 @@ from typing import Any
 
 from model.config import LlamaConfig, parameter_shapes
 from paro.planning.machine import Device
-from paro.planning.planner import Estimate, fastest_that_fits
+from paro.planning.planner import Estimate, best_that_fits
 from paro.planning.settings import Case, Freedom, Setting, legal_strategies
 from paro.planning.step_costs import NOTHING, Overlap, device_of
 from tools.planning.amsp import OwnedTensorsEstimator, with_speeds_of
@@ -184,7 +184,7 @@ def _internevo() -> Iterator[Figure]:
         )  # fmt: skip
 
 
-LIMIT_GB = 65.0
+LIMIT_GB = 62.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,9 @@ def amsp_choices() -> tuple[Choice, ...]:
 
 
 def _choice(preset: str) -> Choice:
-    case = replace(amsp_case(preset, overlap=NOTHING), memory_bytes=round(LIMIT_GB * 1e9))
+    case = replace(
+        amsp_case(preset, overlap=NOTHING), memory_bytes=round(LIMIT_GB * 1e9), usable=1.0
+    )
     space = tuple(s for s in legal_strategies(case.world_size, 8) if s.params == s.grads)
     freedom = Freedom(
         strategies=space,
@@ -213,7 +215,7 @@ def _choice(preset: str) -> Choice:
         collectives=("flat",),
         recomputes=(case.model.recompute,),
     )
-    best = fastest_that_fits(case, freedom, estimator=OwnedTensorsEstimator(case))
+    best = best_that_fits(case, freedom, estimator=OwnedTensorsEstimator(case))
     assert best is not None, f"{preset} does not fit"
     own = owned(case, AMSP[preset].strategy)
     return Choice(

@@ -9,9 +9,9 @@ from typing import Any
 from model.config import num_parameters
 from paro.planning.description import exposed_text, seconds_text
 from paro.planning.machine import LinkSpeed, Machine
-from paro.planning.planner import Estimate, Plan, fastest_that_fits
+from paro.planning.planner import TIE, Estimate, Plan, best_that_fits
 from paro.planning.settings import Case, Freedom
-from paro.quantities import ranks_text
+from paro.quantities import count_text, ranks_text
 
 HEADS = (
     "strategy", "GB", "states GB", "s/step", "tokens/s", "MFU", "intra GB", "inter GB", "waits",
@@ -23,19 +23,27 @@ def title(case: Case) -> str:
     return (
         f"{num_parameters(case.model) / 1e9:.2f}B parameters on "
         f"{ranks_text(case.world_size, case.group_size)}, machine {machine.name}; "
-        f"{case.global_batch_size} samples of {case.seq_length} tokens a step, "
+        f"{count_text(case.global_batch_size, 'sample')} of {case.seq_length} tokens a step, "
         f"{case.precision.describe()}"
     )
+
+
+def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
+    """Rows with their names; those of the same degrees are one, as letters are on one group."""
+    found: dict[tuple[object, ...], list[Estimate]] = {}
+    for row in rows:
+        found.setdefault((row.setting.strategy.degrees, row.setting.materialize), []).append(row)
+    return [("=".join(row.setting.name for row in same), same[0]) for same in found.values()]
 
 
 def rows_table(rows: Sequence[Estimate]) -> str:
     """A row per strategy: what a rank needs, sends and waits for."""
     cells = [HEADS]
-    for row in rows:
+    for name, row in _alike(rows):
         states = row.memory.states / 1e9
         cells.append(
             (
-                row.setting.name + ("" if row.fits else " *"),
+                name + ("" if row.fits else " *"),
                 f"{row.memory_bytes / 1e9:.1f}",
                 f"{states:.1f}",
                 f"{row.seconds:.3f}",
@@ -59,13 +67,8 @@ def rows_table(rows: Sequence[Estimate]) -> str:
 
 def misfits(case: Case, rows: Sequence[Estimate]) -> list[str]:
     """Why strategies do not fit, a line each."""
-    limit = case.limit_bytes / 1e9
-    return [
-        f"* {row.setting.name} needs {row.memory_bytes / 1e9:.1f} of {limit:.1f} GB: "
-        f"{row.memory.describe()}"
-        for row in rows
-        if not row.fits
-    ]
+    found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]
+    return [f"*: does not fit the {case.limit.describe()}", *found] if found else []
 
 
 def front_table(found: Plan) -> str:
@@ -85,7 +88,7 @@ def purchases(case: Case, found: Plan) -> list[dict[str, Any]]:
     """
     bought = []
     for factor in (1.25, 1.5, 2.0):
-        limit = case.limit_bytes * factor
+        limit = case.limit.usable_bytes * factor
         within = [e for e in (*found.front, found.best) if e and e.memory_bytes <= limit]
         bought.append(_purchase(f"memory x {factor:g}", min(within, key=_seconds, default=None)))
     if case.machine.measured or found.best is None:  # what was measured follows from no link
@@ -101,7 +104,7 @@ def purchases(case: Case, found: Plan) -> list[dict[str, Any]]:
     if machine.intra is not None:
         faster["intra"] = replace(machine, intra=_doubled(machine.intra))
     for name, other in faster.items():
-        best = fastest_that_fits(replace(case, machine=other), freedom)
+        best = best_that_fits(replace(case, machine=other), freedom)
         bought.append(_purchase(f"{name} bandwidth x 2", best))
     return _gains(bought, found)
 
@@ -123,10 +126,13 @@ def _purchase(what: str, best: Estimate | None) -> dict[str, Any]:
 
 
 def _gains(bought: list[dict[str, Any]], found: Plan) -> list[dict[str, Any]]:
+    """Each with its speed-up; where that is none, the best of the plan stays what it is."""
+    best = found.best
     for row in bought:
-        own = None if found.best is None else found.best.seconds
         better = row["step_seconds"]
-        row["speedup"] = own / better if own is not None and better is not None else None
+        row["speedup"] = None if best is None or better is None else best.seconds / better
+        if best is not None and (better is None or row["speedup"] <= 1 + TIE):
+            row.update(_purchase(row["what"], best), speedup=1.0)
     return bought
 
 
@@ -135,6 +141,9 @@ def purchase_lines(bought: Sequence[dict[str, Any]]) -> list[str]:
     for row in bought:
         if row["step_seconds"] is None:
             lines.append(f"{row['what']}: still nothing fits")
+            continue
+        if row["speedup"] == 1.0:
+            lines.append(f"{row['what']}: nothing")
             continue
         gain = "something fits" if row["speedup"] is None else f"{row['speedup']:.3f} times as fast"
         lines.append(

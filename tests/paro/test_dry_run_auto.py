@@ -1,0 +1,89 @@
+"""Planner and dry run agree on what fits: a grid of models, ranks, devices and machines."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from paro.arguments import parse_args
+from paro.config import RunConfig, take_world
+from paro.dry_run import Plan, plan_run
+from paro.planning.machine_file import shipped_machines
+from paro.planning.memory_limit import USABLE
+from paro.planning.planner import Estimator
+
+GRID = tuple(
+    product(
+        ("llama3.2-3B", "7B", "llama3-8B", "13B", "30B", "65B"),
+        (8, 16, 32, 64),
+        (24, 40, 80, 141),
+        shipped_machines(),
+        (1, 4, 8),
+    )
+)
+SAMPLE = random.Random(15).sample(GRID, 8)
+MUST_FIT = 5  # of the sample; of the others auto has to say that nothing fits
+LARGE = "--micro-batch-size 8"
+
+
+def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -> Plan:
+    words = (
+        f"--llama-preset {preset} --mock-data --seq-length 2048 --micro-batch-size 1 --bf16 "
+        f"--global-batch-size 1024 --train-iters 10 --lr 1e-4 --recompute-granularity selective "
+        f"--dry-run --world-size {ranks} --device-memory-gb {gigabytes} --paro-machine {machine}"
+    )
+    args = parse_args(f"{words} {more}".split())
+    world = take_world(args)
+    return plan_run(RunConfig.from_args(args, world), world)
+
+
+def test_what_auto_chooses_the_dry_run_of_the_same_flags_accepts() -> None:
+    accepted = 0
+    for combination in SAMPLE:
+        *where, size = combination
+        more = f"--micro-batch-size {size} --paro-strategy auto"
+        try:
+            plan = launch(*where, more)
+        except ValueError as mistake:
+            if "--paro-strategy auto: nothing fits the " not in str(mistake):
+                raise
+            continue
+        accepted += 1
+        assert plan.fits, combination
+        assert plan.memory.total <= USABLE * combination[2] * 1e9
+        assert plan.launch is not None
+        assert plan.launch.memory == plan.memory, combination
+    assert accepted >= MUST_FIT
+
+
+def test_what_leaves_no_tenth_of_a_device_is_neither_chosen_nor_accepted() -> None:
+    """73.3 GB a rank, and as fast as what auto chooses."""
+    larger = launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy 1,32,64 {LARGE}")
+    assert 72e9 < larger.memory.total < 77e9
+    assert not larger.fits
+    assert launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy auto {LARGE}").fits
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--paro-prefetch-units 0",
+        "--rampup-batch-size 64 64 1024",
+        "--recompute-granularity full",
+        "--paro-materialize rotate",
+        "--paro-materialize rotate --paro-rotate-in-place",
+        "--distributed-backend gloo --grad-reduce-in-bf16",
+    ],
+)
+def test_a_strategy_needs_the_same_bytes_in_dry_run_and_planner(more: str) -> None:
+    given = launch("llama2-7B", 64, 80, "dgx-h100", f"--paro-strategy IIG {more}")
+    assert given.case is not None
+    rows = Estimator(given.case)
+    for name in ("III", "IIG") if "rotate" in more else ("NNN", "NIG", "IIG", "GGG", "2,8,32"):
+        plan = launch("llama2-7B", 64, 80, "dgx-h100", f"--paro-strategy {name} {more}")
+        memory = rows.memory(given.case.setting(given.case.strategy(name)))
+        assert plan.memory.total == memory.total
+        assert plan.fits == (memory.total <= given.case.limit.usable_bytes == 72 * 10**9)
