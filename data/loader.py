@@ -16,129 +16,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.batch import Batch, Fetch, Samples
-from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
+from data.blend import Blend
 from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
+from data.config import DataConfig
 from data.document_bounds import DocumentRules
 from data.fingerprint import check_tokenizer
 from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, check_vocabulary
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
-from data.sample_order import SPLIT_NAMES, parse_split, share_of
+from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
-
-DEFAULT_SPLIT = "969, 30, 1"
-MAX_SEED = 2**32 - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """Which tokens to train on and how to fetch them."""
-
-    seq_length: int
-    data_path: tuple[str, ...] = ()
-    data_args_path: str | None = None
-    train_data_path: tuple[str, ...] = ()
-    valid_data_path: tuple[str, ...] = ()
-    test_data_path: tuple[str, ...] = ()
-    per_split_data_args_path: str | None = None
-    mock_data: bool = False
-    split: str | None = None  # of data for all splits; None: DEFAULT_SPLIT
-    data_cache_path: str | None = None
-    eod_mask_loss: bool = False
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
-    multiple_validation_sets: bool = False
-    full_validation: bool = False
-    num_workers: int = 2
-    seed: int = 1234
-
-    def __post_init__(self) -> None:
-        given = [flag for flag, is_given in self._sources().items() if is_given]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} contradict each other: give one of them")
-        if not given:
-            raise ValueError(
-                "no data: give --data-path PREFIX, or --mock-data for synthetic tokens"
-            )
-        blends = self.blends()
-        if not self.mock_data and "train" not in blends:
-            raise ValueError(f"{given[0]} is given and no training data: give --train-data-path")
-        self._check_validation(blends.get("valid"))
-        if self.is_per_split and self.split is not None:
-            raise ValueError(f"--split and {given[0]} contradict each other: give one of them")
-        if self.seq_length < 1:
-            raise ValueError(f"--seq-length {self.seq_length} must be at least 1")
-        if self.num_workers < 0:
-            raise ValueError(f"--num-workers {self.num_workers} must be 0 or more")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"--seed {self.seed} must lie between 0 and {MAX_SEED}")
-        parse_split(self.split or DEFAULT_SPLIT)
-
-    def _check_validation(self, valid: Blend | None) -> None:
-        if self.full_validation and self.mock_data:
-            raise ValueError("--full-validation needs a corpus: --mock-data have no end")
-        if not self.multiple_validation_sets:
-            return
-        if not self.is_per_split or valid is None:
-            raise ValueError(
-                "--multiple-validation-sets needs --valid-data-path with a path for each of them"
-            )
-        if valid.weights is not None:
-            raise ValueError(
-                f"{valid.flag} has weights and --multiple-validation-sets keeps its corpora apart: "
-                "leave the weights out"
-            )
-
-    def document_rules(self, eod: int) -> DocumentRules | None:
-        """What the end of a document changes; None where it changes nothing."""
-        rules = DocumentRules(
-            eod=eod,
-            eod_mask_loss=self.eod_mask_loss,
-            reset_position_ids=self.reset_position_ids,
-            reset_attention_mask=self.reset_attention_mask,
-        )
-        return None if rules == DocumentRules(eod=eod) else rules
-
-    def _sources(self) -> dict[str, bool]:
-        """Where data may come from, of which one is given."""
-        per_split = {f"--{name}-data-path": words for name, words in self._words().items()}
-        first_given = next((flag for flag, words in per_split.items() if words), "")
-        return {
-            "--mock-data": self.mock_data,
-            "--data-path": bool(self.data_path),
-            "--data-args-path": self.data_args_path is not None,
-            first_given or "--train-data-path": bool(first_given),
-            "--per-split-data-args-path": self.per_split_data_args_path is not None,
-        }
-
-    def _words(self) -> dict[str, tuple[str, ...]]:
-        return {name: getattr(self, f"{name}_data_path") for name in SPLIT_NAMES}
-
-    @property
-    def is_per_split(self) -> bool:
-        """Whether every split has data of its own, instead of a part of all data."""
-        return self.per_split_data_args_path is not None or any(self._words().values())
-
-    @property
-    def split_in_use(self) -> str | None:
-        """How data for all splits are cut; None where every split has data of its own."""
-        return None if self.is_per_split else self.split or DEFAULT_SPLIT
-
-    def blends(self) -> dict[str, Blend]:
-        """What each split is made of; none for synthetic tokens."""
-        if self.per_split_data_args_path is not None:
-            return read_blend_per_split(self.per_split_data_args_path, "--per-split-data-args-path")
-        if self.is_per_split:
-            return {
-                name: parse_blend(words, f"--{name}-data-path")
-                for name, words in self._words().items()
-                if words
-            }
-        if self.data_args_path is not None:
-            return dict.fromkeys(SPLIT_NAMES, read_blend(self.data_args_path, "--data-args-path"))
-        if self.data_path:
-            return dict.fromkeys(SPLIT_NAMES, parse_blend(self.data_path, "--data-path"))
-        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

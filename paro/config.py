@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from data.loader import DataConfig
+from data.config import DataConfig
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LLAMA_PRESETS, LlamaConfig

@@ -8,7 +8,7 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from data.loader import DataConfig
+from data.config import DataConfig
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole

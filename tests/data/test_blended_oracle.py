@@ -11,9 +11,10 @@ import pytest
 
 from data.blend import Blend
 from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
+from data.config import DataConfig
 from data.gpt_dataset import GPTDataset, Sampling
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from data.loader import DataConfig, Datasets, SplitCounts, build_datasets
+from data.loader import Datasets, SplitCounts, build_datasets
 from tests.data.megatron import megatron_splits, text_of
 
 VOCAB = 500

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.config import DataConfig
 from data.fingerprint import (
     Fingerprint,
     check_tokenizer,
@@ -20,7 +21,7 @@ from data.fingerprint import (
     read_fingerprint,
 )
 from data.indexed_dataset import IndexedDatasetWriter, bin_path
-from data.loader import DataConfig, SplitCounts, build_datasets
+from data.loader import SplitCounts, build_datasets
 from data.tokenizer_config import TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
 from paro.arguments import parse_args

@@ -14,15 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from data.batch import collate
+from data.config import DataConfig
 from data.document_bounds import DocumentRules
 from data.indexed_dataset import IndexedDatasetWriter
-from data.loader import (
-    Batch,
-    DataConfig,
-    MicroBatches,
-    SplitCounts,
-    build_datasets,
-)
+from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
 
 SEQ = 4
 

@@ -8,8 +8,9 @@ from itertools import chain, islice
 import numpy as np
 import pytest
 
+from data.config import DataConfig
 from data.indexed_dataset import IndexedDatasetWriter
-from data.loader import DataConfig, MicroBatches, Samples, SplitCounts, build_datasets
+from data.loader import MicroBatches, Samples, SplitCounts, build_datasets
 from paro.batch_schedule import BatchSchedule
 
 WORLDS = (1, 2, 6, 8)

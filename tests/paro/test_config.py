@@ -11,7 +11,7 @@ from paro.runtime import World
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
+    "--untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
     "--micro-batch-size 2 --global-batch-size 32 --train-iters 10 --lr 0.1"
 )
 PRESET = "--mock-data --micro-batch-size 1 --seq-length 512 --train-iters 10 --lr 0.1"
