@@ -73,10 +73,13 @@ def test_preprocessing_continues_after_its_finished_partition(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = json.loads(Path("halfway_partitions/run.json").read_text(encoding="utf-8"))
+    # A checkout gives files times of its own.
     stamp = record["partitions"][0][0]["stamp"]
-    os.utime("text.jsonl", ns=(stamp, stamp))  # a checkout gives files its own time
-    flags = ["--input", "text.jsonl", "--append-eod", "--tokenizer-type", "NullTokenizer"]
-    flags += ["--vocab-size", VOCAB_SIZE, "--workers", "1", "--partitions", "2"]
+    os.utime("text.jsonl", ns=(stamp, stamp))
+    for name, (_, stamp) in record["tokenizer_files"].items():
+        os.utime(name, ns=(stamp, stamp))
+    flags = ["--input", "text.jsonl", "--append-eod", "--tokenizer-type", "HuggingFaceTokenizer"]
+    flags += ["--tokenizer-model", "tokenizer.json", "--workers", "1", "--partitions", "2"]
     assert preprocess([*flags, "--output-prefix", "halfway"]) == 0
     assert "partition 1 of 2 is done already" in capsys.readouterr().err
     whole, joined = (IndexedDataset(f"{name}_text_document") for name in ("corpus", "halfway"))

@@ -11,8 +11,8 @@ from paro.runtime import World
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
-    "--micro-batch-size 2 --global-batch-size 32 --train-iters 10 --lr 0.1"
+    "--untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --vocab-size 100 "
+    "--mock-data --micro-batch-size 2 --global-batch-size 32 --train-iters 10 --lr 0.1"
 )
 PRESET = "--mock-data --micro-batch-size 1 --seq-length 512 --train-iters 10 --lr 0.1"
 TWO_BY_TWO = World(size=4, ranks_per_node=2)

@@ -12,6 +12,7 @@ from data.atomic_file import replacing
 from data.fingerprint import fingerprint_path
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
 from data.sources import Piece
+from data.tokenizer import build_tokenizer
 from tools.preprocessing.encode import EncodingPlan, Tally
 
 
@@ -27,11 +28,13 @@ class Partitions:
         self.folder = Path(f"{output_prefix}_partitions")
         self._keys = plan.keys
         self._count = len(shares)
-        self._open(json.dumps(_description(plan, shares), indent=1))
+        self._open(_description(plan, shares))
 
-    def _open(self, description: str) -> None:
+    def _open(self, description: dict[str, Any]) -> None:
         file = self.folder / "run.json"
-        if file.is_file() and file.read_text(encoding="utf-8") != description:
+        if file.is_file() and _without_none(json.loads(file.read_text(encoding="utf-8"))) != (
+            _without_none(description)
+        ):
             raise ValueError(
                 f"{self.folder} holds partitions of a run with another input, tokenizer or flags: "
                 "remove it, or repeat that run"
@@ -40,7 +43,7 @@ class Partitions:
         for left_over in self.folder.glob(".*.tmp"):  # of a run that was killed
             left_over.unlink()
         with replacing(file) as temporary:
-            temporary.write_text(description, encoding="utf-8")
+            temporary.write_text(json.dumps(description, indent=1), encoding="utf-8")
 
     def prefixes(self, number: int) -> list[str]:
         """Where the data sets of one partition lie, a prefix per key."""
@@ -89,4 +92,19 @@ def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[
         if path.is_file()
     }
     pieces = [[{**asdict(piece), "kind": piece.kind.name} for piece in share] for share in shares]
-    return {"plan": asdict(plan), "tokenizer_files": stamps, "partitions": pieces}
+    described = asdict(plan)
+    if plan.tokenizer.tokenizer_type == "NullTokenizer":
+        # Its end of a document once came on top of --vocab-size; such partitions are others.
+        described["tokenizer"]["null_tokenizer_eod_id"] = build_tokenizer(plan.tokenizer).eod
+    description = {"plan": described, "tokenizer_files": stamps, "partitions": pieces}
+    as_read: dict[str, Any] = json.loads(json.dumps(description))
+    return as_read
+
+
+def _without_none(description: Any) -> Any:
+    """A field that has no value is no difference: earlier versions have fewer fields."""
+    if isinstance(description, dict):
+        return {k: _without_none(v) for k, v in description.items() if v is not None}
+    if isinstance(description, list):
+        return [_without_none(entry) for entry in description]
+    return description
