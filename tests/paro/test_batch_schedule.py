@@ -156,9 +156,9 @@ def test_a_schedule_that_cannot_be_read_is_refused(text: str, message: str) -> N
 def test_sizes_before_a_resume_need_not_divide() -> None:
     schedule = make_steps(((0, 4), (40, 24), (100, 16)))
     schedule.check_from(40)
-    with pytest.raises(ValueError, match="the size 4 is not divisible by --micro-batch-size 2"):
+    with pytest.raises(ValueError, match="the size 4 is no multiple of --micro-batch-size 2"):
         schedule.check_from(39)
-    with pytest.raises(ValueError, match="the size 12 is not divisible"):
+    with pytest.raises(ValueError, match="the size 12 is no multiple"):
         make_steps(((0, 8), (40, 12), (100, 16))).check_from(0)
 
 

@@ -89,8 +89,8 @@ def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:
     assert first + losses(again) == pytest.approx(straight, rel=1e-5)
     told = run_main([str(word) for word in (*words, *schedule, "--micro-batch-size", 4)]).mistake
     assert told == (
-        "--step-batch-size-schedule: the size 2 is not divisible by --micro-batch-size 4 times 1 "
-        "ranks (= 4)"
+        "--step-batch-size-schedule: the size 2 is no multiple of --micro-batch-size 4 times "
+        "1 rank (= 4): choose 4"
     )
 
 

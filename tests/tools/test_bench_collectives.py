@@ -232,7 +232,7 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
         (["--plot", "picture.jpeg2"], "--plot picture.jpeg2: the name must end in .png, .svg"),
         (["--paro-machine", "absent.json"], "machine file absent.json: No such file"),
         (
-            ["--machine-file", "m.json", "--train=--num-layers 1"],
+            ["--machine-file", "m.json", "--train=--llama-preset 7B"],
             "--train: --seq-length is missing",
         ),
         (["--json-file", "x"], "unrecognized arguments: --json-file x"),

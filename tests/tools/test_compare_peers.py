@@ -136,7 +136,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--contenders ,", "nobody is left: no name is given"),
         ("--contenders ddp --baselines fsdp2", "--baselines fsdp2: not among ddp"),
         ("--group-size 3", "--group-size 3 does not divide the 4 ranks"),
-        ("--paro-flags=--nonsense", "unrecognized arguments: --nonsense"),
+        ("--paro-flags=--nonsense", "--nonsense is unknown"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:

@@ -199,13 +199,19 @@ def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
         (["--data-args-path", "none"], "--data-args-path none cannot be read"),
         (["--data-path", "none", "--documents", "-1"], "--documents -1 must be 0 or more"),
         (["--data-path", "none", "--histogram", "x.txt"], "the name must end in .png"),
-        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["--dump-samples", "x", "--train-samples", "3"], "--seq-length is missing"),
+        (["--data-path", "none", "--no-such-flag"], "--no-such-flag is unknown"),
+        (
+            ["--dump-samples", "x", "--train-samples", "3", "--mock-data", *NULL],
+            "--seq-length is missing",
+        ),
         (
             ["--dump-samples", "x", "--train-iters", "3", "--seq-length", "3", *NULL],
             "--dump-samples with --train-iters needs --global-batch-size",
         ),
-        (["--dump-samples", "x", "--seq-length", "3", *NULL], "how long to train is missing"),
+        (
+            ["--dump-samples", "x", "--seq-length", "3", "--mock-data", *NULL],
+            "--train-iters or --train-samples is missing",
+        ),
     ],
 )
 def test_mistakes_are_one_line(flags: list[str], message: str) -> None:

@@ -55,7 +55,7 @@ def test_a_run_opens_in_transformers_as_its_own_architecture(
     from transformers import AutoModelForCausalLM
 
     save_untrained(
-        tmp_path / "saved", f"{SIZES} {flags} --tokenizer-type NullTokenizer --vocab-size 63"
+        tmp_path / "saved", f"{SIZES} {flags} --tokenizer-type NullTokenizer --vocab-size 64"
     )
     words = ["--from", "paro", "--to", "hf", "--input", str(tmp_path / "saved")]
     convert([*words, "--output", str(tmp_path / "hf")])
@@ -68,7 +68,7 @@ def test_a_run_opens_in_transformers_as_its_own_architecture(
 
 
 def test_a_model_that_transformers_has_not_is_one_line(tmp_path: Path) -> None:
-    flags = "--qk-layernorm --add-qkv-bias --tokenizer-type NullTokenizer --vocab-size 63"
+    flags = "--qk-layernorm --add-qkv-bias --tokenizer-type NullTokenizer --vocab-size 64"
     save_untrained(tmp_path / "saved", f"{SIZES} {flags}")
     words = ["--to", "hf", "--input", str(tmp_path / "saved"), "--output", str(tmp_path / "hf")]
     with pytest.raises(UserMistakeError, match="no model with both --add-qkv-bias and --qk-layer"):

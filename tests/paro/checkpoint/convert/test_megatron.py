@@ -124,7 +124,7 @@ def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
 def test_a_rotation_that_megatron_has_no_flags_for_is_refused(tmp_path: Path) -> None:
     config = replace(CONFIG, rope_scaling_original_max_position_embeddings=4096)
     with pytest.raises(CheckpointError, match="takes 8192, and this model has 4096"):
-        write_megatron(source_of(config), tmp_path, ignored, divisible_by=128)
+        write_megatron(source_of(config), tmp_path, ignored, rows=128, divisible_by=128)
     assert not any(tmp_path.iterdir())
 
 
