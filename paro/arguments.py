@@ -111,11 +111,11 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Namespace:
+def parse_args(argv: Sequence[str] | None = None, *, trains: bool = True) -> Namespace:
     """The flags of a command line (this process's own by default); `ValueError` for mistakes.
 
     Where there are any it names refused and missing flags with them, which else are for
-    `check_flags`.
+    `check_flags`; a program that `trains` nothing misses none.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -128,6 +128,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
         words = from_file + words
     args, unknown = parse_known(parser, words, mistakes)
     mistakes += _describe_unknown(unknown, parser)
+    if mistakes and not trains:
+        raise MistakesError(mistakes)
     if mistakes:
         check_flags(args, mistakes)
     return args

@@ -176,7 +176,7 @@ def inspect(own: Namespace, args: Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     own, rest = make_parser().parse_known_args(argv)
     with user_mistakes():
-        args = parse_args(rest)
+        args = parse_args(rest, trains=own.dump_samples is not None)
         if own.dump_samples is not None:
             print(dump(args, own.dump_samples))
         else:
