@@ -9,19 +9,13 @@ from typing import NoReturn
 
 from data.loader import Datasets
 from model.config import num_parameters
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
-from paro.changed_flags import order_record
-from paro.config import RunConfig, take_world
-from paro.config_record import model_line, recorded_arguments
-from paro.dry_run import run_dry
-from paro.loop import Loop, Saving
-from paro.placement import (
-    check_placement,
-    placement_lines,
-    predict_memory,
-    predicted_bytes,
-)
+from paro.arguments.parser import parse_args
+from paro.config.record import model_line, recorded_arguments
+from paro.config.run import RunConfig, take_world
+from paro.distributed.control import Control
+from paro.distributed.process_group import distributed, seed_everything
+from paro.distributed.user_errors import UserMistakeError, run_script, user_mistakes
+from paro.distributed.world import read_job_id
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
 from paro.report.log_line import arguments_block
@@ -33,17 +27,18 @@ from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
-from paro.resume import Saver, check_source, load_run, tell_order
-from paro.runtime import (
-    Control,
-    UserMistakeError,
-    distributed,
-    read_job_id,
-    run_script,
-    seed_everything,
-    user_mistakes,
+from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.training.changed_flags import order_record
+from paro.training.dry_run import run_dry
+from paro.training.loop import Loop, Saving
+from paro.training.placement import (
+    check_placement,
+    placement_lines,
+    predict_memory,
+    predicted_bytes,
 )
-from paro.training import Training, TrainState
+from paro.training.resume import Saver, check_source, load_run, tell_order
+from paro.training.step import Training, TrainState
 
 
 def main() -> None:

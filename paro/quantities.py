@@ -24,3 +24,16 @@ def size_text(num_bytes: int, *, like: int | None = None) -> str:
         if least >= size:
             return f"{num_bytes / size:.1f} {name}"
     return f"{num_bytes} bytes"
+
+
+def check_multiple(what: str, size: int, micro_batch_size: int, *, num_ranks: int) -> None:
+    """`ValueError` with the nearest sizes unless all ranks take the same whole micro-batches."""
+    at_once = micro_batch_size * num_ranks
+    if size > 0 and size % at_once == 0:
+        return
+    below = size // at_once * at_once
+    raise ValueError(
+        f"{what} {size} is no multiple of --micro-batch-size {micro_batch_size} times "
+        f"{count_text(num_ranks, 'rank')} (= {at_once}): choose "
+        + (f"{below} or {below + at_once}" if below > 0 else f"{at_once}")
+    )

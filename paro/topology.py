@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -92,3 +93,18 @@ def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...])
         link = Link.INTRA if outer <= group_size else Link.INTER
         axes.append(Axis(index=index, inner=inner, outer=outer, link=link))
     return Topology(world_size, group_size, tuple(axes))
+
+
+class Axes(Enum):
+    """The kinds of axes that a move runs along, which decide over what links it goes."""
+
+    INTRA = "intra"
+    INTER = "inter"
+    BOTH = "both"
+
+
+def axes_of(run: Sequence[Axis]) -> Axes:
+    """Over what kinds of axes a run leads that is not empty."""
+    kinds = {axis.link for axis in run}
+    assert kinds, "an empty run moves nothing"
+    return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH

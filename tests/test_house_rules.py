@@ -11,18 +11,18 @@ import pytest
 from tests.helpers.house import (
     EVERYWHERE,
     IN_PRODUCT,
-    LEVELS,
     MACHINE,
     MAX_FILE_LINES,
     MAX_FUNCTION_LINES,
     PRODUCT,
+    PURE,
     ROOT,
     Rule,
     Source,
     functions_are_typed,
     has_no_globals,
     imports_are_allowed,
-    imports_run_downwards,
+    imports_no_program,
     is_named_for_its_subject,
     lies_in,
     sizes_are_small,
@@ -51,7 +51,7 @@ def test_pure_files_and_the_parser_start_without_torch() -> None:
     modules = [
         source.module
         for source in sources(*PRODUCT)
-        if lies_in(source.module, (*LEVELS["pure"], "paro.arguments"))
+        if lies_in(source.module, (*PURE, "paro.arguments"))
     ]
     program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -77,35 +77,40 @@ def test_every_folder_of_tests_is_a_package() -> None:
 
 PLANTED: list[tuple[Rule, str, str, str]] = [
     # rule, module, source, what it is told
-    (imports_run_downwards, "paro.sharding.unit", "import paro.optim.adamw", "which is optim"),
-    (imports_run_downwards, "paro.topology", "from model import llama as m", "is model"),
-    (imports_run_downwards, "paro.lanes", "def f():\n    from paro import training", "2: coll"),
-    (imports_run_downwards, "paro.optim.adamw", "from data.loader import Batch", "is data"),
-    (imports_run_downwards, "paro.sharding.layout", "import paro.sharding.unit", "is sharding"),
-    (imports_run_downwards, "paro.config", "import pretrain_llama", "is scripts"),
-    (imports_run_downwards, "paro.novelty", "import paro.topology", "paro.novelty has no level"),
-    (imports_run_downwards, "paro.config", "from paro.novelty import x", "paro.novelty.x has no"),
-    (imports_run_downwards, "tools.plan", "from tests.helpers import ranks", "tests.helpers.ranks"),
-    (imports_run_downwards, "paro.optim.adamw", "from . import optimizer", "relative"),
+    (imports_no_program, "paro.config.run", "import pretrain_llama", "imports the program"),
+    (imports_no_program, "model.llama", "def f():\n    from tools import plan", "2: model.llama"),
+    (imports_no_program, "tools.plan", "from tests.helpers import ranks", "tests.helpers.ranks"),
+    (imports_no_program, "tools.plan", "import tools.bench.fixed_runs", "own evidence"),
+    (imports_no_program, "paro.optim.adamw", "from . import optimizer", "relative"),
     (imports_are_allowed, "paro.strategy", "import torch", "may not import torch"),
-    (imports_are_allowed, "paro.planning.planner", "import numpy as np", "may not import numpy"),
+    (
+        imports_are_allowed,
+        "paro.planning.search.planner",
+        "import numpy as np",
+        "may not import numpy",
+    ),
     (imports_are_allowed, "model.config", "from torch import nn", "may not import torch.nn"),
     (imports_are_allowed, "model.config", "import paro.strategy", "may not import paro.strategy"),
     (imports_are_allowed, "model.llama", "import transformers", "may not import transformers"),
     (imports_are_allowed, "data.loader", "from paro import strategy", "import paro.strategy"),
     (imports_are_allowed, "data.loader", "import model.config", "may not import model.config"),
-    (uses_are_allowed, "paro.config", "import os\nos.environ.get('X')", "2: os.environ belongs"),
+    (
+        uses_are_allowed,
+        "paro.config.run",
+        "import os\nos.environ.get('X')",
+        "2: os.environ belongs",
+    ),
     (uses_are_allowed, "pretrain_llama", "from os import environ as e", "1: os.environ belongs"),
     (uses_are_allowed, "model.llama", "import os\nos.getenv('X')", "2: os.getenv belongs"),
     (
         uses_are_allowed,
-        "paro.runtime",
+        "paro.distributed.runtime",
         "import torch.distributed as dist\ndist.new_group([0])",
-        "2: torch.distributed.new_group belongs to paro.groups",
+        "2: torch.distributed.new_group belongs to paro.distributed.groups",
     ),
     (
         uses_are_allowed,
-        "paro.groups",
+        "paro.distributed.groups",
         "import torch\nimport torch.distributed\ntorch.distributed.all_reduce(1)",
         "3: torch.distributed.all_reduce belongs",
     ),
@@ -145,19 +150,27 @@ def test_a_planted_offence_is_found(rule: Rule, module: str, text: str, told: st
 
 
 INNOCENT: list[tuple[Rule, str, str]] = [
+    (imports_no_program, "tools.bench.x", "import os\nfrom tools.bench.planning import steps"),
+    (imports_no_program, "pretrain_llama", "from paro.config.run import RunConfig\nimport torch"),
     (
-        imports_run_downwards,
-        "paro.sharding.unit",
-        "import os\nfrom paro.sharding.layout import Box",
+        imports_are_allowed,
+        "paro.planning.search.planner",
+        "import math\nfrom model.config import Llama",
     ),
-    (imports_run_downwards, "pretrain_llama", "from paro.config import RunConfig\nimport torch"),
-    (imports_are_allowed, "paro.planning.planner", "import math\nfrom model.config import Llama"),
     (imports_are_allowed, "model.llama", "import math\nfrom torch import nn\nimport model.rotary"),
     (imports_are_allowed, "paro.sharding.unit", "import torch"),
-    (uses_are_allowed, "paro.runtime", "import os\nos.environ['X']"),
-    (uses_are_allowed, "paro.groups", "import torch.distributed as dist\ndist.new_group([0])"),
+    (uses_are_allowed, "paro.distributed.runtime", "import os\nos.environ['X']"),
+    (
+        uses_are_allowed,
+        "paro.distributed.groups",
+        "import torch.distributed as dist\ndist.new_group([0])",
+    ),
     (uses_are_allowed, "paro.optim.x", "import os\nos.replace('a', 'b')\nself.wire.all_reduce(x)"),
-    (uses_are_allowed, "paro.lanes", "import torch.distributed as dist\ndist.ReduceOp.SUM"),
+    (
+        uses_are_allowed,
+        "paro.distributed.comm_stream",
+        "import torch.distributed as dist\ndist.ReduceOp.SUM",
+    ),
     (starts_with_its_docstring, "x", '#!/usr/bin/env python\n"""Says what."""\n'),
     (sizes_are_small, "x", "\n" * MAX_FILE_LINES),
     (sizes_are_small, "x", "class A:\n    def f(self, a, b, c, d, e, f, g): ..."),

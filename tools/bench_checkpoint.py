@@ -26,19 +26,22 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 import torch
 
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, start_state
+from paro.arguments.parser import parse_args
 from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import save_checkpoint
-from paro.config import RunConfig
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.process_group import RuntimeConfig, distributed
+from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.world import read_world
+from paro.layout import make_layout, whole_box
 from paro.report.log import Log
-from paro.resume import Saver
-from paro.runtime import Control, RuntimeConfig, distributed, read_world, run_script, user_mistakes
 from paro.sharding.buffers import FlatShard
-from paro.sharding.layout import make_layout, whole_box
 from paro.topology import make_topology
-from paro.training import train_step
-from tools.peers.meters import MemoryMeter
+from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.resume import Saver
+from paro.training.step import train_step
+from tools.shared.meters import MemoryMeter
 
 BLOCK_BYTES = 2**20
 STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -25,31 +25,24 @@ if not __package__:  # started as a script: the repository's packages lie beside
 
 from data.atomic_file import replacing
 from paro.collectives.schedule import COLLECTIVES, Op
-from paro.config import RunConfig
-from paro.groups import Run
-from paro.planning.machine import (
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.groups import Run
+from paro.distributed.process_group import RuntimeConfig, distributed, timeout_of
+from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.world import World, read_world
+from paro.planning.machine.files import machine_to_json, read_machine
+from paro.planning.machine.machine import (
     Device,
     Machine,
     Measured,
     Nic,
-    axes_of,
     bits_per_second,
     fit_link,
     least_seconds,
     rate_text,
 )
-from paro.planning.machine_file import machine_to_json, read_machine
-from paro.runtime import (
-    Control,
-    RuntimeConfig,
-    World,
-    distributed,
-    read_world,
-    run_script,
-    timeout_of,
-    user_mistakes,
-)
-from paro.topology import Link, Topology, make_topology
+from paro.topology import Link, Topology, axes_of, make_topology
 from tools.collective_timing.device import LARGE, SMALL, measure_device, training_config
 from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race

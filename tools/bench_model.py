@@ -33,11 +33,13 @@ from model.config import LlamaConfig, RecomputeConfig, flops_per_token, num_para
 from model.hugging_face import hugging_face_config, hugging_face_name
 from model.initialization import initialize_whole
 from model.llama import Llama
-from paro.arguments import parse_args
-from paro.assembly import build_training, start_state
-from paro.config import RunConfig
-from paro.runtime import Control, World, device_for
-from paro.training import train_step
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.process_group import device_for
+from paro.distributed.world import World
+from paro.training.assembly import build_training, start_state
+from paro.training.step import train_step
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}

@@ -16,7 +16,7 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
-from paro.runtime import run_script, user_mistakes
+from paro.distributed.user_errors import run_script, user_mistakes
 from tools.run_report.runs import Run, read_runs
 from tools.shared.picture import check_can_draw, drawing
 

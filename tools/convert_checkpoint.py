@@ -15,8 +15,8 @@ from tqdm import tqdm
 from model.config import num_parameters
 from paro.checkpoint.convert.conversion import DTYPES, OPENERS, TARGETS, Conversion
 from paro.checkpoint.convert.source import Source
+from paro.distributed.user_errors import run_script, user_mistakes
 from paro.quantities import size_text
-from paro.runtime import run_script, user_mistakes
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from typing import Any
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paro.planning.simulation import Span
+from paro.planning.step.simulation import Span
 from tools.planning.pictures import draw_timeline
 from tools.shared.command_line import Parser
 from tools.shared.picture import check_can_draw

@@ -24,7 +24,7 @@ from paro.checkpoint.convert.hugging_face import is_hugging_face, open_hugging_f
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import latest_iteration
-from paro.runtime import run_script, user_mistakes
+from paro.distributed.user_errors import run_script, user_mistakes
 
 UNFINISHED = "\ufffd"  # how the bytes of a character decode that is not complete yet
 

@@ -26,7 +26,7 @@ from paro.checkpoint.directory import common_of, find_checkpoint, latest_iterati
 from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import check_files, read_metadata
-from paro.runtime import run_script, user_mistakes
+from paro.distributed.user_errors import run_script, user_mistakes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from data.indexed_dataset import IndexedDataset
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import tokenizer_config
-from paro.arguments import parse_args
-from paro.runtime import run_script, user_mistakes
+from paro.arguments.parser import parse_args
+from paro.distributed.user_errors import run_script, user_mistakes
 from tools.inspection.lengths import (
     Bin,
     document_lengths,

@@ -14,10 +14,10 @@ if not __package__:  # started as a script: the repository's packages lie beside
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
-from paro.planning.description import describe
-from paro.planning.machine import Machine
-from paro.planning.machine_file import find_machine
-from paro.planning.planner import (
+from paro.planning.machine.files import find_machine
+from paro.planning.machine.machine import Machine
+from paro.planning.search.description import describe
+from paro.planning.search.planner import (
     Estimate,
     Estimator,
     Plan,
@@ -27,10 +27,9 @@ from paro.planning.planner import (
     plan,
     rotated_rows,
 )
-from paro.planning.remedies import MOST_RANKS, why_nothing_fits
-from paro.planning.settings import Case, Freedom
-from paro.planning.trace import chrome_trace
-from tools.planning.case import case_of, make_parser
+from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
+from paro.planning.search.settings import Case, Freedom
+from paro.planning.step.trace import chrome_trace
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
     as_json,
@@ -41,6 +40,7 @@ from tools.planning.tables import (
     rows_table,
     title,
 )
+from tools.planning.workload import case_of, make_parser
 from tools.shared.picture import check_can_draw
 
 

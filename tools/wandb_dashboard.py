@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 if not __package__:  # started as a script: the repository's packages lie beside tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from paro.distributed.user_errors import UserMistakeError, run_script, user_mistakes
 from paro.report import tags
-from paro.runtime import UserMistakeError, run_script, user_mistakes
 
 
 @dataclass(frozen=True, slots=True)

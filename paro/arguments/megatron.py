@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 from argparse import ArgumentParser, Namespace
 
-from paro.megatron_rules.compute import COMPUTE_RULES
-from paro.megatron_rules.elsewhere import ELSEWHERE_RULES
-from paro.megatron_rules.job import JOB_RULES
-from paro.megatron_rules.model import MODEL_RULES
-from paro.megatron_rules.parallel import PARALLEL_RULES
-from paro.megatron_rules.rule import Outcome, Rule
-from paro.mistakes import listed
-from paro.needed_flags import details_without_full
+from paro.arguments.megatron_rules.compute import COMPUTE_RULES
+from paro.arguments.megatron_rules.elsewhere import ELSEWHERE_RULES
+from paro.arguments.megatron_rules.job import JOB_RULES
+from paro.arguments.megatron_rules.model import MODEL_RULES
+from paro.arguments.megatron_rules.parallel import PARALLEL_RULES
+from paro.arguments.megatron_rules.rule import Outcome, Rule
+from paro.arguments.needed import details_without_full
+from paro.errors import listed
 
 RULES = (*MODEL_RULES, *COMPUTE_RULES, *PARALLEL_RULES, *JOB_RULES, *ELSEWHERE_RULES)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Collection
 
-from paro.mistakes import listed
+from paro.errors import listed
 
 EXAMPLE = """\
 python pretrain_llama.py --distributed-backend gloo --mock-data \\

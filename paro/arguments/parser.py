@@ -12,9 +12,7 @@ import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
-from paro.collectives.schedule import COLLECTIVES
-from paro.compatibility import add_compatibility_args, refusals
-from paro.job_arguments import (
+from paro.arguments.job import (
     add_checkpointing_args,
     add_data_args,
     add_logging_args,
@@ -22,8 +20,8 @@ from paro.job_arguments import (
     add_tokenizer_args,
     add_validation_args,
 )
-from paro.mistakes import MistakesError
-from paro.model_arguments import (
+from paro.arguments.megatron import add_compatibility_args, refusals
+from paro.arguments.model import (
     add_learning_rate_args,
     add_mixed_precision_args,
     add_model_args,
@@ -31,10 +29,12 @@ from paro.model_arguments import (
     add_regularization_args,
     add_training_args,
 )
-from paro.needed_flags import EXAMPLE, missing_flags, nothing_needed_is_given
-from paro.planning.machine_file import shipped_machines
-from paro.unknown_flags import hint_for
-from paro.yaml_flags import read_flags
+from paro.arguments.needed import EXAMPLE, missing_flags, nothing_needed_is_given
+from paro.arguments.unknown import hint_for
+from paro.arguments.yaml_flags import read_flags
+from paro.collectives.schedule import COLLECTIVES
+from paro.errors import MistakesError
+from paro.planning.machine.files import shipped_machines
 
 _ABOUT = f"""\
 Pre-trains a LLaMA whose parameters, gradients and optimizer state each lie where you say.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from argparse import ArgumentParser
 
-from paro.compatibility import RULES
-from paro.megatron_rules.rule import Outcome
-from paro.synonyms import meaning_of
+from paro.arguments.megatron import RULES
+from paro.arguments.megatron_rules.rule import Outcome
+from paro.arguments.synonyms import meaning_of
 
 
 def hint_for(flag: str, parser: ArgumentParser) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from paro.unknown_flags import hint_for
+from paro.arguments.unknown import hint_for
 
 FLAG = "--yaml-cfg"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paro.checkpoint.boxes import BoxedState
-from paro.sharding.layout import Shape
+from paro.layout import Shape
 
 
 class HostCopy:

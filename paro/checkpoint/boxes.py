@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from paro.checkpoint.errors import CheckpointError, DamagedError
+from paro.layout import Shape, rectangles
 from paro.sharding.buffers import FlatShard
-from paro.sharding.layout import Shape, rectangles
 
 PARAM = "param"
 

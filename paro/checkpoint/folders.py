@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from paro.checkpoint.directory import RANK_MARK
-from paro.runtime import Control
+from paro.distributed.control import Control
 
 
 def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]:

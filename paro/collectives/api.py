@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from paro.collectives.auto import AutoCollectives, Choice
+from paro.collectives.auto import AutoCollectives
+from paro.collectives.choice import Choice
 from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives, parts_of
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
-from paro.groups import Groups, Run, Use, make_groups
-from paro.lanes import Lanes
+from paro.distributed.byte_counter import Traffic
+from paro.distributed.comm_stream import Lanes
+from paro.distributed.groups import Groups, Run, Use, make_groups
 from paro.topology import Topology
-from paro.traffic import Traffic
 
 
 def make_collectives(

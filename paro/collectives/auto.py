@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from paro.collectives.choice import Choice
 from paro.collectives.interface import Collectives
-from paro.collectives.schedule import COLLECTIVES, Op
-from paro.groups import Groups, Run, Use
-from paro.lanes import Event, Job, Lanes
-from paro.planning.machine import Axes, Machine, axes_of, fastest_algorithm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The algorithms to choose from, and which is best; every rank must choose alike.
-
-    `best` gets the collective, the kinds of axes that it crosses, and the bytes of the whole
-    buffer as they travel.
-    """
-
-    names: tuple[str, ...]
-    best: Callable[[Op, Axes, int], str]
-
-
-def choice_by(machine: Machine) -> Choice:
-    """The fastest of what was measured on a machine.
-
-    Raises `ValueError` where it names unknown algorithms, or lacks a collective over some axes.
-    """
-    names = tuple(dict.fromkeys(row.algorithm for row in machine.measured))
-    unknown = sorted(set(names) - set(COLLECTIVES))
-    if unknown:
-        raise ValueError(
-            f"machine {machine.name} was measured with {', '.join(unknown)}; the algorithms are "
-            f"{', '.join(COLLECTIVES)}: measure it again"
-        )
-    kinds = [Axes.INTRA] * (machine.group_size > 1) + [Axes.INTER] * (machine.num_groups > 1)
-    for axes in [*kinds, Axes.BOTH] if len(kinds) == 2 else kinds:
-        for op in Op:
-            fastest_algorithm(machine, op, axes, 1)
-    return Choice(names=names, best=cache(partial(fastest_algorithm, machine)))
+from paro.collectives.schedule import Op
+from paro.distributed.comm_stream import Event, Job, Lanes
+from paro.distributed.groups import Groups, Run, Use
+from paro.topology import axes_of
 
 
 class AutoCollectives:

@@ -20,10 +20,10 @@ from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
 from paro.collectives.transfer import Buffer, Level, Scratch, Transfer
 from paro.collectives.wire import Wire, shard_in
-from paro.groups import Groups, Run, Use
-from paro.lanes import DONE, AllEvents, Event, Job, Lanes
+from paro.distributed.byte_counter import Traffic
+from paro.distributed.comm_stream import DONE, AllEvents, Event, Job, Lanes
+from paro.distributed.groups import Groups, Run, Use
 from paro.topology import Link, nested_range
-from paro.traffic import Traffic
 
 ALGORITHMS: dict[str, Hops] = {
     "ring": ring.hops,

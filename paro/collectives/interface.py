@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paro.groups import Run
-from paro.lanes import Event, Job
+from paro.distributed.comm_stream import Event, Job
+from paro.distributed.groups import Run
 
 
 class Collectives(Protocol):

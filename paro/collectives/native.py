@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from paro.collectives.wire import Wire, shard_in
-from paro.groups import Groups, Run, Use
-from paro.lanes import DONE, Event, Job, Lanes
+from paro.distributed.byte_counter import Traffic
+from paro.distributed.comm_stream import DONE, Event, Job, Lanes
+from paro.distributed.groups import Groups, Run, Use
 from paro.topology import Axis
-from paro.traffic import Traffic
 
 
 class NativeCollectives:

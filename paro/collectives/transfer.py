@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Schedule
 from paro.collectives.wire import Pending, Wire
-from paro.groups import Run, Use
-from paro.lanes import Job
+from paro.distributed.comm_stream import Job
+from paro.distributed.groups import Run, Use
 
 _TAGS = 1 << 31  # what a backend's tag can hold
 

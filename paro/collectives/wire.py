@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.groups import Groups, Run, Use
+from paro.distributed.byte_counter import Traffic
+from paro.distributed.groups import Groups, Run, Use
 from paro.topology import Link, nested_range
-from paro.traffic import Traffic
 
 # gloo reduces-scatters by an all-reduce, at twice the bytes; messages to every peer and a sum of
 # our own move what they must (its all-to-all leaves slow links idle in between). This many bytes

@@ -12,23 +12,10 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paro.quantities import count_text
+from paro.quantities import check_multiple
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _STEPS_FLAG = "--step-batch-size-schedule"
-
-
-def check_multiple(what: str, size: int, micro_batch_size: int, *, num_ranks: int) -> None:
-    """`ValueError` with the nearest sizes unless all ranks take the same whole micro-batches."""
-    at_once = micro_batch_size * num_ranks
-    if size > 0 and size % at_once == 0:
-        return
-    below = size // at_once * at_once
-    raise ValueError(
-        f"{what} {size} is no multiple of --micro-batch-size {micro_batch_size} times "
-        f"{count_text(num_ranks, 'rank')} (= {at_once}): choose "
-        + (f"{below} or {below + at_once}" if below > 0 else f"{at_once}")
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,14 @@ from data.config import DataConfig
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
+from paro.config.sharding import ShardingConfig
+from paro.config.train import TrainConfig
+from paro.distributed.process_group import RuntimeConfig
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
 from paro.planning.rotation import why_not_rotating
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
-from paro.runtime import RuntimeConfig
-from paro.sharding.wrap import ShardingConfig
 from paro.strategy import Strategy
-from paro.training import TrainConfig
 
 
 def check_sequence(model: LlamaConfig, data: DataConfig) -> None:

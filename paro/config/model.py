@@ -8,8 +8,8 @@ from typing import Any
 
 from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from paro.mistakes import MistakesError
-from paro.needed_flags import details_without_full, missing_sizes
+from paro.arguments.needed import details_without_full, missing_sizes
+from paro.errors import MistakesError
 
 _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from model.config import LlamaConfig
-from paro.batch_schedule import BatchSchedule
-from paro.planning.description import describe
-from paro.planning.machine import Machine
-from paro.planning.machine_file import find_machine
-from paro.planning.planner import Plan, plan
-from paro.planning.remedies import why_nothing_fits
-from paro.planning.settings import Case, Freedom, Materialize
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.sharding import ShardingConfig
+from paro.distributed.world import World
+from paro.planning.machine.files import find_machine
+from paro.planning.machine.machine import Machine
+from paro.planning.search.description import describe
+from paro.planning.search.planner import Plan, plan
+from paro.planning.search.remedies import why_nothing_fits
+from paro.planning.search.settings import Case, Freedom, Materialize
 from paro.precision import PrecisionConfig
-from paro.runtime import World
-from paro.sharding.wrap import ShardingConfig
 from paro.strategy import FLAG, Strategy
 
 AUTO = "auto"

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from model.config import RecomputeConfig, num_parameters
-from paro.config import RunConfig
+from paro.config.run import RunConfig
 
 
 def recorded_arguments(config: RunConfig) -> dict[str, Any]:

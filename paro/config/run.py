@@ -11,17 +11,18 @@ from data.config import DataConfig
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LLAMA_PRESETS, LlamaConfig
-from paro.arguments import check_flags
-from paro.batch_schedule import BatchSchedule, parse_steps
+from paro.arguments.megatron import ignored_lines
+from paro.arguments.needed import missing_flags
+from paro.arguments.parser import check_flags
 from paro.checkpoint.config import CheckpointConfig
-from paro.compatibility import ignored_lines
-from paro.config_checkpoint import (
+from paro.config.batch_schedule import BatchSchedule, parse_steps
+from paro.config.checkpoint import (
     resumed_samples,
     saved_common,
     with_checkpoint_args,
     with_checkpoint_schedule,
 )
-from paro.config_checks import (
+from paro.config.checks import (
     check_intervals,
     check_load,
     check_profile,
@@ -31,10 +32,13 @@ from paro.config_checks import (
     check_trackers,
     flags_without_effect,
 )
-from paro.config_model import output_layer_notice, take_model
-from paro.config_plan import AUTO, case_of, choose_strategy, take_machine
-from paro.mistakes import MistakesError
-from paro.needed_flags import missing_flags
+from paro.config.model import output_layer_notice, take_model
+from paro.config.plan import AUTO, case_of, choose_strategy, take_machine
+from paro.config.sharding import ShardingConfig
+from paro.config.train import TrainConfig
+from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.world import LaunchConfig, World
+from paro.errors import MistakesError
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
@@ -43,10 +47,7 @@ from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.report.watchdog import WatchConfig
-from paro.runtime import LaunchConfig, RuntimeConfig, World
-from paro.sharding.wrap import ShardingConfig
 from paro.strategy import Strategy, check_group_size, parse_strategy
-from paro.training import TrainConfig
 
 Config = TypeVar("Config")
 

@@ -20,7 +20,7 @@ from enum import Enum
 
 import torch
 
-from paro.lanes import DONE, Event
+from paro.distributed.comm_stream import DONE, Event
 from paro.topology import Link, Topology
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import attach_moments, find_apex, make_adamw, set_num_steps
 from paro.sharding.buffers import FlatShard
-from paro.sharding.layout import UnitLayout, parameter_runs
 from paro.sharding.model import SpreadModel
 from paro.sharding.shards import UnitShards
 

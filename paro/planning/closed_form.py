@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
+from paro.distributed.byte_counter import Sent
 from paro.strategy import is_legal
-from paro.traffic import Sent
 
 Multiples = tuple[int, int]  # of X and of Y
 

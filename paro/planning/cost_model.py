@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from paro.distributed.byte_counter import Sent
+from paro.layout import Shape, make_layout, whole_box
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.sharding.layout import Shape, make_layout, whole_box
 from paro.strategy import Strategy, replicated
 from paro.topology import Axis, Link, Topology
-from paro.traffic import Sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from model.config import (
     attention_norms,
     parameter_shapes,
 )
+from paro.layout import Shape, halves_of, make_layout, make_sliced_layout, whole_box
 from paro.planning.cost_model import UnitSize
-from paro.sharding.layout import Shape, halves_of, make_layout, make_sliced_layout, whole_box
 from paro.strategy import FLAG, Strategy
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paro.distributed.control import Control
 from paro.report.record import Peak
-from paro.runtime import Control
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

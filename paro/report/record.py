@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paro.exposure import Exposed
+from paro.distributed.exposed_time import Exposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+from paro.distributed.control import Control
 from paro.report.log import print_line
 from paro.report.record import RunFacts
-from paro.runtime import Control
 
 
 def live_is_wanted(choice: str, control: Control) -> bool:

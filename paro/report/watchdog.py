@@ -7,10 +7,8 @@
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import json
 import math
-import pickle
 import sys
 import threading
 import time
@@ -19,12 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
 from data.atomic_file import replacing
+from paro.distributed.flight_recorder import FLIGHT_PREFIX, recorded_collectives
 from paro.report.observer import Observer
-from paro.runtime import FLIGHT_PREFIX
 
 _BEAT_SECONDS = 1.0
 _State = tuple[str, int, float]  # what is done, after how many iterations, since when
@@ -122,7 +117,7 @@ class Watchdog(Observer):
 
     def _write_flights(self, path: Path) -> None:
         try:
-            recorded = _recorded_collectives()
+            recorded = recorded_collectives()
             if recorded is None:
                 return
             with replacing(path) as temporary:
@@ -151,27 +146,3 @@ class Watchdog(Observer):
                 for line in entry.rstrip("\n").splitlines()
             ]
         return "\n".join(lines) + "\n"
-
-
-def _recorded_collectives() -> bytes | None:
-    """What torch's flight recorder has of this process, pickled; None without process groups."""
-    if not dist.is_initialized():
-        return None
-    recorders = importlib.import_module("torch._C._distributed_c10d")
-    if dist.get_backend() == "nccl":
-        return bytes(recorders._dump_nccl_trace())
-    recorded = pickle.loads(recorders._dump_fr_trace())
-    # Of gloo's groups torch leaves out their names, by which its tool looks their ranks up.
-    groups = {group.group_name: group for group in distributed_c10d._world.pg_names}
-    recorded["pg_config"] = {
-        name: {
-            "name": name,
-            "desc": group.group_desc,
-            "ranks": str(dist.get_process_group_ranks(group)),
-        }
-        for name, group in groups.items()
-    }
-    recorded["entries"] = [
-        entry for entry in recorded["entries"] if entry["process_group"][0] in groups
-    ]
-    return pickle.dumps(recorded)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from paro.distributed.timers import Timers
 from paro.rotation.part import Phase, Progress
 from paro.rotation.ring import Ring
 from paro.rotation.wrap import Parts
 from paro.sharding.shards import UnitShards
 from paro.sharding.unit import ShardedUnit
-from paro.timers import Timers
 
 
 class RotatedModel:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from paro.collectives.wire import Pending, Wire
-from paro.groups import Groups, Run, Use, make_groups
-from paro.lanes import Event, Lanes, Stage
-from paro.sharding.layout import chunk_numel
+from paro.distributed.byte_counter import Traffic
+from paro.distributed.comm_stream import Event, Lanes, Stage
+from paro.distributed.groups import Groups, Run, Use, make_groups
+from paro.layout import chunk_numel
 from paro.topology import Axis, Topology
-from paro.traffic import Traffic
 
 _TAGS = 1 << 31  # what a backend's tag can hold
 

@@ -32,11 +32,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paro.exposure import Kind
-from paro.lanes import DONE, Event
+from paro.distributed.comm_stream import DONE, Event
+from paro.distributed.exposed_time import Kind
+from paro.layout import UnitLayout
 from paro.rotation.ring import Ring, Turn, room_beside
 from paro.sharding.buffers import ElasticBuffer
-from paro.sharding.layout import UnitLayout
 from paro.sharding.shards import ShardingContext, UnitShards
 
 

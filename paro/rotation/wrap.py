@@ -8,12 +8,8 @@ from typing import Protocol
 
 from torch import nn
 
-from paro.groups import Run, Use
-from paro.rotation.part import Course, Lap, PartSpec, Progress, RotatingPart
-from paro.rotation.ring import Ring
-from paro.rotation.unit import RotatingUnit
-from paro.sharding import wrap
-from paro.sharding.layout import (
+from paro.distributed.groups import Run, Use
+from paro.layout import (
     Shape,
     decays,
     halves_of,
@@ -21,6 +17,10 @@ from paro.sharding.layout import (
     make_sliced_layout,
     whole_box,
 )
+from paro.rotation.part import Course, Lap, PartSpec, Progress, RotatingPart
+from paro.rotation.ring import Ring
+from paro.rotation.unit import RotatingUnit
+from paro.sharding import wrap
 from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.unit import ShardedUnit
 from paro.strategy import Strategy, replicated

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paro.sharding.layout import UnitLayout
+from paro.layout import UnitLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from paro.distributed.timers import Timers
 from paro.sharding.unit import ShardedUnit, UnitState
 from paro.sharding.wrap import Node
-from paro.timers import Timers
 
 
 class Phase(Enum):

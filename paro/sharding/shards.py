@@ -9,11 +9,11 @@ from torch import Tensor
 
 from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
-from paro.exposure import Exposure, Kind
-from paro.groups import Run, Use
-from paro.lanes import DONE, Event
+from paro.distributed.comm_stream import DONE, Event
+from paro.distributed.exposed_time import Exposure, Kind
+from paro.distributed.groups import Run, Use
+from paro.layout import UnitLayout
 from paro.sharding.buffers import Ledger
-from paro.sharding.layout import UnitLayout
 from paro.strategy import Strategy
 from paro.topology import Topology
 

@@ -19,10 +19,10 @@ from enum import Enum
 from torch import Tensor, nn
 
 from paro.collectives.wire import shard_in
-from paro.exposure import Kind
-from paro.lanes import DONE, Event
+from paro.distributed.comm_stream import DONE, Event
+from paro.distributed.exposed_time import Kind
+from paro.layout import UnitLayout
 from paro.sharding.buffers import ElasticBuffer, box_views
-from paro.sharding.layout import UnitLayout
 from paro.sharding.shards import ShardingContext, UnitShards
 
 

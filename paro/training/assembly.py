@@ -12,32 +12,34 @@ from model.config import flops_per_token
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from paro.collectives.api import make_collectives
-from paro.collectives.auto import Choice, choice_by
-from paro.config import RunConfig
-from paro.exposure import Exposure
-from paro.groups import Run, Use
-from paro.lanes import make_lanes
-from paro.loop import HeldOut, Sources
+from paro.collectives.choice import Choice
+from paro.config.run import RunConfig
+from paro.distributed.byte_counter import Traffic
+from paro.distributed.comm_stream import make_lanes
+from paro.distributed.control import Control
+from paro.distributed.exposed_time import Exposure
+from paro.distributed.groups import Run, Use
+from paro.distributed.process_group import timeout_of
+from paro.distributed.timers import Timers, make_timers
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import Schedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
-from paro.planning.machine_file import machine_to_json
+from paro.planning.machine.choice import choice_by
+from paro.planning.machine.files import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
 from paro.rotation.engine import RotatedModel
 from paro.rotation.part import Progress
 from paro.rotation.ring import make_ring
 from paro.rotation.wrap import cut_into_parts, runs_beside_rotation
-from paro.runtime import Control, timeout_of
 from paro.sharding.buffers import Ledger
 from paro.sharding.engine import ShardedModel
 from paro.sharding.model import SpreadModel
 from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
-from paro.timers import Timers, make_timers
 from paro.topology import make_topology
-from paro.traffic import Traffic
-from paro.training import Training, TrainState, last_iteration
+from paro.training.loop import HeldOut, Sources
+from paro.training.step import Training, TrainState, last_iteration
 
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -11,7 +11,7 @@ from typing import Any
 from data.index_cache import checksum
 from data.loader import Datasets
 from data.sample_order import parse_split
-from paro.config import RunConfig
+from paro.config.run import RunConfig
 
 Record = Mapping[str, Any]
 

@@ -11,31 +11,32 @@ from data.fingerprint import check_tokenizer
 from data.gpt_dataset import check_vocabulary
 from data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from model.config import flops_per_token, num_parameters
-from paro.arguments import given
-from paro.assembly import build_training
+from paro.arguments.parser import given
 from paro.checkpoint.directory import find_checkpoint
-from paro.config import RunConfig
-from paro.config_checkpoint import resumed_samples
-from paro.config_checks import check_overwriting
-from paro.config_plan import case_of
-from paro.config_record import model_line, recorded_arguments
-from paro.placement import placement_lines, predict_memory
+from paro.config.checkpoint import resumed_samples
+from paro.config.checks import check_overwriting
+from paro.config.plan import case_of
+from paro.config.record import model_line, recorded_arguments
+from paro.config.run import RunConfig
+from paro.distributed.control import PlannedControl
+from paro.distributed.world import World
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
-from paro.planning.description import describe, describe_launch, describe_time
-from paro.planning.llama import units_of
-from paro.planning.memory_limit import MemoryLimit, memory_limit
-from paro.planning.planner import TIE, Estimate, Estimator
-from paro.planning.planner import Plan as Found
-from paro.planning.planner import plan as search
-from paro.planning.remedies import why_nothing_fits
-from paro.planning.settings import Case
-from paro.planning.working_memory import Moment
+from paro.planning.memory.gathering import Moment
+from paro.planning.memory.limit import MemoryLimit, memory_limit
+from paro.planning.search.description import describe, describe_launch, describe_time
+from paro.planning.search.planner import TIE, Estimate, Estimator
+from paro.planning.search.planner import Plan as Found
+from paro.planning.search.planner import plan as search
+from paro.planning.search.remedies import why_nothing_fits
+from paro.planning.search.settings import Case
+from paro.planning.units import units_of
 from paro.quantities import count_text, size_text
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
-from paro.runtime import PlannedControl, World
 from paro.sharding.shards import UnitShards
-from paro.training import Training
+from paro.training.assembly import build_training
+from paro.training.placement import placement_lines, predict_memory
+from paro.training.step import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,14 @@ from datetime import datetime
 from types import FrameType
 
 from data.loader import Batch
+from paro.distributed.user_errors import UserMistakeError
 from paro.optim.step_checks import Expectation, Verdict, reason_to_stop
 from paro.report.memory import MemoryForecast, allocator_bytes
 from paro.report.observer import Observer
 from paro.report.rank_times import RankTimes
 from paro.report.record import IterationRecord
 from paro.report.report import Report
-from paro.runtime import UserMistakeError
-from paro.training import (
+from paro.training.step import (
     Reasons,
     StepResult,
     Training,

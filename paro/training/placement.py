@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from paro.config import RunConfig
+from paro.config.run import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
-from paro.planning.llama import MicroBatch, activations_of, units_of
-from paro.planning.rotating_memory import rotating_peak
-from paro.planning.working_memory import Moment, peak_memory
+from paro.planning.memory.gathering import Moment, peak_memory
+from paro.planning.memory.rotating import rotating_peak
+from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF
 from paro.quantities import ranks_text
 from paro.rotation.engine import RotatedModel
 from paro.sharding.shards import UnitShards
 from paro.sharding.unit import ShardedUnit
 from paro.strategy import Strategy, effective_letters, replicated
-from paro.training import Training
+from paro.training.step import Training
 
 
 def placement_lines(config: RunConfig, training: Training) -> list[str]:

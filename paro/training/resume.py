@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from data.loader import Datasets
-from paro.changed_flags import order_changes, schedule_change
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import PARAM, boxed_states
@@ -19,15 +18,19 @@ from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.folders import ranks_by_folder
 from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import write_states
-from paro.config import RunConfig
-from paro.config_record import recorded_arguments
-from paro.groups import make_save_groups
+from paro.config.record import recorded_arguments
+from paro.config.run import RunConfig
+from paro.config.train import TrainConfig
+from paro.distributed.control import Control
+from paro.distributed.groups import make_save_groups
+from paro.distributed.process_group import timeout_of
+from paro.distributed.user_errors import UserMistakeError, one_line, user_mistakes
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
 from paro.report.log import Log
 from paro.report.progress import Progress
-from paro.runtime import Control, UserMistakeError, one_line, timeout_of, user_mistakes
-from paro.training import TrainConfig, Training, TrainState
+from paro.training.changed_flags import order_changes, schedule_change
+from paro.training.step import Training, TrainState
 
 # What may differ between the run that saved and the one that loads.
 _FREE_MODEL_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")

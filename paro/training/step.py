@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,47 +12,18 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from paro.batch_schedule import BatchSchedule
-from paro.exposure import Exposed, Exposure
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.train import TrainConfig
+from paro.distributed.byte_counter import Sent, Traffic
+from paro.distributed.control import Control
+from paro.distributed.exposed_time import Exposed, Exposure
+from paro.distributed.timers import Timers
+from paro.distributed.user_errors import UserMistakeError, one_line
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
 from paro.optim.lr_schedule import Schedule
 from paro.optim.optimizer import ParoOptimizer
 from paro.optim.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
-from paro.runtime import Control, UserMistakeError, one_line
 from paro.sharding.model import SpreadModel
-from paro.timers import Timers
-from paro.traffic import Sent, Traffic
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """How long to train, on what batches, when to evaluate and when to leave."""
-
-    train_iters: int  # of a run from its beginning, where train_samples are given
-    train_samples: int | None = None
-    eval_iters: int = 100
-    eval_interval: int | None = 1000
-    skip_train: bool = False  # evaluate what was loaded, and leave
-    calculate_per_token_loss: bool = False
-    exit_interval: int | None = None
-    exit_duration_in_mins: float | None = None
-    exit_signal_handler: bool = False
-    exit_signal: str = "SIGTERM"
-    manual_gc: bool = False
-    manual_gc_interval: int = 0
-    empty_unused_memory_level: int = 0
-    log_num_zeros_in_grad: bool = False
-    log_params_norm: bool = False
-    seed: int = 1234
-
-    def __post_init__(self) -> None:
-        if not hasattr(signal, self.exit_signal):
-            raise ValueError(f"--exit-signal {self.exit_signal} is no signal of this system")
-        if self.skip_train and self.eval_iters == 0:
-            raise ValueError(
-                "--skip-train and --eval-iters 0 leave nothing to do: give 1 or more iterations to "
-                "evaluate"
-            )
 
 
 @dataclass(slots=True, kw_only=True)

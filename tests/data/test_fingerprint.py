@@ -24,11 +24,11 @@ from data.indexed_dataset import IndexedDatasetWriter, bin_path
 from data.loader import SplitCounts, build_datasets
 from data.tokenizer_config import TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
-from paro.arguments import parse_args
-from paro.assembly import build_data
-from paro.config import RunConfig
-from paro.dry_run import run_dry
-from paro.runtime import World
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.training.assembly import build_data
+from paro.training.dry_run import run_dry
 from tests.data.test_hugging_face_tokenizer import byte_level, write
 from tests.data.test_tokenizer import TEXT, train_sentencepiece
 from tools.preprocess_data import main as preprocess

@@ -11,7 +11,7 @@ import pytest
 from data.config import DataConfig
 from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import MicroBatches, Samples, SplitCounts, build_datasets
-from paro.batch_schedule import BatchSchedule
+from paro.config.batch_schedule import BatchSchedule
 
 WORLDS = (1, 2, 6, 8)
 SAMPLES = 24 * 9

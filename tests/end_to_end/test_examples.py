@@ -13,10 +13,10 @@ from typing import NamedTuple
 import pytest
 
 from model.config import LLAMA_PRESETS, num_parameters
-from paro.arguments import parse_args
-from paro.config import RunConfig, take_world
-from paro.dry_run import Plan, plan_run
-from paro.runtime import World
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig, take_world
+from paro.distributed.world import World
+from paro.training.dry_run import Plan, plan_run
 from tests.end_to_end.test_training import run_main
 from tests.helpers.ranks import ROOT
 from tools.train_tokenizer import main as train_tokenizer

@@ -13,10 +13,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from model.config import LLAMA_PRESETS
-from paro.arguments import build_parser
+from paro.arguments.parser import build_parser
 from paro.planning.closed_form import FINISH, GATHER, PUBLISH, REDUCE, Multiples
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
-from paro.planning.llama import units_of
+from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
 from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy
@@ -32,7 +32,7 @@ LISTED = ("paro", "model", "data", "tools", "examples", "docs")
 FOLDERS = {  # without a package's docstring
     "docs": "Pages that are too long for the README.",
     "examples": "One launch script per story.",
-    "machines": "Clusters to plan for, every figure with its source.",
+    "shipped": "Clusters to plan for, every figure with its source.",
     "measured": "What was measured: every figure, and the files as the tools wrote them.",
     "steps-25mbit": "Steps of the emulated cluster where links decide how long they are.",
     "steps-100mbit": "Steps where it is processor time that decides.",

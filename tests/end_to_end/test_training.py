@@ -25,7 +25,7 @@ import pytest
 
 import pretrain_llama
 from data.indexed_dataset import IndexedDatasetWriter
-from paro.runtime import UserMistakeError
+from paro.distributed.user_errors import UserMistakeError
 from tests.helpers.ranks import ROOT, run_ranks, run_script
 
 SCRIPT = "pretrain_llama.py"

@@ -14,77 +14,23 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
 
-# From bottom to top: a module imports from its own level and those below. The longest prefix
-# counts, so a pure file may lie in the folder of those that carry out what it plans.
-LEVELS: dict[str, tuple[str, ...]] = {
-    "pure": (
-        "paro.topology",
-        "paro.strategy",
-        "paro.precision",
-        "paro.quantities",
-        "paro.traffic",
-        "paro.batch_schedule",
-        "paro.mistakes",
-        "paro.collectives.schedule",
-        "paro.collectives.ring",
-        "paro.collectives.h_ring",
-        "paro.collectives.ho_ring",
-        "paro.sharding.layout",
-        "paro.optim.loss_scale",
-        "paro.optim.lr_schedule",
-        "paro.optim.step_checks",
-        "paro.planning",
-        "model.config",
-    ),
-    "model": ("model",),
-    "collectives": (
-        "paro.rendezvous",
-        "paro.runtime",
-        "paro.groups",
-        "paro.lanes",
-        "paro.exposure",
-        "paro.timers",
-        "paro.collectives",
-    ),
-    "sharding": ("paro.sharding", "paro.rotation"),
-    "optim": ("paro.optim",),
-    "data": ("data",),
-    "training": ("paro.checkpoint", "paro.report", "paro.training", "paro.loop"),
-    "arguments": (
-        "paro.arguments",
-        "paro.compatibility",
-        "paro.job_arguments",
-        "paro.megatron_rules",
-        "paro.model_arguments",
-        "paro.needed_flags",
-        "paro.synonyms",
-        "paro.unknown_flags",
-        "paro.yaml_flags",
-    ),
-    "config": (
-        "paro.config",
-        "paro.config_checkpoint",
-        "paro.config_checks",
-        "paro.config_model",
-        "paro.config_plan",
-        "paro.config_record",
-    ),
-    "assembly": (
-        "paro.assembly",
-        "paro.changed_flags",
-        "paro.dry_run",
-        "paro.placement",
-        "paro.resume",
-    ),
-    "scripts": ("pretrain_llama", "tools"),
-}
-HEIGHT = {level: height for height, level in enumerate(LEVELS)}
-LEVEL_OF = {prefix: level for level, prefixes in LEVELS.items() for prefix in prefixes}
+# They start in milliseconds and plan for thousands of ranks where torch is not installed.
+PURE = (
+    *("paro.errors", "paro.layout", "paro.precision", "paro.quantities", "paro.strategy"),
+    "paro.topology",
+    *(f"paro.collectives.{name}" for name in ("choice", "schedule", "ring", "h_ring", "ho_ring")),
+    "paro.config.batch_schedule",
+    "paro.distributed.byte_counter",
+    *("paro.optim.loss_scale", "paro.optim.lr_schedule", "paro.optim.step_checks"),
+    "paro.planning",
+    "model.config",
+)
+# What is run, and imported by nothing below it.
+PROGRAMS = ("pretrain_llama", "tools")
 
-# All that these import beside Python's own library. A pure file starts in milliseconds and plans
-# for thousands of ranks where torch is not installed; model/ and data/ know nothing of paro/.
+# All that these import beside Python's own library: model/ and data/ know nothing of paro/.
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
-    LEVELS["pure"]: LEVELS["pure"],
+    PURE: PURE,
     ("model",): ("model", "torch"),
     ("data",): (
         "data",
@@ -97,12 +43,12 @@ ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
 
 # What only some modules may use.
 OWNERS: dict[str, tuple[str, ...]] = {
-    r"os\.(environb?|getenv|putenv)": ("paro.runtime", "tools"),
-    r"torch\.distributed\.new_\w*group\w*": ("paro.groups",),
+    r"os\.(environb?|getenv|putenv)": ("paro.distributed", "tools"),
+    r"torch\.distributed\.new_\w*group\w*": ("paro.distributed.groups",),
     r"torch\.distributed\.(\w*(gather|reduce|scatter|broadcast|barrier|all_to_all|send|recv)\w*"
     r"|P2POp|nn|_functional_collectives)": (
         "paro.collectives",
-        "paro.runtime",
+        "paro.distributed.control",
         "paro.checkpoint",
     ),
 }
@@ -146,13 +92,6 @@ def lies_in(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def level_of(name: str) -> str | None:
-    """The level of a module, or of a name in a module."""
-    parts = name.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((LEVEL_OF[prefix] for prefix in prefixes if prefix in LEVEL_OF), None)
-
-
 def imports_of(source: Source) -> Iterator[Imported]:
     """What a file imports, wherever it does."""
     for node in ast.walk(source.tree):
@@ -181,20 +120,22 @@ def uses_of(source: Source) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ".".join([bound[first], *rest])
 
 
-def imports_run_downwards(source: Source) -> Iterator[str]:
-    """Nothing is imported from a level above, and every module has a level."""
-    own = level_of(source.module)
+def imports_no_program(source: Source) -> Iterator[str]:
+    """No relative import; programs import the product, their parts and nobody's tests.
+
+    Which packages import which is held by the layers (layers.py).
+    """
+    is_program = lies_in(source.module, PROGRAMS)
+    is_bench = lies_in(source.module, ("tools.bench",))
     for line, name, _, _ in imports_of(source):
         if name.startswith("."):
             yield f"{line}: a relative import"
-        if not lies_in(name, (*PRODUCT, "tests")):
-            continue
-        theirs = level_of(name)
-        if own is None or theirs is None:
-            stray = source.module if own is None else name
-            yield f"{line}: {stray} has no level; add it to {Path(__file__).name}"
-        elif HEIGHT[theirs] > HEIGHT[own]:
-            yield f"{line}: {own} imports {name}, which is {theirs}"
+        elif lies_in(name, ("tests",)):
+            yield f"{line}: the product imports {name}"
+        elif lies_in(name, PROGRAMS) and not is_program:
+            yield f"{line}: {source.module} imports the program {name}"
+        elif lies_in(name, ("tools.bench",)) and not is_bench:
+            yield f"{line}: a user's program imports {name}, which is the project's own evidence"
 
 
 def imports_are_allowed(source: Source) -> Iterator[str]:
@@ -305,7 +246,7 @@ def text_files() -> Iterator[Path]:
 
 EVERYWHERE: tuple[Rule, ...] = (starts_with_its_docstring, sizes_are_small)
 IN_PRODUCT: tuple[Rule, ...] = (
-    imports_run_downwards,
+    imports_no_program,
     imports_are_allowed,
     uses_are_allowed,
     functions_are_typed,

@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, start_state
-from paro.config import RunConfig
-from paro.placement import check_placement
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.process_group import device_for
+from paro.distributed.world import World
 from paro.report.log import Log
-from paro.resume import Saver, load_run
-from paro.runtime import Control, World, device_for
 from paro.strategy import legal_letters
-from paro.training import Training, TrainState, train_step
+from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.placement import check_placement
+from paro.training.resume import Saver, load_run
+from paro.training.step import Training, TrainState, train_step
 from tests.helpers.training import TINY
 
 WORLDS = (1, 2, 4, 6, 8)

@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Datasets
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, start_state
-from paro.config import RunConfig
-from paro.placement import check_placement
-from paro.runtime import Control, World, device_for
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.process_group import device_for
+from paro.distributed.world import World
+from paro.layout import rectangles
 from paro.sharding.buffers import Ledger
-from paro.sharding.layout import rectangles
 from paro.sharding.shards import UnitShards
-from paro.training import StepResult, Training, train_step
+from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.placement import check_placement
+from paro.training.step import StepResult, Training, train_step
 
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
 # vocabulary; the head's and the blocks' norms are smaller than the world's alignment.

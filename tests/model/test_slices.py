@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model.config import LlamaConfig, RecomputeConfig
 from model.llama import Llama
 from model.parts import Part, UnitSpec
-from paro.sharding.layout import make_sliced_layout, slice_box
+from paro.layout import make_sliced_layout, slice_box
 from tests.model.test_llama import BOTH, CONFIGS, MHA, assert_near, build, train_once
 
 GROUPED = replace(MHA, num_query_groups=2)

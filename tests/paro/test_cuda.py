@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paro.lanes import StreamLanes
+from paro.distributed.comm_stream import StreamLanes
+from paro.layout import make_layout, whole_box
 from paro.sharding.buffers import ElasticBuffer, Tally
-from paro.sharding.layout import make_layout, whole_box
 from tests.helpers.training import TINY, Trained, train
 
 pytestmark = pytest.mark.gpu

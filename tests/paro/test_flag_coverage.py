@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from data.tokenizer import NullTokenizer
-from paro.arguments import build_parser, parse_args
+from paro.arguments.megatron import RULES
+from paro.arguments.parser import build_parser, parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
-from paro.compatibility import RULES
-from paro.config import RunConfig
-from paro.planning.machine import Machine
-from paro.planning.machine_file import machine_to_json
-from paro.runtime import World
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.planning.machine.files import machine_to_json
+from paro.planning.machine.machine import Machine
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -230,7 +230,7 @@ def test_a_flag_changes_its_field(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were there
-    monkeypatch.setattr("paro.config.build_tokenizer", lambda _: NullTokenizer(1000))
+    monkeypatch.setattr("paro.config.run.build_tokenizer", lambda _: NullTokenizer(1000))
     monkeypatch.chdir(tmp_path)
     saved = configure(SMALL)
     sizes = {"model": asdict(saved.model), "schedule": asdict(saved.schedule)}

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paro.sharding.layout import (
+from paro.layout import (
     ALIGN,
     Box,
     UnitLayout,

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from model.config import parameter_shapes
-from paro.arguments import parse_args
-from paro.config import RunConfig
-from paro.groups import Run
-from paro.lanes import Event, Job
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.comm_stream import Event, Job
+from paro.distributed.groups import Run
+from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
-from paro.planning.llama import units_of
-from paro.runtime import World
+from paro.planning.units import units_of
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
 from paro.topology import make_topology
-from paro.training import Training
+from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
 

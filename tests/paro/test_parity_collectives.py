@@ -12,9 +12,10 @@ import torch
 from paro.collectives import schedule
 from paro.collectives.executor import ALGORITHMS
 from paro.collectives.schedule import Op
-from paro.planning.machine import Axes, Machine, Measured
-from paro.planning.machine_file import machine_to_json
+from paro.planning.machine.files import machine_to_json
+from paro.planning.machine.machine import Machine, Measured
 from paro.strategy import legal_letters
+from paro.topology import Axes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import assert_formulas, assert_same, flags_for

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paro.arguments import parse_args
-from paro.config import RunConfig
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
-from paro.planning.llama import units_of
+from paro.planning.units import units_of
 from paro.rotation.ring import room_beside
-from paro.runtime import World
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train

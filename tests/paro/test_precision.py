@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from paro.training import Training
+from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
 

@@ -9,7 +9,7 @@ import pytest
 
 from data.indexed_dataset import IndexedDatasetWriter
 from tests.helpers.training import TINY
-from tests.paro.test_loop import run_loop
+from tests.paro.training.test_loop import run_loop
 
 CORPUS = TINY.replace("--mock-data ", "").replace("--micro-batch-size 1 ", "")
 

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from paro.collectives.api import make_collectives
 from paro.collectives.schedule import COLLECTIVES, Op
-from paro.groups import Run
-from paro.lanes import Event
-from paro.planning.machine import Axes, Nic, fastest_algorithm
-from paro.planning.machine_file import read_machine
-from paro.runtime import UserMistakeError, World
-from paro.topology import make_topology
+from paro.distributed.comm_stream import Event
+from paro.distributed.groups import Run
+from paro.distributed.user_errors import UserMistakeError
+from paro.distributed.world import World
+from paro.planning.machine.files import read_machine
+from paro.planning.machine.machine import Nic, fastest_algorithm
+from paro.topology import Axes, make_topology
 from tests.helpers.ranks import run_ranks, run_script
 from tools.bench_collectives import (
     Settings,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.runtime import UserMistakeError
+from paro.distributed.user_errors import UserMistakeError
 from tools.compare_curves import main
 
 

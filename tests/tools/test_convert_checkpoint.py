@@ -19,16 +19,18 @@ from safetensors.torch import load_file
 import paro.checkpoint.convert.source
 import paro.checkpoint.storage
 from model.llama import Llama
-from paro.arguments import parse_args
-from paro.assembly import build_training, start_state
+from paro.arguments.parser import parse_args
 from paro.checkpoint.convert import hugging_face
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.checkpoint.convert.native import LazySavePlanner, open_native
 from paro.checkpoint.convert.source import LazyTensor
-from paro.config import RunConfig
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.user_errors import UserMistakeError
+from paro.distributed.world import World
 from paro.report.log import Log
-from paro.resume import load_run, save_run
-from paro.runtime import Control, UserMistakeError, World
+from paro.training.assembly import build_training, start_state
+from paro.training.resume import load_run, save_run
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import ROOT
 from tests.paro.checkpoint.convert.folders import (

@@ -16,12 +16,14 @@ import torch
 from data.tokenizer import NullTokenizer
 from model.config import LlamaConfig
 from model.llama import Llama
-from paro.arguments import parse_args
-from paro.assembly import build_training, start_state
-from paro.config import RunConfig
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.user_errors import UserMistakeError
+from paro.distributed.world import World
 from paro.report.log import Log
-from paro.resume import save_run
-from paro.runtime import Control, UserMistakeError, World
+from paro.training.assembly import build_training, start_state
+from paro.training.resume import save_run
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import ROOT
 from tools.generate import Sampling, continuation, main, text_of, until_end

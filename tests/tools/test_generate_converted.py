@@ -11,7 +11,7 @@ import torch
 
 from data.tokenizer_json import write_tokenizer_json
 from model.llama import Llama
-from paro.runtime import UserMistakeError
+from paro.distributed.user_errors import UserMistakeError
 from tests.paro.checkpoint.convert.folders import own_model, save_folder
 from tests.tools.test_generate import SIZES, TEXT, save_untrained
 from tools.convert_checkpoint import main as convert

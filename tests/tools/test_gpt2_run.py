@@ -13,13 +13,15 @@ from data.gpt2_tokenizer import END
 from data.indexed_dataset import IndexedDataset
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import tokenizer_config
-from paro.arguments import parse_args
-from paro.assembly import build_training, start_state
+from paro.arguments.parser import parse_args
 from paro.checkpoint.convert.hugging_face import open_hugging_face
-from paro.config import RunConfig
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.user_errors import UserMistakeError
+from paro.distributed.world import World
 from paro.report.log import Log
-from paro.resume import save_run
-from paro.runtime import Control, UserMistakeError, World
+from paro.training.assembly import build_training, start_state
+from paro.training.resume import save_run
 from tests.helpers.gpt2 import TEXT, write_gpt2
 from tools import convert_checkpoint, generate, inspect_dataset, preprocess_data
 

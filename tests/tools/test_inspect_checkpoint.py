@@ -13,7 +13,7 @@ import torch
 
 from model.config import num_parameters
 from paro.checkpoint.convert.conversion import OPENERS
-from paro.runtime import UserMistakeError
+from paro.distributed.user_errors import UserMistakeError
 from tests.helpers.ranks import ROOT
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta

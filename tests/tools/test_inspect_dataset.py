@@ -16,10 +16,11 @@ from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data.loader import MicroBatches
 from data.tokenizer_config import TokenizerConfig
-from paro.arguments import parse_args
-from paro.assembly import build_data
-from paro.config import RunConfig
-from paro.runtime import UserMistakeError, World
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.user_errors import UserMistakeError
+from paro.distributed.world import World
+from paro.training.assembly import build_data
 from tests.data.test_tokenizer import train_sentencepiece
 from tools.inspect_dataset import main
 from tools.inspection.lengths import document_lengths, draw_text, figures, histogram

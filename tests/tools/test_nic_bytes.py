@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from paro.arguments import parse_args
-from paro.config import RunConfig
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.byte_counter import Sent
+from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
-from paro.planning.llama import units_of
-from paro.runtime import World
+from paro.planning.units import units_of
 from paro.strategy import legal_letters
 from paro.topology import make_topology
-from paro.traffic import Sent
 from tests.helpers.ranks import ROOT
 from tests.tools.cluster.nic_bytes import FLAGS, STEPS
 from tools.cluster.launch import run

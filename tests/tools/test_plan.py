@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paro.planning.planner import TIE
+from paro.planning.search.planner import TIE
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tools import plan

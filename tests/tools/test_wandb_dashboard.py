@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.runtime import UserMistakeError
+from paro.distributed.user_errors import UserMistakeError
 from tests.end_to_end.test_trackers import MEGATRON, OURS
 from tools import wandb_dashboard
 from tools.wandb_dashboard import SECTIONS, describe, main, make_workspace

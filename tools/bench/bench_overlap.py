@@ -1,6 +1,6 @@
 """Times training steps with and without overlap over links that are slowed down on purpose.
 
-    torchrun --standalone --nproc-per-node 4 tools/bench_overlap.py --inter-bandwidth 100mbit
+    torchrun --standalone --nproc-per-node 4 tools/bench/bench_overlap.py --inter-bandwidth 100mbit
 
 Every rank sleeps, in the lane that sends, for as long as its bytes would take on a link of the
 given bandwidth. So the figures show what overlap hides and nothing of a real network; the sleeping
@@ -17,15 +17,18 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, start_state
-from paro.config import RunConfig
-from paro.runtime import Control, distributed, read_world, run_script, user_mistakes
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.byte_counter import Traffic
+from paro.distributed.control import Control
+from paro.distributed.process_group import distributed
+from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.world import read_world
 from paro.topology import Link
-from paro.traffic import Traffic
-from paro.training import train_step
+from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.step import train_step
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MODEL = (

@@ -20,23 +20,26 @@ from pathlib import Path
 from statistics import median
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
 
 from data.atomic_file import replacing
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
-from paro.config import RunConfig
-from paro.loop import Loop
-from paro.placement import placement_lines, predict_memory, predicted_bytes
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.process_group import device_for
+from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.world import World
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.live_view import LiveView
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
 from paro.report.record import IterationRecord
 from paro.report.report import Records, Report
-from paro.runtime import Control, World, device_for, run_script, user_mistakes
+from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.training.loop import Loop
+from paro.training.placement import placement_lines, predict_memory, predicted_bytes
 
 MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4096 "

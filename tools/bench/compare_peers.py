@@ -1,6 +1,6 @@
 """Trains one LLaMA with this project, PyTorch and DeepSpeed in turns, and compares them.
 
-    torchrun --nproc-per-node 8 tools/compare_peers.py --group-size 4 --plot peers.png
+    torchrun --nproc-per-node 8 tools/bench/compare_peers.py --group-size 4 --plot peers.png
 
 Contenders: ddp, zero-redundancy, fsdp2, fsdp2-hybrid, deepspeed-1, -2, -3 and -hpz, and this
 project's strategies as paro:IIG, paro:4/4/8 or, with a collective of their own, paro:GGG@ho-ring;
@@ -11,7 +11,8 @@ where they can. fsdp2-ahead and fsdp2-hybrid-ahead start gathers early where no 
 All train the same model from the same weights on the same tokens, and must agree in losses and
 gradient norms. They take turns, in an order that moves on from round to round, each in processes of
 its own; a ratio is the median over rounds, because a shared machine's speed drifts. What counts as
-model state is said in tools/peers/task.py, as memory and as sent in tools/peers/meters.py.
+model state is said in tools/bench/peers/task.py, as memory and as sent in
+tools/shared/meters.py.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
 from model.config import num_parameters
-from paro.arguments import parse_args
-from paro.config import RunConfig
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.world import World, read_world
 from paro.quantities import ranks_text
-from paro.runtime import World, read_world, run_script, user_mistakes
-from tools.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
-from tools.peers.deepspeed_zero import import_deepspeed
-from tools.peers.figures import (
+from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
+from tools.bench.peers.deepspeed_zero import import_deepspeed
+from tools.bench.peers.figures import (
     Rounds,
     check_agreement,
     compare,
@@ -45,10 +47,10 @@ from tools.peers.figures import (
     summarize,
     summary_table,
 )
-from tools.peers.plot import plot
-from tools.peers.registry import check_name, reason_to_leave_out
-from tools.peers.task import Task
-from tools.peers.turn import in_own_process, take_turn
+from tools.bench.peers.plot import plot
+from tools.bench.peers.registry import check_name, reason_to_leave_out
+from tools.bench.peers.task import Task
+from tools.bench.peers.turn import in_own_process, take_turn
 from tools.shared.picture import check_can_draw
 
 CONTENDERS = (

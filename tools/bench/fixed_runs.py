@@ -24,7 +24,7 @@ if not __package__:  # started as a script: the packages of the repository are n
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
-from paro.runtime import run_script
+from paro.distributed.user_errors import run_script
 from paro.strategy import legal_letters
 
 ROOT = Path(__file__).resolve().parents[2]

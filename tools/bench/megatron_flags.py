@@ -26,10 +26,10 @@ if not __package__:  # started as a script: the repository's packages are two fo
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
-from paro.arguments import build_parser, by_flag, parse_args, parse_known
-from paro.compatibility import refused
-from paro.config import RunConfig, take_world
-from paro.dry_run import run_dry
+from paro.arguments.megatron import refused
+from paro.arguments.parser import build_parser, by_flag, parse_args, parse_known
+from paro.config.run import RunConfig, take_world
+from paro.training.dry_run import run_dry
 from tools.bench.megatron_page import Count, page
 
 CONFIGURATIONS = "tests/functional_tests/test_cases/gpt/gpt3*/model_config.yaml"

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paro.compatibility import RULES
-from paro.megatron_rules.rule import Outcome, Rule
+from paro.arguments.megatron import RULES
+from paro.arguments.megatron_rules.rule import Outcome, Rule
 
 HEAD = """\
 <!-- Written by tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md. -->

@@ -24,13 +24,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.checkpoint.directory import TRACKER
 from paro.checkpoint.manifest import read_manifest
-from paro.runtime import run_script
+from paro.distributed.user_errors import run_script
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SAVE_INTERVAL = 3
 # About 15 MB of state: a save takes long enough to be met.
 MODEL = (

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
 from model.config import (
@@ -20,12 +20,12 @@ from model.config import (
     num_parameters,
     preset_name,
 )
-from paro.planning.llama import MicroBatch, activations_of, units_of
-from paro.planning.rotating_memory import rotating_peak
-from paro.planning.working_memory import Moment, peak_memory
+from paro.distributed.user_errors import run_script, user_mistakes
+from paro.planning.memory.gathering import Moment, peak_memory
+from paro.planning.memory.rotating import rotating_peak
+from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantities import ranks_text
-from paro.runtime import run_script, user_mistakes
 from paro.strategy import parse_strategy
 from paro.topology import make_topology
 
@@ -34,7 +34,7 @@ Predicts, without ranks, the peak memory of a rank at one batch per rank, whatev
 ranks, and the deepest model of the same width that trains in a given memory. The predictions are
 those of the trainer, which tests hold against what a rank allocates.
 
-  python tools/study_memory.py --world-size 8 --llama-preset 7B --memory-gb 80
+  python tools/bench/study_memory.py --world-size 8 --llama-preset 7B --memory-gb 80
 """
 # Contenders: the strategy, and how its parameters come to where they are used.
 CONTENDERS = {

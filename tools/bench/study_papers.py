@@ -1,6 +1,6 @@
 """Writes the page that sets the papers' figures beside the planner's, with a picture.
 
-    python tools/study_papers.py --output examples/measured
+    python tools/bench/study_papers.py --output examples/measured
 
 writes papers.md and papers.png there. No ranks, no GPU, no torch.
 """
@@ -14,22 +14,22 @@ from functools import cache
 from pathlib import Path
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
 from model.config import num_parameters
-from tools.planning.figure import Figure
+from tools.bench.planning.figure import Figure
+from tools.bench.planning.published import feasible, paro_figures
+from tools.bench.planning.published_amsp import LIMIT_GB, amsp_choices, amsp_figures, amsp_model
 from tools.planning.pictures import draw_pairs
-from tools.planning.published import feasible, paro_figures
-from tools.planning.published_amsp import LIMIT_GB, amsp_choices, amsp_figures, amsp_model
 
 HEAD = """\
-<!-- Written by python tools/study_papers.py --output examples/measured: change that. -->
+<!-- Written by python tools/bench/study_papers.py --output examples/measured: change that. -->
 # The papers' figures beside the planner's.
 
-Written by `python tools/study_papers.py --output examples/measured`; nothing here was measured by
-this project. Published are PaRO (NeurIPS 2024), AMSP (arXiv 2311.00257v2) and InternEvo's table;
-*ours* is `paro/planning/` under one set of assumptions:
+Written by `python tools/bench/study_papers.py --output examples/measured`; nothing here was
+measured by this project. Published are PaRO (NeurIPS 2024), AMSP (arXiv 2311.00257v2) and
+InternEvo's table; *ours* is `paro/planning/` under one set of assumptions:
 
 - Everywhere a collective over several nodes is one flat ring, as NCCL's are (but for MiCS, which
   gathers level by level), at a node's bandwidth; hops have the latencies of NCCL's own model.
@@ -37,13 +37,13 @@ this project. Published are PaRO (NeurIPS 2024), AMSP (arXiv 2311.00257v2) and I
   R3; the paper names 100 Gb/s RoCE. Nothing overlaps, as in the code that the authors released.
   bf16 accumulators, micro-batches of 4 x 512 tokens, 10 a step, 65B recomputed in full. Where the
   batch is dynamic: the largest micro-batches that fit, 540 samples a GPU.
-- AMSP's cluster is `a800-ib800`, InternEvo's `a100-roce400`: micro-batches of 1 x 4096 and 4 of
-  2 x 2048. Their engine is not this project's (`tools/planning/amsp.py`): tensors have owners, sums
-  are all-reduced, updates broadcast one owner after the other. It overlaps all but publishing in
-  end-to-end runs. MiCS overlaps nothing. How fast a model computes, and what a step takes besides,
-  is a line through AMSP's own overlapped runs on 64 GPUs; no figure of the links is a fit. AMSP's
-  30B is {billions:.1f}B here: its MFU and its tokens a second agree on 181 GFLOPs a token, not on
-  LLaMA's 215.
+- AMSP's cluster is `a800-ib800`, InternEvo's `a100-roce400`: micro-batches of 1 x 4096 and 4 of 2
+  x 2048. Their engine is not this project's (`tools/bench/planning/amsp.py`): tensors have
+  owners, sums are all-reduced, updates broadcast one owner after the other. It overlaps all but
+  publishing in end-to-end runs. MiCS overlaps nothing. How fast a model computes, and what a step
+  takes besides, is a line through AMSP's own overlapped runs on 64 GPUs; no figure of the links
+  is a fit. AMSP's 30B is {billions:.1f}B here: its MFU and its tokens a second agree on 181
+  GFLOPs a token, not on LLaMA's 215.
 - *overlapped* is what this project's engine would get there, everything overlapping.
 
 ![published and ours](papers.png)

@@ -14,27 +14,27 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
-from paro.arguments import parse_args
-from paro.config import RunConfig
-from paro.planning.collective_time import speed_of
-from paro.planning.machine import Machine, bits_per_second, rate_text
-from paro.planning.machine_file import read_machine
-from paro.planning.settings import Case
-from paro.runtime import World
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.planning.machine.collective_time import speed_of
+from paro.planning.machine.files import read_machine
+from paro.planning.machine.machine import Machine, bits_per_second, rate_text
+from paro.planning.search.settings import Case
 from paro.strategy import legal_letters
 from paro.topology import Link
+from tools.bench.peers.own import parse_setting
+from tools.bench.planning.comparison import compare
+from tools.bench.planning.rounds import median_machine
+from tools.bench.planning.steps_page import Chapter, draw, page
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.collective_timing.device import training_config
-from tools.peers.own import parse_setting
-from tools.planning.comparison import compare
-from tools.planning.rounds import median_machine
-from tools.planning.steps_page import Chapter, draw, page
 from tools.shared.command_line import Parser
 from tools.shared.picture import check_can_draw
 
@@ -43,8 +43,8 @@ Measures steps of all strategies in emulated clusters of 2 nodes x 4 ranks, and 
 predictions beside them, from a machine file that is measured in the same cluster. Needs root; a
 run that ends early, or after --minutes, goes on where it ended.
 
-  python tools/study_plan.py measure --folder runs/steps --minutes 120
-  python tools/study_plan.py report --folder runs/steps
+  python tools/bench/study_plan.py measure --folder runs/steps --minutes 120
+  python tools/bench/study_plan.py report --folder runs/steps
 """
 NicSetting = Literal["per-rank", "shared"]
 ROTATED = ("III@native+rotate", "IIG@native+rotate", "III@native+in-place", "IIG@native+in-place")

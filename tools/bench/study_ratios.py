@@ -23,10 +23,10 @@ from statistics import median
 from typing import Any, Literal
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
-from paro.planning.machine import bits_per_second, rate_text
+from paro.planning.machine.machine import bits_per_second, rate_text
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
@@ -38,7 +38,7 @@ DESCRIPTION = """\
 Times an all-gather by ring, h-ring and ho-ring in emulated clusters whose links inside a node are
 1, 2, 4 ... times as fast as a rank's share of the links between nodes. Needs root.
 
-  python tools/study_ratios.py --json ratios.json --plot ratios.png
+  python tools/bench/study_ratios.py --json ratios.json --plot ratios.png
 """
 ALGORITHMS = ("ring", "h-ring", "ho-ring")
 BENCH = Path(__file__).resolve().parent / "bench_collectives.py"

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from paro.planning.machine import bits_per_second
+from paro.planning.machine.machine import bits_per_second
 
 NAME = r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
 MAX_NODES = 256  # a byte of an address

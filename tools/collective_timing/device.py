@@ -4,7 +4,7 @@
 # Nothing travels meanwhile: a step is as long as its computing. From the time of one more
 # micro-batch follows FLOP/s, from that of an update alone the speed of what only reads and writes
 # memory; what is left of a step is counted apart. These are the rates by which
-# paro/planning/computing.py computes, so a device is right for models like the one that it was
+# paro/planning/step/computing.py computes, so a device is right for models like the one that it was
 # timed with. What it costs to cut a part of a model into slices follows from a model that is one
 # slice of that one.
 
@@ -24,17 +24,18 @@ import torch
 
 from data.loader import Batch
 from model.config import LlamaConfig
-from paro.arguments import parse_args
-from paro.assembly import TORCH_TYPES, build_training, start_state
-from paro.batch_schedule import BatchSchedule
-from paro.config import RunConfig
-from paro.planning.computing import Computing
-from paro.planning.llama import MicroBatch, units_of
-from paro.planning.machine import Device
+from paro.arguments.parser import parse_args
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.planning.machine.machine import Device
+from paro.planning.step.computing import Computing
+from paro.planning.units import MicroBatch, units_of
 from paro.precision import BYTES_OF
-from paro.runtime import Control, World
-from paro.training import Training, train_step
-from tools.peers.meters import anonymous_bytes
+from paro.training.assembly import TORCH_TYPES, build_training, start_state
+from paro.training.step import Training, train_step
+from tools.shared.meters import anonymous_bytes
 
 SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16"
 LARGE = "--llama-preset 7B --num-layers 2 --seq-length 2048 --bf16"

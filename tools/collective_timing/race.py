@@ -25,11 +25,11 @@ from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
 from paro.collectives.schedule import Op
-from paro.groups import Use
-from paro.lanes import Event, make_lanes
-from paro.runtime import Control
+from paro.distributed.byte_counter import Traffic
+from paro.distributed.comm_stream import Event, make_lanes
+from paro.distributed.control import Control
+from paro.distributed.groups import Use
 from paro.topology import Topology
-from paro.traffic import Traffic
 from tools.collective_timing.trial import Move, Trial, make_trial
 
 # A turn of small messages is repeated until it takes about so long, as far as that goes; every

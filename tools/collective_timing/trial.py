@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.schedule import Op
-from paro.groups import Run
+from paro.distributed.groups import Run
 from paro.topology import nested_range
 
 SEED = 1234

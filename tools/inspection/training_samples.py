@@ -8,9 +8,9 @@ from pathlib import Path
 
 from data.atomic_file import replacing
 from data.loader import Samples, SplitCounts, build_datasets
-from paro.assembly import count_samples
-from paro.config import RunConfig
-from paro.runtime import World
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.training.assembly import count_samples
 
 # What a training needs and its samples do not depend on: set where it is not given.
 SMALL_MODEL = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from paro.planning.planner import Estimate, Plan
-from paro.planning.settings import Case
-from paro.planning.simulation import Span
+from paro.planning.search.planner import Estimate, Plan
+from paro.planning.search.settings import Case
+from paro.planning.step.simulation import Span
 from paro.strategy import legal_letters
 from tools.shared.picture import drawing
 

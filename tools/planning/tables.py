@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from model.config import num_parameters
-from paro.planning.description import exposed_text, seconds_text
-from paro.planning.machine import LinkSpeed, Machine
-from paro.planning.planner import TIE, Estimate, Plan, best_that_fits
-from paro.planning.settings import Case, Freedom
+from paro.planning.machine.machine import LinkSpeed, Machine
+from paro.planning.search.description import exposed_text, seconds_text
+from paro.planning.search.planner import TIE, Estimate, Plan, best_that_fits
+from paro.planning.search.settings import Case, Freedom
 from paro.quantities import count_text, ranks_text
 
 HEADS = (

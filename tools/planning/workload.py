@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.config import LLAMA_PRESETS
+from paro.arguments.model import add_mixed_precision_args, add_model_args, add_recompute_args
 from paro.collectives.schedule import COLLECTIVES
-from paro.config_model import take_model
-from paro.model_arguments import add_mixed_precision_args, add_model_args, add_recompute_args
-from paro.planning.machine import Machine
-from paro.planning.machine_file import find_machine
-from paro.planning.settings import Case, Materialize
-from paro.planning.trainable import Kind, Trainable
+from paro.config.model import take_model
+from paro.planning.machine.files import find_machine
+from paro.planning.machine.machine import Machine
+from paro.planning.search.settings import Case, Materialize
+from paro.planning.search.trainable import Kind, Trainable
 from paro.precision import PrecisionConfig
 from paro.strategy import check_group_size
 from tools.shared.command_line import Parser

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.megatron_rules.rule import accepted, ignored, refused, values
+from paro.arguments.megatron_rules.rule import accepted, ignored, refused, values
 
 _KERNEL = "scaled-dot-product attention chooses its kernel by itself"
 _NO_FUSION = "there is no such fusion to turn off"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.megatron_rules.rule import refused
+from paro.arguments.megatron_rules.rule import refused
 
 _RESTART = (
     "torchrun starts failed ranks again, and a run with --save and --load goes on; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.megatron_rules.rule import accepted, beside, ignored, refused, values
+from paro.arguments.megatron_rules.rule import accepted, beside, ignored, refused, values
 
 _ADAMW = "the optimizer is AdamW: leave it out"
 _ONE_PASS = "samples are read in one pass"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.megatron_rules.rule import accepted, refused, values
+from paro.arguments.megatron_rules.rule import accepted, refused, values
 
 _SWIGLU = "LLaMA's MLP is SwiGLU: leave it out"
 _STRETCH = "positions are not interpolated; --use-rope-scaling stretches as LLaMA-3.1 does"

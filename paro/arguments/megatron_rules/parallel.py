@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.megatron_rules.rule import accepted, ignored, refused, values
+from paro.arguments.megatron_rules.rule import accepted, ignored, refused, values
 
 _SHARD = (
     "give --paro-strategy GGG, or IIG with --paro-group-size {value}, which spread the parameters "

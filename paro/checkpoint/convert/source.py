@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.config import LlamaConfig, parameter_shapes
 from paro.checkpoint.errors import CheckpointError, describe
-from paro.sharding.layout import Shape
+from paro.layout import Shape
 
 # How much of a tensor is read at once; a conversion holds a few times as much.
 PIECE_BYTES = 2**27

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paro.collectives.schedule import Op, count_pieces
-from paro.planning.machine import Axes, LinkSpeed, Machine, Nic, measured_at, seconds
-from paro.sharding.layout import chunk_numel
-from paro.topology import Axis, Link
+from paro.layout import chunk_numel
+from paro.planning.machine.machine import LinkSpeed, Machine, Nic, measured_at, seconds
+from paro.topology import Axes, Axis, Link
 
 Lane = tuple[int, ...]  # the axes that a lane serves
 Run = tuple[Axis, ...]

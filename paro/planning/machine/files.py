@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paro.collectives.schedule import COLLECTIVES, Op
-from paro.planning.machine import (
-    Axes,
+from paro.planning.machine.machine import (
     BandwidthSource,
     Device,
     GroupSpeed,
@@ -45,9 +44,10 @@ from paro.planning.machine import (
     bits_per_second,
     rate_text,
 )
+from paro.topology import Axes
 
 FORMAT = "paro-machine-1"
-SHIPPED = Path(__file__).parent / "machines"
+SHIPPED = Path(__file__).parent / "shipped"
 
 Choice = TypeVar("Choice", bound=Enum)
 Types = dict[str, type | tuple[type, ...]]

@@ -17,18 +17,10 @@ from enum import Enum
 from itertools import pairwise
 
 from paro.collectives.schedule import Op
-from paro.topology import Axis, Link
+from paro.topology import Axes, Link
 
 MOST_RANKS = 1 << 20  # of a world that one may plan for
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-
-
-class Axes(Enum):
-    """The kinds of axes that a move runs along, which decide over what links it goes."""
-
-    INTRA = "intra"
-    INTER = "inter"
-    BOTH = "both"
 
 
 class Nic(Enum):
@@ -195,13 +187,6 @@ def _check(field: str, value: object, holds: bool, rule: str) -> None:
 def _check_number(field: str, value: float, *, or_zero: bool = False) -> None:
     holds = 0 < value < math.inf or (or_zero and value == 0)
     _check(field, value, holds, "a number of 0 or more" if or_zero else "a positive number")
-
-
-def axes_of(run: Sequence[Axis]) -> Axes:
-    """Over what kinds of axes a run leads that is not empty."""
-    kinds = {axis.link for axis in run}
-    assert kinds, "an empty run moves nothing"
-    return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH
 
 
 def bits_per_second(text: str) -> int:

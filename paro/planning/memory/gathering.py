@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from paro.planning.cost_model import UnitSize, merged, model_state_bytes
-from paro.planning.llama import UnitActivations
+from paro.planning.units import UnitActivations
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 from paro.topology import Topology

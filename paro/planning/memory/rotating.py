@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from model.config import LlamaConfig, loss_chunk_tokens
+from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
-from paro.planning.llama import MicroBatch, block_activations, norm_backward
-from paro.planning.working_memory import Moment
+from paro.planning.memory.gathering import Moment
+from paro.planning.units import MicroBatch, block_activations, norm_backward
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.sharding.layout import chunk_numel
 from paro.strategy import Strategy
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paro.planning.planner import TIE, Estimate, Plan
+from paro.planning.search.planner import TIE, Estimate, Plan
 
 
 def describe(plan: Plan, *, chose: str = "chose") -> tuple[str, ...]:

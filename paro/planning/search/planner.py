@@ -16,21 +16,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from paro.planning.collective_time import CollectiveTimes
-from paro.planning.computing import Computing
+from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import UnitSize, traffic_per_step
-from paro.planning.llama import MicroBatch, activations_of
-from paro.planning.memory_limit import MemoryLimit
-from paro.planning.moves import Moves
-from paro.planning.rotating_memory import rotating_peak
-from paro.planning.rotating_step import RotatingComputing, RotatingCosts
-from paro.planning.settings import Case, Freedom, Materialize, Setting, all_settings
-from paro.planning.step_costs import StepCosts, device_of
-from paro.planning.timeline import Timeline, simulate
-from paro.planning.working_memory import Moment, PeakMemory
+from paro.planning.machine.collective_time import CollectiveTimes
+from paro.planning.memory.gathering import Moment, PeakMemory
+from paro.planning.memory.limit import MemoryLimit
+from paro.planning.memory.rotating import rotating_peak
+from paro.planning.search.settings import Case, Freedom, Materialize, Setting, all_settings
+from paro.planning.step.computing import Computing
+from paro.planning.step.costs import StepCosts, device_of
+from paro.planning.step.moves import Moves
+from paro.planning.step.rotating import RotatingComputing, RotatingCosts
+from paro.planning.step.timeline import Timeline, simulate
+from paro.planning.units import MicroBatch, activations_of
 from paro.precision import BYTES_OF
 from paro.strategy import legal_letters
-from paro.traffic import Sent
 
 RESOLUTION = 0.002  # of a step's time: how close to the fastest a search comes
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from model.config import RecomputeConfig
-from paro.planning.planner import Estimator, Plan
-from paro.planning.settings import Case, Materialize, Setting
+from paro.planning.search.planner import Estimator, Plan
+from paro.planning.search.settings import Case, Materialize, Setting
 
 MOST_RANKS = 16384  # as far as more of them are tried
 _SMALLER = {

@@ -8,13 +8,13 @@ from enum import Enum
 from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
-from paro.batch_schedule import check_multiple
-from paro.planning.machine import Machine
-from paro.planning.memory_limit import USABLE, MemoryLimit, memory_limit
+from paro.planning.machine.machine import Machine
+from paro.planning.memory.limit import USABLE, MemoryLimit, memory_limit
 from paro.planning.rotation import why_not_rotating
-from paro.planning.step_costs import Overlap, device_of
-from paro.planning.trainable import Kind, Trainable
+from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.step.costs import Overlap, device_of
 from paro.precision import PrecisionConfig
+from paro.quantities import check_multiple
 from paro.strategy import Strategy, effective_letters, parse_strategy
 
 

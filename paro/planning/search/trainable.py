@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from model.config import LlamaConfig
+from paro.layout import ALIGN
 from paro.planning.cost_model import UnitSize
-from paro.planning.llama import units_of
-from paro.sharding.layout import ALIGN
+from paro.planning.units import units_of
 
 
 class Kind(Enum):

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from model.config import ATTENTION_CUTS, MLP_CUTS, LlamaConfig, parameter_shapes
 from paro.planning.cost_model import UnitSize
-from paro.planning.llama import MicroBatch, activations_of
-from paro.planning.machine import Device
+from paro.planning.machine.machine import Device
+from paro.planning.units import MicroBatch, activations_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 

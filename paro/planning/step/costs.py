@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from paro.planning.collective_time import scalar_seconds
-from paro.planning.computing import Computing
-from paro.planning.machine import Device, Machine
-from paro.planning.moves import Moves, seconds_of
+from paro.planning.machine.collective_time import scalar_seconds
+from paro.planning.machine.machine import Device, Machine
+from paro.planning.step.computing import Computing
+from paro.planning.step.moves import Moves, seconds_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from paro.planning.machine import GroupSpeed
-from paro.planning.simulation import Actor, Program, Simulation, Wait, Work
-from paro.planning.step_costs import StepCosts
-from paro.planning.step_thread import Buffer, StepThread
+from paro.planning.machine.machine import GroupSpeed
+from paro.planning.step.costs import StepCosts
+from paro.planning.step.simulation import Actor, Program, Simulation, Wait, Work
+from paro.planning.step.thread import Buffer, StepThread
 
 
 class _Node:

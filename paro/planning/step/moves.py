@@ -9,9 +9,9 @@ from functools import cached_property
 from math import fsum
 
 from paro.collectives.schedule import Op
-from paro.planning.collective_time import CollectiveTimes, Phase, Run
 from paro.planning.cost_model import UnitSize, strategy_of
-from paro.planning.machine import Machine
+from paro.planning.machine.collective_time import CollectiveTimes, Phase, Run
+from paro.planning.machine.machine import Machine
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 from paro.topology import Topology, make_topology

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from paro.planning.computing import Computing, UnitSeconds
 from paro.planning.cost_model import UnitSize
-from paro.planning.moves import seconds_of
-from paro.planning.step_costs import StepCosts
+from paro.planning.step.computing import Computing, UnitSeconds
+from paro.planning.step.costs import StepCosts
+from paro.planning.step.moves import seconds_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from typing import Literal
 
-from paro.planning.machine import GroupSpeed
-from paro.planning.rotating_step import Part, RotatingCosts
-from paro.planning.simulation import Actor, Compute, Program, Simulation, Wait, Work
-from paro.planning.step_thread import Buffer, StepThread
+from paro.planning.machine.machine import GroupSpeed
+from paro.planning.step.rotating import Part, RotatingCosts
+from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work
+from paro.planning.step.thread import Buffer, StepThread
 from paro.precision import BYTES_OF
 
 _Rides = Literal["gather", "reduce"]  # weights, or their gradients

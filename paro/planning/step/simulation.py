@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paro.planning.collective_time import Job, Lane
+from paro.planning.machine.collective_time import Job, Lane
 
 _LEAST_COMPUTE = 0.05  # of its speed: a thread that computes is never shut out
 _TINY = 1e-12  # seconds

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paro.planning.collective_time import Job, Lane, Phase, scalar_seconds
-from paro.planning.machine import GroupSpeed
-from paro.planning.moves import Moving
-from paro.planning.simulation import Actor, Compute, Program, Simulation, Wait, Work
-from paro.planning.step_costs import StepCosts
+from paro.planning.machine.collective_time import Job, Lane, Phase, scalar_seconds
+from paro.planning.machine.machine import GroupSpeed
+from paro.planning.step.costs import StepCosts
+from paro.planning.step.moves import Moving
+from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work
 
 
 class Buffer:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paro.planning.gathering_thread import GatheringThread
-from paro.planning.machine import GroupSpeed
-from paro.planning.rotating_step import RotatingCosts
-from paro.planning.rotating_thread import RotatingThread
-from paro.planning.simulation import Actor, Simulation, Span
-from paro.planning.step_costs import StepCosts
-from paro.planning.step_thread import StepThread
+from paro.planning.machine.machine import GroupSpeed
+from paro.planning.step.costs import StepCosts
+from paro.planning.step.gathering_thread import GatheringThread
+from paro.planning.step.rotating import RotatingCosts
+from paro.planning.step.rotating_thread import RotatingThread
+from paro.planning.step.simulation import Actor, Simulation, Span
+from paro.planning.step.thread import StepThread
 
 _MOST_SIMULATED = 4
 EXPOSED = ("gather", "reduce", "finish", "publish", "agree")

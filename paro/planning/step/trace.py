@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from paro.planning.simulation import Span
+from paro.planning.step.simulation import Span
 
 
 def chrome_trace(spans: Sequence[Span]) -> str:

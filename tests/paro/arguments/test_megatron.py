@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from paro.arguments import build_parser, parse_args
-from paro.compatibility import RULES, ignored_lines, refusals
-from paro.megatron_rules.rule import Outcome, Rule
+from paro.arguments.megatron import RULES, ignored_lines, refusals
+from paro.arguments.megatron_rules.rule import Outcome, Rule
+from paro.arguments.parser import build_parser, parse_args
 
 
 def words_of(rule: Rule, value: object = None) -> list[str]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from paro.arguments import build_parser, check_flags, parse_args
-from paro.compatibility import RULES
-from paro.megatron_rules.rule import Outcome
-from paro.needed_flags import EXAMPLE
-from paro.synonyms import SYNONYMS, TABLE
-from paro.unknown_flags import hint_for
+from paro.arguments.megatron import RULES
+from paro.arguments.megatron_rules.rule import Outcome
+from paro.arguments.needed import EXAMPLE
+from paro.arguments.parser import build_parser, check_flags, parse_args
+from paro.arguments.synonyms import SYNONYMS, TABLE
+from paro.arguments.unknown import hint_for
 from tests.helpers.ranks import ROOT
 
 
@@ -51,7 +51,7 @@ def test_every_flag_says_what_it_does() -> None:
 def test_help_works_without_torch() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; "
-        "from paro.arguments import parse_args; parse_args(['--help'])"
+        "from paro.arguments.parser import parse_args; parse_args(['--help'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False

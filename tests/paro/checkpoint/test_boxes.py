@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import (
 
 from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.save import save_checkpoint
+from paro.layout import make_layout, whole_box
 from paro.sharding.buffers import FlatShard
-from paro.sharding.layout import make_layout, whole_box
 from tests.paro.checkpoint.toy_run import IIG, NNN, SHAPES, STATES, make_shards
 
 

@@ -22,8 +22,8 @@ from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 from paro.checkpoint.save import save_checkpoint
 from paro.checkpoint.storage import read_metadata
+from paro.layout import make_layout, whole_box
 from paro.sharding.buffers import FlatShard
-from paro.sharding.layout import make_layout, whole_box
 from tests.helpers.parameters import load_parameters
 from tests.paro.checkpoint.toy_run import (
     FROZEN,

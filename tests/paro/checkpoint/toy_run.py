@@ -10,8 +10,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from paro.layout import Box, Shape, UnitLayout, make_layout, whole_box
 from paro.sharding.buffers import FlatShard
-from paro.sharding.layout import Box, Shape, UnitLayout, make_layout, whole_box
 from paro.topology import make_topology
 
 STATES = ("param", "exp_avg", "exp_avg_sq")

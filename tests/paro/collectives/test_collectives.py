@@ -12,10 +12,10 @@ from torch import Tensor
 from paro.collectives.api import make_collectives
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
-from paro.groups import Use
-from paro.lanes import make_lanes
+from paro.distributed.byte_counter import Sent, Traffic
+from paro.distributed.comm_stream import make_lanes
+from paro.distributed.groups import Use
 from paro.topology import make_topology, nested_range
-from paro.traffic import Sent, Traffic
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")

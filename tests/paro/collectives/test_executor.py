@@ -15,16 +15,15 @@ from torch import Tensor
 
 from paro.collectives import schedule
 from paro.collectives.api import make_collectives
-from paro.collectives.auto import Choice
+from paro.collectives.choice import Choice
 from paro.collectives.executor import ALGORITHMS, parts_of
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op, count_pieces
 from paro.collectives.transfer import Buffer, Scratch, Transfer
-from paro.groups import Use
-from paro.lanes import make_lanes
-from paro.planning.machine import Axes
-from paro.topology import Link, Topology, make_topology, nested_range
-from paro.traffic import Sent, Traffic
+from paro.distributed.byte_counter import Sent, Traffic
+from paro.distributed.comm_stream import make_lanes
+from paro.distributed.groups import Use
+from paro.topology import Axes, Link, Topology, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paro.batch_schedule import BatchSchedule, parse_steps
+from paro.config.batch_schedule import BatchSchedule, parse_steps
 
 
 def make(rampup: tuple[int, int, int] | None = None, **sizes: int) -> BatchSchedule:

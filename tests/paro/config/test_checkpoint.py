@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paro.config_checkpoint import with_checkpoint_args
+from paro.config.checkpoint import with_checkpoint_args
 
 COMMON: dict[str, Any] = {
     "model": {"vocab_size": 128, "num_attention_heads": 4, "num_query_groups": 2},

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paro.checkpoint.directory import TRACKER, begin_checkpoint, finish_checkpoint
-from paro.runtime import World
-from tests.paro.test_config import SMALL, configure, refusal
+from paro.distributed.world import World
+from tests.paro.config.test_run import SMALL, configure, refusal
 
 ROTATE = f"{SMALL} --paro-materialize rotate"
 EIGHT = World(size=8, ranks_per_node=4)

@@ -7,12 +7,12 @@ import logging
 import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
-from paro.arguments import parse_args
-from paro.assembly import count_samples
-from paro.config import RunConfig
-from paro.config_plan import case_of
+from paro.arguments.parser import parse_args
+from paro.config.plan import case_of
+from paro.config.run import RunConfig
+from paro.distributed.world import World
 from paro.report.log import set_logging_level
-from paro.runtime import World
+from paro.training.assembly import count_samples
 
 WORLD = World(size=4, ranks_per_node=2)
 SMALL = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.paro.test_config import PRESET, SMALL, configure
+from tests.paro.config.test_run import PRESET, SMALL, configure
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from paro.arguments import parse_args
-from paro.config import RunConfig
-from paro.planning.machine_file import machine_to_json
-from paro.planning.planner import letter_rows
-from paro.runtime import World
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.planning.machine.files import machine_to_json
+from paro.planning.search.planner import letter_rows
 from tests.paro.planning.cases import case, machine
 
 RUN = (

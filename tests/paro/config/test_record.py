@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from model.config import LLAMA_PRESETS
-from paro import config as paro_config
-from paro.config import RunConfig
-from paro.config_record import model_line, recorded_arguments
-from paro.runtime import World
-from tests.paro.test_config import PRESET, SMALL, configure
+from paro.config import run as paro_config
+from paro.config.record import model_line, recorded_arguments
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from tests.paro.config.test_run import PRESET, SMALL, configure
 
 WORLD = World(size=4, ranks_per_node=2)
 # Flags that say in another way what is recorded too: only one of both may be given.

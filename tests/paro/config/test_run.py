@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from paro.arguments import parse_args
-from paro.config import RunConfig
-from paro.runtime import World
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.world import World
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

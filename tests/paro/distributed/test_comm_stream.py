@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from paro.lanes import DONE, InlineLanes, Lanes, ThreadLanes, make_lanes
+from paro.distributed.comm_stream import DONE, InlineLanes, Lanes, ThreadLanes, make_lanes
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from paro.exposure import Exposed, Exposure, Kind
-from paro.groups import Use
-from paro.lanes import DONE, AllEvents, InlineLanes, StreamLanes, ThreadLanes
+from paro.distributed.comm_stream import DONE, AllEvents, InlineLanes, StreamLanes, ThreadLanes
+from paro.distributed.exposed_time import Exposed, Exposure, Kind
+from paro.distributed.groups import Use
 from paro.topology import make_topology
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paro.groups import Groups, Use, make_groups, sharing_groups
+from paro.distributed.groups import Groups, Use, make_groups, sharing_groups
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 

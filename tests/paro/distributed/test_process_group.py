@@ -9,17 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paro.mistakes import MistakesError
-from paro.runtime import (
-    Control,
-    RuntimeConfig,
-    UserMistakeError,
-    World,
-    device_for,
-    one_line,
-    read_world,
-    user_mistakes,
-)
+from paro.distributed.control import Control
+from paro.distributed.process_group import RuntimeConfig, device_for
+from paro.distributed.user_errors import UserMistakeError, one_line, user_mistakes
+from paro.distributed.world import World, read_world
+from paro.errors import MistakesError
 from tests.helpers.ranks import ROOT, run_ranks
 
 LAUNCHERS = (
@@ -138,7 +132,8 @@ def test_a_mistake_of_one_rank_is_everybody_s() -> None:
     ],
 )
 def test_how_a_script_ends(body: str, status: int, stderr: str) -> None:
-    code = f"from paro.runtime import *\ndef main():\n    {body}\nrun_script('script', main)"
+    program = "from paro.distributed.user_errors import *\ndef main():\n    {body}\n"
+    code = f"{program.format(body=body)}run_script('script', main)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == status
     assert stderr in done.stderr

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from paro.rendezvous import fresh_store
+from paro.distributed.rendezvous import fresh_store
 
 SHORT = timedelta(seconds=20)
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from paro.timers import Timers, make_timers
+from paro.distributed.timers import Timers, make_timers
 
 
 def test_names_up_to_the_level_are_timed_and_taken_once() -> None:

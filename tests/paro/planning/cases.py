@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig
-from paro.planning.machine import BandwidthSource, Device, LinkSpeed, Machine
-from paro.planning.settings import Case
+from paro.planning.machine.machine import BandwidthSource, Device, LinkSpeed, Machine
+from paro.planning.search.settings import Case
 from paro.precision import PrecisionConfig
 
 DEVICE = Device(

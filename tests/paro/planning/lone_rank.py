@@ -15,8 +15,9 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
-from paro.groups import Groups
-from paro.lanes import InlineLanes
+from paro.distributed.byte_counter import Sent, Traffic
+from paro.distributed.comm_stream import InlineLanes
+from paro.distributed.groups import Groups
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.precision import PrecisionConfig
 from paro.rotation.engine import RotatedModel
@@ -30,7 +31,6 @@ from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
 from paro.strategy import Strategy
 from paro.topology import Topology
-from paro.traffic import Sent, Traffic
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from model.config import RecomputeConfig
-from paro.planning.collective_time import CollectiveTimes
 from paro.planning.cost_model import traffic_per_step
-from paro.planning.planner import Estimator, letter_rows, plan, rotated_rows
-from paro.planning.rotating_step import RotatingCosts
-from paro.planning.settings import Case, Freedom, Materialize
-from paro.planning.step_costs import NOTHING
-from paro.planning.timeline import simulate
-from paro.planning.trainable import Kind, Trainable
+from paro.planning.machine.collective_time import CollectiveTimes
+from paro.planning.search.planner import Estimator, letter_rows, plan, rotated_rows
+from paro.planning.search.settings import Case, Freedom, Materialize
+from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.step.costs import NOTHING
+from paro.planning.step.rotating import RotatingCosts
+from paro.planning.step.timeline import simulate
 from paro.precision import PrecisionConfig
 from paro.rotation.unit import RotatingUnit
 from paro.sharding.shards import UnitShards
@@ -23,7 +23,7 @@ from paro.topology import make_topology
 from tests.paro.planning.cases import BF16, DEVICE, case, machine, speed
 from tests.paro.planning.lone_rank import lone_rotating_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
-from tests.paro.planning.test_timeline import (
+from tests.paro.planning.step.test_timeline import (
     EACH,
     ORDERS,
     PAIRS,

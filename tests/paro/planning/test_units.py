@@ -15,7 +15,7 @@ from model.initialization import initialize_whole
 from model.llama import Llama
 from model.rotary import rotations
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
-from paro.planning.llama import (
+from paro.planning.units import (
     MicroBatch,
     activations_of,
     units_of,

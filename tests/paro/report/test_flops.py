@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paro.distributed.control import Control
+from paro.distributed.world import World
 from paro.report.flops import _timed_peak, find_peak, listed_peak
 from paro.report.record import Peak
-from paro.runtime import Control, World
 from tests.helpers.ranks import run_ranks
 
 

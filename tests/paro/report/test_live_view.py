@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from paro.exposure import Exposed
+from paro.distributed.exposed_time import Exposed
 from paro.report.live_view import LiveView, duration, spark_line
 from paro.report.log import Log
 from paro.report.record import summarize

@@ -10,7 +10,7 @@ import torch
 
 from paro.report.log import Log
 from paro.report.profiler import MemoryHistory, ProfileConfig, Profiler
-from tests.paro.test_loop import run_loop
+from tests.paro.training.test_loop import run_loop
 
 
 def config(**changes: object) -> ProfileConfig:

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from paro.exposure import Exposed
+from paro.distributed.exposed_time import Exposed
 from paro.report.record import IterationRecord, Peak, RunFacts, summarize
 
 FACTS = RunFacts(

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from model.config import LlamaConfig, RecomputeConfig
-from paro.lanes import Event, InlineLanes, Job
+from paro.distributed.comm_stream import Event, InlineLanes, Job
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
-from paro.planning.llama import MicroBatch, units_of
-from paro.planning.rotating_memory import rotating_peak
+from paro.planning.memory.rotating import rotating_peak
+from paro.planning.units import MicroBatch, units_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.rotation.engine import RotatedModel
 from tests.helpers.training import slices_by_part
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rotating_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
-from tests.paro.planning.test_llama import SMALL as GROUPED
-from tests.paro.planning.test_llama import keep_norms_and_embedding, upper_half
+from tests.paro.planning.test_units import SMALL as GROUPED
+from tests.paro.planning.test_units import keep_norms_and_embedding, upper_half
 
 SMALL = replace(GROUPED, num_query_groups=4)
 TIED = replace(SMALL, tie_embeddings_and_output_weights=True)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.lanes import make_lanes
+from paro.distributed.byte_counter import Sent, Traffic
+from paro.distributed.comm_stream import make_lanes
 from paro.rotation.ring import Ring, Turn, make_ring, room_beside
 from paro.topology import make_topology
-from paro.traffic import Sent, Traffic
 from tests.helpers.ranks import run_ranks
 
 NUMEL = 1003  # several chunks, the last one shorter

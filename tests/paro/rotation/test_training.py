@@ -13,17 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, start_state
+from paro.arguments.parser import parse_args
 from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import save_checkpoint
 from paro.collectives.wire import Pending
-from paro.config import RunConfig
-from paro.placement import check_placement, placement_lines, predict_memory
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.process_group import device_for
+from paro.distributed.world import World
 from paro.rotation.engine import RotatedModel
 from paro.rotation.ring import Turn
-from paro.runtime import Control, World, device_for
-from paro.training import Training, evaluate
+from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.placement import check_placement, placement_lines, predict_memory
+from paro.training.step import Training, evaluate
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, run_steps, train, whole_parameters
 from tests.paro.test_parity_rotation import MODEL

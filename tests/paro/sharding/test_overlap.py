@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.groups import Run, Use
+from paro.distributed.groups import Run, Use
 from paro.sharding.unit import ShardedUnit
-from paro.training import Training
+from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train
 

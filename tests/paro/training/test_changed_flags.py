@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from data.indexed_dataset import IndexedDatasetWriter
-from paro.assembly import build_data
-from paro.changed_flags import order_changes, order_record, schedule_change
-from paro.config import RunConfig
-from paro.runtime import World
-from tests.paro.test_config import configure
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.training.assembly import build_data
+from paro.training.changed_flags import order_changes, order_record, schedule_change
+from tests.paro.config.test_run import configure
 
 TINY = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --tokenizer-type NullTokenizer "

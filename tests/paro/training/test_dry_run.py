@@ -16,16 +16,18 @@ import pytest
 import torch
 
 from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocab
-from paro.arguments import parse_args
-from paro.assembly import build_training
+from paro.arguments.parser import parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.collectives.schedule import Op
-from paro.config import RunConfig, take_world
-from paro.dry_run import Plan, plan_run, run_dry
-from paro.placement import placement_lines, predict_memory
-from paro.planning.machine import Axes, Machine, Measured
-from paro.planning.machine_file import machine_to_json
-from paro.runtime import Control, World
+from paro.config.run import RunConfig, take_world
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.planning.machine.files import machine_to_json
+from paro.planning.machine.machine import Machine, Measured
+from paro.topology import Axes
+from paro.training.assembly import build_training
+from paro.training.dry_run import Plan, plan_run, run_dry
+from paro.training.placement import placement_lines, predict_memory
 from tests.helpers.ranks import ROOT
 
 SMALL = (

@@ -7,12 +7,12 @@ from itertools import product
 
 import pytest
 
-from paro.arguments import parse_args
-from paro.config import RunConfig, take_world
-from paro.dry_run import Plan, plan_run
-from paro.planning.machine_file import shipped_machines
-from paro.planning.memory_limit import USABLE
-from paro.planning.planner import Estimator
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig, take_world
+from paro.planning.machine.files import shipped_machines
+from paro.planning.memory.limit import USABLE
+from paro.planning.search.planner import Estimator
+from paro.training.dry_run import Plan, plan_run
 
 GRID = tuple(
     product(

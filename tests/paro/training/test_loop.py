@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, run_facts, start_state
-from paro.config import RunConfig
-from paro.loop import Loop, Saving
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.user_errors import UserMistakeError
+from paro.distributed.world import World
 from paro.optim.optimizer import ParoOptimizer
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
 from paro.report.observer import Observer
 from paro.report.record import IterationRecord
 from paro.report.report import open_report
-from paro.runtime import Control, UserMistakeError, World
-from paro.training import TrainState
+from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.training.loop import Loop, Saving
+from paro.training.step import TrainState
 from tests.helpers.training import TINY
 
 

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, start_state
-from paro.config import RunConfig
-from paro.runtime import Control, World
-from paro.training import TrainConfig, Training, train_step
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.config.train import TrainConfig
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.step import Training, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paro.runtime import UserMistakeError
+from paro.distributed.user_errors import UserMistakeError
 from tests.helpers.training import TINY
-from tools import bench_reporting
-from tools.bench_reporting import costs, is_reported, main
+from tools.bench import bench_reporting
+from tools.bench.bench_reporting import costs, is_reported, main
 
 
 def step(wall: float, inside: float) -> dict[str, float]:

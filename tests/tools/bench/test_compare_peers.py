@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from paro.runtime import World
+from paro.distributed.world import World
 from tests.helpers.ranks import run_script
-from tools.compare_peers import check_files, make_parser, plan_of, task_of
-from tools.peers import registry
-from tools.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config
+from tools.bench.compare_peers import check_files, make_parser, plan_of, task_of
+from tools.bench.peers import registry
+from tools.bench.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config
 
-SCRIPT = "tools/compare_peers.py"
+SCRIPT = "tools/bench/compare_peers.py"
 WORLD = World(rank=0, size=4, local_rank=0, ranks_per_node=4)
 # Rows of the vocabulary that four ranks cannot share equally.
 TINY = (

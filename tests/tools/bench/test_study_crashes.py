@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import run_script
-from tools.study_crashes import Kill, Study, losses, make_parser, wanted_kinds
+from tools.bench.study_crashes import Kill, Study, losses, make_parser, wanted_kinds
 
-TOOL = "tools/study_crashes.py"
+TOOL = "tools/bench/study_crashes.py"
 
 
 def study(folder: Path, *flags: object, timeout: float) -> dict[str, Any]:

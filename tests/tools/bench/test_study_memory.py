@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paro.runtime import UserMistakeError
-from tools.study_memory import largest, main
+from paro.distributed.user_errors import UserMistakeError
+from tools.bench.study_memory import largest, main
 
 
 def test_the_largest_that_fits_is_found() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paro.planning.planner import Estimator
-from paro.planning.step_costs import NOTHING
+from paro.planning.search.planner import Estimator
+from paro.planning.step.costs import NOTHING
 from tests.helpers.ranks import ROOT
-from tools.planning.figure import case_on, model_of
-from tools.planning.published import feasible
-from tools.planning.published_amsp import AMSP, LIMIT_GB, amsp_case, amsp_choices, owned
-from tools.study_papers import figures, main, page
+from tools.bench.planning.figure import case_on, model_of
+from tools.bench.planning.published import feasible
+from tools.bench.planning.published_amsp import AMSP, LIMIT_GB, amsp_case, amsp_choices, owned
+from tools.bench.study_papers import figures, main, page
 
 # Of the figures that have a tolerance, those that our one set of assumptions does not explain.
 MISSES = {("R11", "7B, NNI over ZeRO-1, dynamic batch")}

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from paro.collectives.schedule import Op
-from paro.planning.machine import (
-    Axes,
+from paro.planning.machine.files import machine_to_json, read_machine
+from paro.planning.machine.machine import (
     BandwidthSource,
     LinkSpeed,
     Machine,
     Measured,
     bits_per_second,
 )
-from paro.planning.machine_file import machine_to_json, read_machine
+from paro.topology import Axes
 from tests.helpers.ranks import ROOT, run_script
-from tools import study_plan
-from tools.study_plan import COUNTS, Part, main, missing, parts, rows_of
+from tools.bench import study_plan
+from tools.bench.study_plan import COUNTS, Part, main, missing, parts, rows_of
 
 PART = Part(nic="per-rank", shape="deep")
 NAMES = PART.nic, PART.shape
@@ -217,7 +217,7 @@ def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
     settings = "GGG@native,2/2/2@ring+rotate"
     flags = ("--output", rows, "--settings", settings, "--counts", "1,2", "--turns", "2")
     flags += ("--train", train)
-    done = run_script([ROOT / "tools/planning/steps.py", *flags], nproc=2)
+    done = run_script([ROOT / "tools/bench/planning/steps.py", *flags], nproc=2)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     of_turns = [

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from paro.collectives.schedule import Op
-from paro.planning.machine import (
-    Axes,
+from paro.planning.machine.machine import (
     BandwidthSource,
     LinkSpeed,
     Machine,
@@ -18,7 +17,8 @@ from paro.planning.machine import (
     bits_per_second,
     least_seconds,
 )
-from tools.study_ratios import Point, Shape, main, model_seconds, point_of, table
+from paro.topology import Axes
+from tools.bench.study_ratios import Point, Shape, main, model_seconds, point_of, table
 
 SHAPE = Shape(nodes=2, ranks_per_node=4, inter="100mbit", num_bytes=32_000_000)
 

@@ -14,12 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 import torch.distributed as dist
 
-from paro.arguments import parse_args
-from paro.assembly import build_data, build_sources, build_training, start_state
-from paro.config import RunConfig
-from paro.runtime import Control, World
-from paro.training import train_step
-from tools.peers.meters import sent_bytes
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.step import train_step
+from tools.shared.meters import sent_bytes
 
 FLAGS = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4096 "

@@ -7,10 +7,11 @@ import os
 import pytest
 import torch
 
-from paro.planning.machine import Machine
-from paro.planning.planner import Estimator
-from paro.planning.settings import Case
-from paro.runtime import Control, World
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.planning.machine.machine import Machine
+from paro.planning.search.planner import Estimator
+from paro.planning.search.settings import Case
 from tools.collective_timing import device as timing
 from tools.collective_timing.device import measure_device, training_config
 

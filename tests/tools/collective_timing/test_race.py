@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from paro.collectives.schedule import Op
-from paro.lanes import DONE
-from paro.runtime import Control, World
+from paro.distributed.comm_stream import DONE
+from paro.distributed.control import Control
+from paro.distributed.world import World
 from paro.topology import make_topology
 from tools.collective_timing import race
 from tools.collective_timing.race import BUSY_ROUNDS, Race

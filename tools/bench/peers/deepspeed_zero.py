@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from paro.runtime import Control
-from tools.peers.task import Outcome, Task, adamw_settings, decay_groups, whole_model
+from paro.distributed.control import Control
+from tools.bench.peers.task import Outcome, Task, adamw_settings, decay_groups, whole_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from data.loader import Batch
 from model.llama import Llama
-from paro.runtime import Control
-from tools.peers.task import Outcome, Task, adamw_settings, decay_groups, mean_loss_weights
+from paro.distributed.control import Control
+from tools.bench.peers.task import Outcome, Task, adamw_settings, decay_groups, mean_loss_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

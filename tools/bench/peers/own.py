@@ -8,13 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from data.loader import Batch
-from paro.arguments import parse_args
-from paro.assembly import build_training, start_state
-from paro.config import RunConfig
-from paro.placement import check_placement
-from paro.runtime import Control, World
-from paro.training import train_step
-from tools.peers.task import Outcome, Task
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.training.assembly import build_training, start_state
+from paro.training.placement import check_placement
+from paro.training.step import train_step
+from tools.bench.peers.task import Outcome, Task
 
 PREFIX = "paro:"
 ROTATIONS = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.peers.figures import Rounds, Summary
+from tools.bench.peers.figures import Rounds, Summary
 from tools.shared.picture import drawing
 
 OURS, THEIRS = "tab:orange", "tab:blue"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from paro.runtime import Control, World
-from tools.peers import deepspeed_zero, fsdp, own
-from tools.peers.deepspeed_zero import Zero
-from tools.peers.fsdp import FullySharded
-from tools.peers.replicated import Replicated
-from tools.peers.task import Contender, Task
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from tools.bench.peers import deepspeed_zero, fsdp, own
+from tools.bench.peers.deepspeed_zero import Zero
+from tools.bench.peers.fsdp import FullySharded
+from tools.bench.peers.replicated import Replicated
+from tools.bench.peers.task import Contender, Task
 
 PEERS: dict[str, Callable[[Task, Control], Contender]] = {
     "ddp": partial(Replicated, zero_redundancy=False),

@@ -12,8 +12,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batch
-from paro.runtime import Control
-from tools.peers.task import (
+from paro.distributed.control import Control
+from tools.bench.peers.task import (
     Outcome,
     Task,
     adamw_settings,

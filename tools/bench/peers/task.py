@@ -18,8 +18,8 @@ from data.loader import Batch
 from model.config import LlamaConfig
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
-from paro.assembly import TORCH_TYPES
-from paro.config import RunConfig
+from paro.config.run import RunConfig
+from paro.training.assembly import TORCH_TYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,27 +24,21 @@ import torch.distributed as dist
 
 from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
 from model.llama import Llama
-from paro.config import RunConfig
-from paro.runtime import (
-    Control,
-    RuntimeConfig,
-    UserMistakeError,
-    World,
-    device_for,
-    one_line,
-    timeout_of,
-    user_mistakes,
-)
-from tools.peers.figures import Turn
-from tools.peers.meters import (
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.process_group import RuntimeConfig, device_for, timeout_of
+from paro.distributed.user_errors import UserMistakeError, one_line, user_mistakes
+from paro.distributed.world import World
+from tools.bench.peers.figures import Turn
+from tools.bench.peers.registry import build
+from tools.bench.peers.task import Contender, Outcome, Task, state_bytes
+from tools.shared.meters import (
     MemoryMeter,
     add_up_sent,
     node_name,
     sent_bytes,
     watched_interfaces,
 )
-from tools.peers.registry import build
-from tools.peers.task import Contender, Outcome, Task, state_bytes
 
 Result = TypeVar("Result")
 

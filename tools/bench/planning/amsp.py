@@ -18,11 +18,11 @@ from statistics import linear_regression
 
 from model.config import parameter_shapes
 from paro.collectives.schedule import Op
-from paro.planning.collective_time import CollectiveTimes, Job, Phase, Run, ring_of
 from paro.planning.cost_model import UnitSize
-from paro.planning.moves import Moves, Moving
-from paro.planning.planner import Estimator
-from paro.planning.settings import Case, Setting
+from paro.planning.machine.collective_time import CollectiveTimes, Job, Phase, Run, ring_of
+from paro.planning.search.planner import Estimator
+from paro.planning.search.settings import Case, Setting
+from paro.planning.step.moves import Moves, Moving
 from paro.precision import BYTES_OF
 
 

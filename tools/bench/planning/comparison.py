@@ -9,10 +9,10 @@ from math import log
 from statistics import median
 from typing import Any
 
-from paro.planning.planner import Estimator, plan
-from paro.planning.settings import Case, Freedom, Materialize, Setting
-from tools.peers.own import parse_setting
-from tools.planning.rounds import median_row
+from paro.planning.search.planner import Estimator, plan
+from paro.planning.search.settings import Case, Freedom, Materialize, Setting
+from tools.bench.peers.own import parse_setting
+from tools.bench.planning.rounds import median_row
 
 # Of a rank's peak, beside what the planner adds up: gloo's buffers and threads, the allocator's
 # rounding, what Python and torch keep.
@@ -124,7 +124,7 @@ def setting_of(case: Case, text: str) -> Setting:
 
 
 def compare(case: Case, measured: Sequence[Sequence[dict[str, Any]]]) -> Comparison:
-    """The predictions of a case beside rows of tools/planning/steps.py, of one collective.
+    """The predictions of a case beside rows of tools/bench/planning/steps.py, of one collective.
 
     Those of all turns of a setting are one.
     """

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from paro.planning.machine_file import find_machine
-from paro.planning.planner import Estimate, Estimator
-from paro.planning.settings import Case
+from paro.planning.machine.files import find_machine
+from paro.planning.search.planner import Estimate, Estimator
+from paro.planning.search.settings import Case
 from paro.precision import PrecisionConfig
 
 

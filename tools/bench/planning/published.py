@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from paro.planning.planner import Estimate
-from paro.planning.settings import Case
-from paro.planning.step_costs import NOTHING
-from paro.planning.trainable import Kind, Trainable
-from tools.planning.figure import Figure, case_on, estimate, model_of
+from paro.planning.search.planner import Estimate
+from paro.planning.search.settings import Case
+from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.step.costs import NOTHING
+from tools.bench.planning.figure import Figure, case_on, estimate, model_of
 
 LAST = Trainable(kind=Kind.LAST_BLOCKS, share=1 / 16)
 PEFT = Trainable(kind=Kind.ADAPTERS, share=0.003)

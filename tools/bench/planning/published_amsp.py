@@ -14,12 +14,12 @@ from functools import cache
 from typing import Any
 
 from model.config import LlamaConfig, parameter_shapes
-from paro.planning.machine import Device
-from paro.planning.planner import Estimate, best_that_fits
-from paro.planning.settings import Case, Freedom, Setting, legal_strategies
-from paro.planning.step_costs import NOTHING, Overlap, device_of
-from tools.planning.amsp import OwnedTensorsEstimator, with_speeds_of
-from tools.planning.figure import Figure, case_on, estimate, model_of
+from paro.planning.machine.machine import Device
+from paro.planning.search.planner import Estimate, best_that_fits
+from paro.planning.search.settings import Case, Freedom, Setting, legal_strategies
+from paro.planning.step.costs import NOTHING, Overlap, device_of
+from tools.bench.planning.amsp import OwnedTensorsEstimator, with_speeds_of
+from tools.bench.planning.figure import Figure, case_on, estimate, model_of
 
 NO_PUBLISHING = Overlap(publishing=False)
 NO_SUMS = Overlap(publishing=False, finishing=False)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from paro.planning.machine import Device, LinkSpeed, Machine, Measured
+from paro.planning.machine.machine import Device, LinkSpeed, Machine, Measured
 
 
 def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A row of tools/planning/steps.py, from those of the same setting; the largest peak."""
+    """A row of tools/bench/planning/steps.py, from those of the same setting; the largest peak."""
     found = dict(turns[0])
     found["seconds"] = median(row["seconds"] for row in turns)
     found["peak_in_use"] = max(

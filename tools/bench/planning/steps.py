@@ -1,11 +1,11 @@
 """Times a training's steps under all strategies, in turns, on all ranks; a row for each turn."""
 
-# Started by tools/study_plan.py in a cluster. Hosts have other guests, which slow cores and memory
-# down by a fifth for minutes: so all strategies are built in the same processes and take turns of a
-# few steps, several times round, and those of one time round can be compared. They share process
-# groups, as every group of gloo that merely exists takes processor time. A step's time is that
-# between the ends of two steps, which all ranks come to at once, by the sum of their gradients'
-# norms.
+# Started by tools/bench/study_plan.py in a cluster. Hosts have other guests, which slow cores and
+# memory down by a fifth for minutes: so all strategies are built in the same processes and take
+# turns of a few steps, several times round, and those of one time round can be compared. They share
+# process groups, as every group of gloo that merely exists takes processor time. A step's time is
+# that between the ends of two steps, which all ranks come to at once, by the sum of their
+# gradients' norms.
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ from statistics import fmean, median
 from typing import Any
 
 if not __package__:  # started as a script: the repository's packages lie beside tools/
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from data.loader import Batch
-from paro.arguments import parse_args
-from paro.assembly import TORCH_TYPES, build_training, start_state
-from paro.batch_schedule import BatchSchedule
-from paro.config import RunConfig
-from paro.groups import sharing_groups
-from paro.runtime import Control, World, device_for, read_world, run_script, user_mistakes
-from paro.training import StepResult, Training, TrainState, train_step
+from paro.arguments.parser import parse_args
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.groups import sharing_groups
+from paro.distributed.process_group import device_for
+from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.world import World, read_world
+from paro.training.assembly import TORCH_TYPES, build_training, start_state
+from paro.training.step import StepResult, Training, TrainState, train_step
+from tools.bench.peers.own import parse_setting
+from tools.bench.peers.turn import in_own_process, process_group, rehearse
 from tools.collective_timing.device import same_batches
-from tools.peers.meters import MemoryMeter
-from tools.peers.own import parse_setting
-from tools.peers.turn import in_own_process, process_group, rehearse
+from tools.shared.meters import MemoryMeter
 
 # Of a turn: steps that are not timed, for which malloc and caches are still another's, and those
 # that are. The first is also the only one that does not wait for what a step before published.

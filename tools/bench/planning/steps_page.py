@@ -8,19 +8,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Choice, Comparison, Pair
+from tools.bench.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Choice, Comparison, Pair
 from tools.shared.picture import drawing
 
 HEAD = """\
-<!-- Written by python tools/study_plan.py report --folder {folder}: change that. -->
+<!-- Written by python tools/bench/study_plan.py report --folder {folder}: change that. -->
 # Measured steps beside the planner's.
 
-Written by `python tools/study_plan.py report --folder {folder}` from the rows and machine
-files there, which `tools/study_plan.py measure` measured in emulated clusters of 2 nodes x 4 ranks
-on 2 cores, with a NIC for each rank or one as fast as four for each node. A round measures the
-machine, and every strategy in one turn or several; what stands here are medians over all turns of
-all rounds. Of a turn a measured step is the median of 3 (of 4 micro-batches: of 2), each as long as
-its slowest rank. The machine's device is measured by training the same shape on every rank alone.
+Written by `python tools/bench/study_plan.py report --folder {folder}` from the rows and machine
+files there, which `tools/bench/study_plan.py measure` measured in emulated clusters of 2 nodes x
+4 ranks on 2 cores, with a NIC for each rank or one as fast as four for each node. A round
+measures the machine, and every strategy in one turn or several; what stands here are medians over
+all turns of all rounds. Of a turn a measured step is the median of 3 (of 4 micro-batches: of 2),
+each as long as its slowest rank. The machine's device is measured by training the same shape on
+every rank alone.
 
 ![measured and predicted](steps.png)
 """

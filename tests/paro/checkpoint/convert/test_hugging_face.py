@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paro.checkpoint.convert.native import open_native
-from paro.runtime import UserMistakeError
+from paro.distributed.user_errors import UserMistakeError
 from tests.paro.checkpoint.convert.folders import logits_of, own_model, some_tokens
 from tests.tools.test_generate import SIZES, TEXT, save_untrained
 from tools.convert_checkpoint import main as convert

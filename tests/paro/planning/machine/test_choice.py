@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from paro.collectives.auto import choice_by
 from paro.collectives.schedule import Op
-from paro.planning.machine import Axes, Machine, Measured
+from paro.planning.machine.choice import choice_by
+from paro.planning.machine.machine import Machine, Measured
+from paro.topology import Axes
 
 
 def machine(**small_and_large: tuple[float, float]) -> Machine:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from paro.collectives.schedule import Op
-from paro.planning.machine import Axes, BandwidthSource, LinkSpeed, Machine, Measured, Nic
-from paro.planning.machine_file import machine_from_json, machine_to_json, read_machine
+from paro.planning.machine.files import machine_from_json, machine_to_json, read_machine
+from paro.planning.machine.machine import BandwidthSource, LinkSpeed, Machine, Measured, Nic
+from paro.topology import Axes
 
 MACHINE = Machine(
     name="two-nodes",

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from paro.collectives import ho_ring
 from paro.collectives.schedule import Op, make_schedule
-from paro.planning.machine import (
-    Axes,
+from paro.planning.machine.machine import (
     BandwidthSource,
     LinkSpeed,
     Machine,
     Measured,
     Nic,
-    axes_of,
     bits_per_second,
     fastest_algorithm,
     fit_link,
@@ -27,7 +25,7 @@ from paro.planning.machine import (
     rate_text,
     seconds,
 )
-from paro.topology import Link, make_topology
+from paro.topology import Axes, Link, axes_of, make_topology
 from tests.helpers.schedules import sent_fraction
 
 GATHER, SCATTER, REDUCE = Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE

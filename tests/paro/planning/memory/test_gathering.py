@@ -8,9 +8,9 @@ import pytest
 
 from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
-from paro.planning import llama as planning_llama
-from paro.planning.llama import MicroBatch, activations_of, units_of
-from paro.planning.working_memory import Moment, peak_memory
+from paro.planning import units as planning_llama
+from paro.planning.memory.gathering import Moment, peak_memory
+from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks

@@ -13,18 +13,18 @@ import pytest
 from model.config import LLAMA_PRESETS, RecomputeConfig
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Op, make_schedule
-from paro.planning.collective_time import CollectiveTimes, Job
-from paro.planning.description import describe
-from paro.planning.llama import activations_of
-from paro.planning.machine import Axes, Measured
-from paro.planning.machine_file import (
+from paro.planning.machine.collective_time import CollectiveTimes, Job
+from paro.planning.machine.files import (
     SHIPPED,
     find_machine,
     machine_from_json,
     machine_to_json,
     shipped_machines,
 )
-from paro.planning.planner import (
+from paro.planning.machine.machine import Measured
+from paro.planning.memory.gathering import peak_memory
+from paro.planning.search.description import describe
+from paro.planning.search.planner import (
     RESOLUTION,
     TIE,
     Estimate,
@@ -33,14 +33,14 @@ from paro.planning.planner import (
     letter_rows,
     plan,
 )
-from paro.planning.remedies import why_nothing_fits
-from paro.planning.settings import Case, Freedom, Materialize, all_settings, legal_strategies
-from paro.planning.trace import chrome_trace
-from paro.planning.trainable import Kind, Trainable
-from paro.planning.working_memory import peak_memory
+from paro.planning.search.remedies import why_nothing_fits
+from paro.planning.search.settings import Case, Freedom, Materialize, all_settings, legal_strategies
+from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.step.trace import chrome_trace
+from paro.planning.units import activations_of
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
-from paro.topology import make_topology
+from paro.topology import Axes, make_topology
 from tests.helpers.schedules import sent_fraction
 from tests.paro.planning.cases import DEVICE, SMALL, case, machine
 

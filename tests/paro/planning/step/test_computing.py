@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from model.config import RecomputeConfig, flops_per_token
-from paro.planning.planner import Estimator
-from paro.planning.settings import Case, Materialize
-from paro.planning.trainable import Kind, Trainable
+from paro.planning.search.planner import Estimator
+from paro.planning.search.settings import Case, Materialize
+from paro.planning.search.trainable import Kind, Trainable
 from tests.paro.planning.cases import DEVICE, SMALL, case
 
 

@@ -9,15 +9,15 @@ import pytest
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.collectives.schedule import Op
-from paro.planning.collective_time import CollectiveTimes, Job
 from paro.planning.cost_model import traffic_per_step
-from paro.planning.machine import GroupSpeed
-from paro.planning.planner import Estimator
-from paro.planning.settings import Case
-from paro.planning.simulation import Compute, Program, Simulation, Wait, Work
-from paro.planning.step_costs import NOTHING, StepCosts
-from paro.planning.timeline import simulate
-from paro.planning.trainable import Kind, Trainable
+from paro.planning.machine.collective_time import CollectiveTimes, Job
+from paro.planning.machine.machine import GroupSpeed
+from paro.planning.search.planner import Estimator
+from paro.planning.search.settings import Case
+from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.step.costs import NOTHING, StepCosts
+from paro.planning.step.simulation import Compute, Program, Simulation, Wait, Work
+from paro.planning.step.timeline import simulate
 from paro.sharding.shards import UnitShards
 from paro.sharding.unit import ShardedUnit
 from paro.strategy import legal_letters

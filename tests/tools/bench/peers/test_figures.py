@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tools.peers.figures import (
+from tools.bench.peers.figures import (
     DisagreementError,
     Turn,
     align,

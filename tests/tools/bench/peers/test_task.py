@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tools.peers.replicated import MASTERS_AT_ONCE, MasterAdamW
-from tools.peers.task import state_bytes
+from tools.bench.peers.replicated import MASTERS_AT_ONCE, MasterAdamW
+from tools.bench.peers.task import state_bytes
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from paro.runtime import UserMistakeError
-from tools.peers.turn import in_own_process
+from paro.distributed.user_errors import UserMistakeError
+from tools.bench.peers.turn import in_own_process
 
 
 def test_a_result_comes_back_from_another_process() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from paro.planning.planner import Estimator
-from paro.planning.settings import Case
+from paro.planning.search.planner import Estimator
+from paro.planning.search.settings import Case
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import case as make_case
-from tools.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare
-from tools.study_plan import chapters_of
+from tools.bench.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare
+from tools.bench.study_plan import chapters_of
 
 NAMES = ("NNI", "IIG", "GGG")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paro.collectives.schedule import Op
-from paro.planning.machine import Axes, Measured
+from paro.planning.machine.machine import Measured
+from paro.topology import Axes
 from tests.paro.planning.cases import DEVICE, machine, speed
-from tools.planning.rounds import median_machine, median_row
+from tools.bench.planning.rounds import median_machine, median_row
 
 
 def test_a_row_is_the_median_of_its_rounds_and_the_largest_peak() -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tools.peers.meters import (
+from tools.shared.meters import (
     MemoryMeter,
     add_up_sent,
     anonymous_bytes,

@@ -1,0 +1,1 @@
+"""From flags to a checked configuration: one frozen dataclass per concern."""

@@ -1,0 +1,37 @@
+"""What the training loop is configured with."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How long to train, on what batches, when to evaluate and when to leave."""
+
+    train_iters: int  # of a run from its beginning, where train_samples are given
+    train_samples: int | None = None
+    eval_iters: int = 100
+    eval_interval: int | None = 1000
+    skip_train: bool = False  # evaluate what was loaded, and leave
+    calculate_per_token_loss: bool = False
+    exit_interval: int | None = None
+    exit_duration_in_mins: float | None = None
+    exit_signal_handler: bool = False
+    exit_signal: str = "SIGTERM"
+    manual_gc: bool = False
+    manual_gc_interval: int = 0
+    empty_unused_memory_level: int = 0
+    log_num_zeros_in_grad: bool = False
+    log_params_norm: bool = False
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not hasattr(signal, self.exit_signal):
+            raise ValueError(f"--exit-signal {self.exit_signal} is no signal of this system")
+        if self.skip_train and self.eval_iters == 0:
+            raise ValueError(
+                "--skip-train and --eval-iters 0 leave nothing to do: give 1 or more iterations to "
+                "evaluate"
+            )

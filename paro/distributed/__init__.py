@@ -1,0 +1,1 @@
+"""Ranks and how they work together: process groups, communication streams, counters, errors."""

@@ -1,0 +1,114 @@
+"""Which ranks there are: what the launcher says in the environment, or the flags of a dry run."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process among all; read from torchrun's or SLURM's environment, or one process alone."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    ranks_per_node: int = 1
+
+
+DEFAULT_RANKS_PER_NODE = 8  # of a dry run: a DGX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """The ranks of a dry run, which starts none; those of a real run are its launcher's affair."""
+
+    dry_run: bool = False
+    world_size: int | None = None
+    ranks_per_node: int | None = None
+    device_memory_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.dry_run:
+            for flag, value in self._given().items():
+                if value is not None:
+                    raise ValueError(
+                        f"{flag} {value} is for --dry-run, which starts no rank: the ranks of a "
+                        "training are those that torchrun or srun starts"
+                    )
+            return
+        assert self.world_size is not None, "one of the flags that are needed"
+        for flag, value in self._given().items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{flag} {value} must be positive")
+        if self.world_size % self._ranks_per_node():
+            raise ValueError(
+                f"--world-size {self.world_size} is no multiple of the {self._ranks_per_node()} "
+                "ranks of a node: give --ranks-per-node, or another number of ranks"
+            )
+
+    def world(self) -> World:
+        """The first rank among those of the dry run, or this one among those that were started."""
+        if not self.dry_run:
+            return read_world()
+        assert self.world_size is not None, "a dry run has a world size"
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError(
+                "--dry-run is one plain process, here are "
+                f"{os.environ['WORLD_SIZE']}: start it with python instead of torchrun"
+            )
+        return World(size=self.world_size, ranks_per_node=self._ranks_per_node())
+
+    def _ranks_per_node(self) -> int:
+        return self.ranks_per_node or min(DEFAULT_RANKS_PER_NODE, self.world_size or 1)
+
+    def _given(self) -> dict[str, float | None]:
+        return {
+            "--world-size": self.world_size,
+            "--ranks-per-node": self.ranks_per_node,
+            "--device-memory-gb": self.device_memory_gb,
+        }
+
+
+def read_world() -> World:
+    """The world that the launcher describes in the environment: torchrun's names, then SLURM's."""
+    by_srun = "SLURM_STEP_TASKS_PER_NODE" in os.environ and not _is_torchrun()
+    if "RANK" in os.environ and not by_srun:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    elif by_srun and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        raise ValueError(
+            f"srun started {os.environ['SLURM_STEP_NUM_TASKS']} tasks and MASTER_ADDR is not set: "
+            "export MASTER_ADDR=$(scontrol show hostnames | head -1) and MASTER_PORT before srun, "
+            "as examples/pretrain_llama_65b_slurm.sh does"
+        )
+    else:
+        return World()
+    alone = os.environ.get(names[1]) == "1"
+    needed = names if alone else (*names, "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise ValueError(f"the launcher must set {', '.join(missing)} in the environment")
+    # SLURM writes tasks per node as 8(x4), or 8(x3),4 where the last node has fewer.
+    rank, size, local_rank, ranks_per_node = (
+        int(re.split(r"[(,]", os.environ[name])[0]) for name in names
+    )
+    return World(rank=rank, size=size, local_rank=local_rank, ranks_per_node=ranks_per_node)
+
+
+def _is_torchrun() -> bool:
+    """Whether torchrun's names are more than what a container sets beside SLURM's own.
+
+    Those are the same numbers, without LOCAL_WORLD_SIZE.
+    """
+    env = os.environ
+    same = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"))
+    differ = any(name in env and env[name] != env.get(slurms) for name, slurms in same)
+    return "LOCAL_WORLD_SIZE" in env or differ
+
+
+def read_job_id() -> str:
+    """SLURM's number of this job; empty where there is none."""
+    return os.environ.get("SLURM_JOB_ID", "")

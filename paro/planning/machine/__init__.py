@@ -1,0 +1,1 @@
+"""A cluster as data, and how long its collectives take."""

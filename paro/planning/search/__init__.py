@@ -1,0 +1,1 @@
+"""What may be chosen for a run, and the search for the fastest that fits."""

@@ -1,0 +1,80 @@
+"""The layers of the product, computed from its imports; run it to print them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+
+from tests.helpers.house import PRODUCT, Source, imports_of, sources
+
+Graph = Mapping[str, frozenset[str]]
+
+
+def package_of(module: str) -> str:
+    """The node of a module: its package, or itself where it is a loose file of paro/."""
+    parts = module.split(".")
+    if parts[0] in ("model", "data"):
+        return parts[0]
+    if parts[0] == "tools":
+        return "tools.bench" if parts[1:2] == ["bench"] else "tools"
+    folder = ".".join(parts[:-1])
+    return module if folder in ("", "paro", "paro.planning") else folder
+
+
+def modules_named(source: Source, modules: Iterable[str]) -> set[str]:
+    """The modules that a file imports: at its top, inside functions, or by name in a string."""
+    known = set(modules)
+    found = set()
+    for imported in imports_of(source):
+        parts = imported.name.split(".")
+        names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        found |= {next(filter(known.__contains__, names), "")}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= known & {node.value}
+    return found - {"", source.module}
+
+
+def package_graph(files: Iterable[Source]) -> Graph:
+    """Which packages and loose files each one imports."""
+    files = list(files)
+    packages = {source.module.rpartition(".")[0] for source in files}
+    files = [source for source in files if source.module not in packages]  # an __init__.py is empty
+    names = [source.module for source in files]
+    graph: dict[str, set[str]] = {package_of(name): set() for name in names}
+    for source in files:
+        own = package_of(source.module)
+        graph[own] |= {package_of(name) for name in modules_named(source, names)} - {own}
+    return {package: frozenset(imported) for package, imported in graph.items()}
+
+
+def layers(graph: Graph) -> list[list[str]]:
+    """From the bottom up: each imports from the layers below it; `ValueError` names a cycle."""
+    height: dict[str, int] = {}
+    left = dict(graph)
+    while left:
+        ready = [package for package, imported in left.items() if not imported & left.keys()]
+        if not ready:
+            raise ValueError(f"a cycle among {', '.join(sorted(left))}")
+        level = 1 + max(height.values(), default=-1)
+        for package in ready:
+            height[package] = level
+            del left[package]
+    return [
+        sorted(package for package, own in height.items() if own == level)
+        for level in range(1 + max(height.values(), default=-1))
+    ]
+
+
+def layers_text() -> str:
+    """The layers for docs/architecture.md, the highest first, as links run downwards."""
+    found = layers(package_graph(sources(*PRODUCT)))
+    lines = []
+    for number, packages in reversed([*enumerate(found)]):
+        names = ", ".join(f"`{package.replace('.', '/')}`" for package in packages)
+        lines.append(f"| {number} | {names} |")
+    return "\n".join(["| layer | packages and loose files |", "|---|---|", *lines]) + "\n"
+
+
+if __name__ == "__main__":
+    print(layers_text(), end="")
