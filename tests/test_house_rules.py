@@ -158,7 +158,7 @@ INNOCENT: list[tuple[Rule, str, str]] = [
         "import math\nfrom model.config import Llama",
     ),
     (imports_are_allowed, "model.llama", "import math\nfrom torch import nn\nimport model.rotary"),
-    (imports_are_allowed, "paro.sharding.unit", "import torch"),
+    (imports_are_allowed, "paro.sharding.sharded_unit", "import torch"),
     (uses_are_allowed, "paro.distributed.runtime", "import os\nos.environ['X']"),
     (
         uses_are_allowed,

@@ -19,7 +19,7 @@ from torch import Tensor
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import attach_moments, find_apex, make_adamw, set_num_steps
 from paro.sharding.buffers import FlatShard
-from paro.sharding.model import SpreadModel
+from paro.sharding.distributed_model import SpreadModel
 from paro.sharding.shards import UnitShards
 
 # (parameter's name, begin, end) -> the fp32 values of its flattened elements, on the CPU

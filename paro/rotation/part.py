@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paro.rotation.unit import RotatingUnit
+from paro.rotation.rotating_unit import RotatingUnit
 
 
 class Phase(Enum):

@@ -11,7 +11,7 @@ from torch import nn
 
 from paro.layout import Box, UnitLayout, decays, make_layout, whole_box
 from paro.sharding.shards import ShardingContext
-from paro.sharding.unit import ShardedUnit
+from paro.sharding.sharded_unit import ShardedUnit
 
 
 class UnitSpec(Protocol):

@@ -28,13 +28,13 @@ from paro.planning.machine.choice import choice_by
 from paro.planning.machine.files import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
-from paro.rotation.engine import RotatedModel
+from paro.rotation.rotated_model import RotatedModel
 from paro.rotation.part import Progress
 from paro.rotation.ring import make_ring
-from paro.rotation.wrap import cut_into_parts, runs_beside_rotation
+from paro.rotation.partition import cut_into_parts, runs_beside_rotation
 from paro.sharding.buffers import Ledger
-from paro.sharding.engine import ShardedModel
-from paro.sharding.model import SpreadModel
+from paro.sharding.sharded_model import ShardedModel
+from paro.sharding.distributed_model import SpreadModel
 from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
 from paro.topology import make_topology

@@ -12,9 +12,9 @@ from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF
 from paro.quantities import ranks_text
-from paro.rotation.engine import RotatedModel
+from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.shards import UnitShards
-from paro.sharding.unit import ShardedUnit
+from paro.sharding.sharded_unit import ShardedUnit
 from paro.strategy import Strategy, effective_letters, replicated
 from paro.training.step import Training
 

@@ -23,7 +23,7 @@ from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_s
 from paro.optim.lr_schedule import Schedule
 from paro.optim.optimizer import ParoOptimizer
 from paro.optim.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
-from paro.sharding.model import SpreadModel
+from paro.sharding.distributed_model import SpreadModel
 
 
 @dataclass(slots=True, kw_only=True)

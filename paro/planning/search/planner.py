@@ -25,7 +25,7 @@ from paro.planning.memory.rotating import rotating_peak
 from paro.planning.search.settings import Case, Freedom, Materialize, Setting, all_settings
 from paro.planning.step.computing import Computing
 from paro.planning.step.costs import StepCosts, device_of
-from paro.planning.step.moves import Moves
+from paro.planning.step.comm_costs import Moves
 from paro.planning.step.rotating import RotatingComputing, RotatingCosts
 from paro.planning.step.timeline import Timeline, simulate
 from paro.planning.units import MicroBatch, activations_of

@@ -8,7 +8,7 @@ from functools import cached_property
 from paro.planning.machine.collective_time import scalar_seconds
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.step.computing import Computing
-from paro.planning.step.moves import Moves, seconds_of
+from paro.planning.step.comm_costs import Moves, seconds_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from functools import cached_property
 from paro.planning.cost_model import UnitSize
 from paro.planning.step.computing import Computing, UnitSeconds
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.moves import seconds_of
+from paro.planning.step.comm_costs import seconds_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 

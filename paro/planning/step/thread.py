@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from paro.planning.machine.collective_time import Job, Lane, Phase, scalar_seconds
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.moves import Moving
+from paro.planning.step.comm_costs import Moving
 from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work
 
 

@@ -20,13 +20,13 @@ from paro.distributed.comm_stream import InlineLanes
 from paro.distributed.groups import Groups
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.precision import PrecisionConfig
-from paro.rotation.engine import RotatedModel
+from paro.rotation.rotated_model import RotatedModel
 from paro.rotation.part import Progress
 from paro.rotation.ring import Ring
-from paro.rotation.wrap import cut_into_parts
+from paro.rotation.partition import cut_into_parts
 from paro.sharding.buffers import Ledger
-from paro.sharding.engine import ShardedModel
-from paro.sharding.model import SpreadModel
+from paro.sharding.sharded_model import ShardedModel
+from paro.sharding.distributed_model import SpreadModel
 from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.wrap import cut_into_nodes
 from paro.strategy import Strategy

@@ -17,7 +17,7 @@ from paro.planning.step.costs import NOTHING
 from paro.planning.step.rotating import RotatingCosts
 from paro.planning.step.timeline import simulate
 from paro.precision import PrecisionConfig
-from paro.rotation.unit import RotatingUnit
+from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.shards import UnitShards
 from paro.topology import make_topology
 from tests.paro.planning.cases import BF16, DEVICE, case, machine, speed

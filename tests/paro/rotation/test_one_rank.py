@@ -16,7 +16,7 @@ from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, units_of
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.rotation.engine import RotatedModel
+from paro.rotation.rotated_model import RotatedModel
 from tests.helpers.training import slices_by_part
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rotating_rank, silence
 from tests.paro.planning.on_ranks import on_ranks

@@ -21,7 +21,7 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
-from paro.rotation.engine import RotatedModel
+from paro.rotation.rotated_model import RotatedModel
 from paro.rotation.ring import Turn
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.placement import check_placement, placement_lines, predict_memory

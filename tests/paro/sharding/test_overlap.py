@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paro.distributed.groups import Run, Use
-from paro.sharding.unit import ShardedUnit
+from paro.sharding.sharded_unit import ShardedUnit
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train

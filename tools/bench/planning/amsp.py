@@ -22,7 +22,7 @@ from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import CollectiveTimes, Job, Phase, Run, ring_of
 from paro.planning.search.planner import Estimator
 from paro.planning.search.settings import Case, Setting
-from paro.planning.step.moves import Moves, Moving
+from paro.planning.step.comm_costs import Moves, Moving
 from paro.precision import BYTES_OF
 
 

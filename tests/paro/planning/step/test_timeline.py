@@ -19,7 +19,7 @@ from paro.planning.step.costs import NOTHING, StepCosts
 from paro.planning.step.simulation import Compute, Program, Simulation, Wait, Work
 from paro.planning.step.timeline import simulate
 from paro.sharding.shards import UnitShards
-from paro.sharding.unit import ShardedUnit
+from paro.sharding.sharded_unit import ShardedUnit
 from paro.strategy import legal_letters
 from tests.paro.planning.cases import case, machine
 from tests.paro.planning.lone_rank import lone_rank, silence

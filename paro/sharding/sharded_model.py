@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paro.distributed.timers import Timers
-from paro.sharding.unit import ShardedUnit, UnitState
+from paro.sharding.sharded_unit import ShardedUnit, UnitState
 from paro.sharding.wrap import Node
 
 

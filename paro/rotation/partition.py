@@ -19,10 +19,10 @@ from paro.layout import (
 )
 from paro.rotation.part import Course, Lap, PartSpec, Progress, RotatingPart
 from paro.rotation.ring import Ring
-from paro.rotation.unit import RotatingUnit
+from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
 from paro.sharding.shards import ShardingContext, moves_of
-from paro.sharding.unit import ShardedUnit
+from paro.sharding.sharded_unit import ShardedUnit
 from paro.strategy import Strategy, replicated
 from paro.topology import Topology
 

@@ -11,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from paro.distributed.timers import Timers
 from paro.rotation.part import Phase, Progress
 from paro.rotation.ring import Ring
-from paro.rotation.wrap import Parts
+from paro.rotation.partition import Parts
 from paro.sharding.shards import UnitShards
-from paro.sharding.unit import ShardedUnit
+from paro.sharding.sharded_unit import ShardedUnit
 
 
 class RotatedModel:
