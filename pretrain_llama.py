@@ -22,7 +22,7 @@ from paro.report.log_line import arguments_block
 from paro.report.memory import MemoryForecast, resident_bytes
 from paro.report.observer import Observer
 from paro.report.profiler import MemoryHistory, Profiler
-from paro.report.progress import Progress
+from paro.report.progress import ProgressFile
 from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.terminal import Terminal, live_is_wanted
@@ -61,7 +61,7 @@ def run(config: RunConfig, control: Control) -> None:
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
     log = log_of(control, terminal, one_speaker=is_live)
     report_config = config.report.without_records() if only_evaluate else config.report
-    with control.agreed():
+    with control.raise_on_all_ranks():
         check_login(report_config, log)
     arguments = recorded_arguments(config)
     log.log0(arguments_block(arguments))
@@ -69,20 +69,20 @@ def run(config: RunConfig, control: Control) -> None:
     bytes_before = resident_bytes(control.device)
     training, placement = build(config, control, log)
 
-    with control.agreed():
+    with control.raise_on_all_ranks():
         loaded = load_run(config, training, log) if config.checkpoint.load is not None else None
     state = loaded or start_state(config)
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples whenever the checkpoint was saved
-    with control.agreed():
+    with control.raise_on_all_ranks():
         datasets = open_data(config, state, loaded, log)
     for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
         log.log0(line)
     sources = build_sources(config, datasets, training, state)
 
-    moment = predict_memory(config, training)
-    facts = run_facts(config, training, predicted_bytes(moment), state=state)
-    with control.agreed():
+    snapshot = predict_memory(config, training)
+    facts = run_facts(config, training, predicted_bytes(snapshot), state=state)
+    with control.raise_on_all_ranks():
         observers = observers_of(config, log, training)
         report = open_report(
             report_config,
@@ -92,9 +92,9 @@ def run(config: RunConfig, control: Control) -> None:
             start_iteration=state.iteration,
             arguments=arguments,
         )
-    report.start({"precision": config.precision.describe(), "memory": moment.describe()})
+    report.start({"precision": config.precision.describe(), "memory": snapshot.describe()})
     forecast = MemoryForecast(
-        predicted_bytes=moment.total, states_bytes=moment.states, bytes_before=bytes_before
+        predicted_bytes=snapshot.total, states_bytes=snapshot.states, bytes_before=bytes_before
     )
     loop = Loop(
         training,
@@ -227,7 +227,9 @@ def saving_of(
     progress = None
     if config.report.log_progress:
         start = 0 if loaded is None else loaded.consumed_train_samples
-        progress = Progress(checkpoint.save, facts, log, start_samples=start, job_id=read_job_id())
+        progress = ProgressFile(
+            checkpoint.save, facts, log, start_samples=start, job_id=read_job_id()
+        )
     saver = Saver(
         config,
         training,

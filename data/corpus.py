@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from data.sources import Kind, Piece, open_hugging_face, open_parquet
+from data.sources import Piece, SourceKind, open_hugging_face, open_parquet
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BATCH_BYTES = 2**18  # of a batch of lines or rows; one longer line is a batch of its own
@@ -54,9 +54,9 @@ def read_batches(
     With `skip_malformed`, of a long text that is not UTF-8 comes the first bad part alone.
     """
     for piece in pieces:
-        if piece.kind is Kind.JSON_LINES:
+        if piece.kind is SourceKind.JSON_LINES:
             yield from _lines(piece)
-        elif piece.kind is Kind.TEXT:
+        elif piece.kind is SourceKind.TEXT:
             bad = _first_bad_part(piece) if skip_malformed else None
             yield from _text(piece) if bad is None else [bad]
         else:
@@ -147,7 +147,9 @@ def _good_cut(block: bytes) -> int:
 
 
 def _rows(piece: Piece, keys: Sequence[str]) -> Iterator[RawBatch]:
-    source = _parquet_rows(piece, keys) if piece.kind is Kind.PARQUET else _saved_rows(piece, keys)
+    source = (
+        _parquet_rows(piece, keys) if piece.kind is SourceKind.PARQUET else _saved_rows(piece, keys)
+    )
     number, total = 0, max(1, piece.end - piece.begin)
     share, passed = 0, 0
     for units, rows in source:
@@ -214,11 +216,11 @@ def texts_of(batch: RawBatch, keys: Sequence[str], on_bad: OnBad | None = None) 
 
 def place_of(piece: Piece, number: int) -> str:
     """Where a document lies, for people; `number` counts from 1 on in its piece."""
-    if piece.kind is Kind.TEXT:
+    if piece.kind is SourceKind.TEXT:
         return piece.path
-    if piece.kind is Kind.JSON_LINES:
+    if piece.kind is SourceKind.JSON_LINES:
         return f"{piece.path}, line {_lines_before(piece.path, piece.begin) + number}"
-    if piece.kind is Kind.PARQUET:
+    if piece.kind is SourceKind.PARQUET:
         groups = open_parquet(piece.path).metadata
         before = sum(groups.row_group(group).num_rows for group in range(piece.begin))
         return f"{piece.path}, row {before + number}"
@@ -242,7 +244,7 @@ def _raw_documents(batch: RawBatch) -> Iterable[Any]:
     if not isinstance(content, bytes):
         columns = list(content.values())
         return (dict(zip(content, values, strict=True)) for values in zip(*columns, strict=True))
-    if batch.piece.kind is Kind.TEXT:
+    if batch.piece.kind is SourceKind.TEXT:
         return [content]
     return (line if line.strip() else None for line in content.split(b"\n"))
 
@@ -260,9 +262,9 @@ def _read(batch: RawBatch, number: int, raw: Any, keys: Sequence[str]) -> Texts:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        offset = error.start + (batch.first if piece.kind is Kind.TEXT else 0)
+        offset = error.start + (batch.first if piece.kind is SourceKind.TEXT else 0)
         raise bad(f" is not UTF-8 (byte {offset + 1}): convert it first") from error
-    if piece.kind is Kind.TEXT:
+    if piece.kind is SourceKind.TEXT:
         return Texts(number, tuple([text] for _ in keys), len(raw))
     try:
         entry = json.loads(text)

@@ -15,7 +15,7 @@ COMPRESSIONS = (".gz", ".zst", ".zstd")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-class Kind(Enum):
+class SourceKind(Enum):
     """What a file holds, by its name."""
 
     TEXT = ".txt"
@@ -25,10 +25,10 @@ class Kind(Enum):
 
 
 SUFFIXES = {
-    ".txt": Kind.TEXT,
-    ".jsonl": Kind.JSON_LINES,
-    ".json": Kind.JSON_LINES,
-    ".parquet": Kind.PARQUET,
+    ".txt": SourceKind.TEXT,
+    ".jsonl": SourceKind.JSON_LINES,
+    ".json": SourceKind.JSON_LINES,
+    ".parquet": SourceKind.PARQUET,
 }
 KINDS = ".txt (one document), .jsonl (a JSON object per line; both also .gz or .zst) or .parquet"
 
@@ -41,7 +41,7 @@ class Piece:
     a .parquet file, or rows of a Hugging Face data set; other files are read whole.
     """
 
-    kind: Kind
+    kind: SourceKind
     path: str
     begin: int
     end: int
@@ -57,14 +57,14 @@ class Piece:
 
     @property
     def divisible(self) -> bool:
-        return self.kind is not Kind.TEXT and self.compression is None
+        return self.kind is not SourceKind.TEXT and self.compression is None
 
 
-def kind_of(path: Path) -> Kind | None:
+def kind_of(path: Path) -> SourceKind | None:
     """What a file holds by its suffix, below that of its compression."""
     name = path.with_suffix("") if path.suffix in COMPRESSIONS else path
     kind = SUFFIXES.get(name.suffix)
-    return None if kind is Kind.PARQUET and name is not path else kind
+    return None if kind is SourceKind.PARQUET and name is not path else kind
 
 
 def find_pieces(
@@ -96,7 +96,7 @@ def _file_piece(path: Path) -> Piece:
         raise ValueError(f"--input {path}: give {KINDS} files, a folder of them, or a data set")
     status = path.stat()
     end = status.st_size
-    if kind is Kind.PARQUET:
+    if kind is SourceKind.PARQUET:
         end = open_parquet(str(path)).num_row_groups
     return Piece(
         kind=kind,
@@ -128,7 +128,7 @@ def _folder_pieces(folder: Path, split: str) -> list[Piece]:
 def _hub_piece(name: str, config: str | None, split: str) -> Piece:
     rows = open_hugging_face(name, config, split)
     return Piece(
-        kind=Kind.HUGGING_FACE,
+        kind=SourceKind.HUGGING_FACE,
         path=name,
         begin=0,
         end=len(rows),
@@ -199,7 +199,7 @@ def _cut(piece: Piece, limit: int) -> tuple[Piece, Piece | None]:
     if not piece.divisible:
         return piece, None
     middle = piece.begin + max(1, (piece.end - piece.begin) * limit // piece.num_bytes)
-    if piece.kind is Kind.JSON_LINES:
+    if piece.kind is SourceKind.JSON_LINES:
         with Path(piece.path).open("rb") as stream:
             stream.seek(middle - 1)  # a line that begins at `middle` exactly belongs to the tail
             stream.readline()

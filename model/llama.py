@@ -10,8 +10,8 @@
 # weights rotate, and since checkpoints name them.
 #
 # What a unit computes with its matrices is a method that takes their sizes from the weights
-# themselves: with a slice of each weight it computes a partial result, and `Part` tells how the
-# partial results of all slices make the whole.
+# themselves: with a slice of each weight it computes a partial result, and `SlicedPart` tells how
+# the partial results of all slices make the whole.
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from model.config import (
 )
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.layers import SharedNorm, gated_linear, normed_linears, rms_norm
-from model.parts import Part, UnitSpec
+from model.parts import SlicedPart, UnitSpec
 from model.rotary import rotate, rotations
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # from rotated q_BSNH and k_BSKH, and v_BSKH
@@ -345,18 +345,18 @@ def _join_losses(
     return join_scores(scores, token_weights_BS)
 
 
-_LOOK_UP = Part(
+_LOOK_UP = SlicedPart(
     method="look_up", of_slice="look_up_slice", cuts=VOCABULARY_CUTS, join=_add, of_rows=True
 )
-_ATTENTION = Part(
+_ATTENTION = SlicedPart(
     method="attention",
     of_slice="attention",
     cuts=ATTENTION_CUTS,
     beside=("attention_norm",),
     join=_add_attention,
 )
-_MLP = Part(method="mlp", of_slice="mlp", cuts=MLP_CUTS, beside=("mlp_norm",), join=_add_mlp)
-_LOSS = Part(
+_MLP = SlicedPart(method="mlp", of_slice="mlp", cuts=MLP_CUTS, beside=("mlp_norm",), join=_add_mlp)
+_LOSS = SlicedPart(
     method="loss", of_slice="score_slice", cuts=VOCABULARY_CUTS, join=_join_losses, of_rows=True
 )
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SlicedPart:
     """A method of a unit that may be computed slice by slice of its weights.
 
     `join(module, slices, *args)` equals `method(*args)`: it calls every one of `slices` once, in
@@ -31,7 +31,7 @@ class UnitSpec:
 
     name: str
     module: nn.Module
-    parts: tuple[Part, ...]
+    parts: tuple[SlicedPart, ...]
     borrows: tuple[str, ...] = ()  # units whose parameters it reads too
     backward_needs_weight: bool = True
     recomputed: bool = False  # whether backward runs its forward again

@@ -40,6 +40,10 @@ class Axis:
         return rank // self.inner % self.size
 
 
+# Neighbouring axes, innermost first.
+AxisSpan = tuple[Axis, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """`world_size` ranks in groups of `group_size` consecutive ones, cut into `axes`.

@@ -191,7 +191,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     without: list[float] = []
     staging: list[float] = []
     while len(with_save) < args.steps:
-        training.model.wait_published()
+        training.model.wait_for_updated_params()
         staging.append(timed(control, lambda: saver.save(state)))
         while any(control.gather(saver.under_way)):
             with_save.append(step())

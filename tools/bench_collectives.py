@@ -27,7 +27,6 @@ from data.atomic_file import replacing
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.groups import Run
 from paro.distributed.process_group import RuntimeConfig, distributed, timeout_of
 from paro.distributed.user_errors import run_script, user_mistakes
 from paro.distributed.world import World, read_world
@@ -42,7 +41,7 @@ from paro.planning.machine.machine import (
     least_seconds,
     rate_text,
 )
-from paro.topology import Link, Topology, axes_of, make_topology
+from paro.topology import AxisSpan, Link, Topology, axes_of, make_topology
 from tools.collective_timing.device import LARGE, SMALL, measure_device, training_config
 from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race
@@ -77,7 +76,7 @@ class Settings:
     plot: Path | None
     trained: RunConfig | None = None  # what the device of a machine file is timed with
 
-    def moves(self, op: Op, run: Run) -> list[Move]:
+    def moves(self, op: Op, run: AxisSpan) -> list[Move]:
         """A move per size, each rounded up until every rank has as many elements."""
         dtype, ranks = TYPES[self.dtype], self.topology.world_size
         numels = dict.fromkeys(-(-size // (dtype.itemsize * ranks)) * ranks for size in self.sizes)
@@ -361,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             else None
         )
         outcomes = race_all(settings, control)
-        with control.agreed():
+        with control.raise_on_all_ranks():
             if world.rank == 0:
                 write(settings, outcomes, facts, device)
     wrong = [outcome for outcome in outcomes if not outcome.correct]

@@ -20,7 +20,7 @@ from paro.planning.search.description import describe
 from paro.planning.search.planner import (
     Estimate,
     Estimator,
-    Plan,
+    SearchResult,
     best_first,
     best_that_fits,
     letter_rows,
@@ -28,7 +28,7 @@ from paro.planning.search.planner import (
     rotated_rows,
 )
 from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
-from paro.planning.search.settings import Case, Freedom
+from paro.planning.search.settings import SearchSpace, Workload
 from paro.planning.step.trace import chrome_trace
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
@@ -65,38 +65,38 @@ def check_files(args: Namespace) -> None:
             check_can_draw(path, f"--{flag}")
 
 
-def report(args: Namespace, case: Case) -> None:
+def report(args: Namespace, workload: Workload) -> None:
     """Prints what was found and writes the files; `ValueError` in the end where nothing fits."""
-    print(title(case), "", sep="\n")
-    rotated = rotated_rows(case) if case.materialize.rotates else ()
-    rows = best_first((*letter_rows(case), *rotated))
-    print(rows_table(rows), *misfits(case, rows), "", sep="\n")
-    found = plan(case)
+    print(title(workload), "", sep="\n")
+    rotated = rotated_rows(workload) if workload.materialize.rotates else ()
+    rows = best_first((*letter_rows(workload), *rotated))
+    print(rows_table(rows), *misfits(workload, rows), "", sep="\n")
+    found = plan(workload)
     print(*describe(found), "", "memory against time, all settings:", sep="\n")
     print(front_table(found), "", sep="\n")
-    bought = purchases(case, found)
+    bought = purchases(workload, found)
     print("what more would buy:", *purchase_lines(bought), sep="\n")
     curves = {}
     if args.scaling is not None:
         print("", "the best that fits at the same batch a rank:", sep="\n")
-        curves = scaling(case, find_machine(args.paro_machine), args.paro_group_size)
+        curves = scaling(workload, find_machine(args.paro_machine), args.paro_group_size)
     if args.json is not None:
-        text = json.dumps(fields_of(case, rows, found, bought, curves), indent=1)
+        text = json.dumps(fields_of(workload, rows, found, bought, curves), indent=1)
         write_text(args.json, text + "\n")
     if args.plot is not None:
-        draw_front(args.plot, case, rows, found)
+        draw_front(args.plot, workload, rows, found)
     if args.scaling is not None:
-        draw_scaling(args.scaling, curves, f"MFU on {case.machine.name}, same batch a rank")
+        draw_scaling(args.scaling, curves, f"MFU on {workload.machine.name}, same batch a rank")
     if args.trace is not None or args.timeline is not None:
-        draw_step(args, case, found.best or found.least)
+        draw_step(args, workload, found.best or found.least)
     if found.best is None:
-        raise ValueError(why_nothing_fits(case, found))
+        raise ValueError(why_nothing_fits(workload, found))
 
 
 def fields_of(
-    case: Case,
+    workload: Workload,
     rows: Sequence[Estimate],
-    found: Plan,
+    found: SearchResult,
     bought: Sequence[dict[str, Any]],
     curves: dict[str, list[tuple[int, float]]],
 ) -> dict[str, Any]:
@@ -104,16 +104,16 @@ def fields_of(
     weighed = (found.best, found.runner_up, *found.front, found.least)
     candidates = {id(estimate): estimate for estimate in weighed if estimate}
     return {
-        "case": title(case),
-        "machine": case.machine.name,
-        "world_size": case.world_size,
-        "memory_limit_bytes": case.limit.usable_bytes,
-        "rows": [as_json(case, row) for row in rows if not row.setting.materialize.rotates],
-        "rotated": [as_json(case, row) for row in rows if row.setting.materialize.rotates],
-        "candidates": [as_json(case, estimate) for estimate in best_first(candidates.values())],
-        "best": None if found.best is None else as_json(case, found.best),
-        "runner_up": None if found.runner_up is None else as_json(case, found.runner_up),
-        "least": as_json(case, found.least),
+        "case": title(workload),
+        "machine": workload.machine.name,
+        "world_size": workload.world_size,
+        "memory_limit_bytes": workload.limit.usable_bytes,
+        "rows": [as_json(workload, row) for row in rows if not row.candidate.materialize.rotates],
+        "rotated": [as_json(workload, row) for row in rows if row.candidate.materialize.rotates],
+        "candidates": [as_json(workload, estimate) for estimate in best_first(candidates.values())],
+        "best": None if found.best is None else as_json(workload, found.best),
+        "runner_up": None if found.runner_up is None else as_json(workload, found.runner_up),
+        "least": as_json(workload, found.least),
         "num_settings": found.num_settings,
         "more": list(bought),
         "scaling": curves,
@@ -121,7 +121,7 @@ def fields_of(
 
 
 def scaling(
-    case: Case, machine: Machine, group_size: int | None
+    workload: Workload, machine: Machine, group_size: int | None
 ) -> dict[str, list[tuple[int, float]]]:
     """MFU over ranks, at the batch of a rank as given, for some strategies and for the best.
 
@@ -129,50 +129,50 @@ def scaling(
     ranks alone. All degrees are weighed, all other flags are as given; the best are printed as they
     are found.
     """
-    per_rank = case.global_batch_size // case.world_size
+    per_rank = workload.global_batch_size // workload.world_size
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
-    as_given = Freedom(
-        micro_batch_sizes=(case.micro_batch_size,),
-        collectives=(case.collective,),
-        recomputes=(case.model.recompute,),
+    as_given = SearchSpace(
+        micro_batch_sizes=(workload.micro_batch_size,),
+        collectives=(workload.collective,),
+        recomputes=(workload.model.recompute,),
     )
     ranks = machine.world_size if machine.measured else machine.group_size
     while ranks <= (machine.world_size if machine.measured else MOST_RANKS):
         own = replace(
-            case,
+            workload,
             machine=replace(machine, uneven=()).for_world(ranks, told="--scaling"),
             group_size=min(group_size or machine.group_size, ranks),
             global_batch_size=per_rank * ranks,
         )
         estimator = Estimator(own)
         for name in ("NNG", "NIG", "III", "IIG", "GGG"):
-            setting = own.setting(own.strategy(name))
-            if own.why_not(setting.strategy, setting.materialize) is not None:
+            candidate = own.candidate(own.strategy(name))
+            if own.infeasible_reason(candidate.strategy, candidate.materialize) is not None:
                 continue
-            estimate = estimator.estimate(setting)
+            estimate = estimator.estimate(candidate)
             if estimate.fits:
                 curves.setdefault(name, []).append((ranks, estimate.mfu))
         best = best_that_fits(own, as_given)
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
-            print(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.setting.describe()}")
+            print(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.candidate.describe()}")
         ranks *= 2
     return curves
 
 
-def draw_step(args: Namespace, case: Case, chosen: Estimate) -> None:
+def draw_step(args: Namespace, workload: Workload, chosen: Estimate) -> None:
     """One step of the best setting, of at most two micro-batches, stream by stream."""
-    size = chosen.setting.micro_batch_size
+    size = chosen.candidate.micro_batch_size
     few = replace(
-        case,
+        workload,
         micro_batch_size=size,
-        global_batch_size=size * case.world_size * min(2, chosen.num_micro_batches),
+        global_batch_size=size * workload.world_size * min(2, chosen.num_micro_batches),
     )
-    spans = Estimator(few).estimate(chosen.setting, record=True).timeline.spans
+    spans = Estimator(few).estimate(chosen.candidate, record=True).timeline.spans
     if args.trace is not None:
         write_text(args.trace, chrome_trace(spans))
     if args.timeline is not None:
-        draw_timeline(args.timeline, spans, chosen.setting.describe())
+        draw_timeline(args.timeline, spans, chosen.candidate.describe())
 
 
 def write_text(path: Path, text: str) -> None:

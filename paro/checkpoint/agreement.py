@@ -58,7 +58,7 @@ class Ranks:
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
         """What `action` returns on the first rank of every folder; a failure is raised by all."""
         outcome: list[Any] = [None]
-        with self.agreed(blame, name_rank=False):
+        with self.raise_on_all_ranks(blame, name_rank=False):
             if self.is_first_near:
                 outcome[0] = action()
         if not self.alone:
@@ -67,7 +67,7 @@ class Ranks:
         return result
 
     @contextmanager
-    def agreed(self, blame: str = "", *, name_rank: bool = True) -> Iterator[None]:
+    def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = True) -> Iterator[None]:
         """Runs a block that may fail on any rank: then every rank raises the same line.
 
         It begins with `blame`, and names the rank where others met something else or nothing.

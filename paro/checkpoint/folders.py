@@ -24,16 +24,16 @@ def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]
 
     mark = root / mark_of(rank)
     try:
-        with control.agreed():
+        with control.raise_on_all_ranks():
             root.mkdir(parents=True, exist_ok=True)
             mark.touch()
-        with control.agreed():
+        with control.raise_on_all_ranks():
             names = {path.name for path in root.iterdir()}
         seen = tuple(other for other in range(size) if mark_of(other) in names)
         folders = control.gather(seen)
     finally:
         mark.unlink(missing_ok=True)
-    with control.agreed():
+    with control.raise_on_all_ranks():
         for other in seen:
             if folders[other] != seen:
                 raise ValueError(

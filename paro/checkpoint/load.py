@@ -96,7 +96,7 @@ def _order(
     if iteration is not None:
         return [iteration], None
     mine: tuple[list[int], str | None] = ([], None)
-    with ranks.agreed(blame, name_rank=False):
+    with ranks.raise_on_all_ranks(blame, name_rank=False):
         mine = candidates(root)
     everyone = ranks.gather(mine)
     if any(order for order, _ in everyone) and not everyone[0][0]:
@@ -116,7 +116,7 @@ def _load_iteration(
     ranks: Ranks,
 ) -> dict[str, Any]:
     """Fills the states from one iteration, once every rank has found all that it needs."""
-    with ranks.agreed():
+    with ranks.raise_on_all_ranks():
         directory = find_checkpoint(root, iteration)
         assert directory is not None, f"iteration {iteration}"
         manifest = read_manifest(directory)
@@ -136,7 +136,7 @@ def _load_iteration(
         reader = CheckedReader(directory, manifest)
         reader.set_up_storage_reader(metadata, ranks.is_first)
         plan: LoadPlan = reader.prepare_local_plan(planner.create_local_plan())
-    with ranks.agreed():
+    with ranks.raise_on_all_ranks():
         reader.read_data(plan, planner).wait()
     for name in states.keys() - present.keys():  # moments that a damaged one was read into
         for values in states[name].rectangles.values():

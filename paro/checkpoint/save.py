@@ -91,7 +91,7 @@ def _write(
 ) -> dict[str, FileSum]:
     """Writes the files of tensors; returns the sums of all that lie in this rank's folder."""
     writer = BoundedWriter(folder)
-    with ranks.agreed(blame), warnings.catch_warnings():
+    with ranks.raise_on_all_ranks(blame), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             states,

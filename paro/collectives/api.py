@@ -5,38 +5,38 @@ from __future__ import annotations
 from datetime import timedelta
 
 from paro.collectives.auto import AutoCollectives
-from paro.collectives.choice import Choice
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives, parts_of
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
-from paro.distributed.byte_counter import Traffic
-from paro.distributed.comm_stream import Lanes
-from paro.distributed.groups import Groups, Run, Use, make_groups
-from paro.topology import Topology
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import CommStreams
+from paro.distributed.groups import Groups, Use, make_groups
+from paro.topology import AxisSpan, Topology
 
 
 def make_collectives(
-    algorithm: str | Choice,
+    algorithm: str | AlgorithmChoice,
     *,
     topology: Topology,
     rank: int,
-    runs: dict[Use, frozenset[Run]],
-    lanes: Lanes,
-    traffic: Traffic,
+    runs: dict[Use, frozenset[AxisSpan]],
+    streams: CommStreams,
+    traffic: ByteCounter,
     timeout: timedelta,
 ) -> Collectives:
     """Collectives for the runs that a strategy moves along; every rank calls it alike."""
-    names = algorithm.names if isinstance(algorithm, Choice) else (algorithm,)
+    names = algorithm.names if isinstance(algorithm, AlgorithmChoice) else (algorithm,)
     needed = {
         use: frozenset(part for run in runs[use] for name in names for part in _groups(name, run))
         for use in runs
     }
     groups = make_groups(topology, rank, needed, timeout)
     ends = Ends()
-    made = {name: _make(name, groups, lanes, traffic, ends) for name in names}
-    if isinstance(algorithm, Choice):
-        return AutoCollectives(made, algorithm, groups, lanes)
+    made = {name: _make(name, groups, streams, traffic, ends) for name in names}
+    if isinstance(algorithm, AlgorithmChoice):
+        return AutoCollectives(made, algorithm, groups, streams)
     return made[algorithm]
 
 
@@ -46,12 +46,14 @@ _BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
 }
 
 
-def _groups(name: str, run: Run) -> tuple[Run, ...]:
+def _groups(name: str, run: AxisSpan) -> tuple[AxisSpan, ...]:
     """The parts of a run that need a process group."""
     return parts_of(name, run) if name in ALGORITHMS else _BACKENDS[name].groups_for(run)
 
 
-def _make(name: str, groups: Groups, lanes: Lanes, traffic: Traffic, ends: Ends) -> Collectives:
+def _make(
+    name: str, groups: Groups, streams: CommStreams, traffic: ByteCounter, ends: Ends
+) -> Collectives:
     if name in ALGORITHMS:
-        return ScheduledCollectives(name, groups, lanes, traffic, ends)
-    return _BACKENDS[name](groups, lanes, traffic)
+        return ScheduledCollectives(name, groups, streams, traffic, ends)
+    return _BACKENDS[name](groups, streams, traffic)

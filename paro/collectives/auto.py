@@ -7,53 +7,62 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paro.collectives.choice import Choice
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Op
-from paro.distributed.comm_stream import Event, Job, Lanes
-from paro.distributed.groups import Groups, Run, Use
-from paro.topology import axes_of
+from paro.distributed.comm_stream import CommStreams, Event, Job
+from paro.distributed.groups import Groups, Use
+from paro.topology import AxisSpan, axes_of
 
 
 class AutoCollectives:
     """Hands every call to the algorithm that a choice names; all share lanes and groups."""
 
     def __init__(
-        self, algorithms: Mapping[str, Collectives], choice: Choice, groups: Groups, lanes: Lanes
+        self,
+        algorithms: Mapping[str, Collectives],
+        choice: AlgorithmChoice,
+        groups: Groups,
+        streams: CommStreams,
     ) -> None:
         self._algorithms = algorithms
         self._choice = choice
         self._groups = groups
-        self._lanes = lanes
+        self._streams = streams
 
     def all_gather(
-        self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
+        self,
+        whole: Tensor,
+        run: AxisSpan,
+        *,
+        shard: Tensor | None = None,
+        after: Event | None = None,
     ) -> Event:
         best = self._best(Op.ALL_GATHER, whole, run, whole.dtype)
         return best.all_gather(whole, run, shard=shard, after=after)
 
     def reduce_scatter(
-        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        best = self._best(Op.REDUCE_SCATTER, whole, run, travel)
-        return best.reduce_scatter(whole, run, travel, after=after)
+        best = self._best(Op.REDUCE_SCATTER, whole, run, comm_dtype)
+        return best.reduce_scatter(whole, run, comm_dtype, after=after)
 
     def all_reduce(
-        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        best = self._best(Op.ALL_REDUCE, whole, run, travel)
-        return best.all_reduce(whole, run, travel, after=after)
+        best = self._best(Op.ALL_REDUCE, whole, run, comm_dtype)
+        return best.all_reduce(whole, run, comm_dtype, after=after)
 
-    def follow(self, run: Run, job: Job, *, after: Event) -> Event:
+    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         # Any lane will do: the job waits for the end of the reduction, whoever carried it out.
-        return self._lanes.submit((Use.REDUCE, run[-1].index), job, after=after)
+        return self._streams.submit((Use.REDUCE, run[-1].index), job, after=after)
 
     def close(self) -> None:
-        self._lanes.close()
+        self._streams.close()
         self._groups.close()
 
-    def _best(self, op: Op, whole: Tensor, run: Run, travel: torch.dtype) -> Collectives:
+    def _best(self, op: Op, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype) -> Collectives:
         if not run:
             return self._algorithms[self._choice.names[0]]
-        num_bytes = whole.numel() * travel.itemsize
+        num_bytes = whole.numel() * comm_dtype.itemsize
         return self._algorithms[self._choice.best(op, axes_of(run), num_bytes)]

@@ -10,7 +10,7 @@ from paro.topology import Axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class AlgorithmChoice:
     """The algorithms to choose from, and which is best; every rank must choose alike.
 
     `best` gets the collective, the kinds of axes that it crosses, and the bytes of the whole

@@ -20,10 +20,10 @@ from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
 from paro.collectives.transfer import Buffer, Level, Scratch, Transfer
 from paro.collectives.wire import Wire, shard_in
-from paro.distributed.byte_counter import Traffic
-from paro.distributed.comm_stream import DONE, AllEvents, Event, Job, Lanes
-from paro.distributed.groups import Groups, Run, Use
-from paro.topology import Link, nested_range
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import DONE, AllEvents, CommStreams, Event, Job
+from paro.distributed.groups import Groups, Use
+from paro.topology import AxisSpan, Link, nested_range
 
 ALGORITHMS: dict[str, Hops] = {
     "ring": ring.hops,
@@ -32,7 +32,7 @@ ALGORITHMS: dict[str, Hops] = {
 }
 
 
-def parts_of(name: str, run: Run) -> tuple[Run, ...]:
+def parts_of(name: str, run: AxisSpan) -> tuple[AxisSpan, ...]:
     """The levels of `run` under an algorithm, innermost first: axes that share a ring.
 
     Neighbouring axes with one kind of links are one level: fewer hops, the same bytes.
@@ -49,10 +49,10 @@ class Ends:
     """This rank's ends of its links, shared by all algorithms that use the same groups."""
 
     def __init__(self) -> None:
-        self._next_tags: dict[tuple[Use, Run], int] = {}
-        self._scratch: dict[tuple[Use, Run], Scratch] = {}  # a lane runs one job at a time
+        self._next_tags: dict[tuple[Use, AxisSpan], int] = {}
+        self._scratch: dict[tuple[Use, AxisSpan], Scratch] = {}  # a lane runs one job at a time
 
-    def level(self, use: Use, run: Run, num_messages: int) -> Level:
+    def level(self, use: Use, run: AxisSpan, num_messages: int) -> Level:
         """The end of a ring for one collective that sends so many messages over it."""
         first_tag = self._next_tags.get((use, run), 0)
         self._next_tags[use, run] = first_tag + num_messages
@@ -64,69 +64,76 @@ class ScheduledCollectives:
     """Collectives by one of our own algorithms, point to point."""
 
     def __init__(
-        self, name: str, groups: Groups, lanes: Lanes, traffic: Traffic, ends: Ends
+        self, name: str, groups: Groups, streams: CommStreams, traffic: ByteCounter, ends: Ends
     ) -> None:
         self._name = name
         self._groups = groups
         self._rank = groups.rank
-        self._lanes = lanes
+        self._streams = streams
         self._wire = Wire(groups, traffic)
         self._ends = ends
 
     def all_gather(
-        self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
+        self,
+        whole: Tensor,
+        run: AxisSpan,
+        *,
+        shard: Tensor | None = None,
+        after: Event | None = None,
     ) -> Event:
         own = shard_in(whole, run, self._rank)
         if run and shard is not None and shard.data_ptr() != own.data_ptr():
-            lane = _lane(Use.GATHER, parts_of(self._name, run)[-1])
-            after = self._lanes.submit(lane, lambda: _copy(own, shard), after=after)
+            stream = _stream(Use.GATHER, parts_of(self._name, run)[-1])
+            after = self._streams.submit(stream, lambda: _copy(own, shard), after=after)
         return self._submit(Op.ALL_GATHER, whole, run, whole.dtype, after)
 
     def reduce_scatter(
-        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        return self._submit(Op.REDUCE_SCATTER, whole, run, travel, after)
+        return self._submit(Op.REDUCE_SCATTER, whole, run, comm_dtype, after)
 
     def all_reduce(
-        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        event = self._submit(Op.ALL_REDUCE, whole, run, travel, after)
-        if not run or whole.dtype == travel:
+        event = self._submit(Op.ALL_REDUCE, whole, run, comm_dtype, after)
+        if not run or whole.dtype == comm_dtype:
             return event
 
         def round_own() -> None:  # as all others got it
             own = shard_in(whole, run, self._rank)
-            own.copy_(own.to(travel))
+            own.copy_(own.to(comm_dtype))
 
-        return self.follow(run, round_own, after=event)
+        return self.run_after(run, round_own, after=event)
 
-    def follow(self, run: Run, job: Job, *, after: Event) -> Event:
-        return self._lanes.submit(
-            _lane(Use.REDUCE, parts_of(self._name, run)[-1]), job, after=after
+    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
+        return self._streams.submit(
+            _stream(Use.REDUCE, parts_of(self._name, run)[-1]), job, after=after
         )
 
     def close(self) -> None:
-        self._lanes.close()
+        self._streams.close()
         self._groups.close()
 
     def _submit(
         self,
         op: Op,
         whole: Tensor,
-        run: Run,
-        travel: torch.dtype,
+        run: AxisSpan,
+        comm_dtype: torch.dtype,
         after: Event | None,
     ) -> Event:
         if not run:
             return after or DONE
         use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
         parts = parts_of(self._name, run)
-        lanes = [_lane(use, part) for part in parts]
-        transfer = self._transfer(op, use, whole, run, travel)
-        if self._lanes.run_at_the_same_time:
+        streams = [_stream(use, part) for part in parts]
+        transfer = self._transfer(op, use, whole, run, comm_dtype)
+        if self._streams.runs_concurrently:
             jobs = [transfer.level_job(level) for level in range(len(parts))]
-            pairs = zip(lanes, jobs, strict=True)
-            return AllEvents([self._lanes.submit(lane, job, after=after) for lane, job in pairs])
+            pairs = zip(streams, jobs, strict=True)
+            return AllEvents(
+                [self._streams.submit(stream, job, after=after) for stream, job in pairs]
+            )
         ends: list[Event] = []
         steps = transfer.schedule.steps
         for index, step in enumerate(steps):
@@ -134,16 +141,18 @@ class ScheduledCollectives:
             others = [ends[i] for i in sorted(needed) if steps[i].level != step.level]
             events = AllEvents([*([after] if after else []), *others])
             job = transfer.step_job(index)
-            ends.append(self._lanes.submit(lanes[step.level], job, after=events))
+            ends.append(self._streams.submit(streams[step.level], job, after=events))
         return AllEvents(ends)
 
-    def _transfer(self, op: Op, use: Use, whole: Tensor, run: Run, travel: torch.dtype) -> Transfer:
+    def _transfer(
+        self, op: Op, use: Use, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype
+    ) -> Transfer:
         parts = parts_of(self._name, run)
         members = self._groups.topology.members(run, self._rank)
         sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
         shard_numel = whole.numel() // len(members)
         # However small, no piece is empty.
-        pieces = min(count_pieces(shard_numel * travel.itemsize), max(1, shard_numel // 8))
+        pieces = min(count_pieces(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
         hops, place = ALGORITHMS[self._name], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, place, pieces)
         ranges = [cut(*nested_range(run, member, whole.numel()), pieces) for member in members]
@@ -151,11 +160,11 @@ class ScheduledCollectives:
             self._ends.level(use, part, len(steps))
             for part, steps in zip(parts, schedule.of_level, strict=True)
         ]
-        buffer = Buffer(whole=whole, travel=travel, ranges=ranges)
+        buffer = Buffer(whole=whole, comm_dtype=comm_dtype, ranges=ranges)
         return Transfer(schedule, levels, members, buffer, self._wire)
 
 
-def _lane(use: Use, part: Run) -> tuple[object, ...]:
+def _stream(use: Use, part: AxisSpan) -> tuple[object, ...]:
     return (use, *(axis.index for axis in part))
 
 

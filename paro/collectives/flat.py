@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from paro.collectives.wire import Wire, shard_in
-from paro.distributed.byte_counter import Traffic
-from paro.distributed.comm_stream import DONE, Event, Job, Lanes
-from paro.distributed.groups import Groups, Run, Use
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import DONE, CommStreams, Event, Job
+from paro.distributed.groups import Groups, Use
+from paro.topology import AxisSpan
 
 
 class FlatCollectives:
@@ -18,19 +19,24 @@ class FlatCollectives:
     the innermost digit first. The permutation between the two costs a whole extra buffer.
     """
 
-    def __init__(self, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
+    def __init__(self, groups: Groups, streams: CommStreams, traffic: ByteCounter) -> None:
         self._groups = groups
         self._rank = groups.rank
-        self._lanes = lanes
+        self._streams = streams
         self._wire = Wire(groups, traffic)
 
     @staticmethod
-    def groups_for(run: Run) -> tuple[Run, ...]:
+    def groups_for(run: AxisSpan) -> tuple[AxisSpan, ...]:
         """The runs that need a process group: the whole run."""
         return (run,) if run else ()
 
     def all_gather(
-        self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
+        self,
+        whole: Tensor,
+        run: AxisSpan,
+        *,
+        shard: Tensor | None = None,
+        after: Event | None = None,
     ) -> Event:
         def job() -> None:
             own = shard_in(whole, run, self._rank) if shard is None else shard
@@ -41,10 +47,10 @@ class FlatCollectives:
         return self._submit(Use.GATHER, run, job, after)
 
     def reduce_scatter(
-        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         def job() -> None:
-            by_rank = torch.empty_like(whole, dtype=travel)
+            by_rank = torch.empty_like(whole, dtype=comm_dtype)
             _by_rank_as_nested(by_rank, run).copy_(_nested(whole, run))
             own = self._wire.reduce_scatter(Use.REDUCE, run, by_rank)
             shard_in(whole, run, self._rank).copy_(own)
@@ -52,10 +58,10 @@ class FlatCollectives:
         return self._submit(Use.REDUCE, run, job, after)
 
     def all_reduce(
-        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         def job() -> None:
-            moved = whole.to(travel)
+            moved = whole.to(comm_dtype)
             self._wire.all_reduce(Use.REDUCE, run, moved)
             if moved is not whole:
                 whole.copy_(moved)
@@ -63,24 +69,24 @@ class FlatCollectives:
         return self._submit(Use.REDUCE, run, job, after)
 
     def close(self) -> None:
-        self._lanes.close()
+        self._streams.close()
         self._groups.close()
 
-    def follow(self, run: Run, job: Job, *, after: Event) -> Event:
+    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         return self._submit(Use.REDUCE, run, job, after)
 
-    def _submit(self, use: Use, run: Run, job: Job, after: Event | None) -> Event:
+    def _submit(self, use: Use, run: AxisSpan, job: Job, after: Event | None) -> Event:
         if not run:
             return after or DONE
-        return self._lanes.submit((use, *(axis.index for axis in run)), job, after=after)
+        return self._streams.submit((use, *(axis.index for axis in run)), job, after=after)
 
 
-def _nested(whole: Tensor, run: Run) -> Tensor:
+def _nested(whole: Tensor, run: AxisSpan) -> Tensor:
     """A buffer with one dim per axis, innermost first, and one for the elements of a shard."""
     return whole.view(*(axis.size for axis in run), -1)
 
 
-def _by_rank_as_nested(by_rank: Tensor, run: Run) -> Tensor:
+def _by_rank_as_nested(by_rank: Tensor, run: AxisSpan) -> Tensor:
     """A buffer in the order of ranks, seen with the dims of `_nested`."""
     num_axes = len(run)
     seen = by_rank.view(*(axis.size for axis in reversed(run)), -1)

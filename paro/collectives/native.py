@@ -6,28 +6,33 @@ import torch
 from torch import Tensor
 
 from paro.collectives.wire import Wire, shard_in
-from paro.distributed.byte_counter import Traffic
-from paro.distributed.comm_stream import DONE, Event, Job, Lanes
-from paro.distributed.groups import Groups, Run, Use
-from paro.topology import Axis
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import DONE, CommStreams, Event, Job
+from paro.distributed.groups import Groups, Use
+from paro.topology import Axis, AxisSpan
 
 
 class NativeCollectives:
     """One backend call per axis: gathers from the outside in, reductions from the inside out."""
 
-    def __init__(self, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
+    def __init__(self, groups: Groups, streams: CommStreams, traffic: ByteCounter) -> None:
         self._groups = groups
         self._rank = groups.rank
-        self._lanes = lanes
+        self._streams = streams
         self._wire = Wire(groups, traffic)
 
     @staticmethod
-    def groups_for(run: Run) -> tuple[Run, ...]:
+    def groups_for(run: AxisSpan) -> tuple[AxisSpan, ...]:
         """The runs that need a process group: every axis alone."""
         return tuple((axis,) for axis in run)
 
     def all_gather(
-        self, whole: Tensor, run: Run, *, shard: Tensor | None = None, after: Event | None = None
+        self,
+        whole: Tensor,
+        run: AxisSpan,
+        *,
+        shard: Tensor | None = None,
+        after: Event | None = None,
     ) -> Event:
         event = after or DONE
         for depth in reversed(range(len(run))):
@@ -40,38 +45,40 @@ class NativeCollectives:
         return event
 
     def reduce_scatter(
-        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         event = after or DONE
         for depth, axis in enumerate(run):
             part = shard_in(whole, run[:depth], self._rank)
-            event = self._submit(Use.REDUCE, axis, self._scatter_job(part, axis, travel), event)
+            event = self._submit(Use.REDUCE, axis, self._scatter_job(part, axis, comm_dtype), event)
         return event
 
     def all_reduce(
-        self, whole: Tensor, run: Run, travel: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         if not run:
             return after or DONE
         inner, outermost = run[:-1], run[-1]
-        event = self.reduce_scatter(whole, inner, travel, after=after)
+        event = self.reduce_scatter(whole, inner, comm_dtype, after=after)
         part = shard_in(whole, inner, self._rank)
-        event = self._submit(Use.REDUCE, outermost, self._sum_job(part, outermost, travel), event)
+        event = self._submit(
+            Use.REDUCE, outermost, self._sum_job(part, outermost, comm_dtype), event
+        )
         for depth in reversed(range(len(inner))):
             part = shard_in(whole, inner[:depth], self._rank)
-            job = self._spread_job(part, inner[depth], travel)
+            job = self._spread_job(part, inner[depth], comm_dtype)
             event = self._submit(Use.REDUCE, inner[depth], job, event)
         return event
 
     def close(self) -> None:
-        self._lanes.close()
+        self._streams.close()
         self._groups.close()
 
-    def follow(self, run: Run, job: Job, *, after: Event) -> Event:
+    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         return self._submit(Use.REDUCE, run[-1], job, after)
 
     def _submit(self, use: Use, axis: Axis, job: Job, after: Event) -> Event:
-        return self._lanes.submit((use, axis.index), job, after=after)
+        return self._streams.submit((use, axis.index), job, after=after)
 
     # Each job converts to the wire's type and back by itself, so that what is in flight between
     # two axes needs no second buffer.
@@ -79,29 +86,31 @@ class NativeCollectives:
     def _gather_job(self, whole: Tensor, axis: Axis, own: Tensor) -> Job:
         return lambda: self._wire.all_gather(Use.GATHER, (axis,), whole, own)
 
-    def _spread_job(self, whole: Tensor, axis: Axis, travel: torch.dtype) -> Job:
+    def _spread_job(self, whole: Tensor, axis: Axis, comm_dtype: torch.dtype) -> Job:
         def job() -> None:
-            own = shard_in(whole, (axis,), self._rank).to(travel)
-            moved = whole if whole.dtype == travel else torch.empty_like(whole, dtype=travel)
+            own = shard_in(whole, (axis,), self._rank).to(comm_dtype)
+            moved = (
+                whole if whole.dtype == comm_dtype else torch.empty_like(whole, dtype=comm_dtype)
+            )
             self._wire.all_gather(Use.REDUCE, (axis,), moved, own)
             if moved is not whole:
                 whole.copy_(moved)
 
         return job
 
-    def _scatter_job(self, whole: Tensor, axis: Axis, travel: torch.dtype) -> Job:
+    def _scatter_job(self, whole: Tensor, axis: Axis, comm_dtype: torch.dtype) -> Job:
         def job() -> None:
-            own = self._wire.reduce_scatter(Use.REDUCE, (axis,), whole.to(travel))
-            if whole.dtype != travel:
+            own = self._wire.reduce_scatter(Use.REDUCE, (axis,), whole.to(comm_dtype))
+            if whole.dtype != comm_dtype:
                 shard_in(whole, (axis,), self._rank).copy_(own)
 
         return job
 
-    def _sum_job(self, whole: Tensor, axis: Axis, travel: torch.dtype) -> Job:
+    def _sum_job(self, whole: Tensor, axis: Axis, comm_dtype: torch.dtype) -> Job:
         def job() -> None:
-            moved = whole.to(travel)
+            moved = whole.to(comm_dtype)
             self._wire.all_reduce(Use.REDUCE, (axis,), moved)
-            if whole.dtype != travel:
+            if whole.dtype != comm_dtype:
                 whole.copy_(moved)
 
         return job

@@ -16,7 +16,8 @@ from torch import Tensor
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Schedule
 from paro.collectives.wire import Pending, Wire
 from paro.distributed.comm_stream import Job
-from paro.distributed.groups import Run, Use
+from paro.distributed.groups import Use
+from paro.topology import AxisSpan
 
 _TAGS = 1 << 31  # what a backend's tag can hold
 
@@ -44,7 +45,7 @@ class Level(NamedTuple):
     """Where a schedule's level sends and lands: a process group, the first tag, room beside."""
 
     use: Use
-    run: Run
+    run: AxisSpan
     first_tag: int
     scratch: Scratch
 
@@ -54,7 +55,7 @@ class Buffer:
     """The whole buffer, the type on the wire, and where every chunk lies."""
 
     whole: Tensor
-    travel: torch.dtype
+    comm_dtype: torch.dtype
     ranges: list[list[tuple[int, int]]]  # by owner and piece
 
     def view(self, chunks: Chunks) -> Tensor:
@@ -65,11 +66,11 @@ class Buffer:
 
     def outgoing(self, chunks: Chunks) -> Tensor:
         """The chunks as they are sent: themselves, or a copy in the wire's type."""
-        return self.view(chunks).to(self.travel)
+        return self.view(chunks).to(self.comm_dtype)
 
     def lands_in_place(self, *, adds: bool) -> bool:
         """Whether what is received goes straight to its place; else it lands beside it first."""
-        return not adds and self.travel == self.whole.dtype
+        return not adds and self.comm_dtype == self.whole.dtype
 
     def take(self, chunks: Chunks, landed: Tensor, *, adds: bool) -> None:
         """Puts what has landed where it belongs."""
@@ -118,7 +119,7 @@ class Transfer:
             level = self._levels[step.level]
             landed = self._buffer.view(receive.chunks)
             if not self._buffer.lands_in_place(adds=receive.adds):
-                landed = torch.empty_like(landed, dtype=self._buffer.travel)
+                landed = torch.empty_like(landed, dtype=self._buffer.comm_dtype)
             self._wire.exchange(
                 level.use,
                 level.run,
@@ -179,7 +180,7 @@ class Transfer:
         level, receive = self._levels[step.level], step.receive
         landing = self._buffer.view(receive.chunks)
         if not self._buffer.lands_in_place(adds=receive.adds):
-            landing = level.scratch.slot(slot, landing, self._buffer.travel)
+            landing = level.scratch.slot(slot, landing, self._buffer.comm_dtype)
         peer = self._members[receive.peer]
         return landing, self._wire.receive(level.use, level.run, landing, peer, self._tags[index])
 

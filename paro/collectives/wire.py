@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.distributed.byte_counter import Traffic
-from paro.distributed.groups import Groups, Run, Use
-from paro.topology import Link, nested_range
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.groups import Groups, Use
+from paro.topology import AxisSpan, Link, nested_range
 
 # gloo reduces-scatters by an all-reduce, at twice the bytes; messages to every peer and a sum of
 # our own move what they must (its all-to-all leaves slow links idle in between). This many bytes
@@ -44,23 +44,23 @@ class Wire:
     of the ring for gathers and all-reduces, to every peer its piece for gloo's reductions.
     """
 
-    def __init__(self, groups: Groups, traffic: Traffic) -> None:
+    def __init__(self, groups: Groups, traffic: ByteCounter) -> None:
         self._groups = groups
         self._traffic = traffic
         self._rank = groups.rank
 
-    def all_gather(self, use: Use, run: Run, whole: Tensor, shard: Tensor) -> None:
+    def all_gather(self, use: Use, run: AxisSpan, whole: Tensor, shard: Tensor) -> None:
         """Fills `whole` with every rank's `shard`, in the order of ranks."""
         self._count_ring(run, whole.nbytes - shard.nbytes)
         _all_gather(whole, shard, group=self._groups.of(use, run))
 
-    def all_reduce(self, use: Use, run: Run, whole: Tensor) -> None:
+    def all_reduce(self, use: Use, run: AxisSpan, whole: Tensor) -> None:
         """Sums `whole` over the run."""
         size = len(self._members(run))
         self._count_ring(run, 2 * whole.nbytes * (size - 1) // size)
         dist.all_reduce(whole, group=self._groups.of(use, run))
 
-    def reduce_scatter(self, use: Use, run: Run, whole: Tensor) -> Tensor:
+    def reduce_scatter(self, use: Use, run: AxisSpan, whole: Tensor) -> Tensor:
         """Cuts `whole` by rank and returns this rank's part of it, which then holds the sum."""
         members = self._members(run)
         parts = whole.view(len(members), -1)
@@ -77,7 +77,7 @@ class Wire:
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
 
-    def _trade(self, use: Use, run: Run, parts: Tensor) -> Tensor:
+    def _trade(self, use: Use, run: AxisSpan, parts: Tensor) -> Tensor:
         """Sends every member its row and returns what all sent to this one, in rows too."""
         members = self._members(run)
         own = members.index(self._rank)
@@ -90,7 +90,7 @@ class Wire:
             message.wait()
         return received
 
-    def send(self, use: Use, run: Run, tensor: Tensor, peer: int, tag: int) -> Pending:
+    def send(self, use: Use, run: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to send a tensor, which stays as it is until the end."""
         self._traffic.add(self._link_to(peer), tensor.nbytes)
         group = self._groups.of(use, run)
@@ -101,7 +101,7 @@ class Wire:
         assert work is not None, f"rank {self._rank} is no member of the group along {run}"
         return Pending(work, tensor, self._told("to", peer))
 
-    def receive(self, use: Use, run: Run, tensor: Tensor, peer: int, tag: int) -> Pending:
+    def receive(self, use: Use, run: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to receive into a tensor."""
         group = self._groups.of(use, run)
         try:
@@ -114,7 +114,7 @@ class Wire:
     def exchange(
         self,
         use: Use,
-        run: Run,
+        run: AxisSpan,
         outgoing: tuple[Tensor, int],
         incoming: tuple[Tensor, int],
         *,
@@ -141,20 +141,20 @@ class Wire:
         link = self._link_to(peer).value
         return f"rank {self._rank}: a message {direction} rank {peer} over {link}-group links"
 
-    def _members(self, run: Run) -> tuple[int, ...]:
+    def _members(self, run: AxisSpan) -> tuple[int, ...]:
         return self._groups.topology.members(run, self._rank)
 
     def _link_to(self, rank: int) -> Link:
         group_size = self._groups.topology.group_size
         return Link.INTRA if rank // group_size == self._rank // group_size else Link.INTER
 
-    def _count_ring(self, run: Run, num_bytes: int) -> None:
+    def _count_ring(self, run: AxisSpan, num_bytes: int) -> None:
         members = self._members(run)
         after = members[(members.index(self._rank) + 1) % len(members)]
         self._traffic.add(self._link_to(after), num_bytes)
 
 
-def shard_in(whole: Tensor, run: Run, rank: int) -> Tensor:
+def shard_in(whole: Tensor, run: AxisSpan, rank: int) -> Tensor:
     """This rank's shard at the fine end of `run`, a view of its buffer at the coarse end."""
     start, stop = nested_range(run, rank, whole.numel())
     return whole[start:stop]

@@ -11,9 +11,9 @@ from paro.distributed.world import World
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
 from paro.planning.search.description import describe
-from paro.planning.search.planner import Plan, plan
+from paro.planning.search.planner import SearchResult, plan
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.settings import Case, Freedom, Materialize
+from paro.planning.search.settings import Materialize, SearchSpace, Workload
 from paro.precision import PrecisionConfig
 from paro.strategy import FLAG, Strategy
 
@@ -50,7 +50,7 @@ def case_of(
     seq_length: int,
     device_type: str,
     memory_gb: float | None,
-) -> Case:
+) -> Workload:
     """The run as the planner sees it; it needs --paro-machine.
 
     Devices have `memory_gb` of memory where that is given, else what the machine says.
@@ -60,7 +60,7 @@ def case_of(
             f"{FLAG} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
             "that tools/bench_collectives.py --machine-file wrote"
         )
-    return Case(
+    return Workload(
         model=model,
         machine=sharding.machine,
         group_size=sharding.group_size,
@@ -76,16 +76,16 @@ def case_of(
     )
 
 
-def choose_strategy(case: Case) -> tuple[Strategy, Sequence[str]]:
+def choose_strategy(workload: Workload) -> tuple[Strategy, Sequence[str]]:
     """The fastest strategy that fits, all other flags as given, and the reasons in lines."""
-    found: Plan = plan(
-        case,
-        Freedom(
-            micro_batch_sizes=(case.micro_batch_size,),
-            collectives=(case.collective,),
-            recomputes=(case.model.recompute,),
+    found: SearchResult = plan(
+        workload,
+        SearchSpace(
+            micro_batch_sizes=(workload.micro_batch_size,),
+            collectives=(workload.collective,),
+            recomputes=(workload.model.recompute,),
         ),
     )
     if found.best is None:
-        raise ValueError(f"{FLAG} {AUTO}: {why_nothing_fits(case, found)}")
-    return found.best.setting.strategy, describe(found)
+        raise ValueError(f"{FLAG} {AUTO}: {why_nothing_fits(workload, found)}")
+    return found.best.candidate.strategy, describe(found)

@@ -102,12 +102,12 @@ class RunConfig:
         model, precision = take_model(args, built.vocab_size), _take_precision(args)
         runtime, launch = _take(RuntimeConfig, args), _take(LaunchConfig, args)
         if strategy is None:
-            case = case_of(
+            workload = case_of(
                 model, batches, sharding, precision, seq_length=data.seq_length,
                 device_type="cpu" if runtime.distributed_backend == "gloo" else "cuda",
                 memory_gb=launch.device_memory_gb,
             )  # fmt: skip
-            strategy, reasons = choose_strategy(case)
+            strategy, reasons = choose_strategy(workload)
             notices = (*notices, *reasons)
         config = cls(
             model=model,

@@ -18,7 +18,7 @@ class Sent:
     inter: int = 0
 
 
-class Traffic:
+class ByteCounter:
     """A counter that the collectives feed and the training loop reads once an iteration."""
 
     def __init__(self) -> None:

@@ -38,16 +38,16 @@ class Event(Protocol):
 Stage = tuple[Hashable, Event]
 
 
-class Lanes(Protocol):
+class CommStreams(Protocol):
     """Where jobs run; a lane exists from its first job on.
 
-    `run_at_the_same_time`: jobs of different lanes may wait for each other, each in a thread of its
+    `runs_concurrently`: jobs of different lanes may wait for each other, each in a thread of its
     own. Elsewhere a job must find all it waits for submitted before it.
     """
 
-    run_at_the_same_time: bool
+    runs_concurrently: bool
 
-    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
+    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         """Queues `job` behind the lane's earlier jobs and behind `after`."""
 
     def close(self) -> None:
@@ -90,10 +90,10 @@ def _range(name: str) -> torch.profiler.record_function:
     return torch.profiler.record_function(f"paro/lane:{name}")
 
 
-class InlineLanes:
+class InlineStreams:
     """No overlap: a job runs at once, on the training thread; `note` hears how long it took."""
 
-    run_at_the_same_time = False
+    runs_concurrently = False
 
     def __init__(
         self, note: Callable[[Hashable, float], None] | None = None, *, name: Name = str
@@ -101,12 +101,12 @@ class InlineLanes:
         self._note = note
         self._name = name
 
-    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
+    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         begin = time.perf_counter()
-        with torch.no_grad(), _range(self._name(lane)):
+        with torch.no_grad(), _range(self._name(stream)):
             job()
         if self._note is not None:
-            self._note(lane, time.perf_counter() - begin)
+            self._note(stream, time.perf_counter() - begin)
         return DONE
 
     def close(self) -> None:
@@ -117,9 +117,11 @@ _GLANCE_SECONDS = 0.5  # how often one that waits looks whether another lane has
 
 
 class _ThreadEvent:
-    def __init__(self, lane: Hashable, after: Event | None, failures: list[BaseException]) -> None:
+    def __init__(
+        self, stream: Hashable, after: Event | None, failures: list[BaseException]
+    ) -> None:
         self.finished = threading.Event()
-        self._lane = lane
+        self._stream = stream
         self._after = after
         self._failures = failures
 
@@ -135,7 +137,7 @@ class _ThreadEvent:
         if not self.finished.is_set():
             if after is not None:
                 yield from after.stages()
-            yield self._lane, self
+            yield self._stream, self
 
     def finish(self) -> None:
         self._after = None  # else every event would keep all before it
@@ -145,14 +147,14 @@ class _ThreadEvent:
 _Task = tuple[Job, Event | None, _ThreadEvent]
 
 
-class ThreadLanes:
+class ThreadStreams:
     """A daemon worker per lane. The first failure of any is raised at every later wait.
 
     After a failure the remaining jobs are skipped, so that the training thread never waits for a
     peer that is gone; a worker that still hangs in a collective is a daemon and holds nobody.
     """
 
-    run_at_the_same_time = True
+    runs_concurrently = True
 
     def __init__(self, device: torch.device, *, name: Name = str) -> None:
         self._device = device
@@ -161,29 +163,29 @@ class ThreadLanes:
         self._threads: list[threading.Thread] = []
         self._failures: list[BaseException] = []
 
-    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
-        if lane not in self._queues:
-            self._queues[lane] = queue.SimpleQueue()
-            name = f"lane {self._name(lane)}"
-            thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
+    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        if stream not in self._queues:
+            self._queues[stream] = queue.SimpleQueue()
+            name = f"lane {self._name(stream)}"
+            thread = threading.Thread(target=self._work, args=(stream,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
-        event = _ThreadEvent(lane, after, self._failures)
-        self._queues[lane].put((job, after, event))
+        event = _ThreadEvent(stream, after, self._failures)
+        self._queues[stream].put((job, after, event))
         return event
 
     def close(self) -> None:
-        for lane in self._queues.values():
-            lane.put(None)
+        for stream in self._queues.values():
+            stream.put(None)
         for thread in self._threads:
             thread.join()
 
-    def _work(self, lane: Hashable) -> None:
+    def _work(self, stream: Hashable) -> None:
         torch.set_grad_enabled(False)  # thread-local, as is the device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        name = self._name(lane)
-        while (task := self._queues[lane].get()) is not None:
+        name = self._name(stream)
+        while (task := self._queues[stream].get()) is not None:
             job, after, event = task
             try:
                 if after is not None:
@@ -209,18 +211,18 @@ class _StreamEvent:
         return iter(())  # a stream cannot tell when it went from one to the next
 
 
-class StreamLanes:
+class CudaStreams:
     """A CUDA stream per lane; errors surface where CUDA reports them."""
 
-    run_at_the_same_time = False
+    runs_concurrently = False
 
     def __init__(self) -> None:
         self._streams: dict[Hashable, torch.cuda.Stream] = {}
 
-    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
-        if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream()
-        stream = self._streams[lane]
+    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        if stream not in self._streams:
+            self._streams[stream] = torch.cuda.Stream()
+        stream = self._streams[stream]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
             if after is not None:
@@ -233,20 +235,20 @@ class StreamLanes:
             stream.synchronize()
 
 
-def make_lanes(
+def make_comm_streams(
     device: torch.device,
     *,
     overlap: bool,
     backend: str,
     note: Callable[[Hashable, float], None] | None = None,
     name: Name = str,
-) -> Lanes:
+) -> CommStreams:
     """The lanes for a device; without overlap every job runs where it is submitted.
 
     `note` hears how long such a job took; `name` says what profiles call a lane.
     """
     if not overlap:
-        return InlineLanes(note, name=name)
+        return InlineStreams(note, name=name)
     if device.type == "cuda" and backend == "nccl":
-        return StreamLanes()
-    return ThreadLanes(device, name=name)
+        return CudaStreams()
+    return ThreadStreams(device, name=name)

@@ -44,7 +44,7 @@ class Control:
         return gathered
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """Runs a block that a user's mistake may stop on any rank: then it stops on all.
 
         `ValueError` and `OSError` are a user's; every rank raises the first failing rank's text.

@@ -24,12 +24,12 @@ from paro.distributed.comm_stream import DONE, Event
 from paro.topology import Link, Topology
 
 
-class Kind(Enum):
+class WaitKind(Enum):
     """What the training thread waits for."""
 
     GATHER = "gather"  # parameters, before a unit runs
     REDUCE = "reduce"  # gradients, before the update and where their buffers are needed again
-    PUBLISH = "publish"  # updated parameters, before they are read
+    GATHER_UPDATED = "publish"  # updated parameters, before they are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,13 @@ class Exposed:
 
     gather: float = 0.0
     reduce: float = 0.0
-    publish: float = 0.0
+    gather_updated: float = 0.0
     intra: float | None = None
     inter: float | None = None
 
     @property
     def total(self) -> float:
-        return self.gather + self.reduce + self.publish
+        return self.gather + self.reduce + self.gather_updated
 
 
 class Exposure:
@@ -57,24 +57,24 @@ class Exposure:
     def __init__(self, topology: Topology | None = None, *, on_streams: bool = False) -> None:
         self._topology = topology
         self._on_streams = on_streams
-        self._by_kind = dict.fromkeys(Kind, 0.0)
+        self._by_kind = dict.fromkeys(WaitKind, 0.0)
         self._by_link = dict.fromkeys(Link, 0.0)
-        self._pending: list[tuple[Kind, torch.cuda.Event, torch.cuda.Event]] = []
+        self._pending: list[tuple[WaitKind, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def wait(self, kind: Kind, event: Event) -> None:
+    def wait(self, kind: WaitKind, event: Event) -> None:
         """Waits for `event` on the training thread."""
         if event is DONE:
             return
         with self.submitting(kind):
             if not self._on_streams:
-                for lane, stage in event.stages():
+                for stream, stage in event.stages():
                     begin = time.perf_counter()
                     stage.wait()
-                    self.note(lane, time.perf_counter() - begin)
+                    self.note(stream, time.perf_counter() - begin)
             event.wait()
 
     @contextmanager
-    def submitting(self, kind: Kind) -> Iterator[None]:
+    def submitting(self, kind: WaitKind) -> Iterator[None]:
         """Measures a block that queues communication, or does it where nothing overlaps.
 
         In a profile it is `paro/wait:<kind>`.
@@ -91,19 +91,19 @@ class Exposure:
             yield
             self._by_kind[kind] += time.perf_counter() - begin
 
-    def note(self, lane: Hashable, seconds: float) -> None:
+    def note(self, stream: Hashable, seconds: float) -> None:
         """Adds to the links of a lane: `(use, axis index, ...)`, slow ones where it has both."""
         if self._topology is None or self._on_streams:
             return
-        self._by_link[_link(self._topology, _axes(lane))] += seconds
+        self._by_link[_link(self._topology, _axes(stream))] += seconds
 
-    def name(self, lane: Hashable) -> str:
+    def name(self, stream: Hashable) -> str:
         """What a lane does, over which axes and links: "gather 0 intra"."""
         if self._topology is None:
-            return str(lane)
-        axes = _axes(lane)
+            return str(stream)
+        axes = _axes(stream)
         numbers = "+".join(map(str, axes))
-        return f"{lane[0].value} {numbers} {_link(self._topology, axes).value}"  # type: ignore[index]
+        return f"{stream[0].value} {numbers} {_link(self._topology, axes).value}"  # type: ignore[index]
 
     def take(self) -> Exposed:
         """What was exposed since the last call."""
@@ -115,20 +115,20 @@ class Exposure:
                 unfinished.append((kind, start, end))
         self._pending = unfinished
         by_kind, by_link = self._by_kind, self._by_link
-        self._by_kind, self._by_link = dict.fromkeys(Kind, 0.0), dict.fromkeys(Link, 0.0)
+        self._by_kind, self._by_link = dict.fromkeys(WaitKind, 0.0), dict.fromkeys(Link, 0.0)
         knows_links = self._topology is not None and not self._on_streams
         return Exposed(
-            gather=by_kind[Kind.GATHER],
-            reduce=by_kind[Kind.REDUCE],
-            publish=by_kind[Kind.PUBLISH],
+            gather=by_kind[WaitKind.GATHER],
+            reduce=by_kind[WaitKind.REDUCE],
+            gather_updated=by_kind[WaitKind.GATHER_UPDATED],
             intra=by_link[Link.INTRA] if knows_links else None,
             inter=by_link[Link.INTER] if knows_links else None,
         )
 
 
-def _axes(lane: Hashable) -> tuple[int, ...]:
-    assert isinstance(lane, tuple), f"a lane {lane!r} without axes"
-    return lane[1:]
+def _axes(stream: Hashable) -> tuple[int, ...]:
+    assert isinstance(stream, tuple), f"a lane {stream!r} without axes"
+    return stream[1:]
 
 
 def _link(topology: Topology, axes: tuple[int, ...]) -> Link:

@@ -11,7 +11,7 @@ from enum import Enum
 
 import torch.distributed as dist
 
-from paro.topology import Axis, Topology
+from paro.topology import AxisSpan, Topology
 
 
 class Use(Enum):
@@ -20,9 +20,6 @@ class Use(Enum):
     GATHER = "gather"
     REDUCE = "reduce"
     ROTATE = "rotate"
-
-
-Run = tuple[Axis, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +32,9 @@ class Groups:
 
     topology: Topology
     rank: int
-    _by_use_and_run: dict[tuple[Use, Run], dist.ProcessGroup]
+    _by_use_and_run: dict[tuple[Use, AxisSpan], dist.ProcessGroup]
 
-    def of(self, use: Use, run: Run) -> dist.ProcessGroup:
+    def of(self, use: Use, run: AxisSpan) -> dist.ProcessGroup:
         """This rank's group along a run of axes."""
         return self._by_use_and_run[use, run]
 
@@ -70,10 +67,10 @@ def make_save_groups(
 
 
 def make_groups(
-    topology: Topology, rank: int, runs: dict[Use, frozenset[Run]], timeout: timedelta
+    topology: Topology, rank: int, runs: dict[Use, frozenset[AxisSpan]], timeout: timedelta
 ) -> Groups:
     """Creates the groups for `runs`, in one order on all ranks; collective over the world."""
-    mine: dict[tuple[Use, Run], dist.ProcessGroup] = {}
+    mine: dict[tuple[Use, AxisSpan], dist.ProcessGroup] = {}
     for use in Use:
         for run in sorted(runs.get(use, ()), key=lambda run: [axis.index for axis in run]):
             seen: set[tuple[int, ...]] = set()

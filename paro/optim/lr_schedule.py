@@ -108,7 +108,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LrSchedule:
     """Reads both curves at any point; the step that starts after `samples` uses these values."""
 
     config: ScheduleConfig

@@ -19,7 +19,7 @@ from torch import Tensor
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import attach_moments, find_apex, make_adamw, set_num_steps
 from paro.sharding.buffers import FlatShard
-from paro.sharding.distributed_model import SpreadModel
+from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
 
 # (parameter's name, begin, end) -> the fp32 values of its flattened elements, on the CPU
@@ -103,7 +103,7 @@ class UnitOptimizer:
         """Copies the master into its range of the parameter shard and queues publishing."""
         if not self.master_is_param:
             self.unit.optim_param.copy_(self.master)
-        self.unit.publish()
+        self.unit.gather_updated()
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +119,7 @@ class ParoOptimizer:
     awaited by the next use of each unit.
     """
 
-    def __init__(self, model: SpreadModel, config: OptimConfig) -> None:
+    def __init__(self, model: DistributedModel, config: OptimConfig) -> None:
         self.model = model
         self.config = config
         self.num_steps = 0
@@ -143,7 +143,7 @@ class ParoOptimizer:
         Summed over all ranks every element counts exactly once: ranks that hold replicas of a
         range already counted answer 0. Not finite where any gradient of the range is not.
         """
-        context = self.model.units[0].context
+        context = self.model.context
         if context.rank >= context.strategy.optim:
             return 0.0
         return _square_sum(unit.optim_grad for unit in self.model.trainable_units)
@@ -153,7 +153,7 @@ class ParoOptimizer:
 
         Summed over all ranks every element counts exactly once, as in `local_square_sum`.
         """
-        context = self.model.units[0].context
+        context = self.model.context
         if context.rank >= context.strategy.optim:
             return 0.0
         elements, nonzero = 0, []
@@ -170,7 +170,9 @@ class ParoOptimizer:
         Summed over all ranks every element counts exactly once, in fp32 where there is a master.
         """
         return _square_sum(
-            shard.values for shard in self.flat_shards() if shard.state == "param" and shard.counts
+            shard.values
+            for shard in self.flat_shards()
+            if shard.state == "param" and shard.is_primary_replica
         )
 
     @torch.no_grad()
@@ -189,7 +191,7 @@ class ParoOptimizer:
 
     def flat_shards(self) -> Iterator[FlatShard]:
         """All that a checkpoint holds of this rank; frozen parameters have no master."""
-        context = self.model.units[0].context
+        context = self.model.context
         topology = context.topology
 
         def replicas_at(degree: int) -> tuple[int, ...]:
@@ -227,7 +229,7 @@ class ParoOptimizer:
         for part in self._parts:
             set_num_steps(part.adamw, num_steps)
             part.write_params()
-        self.model.wait_published()
+        self.model.wait_for_updated_params()
 
     # What a rank holds #
 

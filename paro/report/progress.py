@@ -20,7 +20,7 @@ _SAVES = ("Saved checkpoint", "Saving async checkpoint")
 _FLOPS = "Floating-point operations: "
 
 
-class Progress:
+class ProgressFile:
     """What the first rank writes down; a disk that fails costs one line and the file."""
 
     def __init__(

@@ -119,7 +119,7 @@ def summarize(
         inter_bytes=last.inter_bytes,
         exposed_gather_ms=_mean_ms([record.exposed.gather for record in interval]),
         exposed_reduce_ms=_mean_ms([record.exposed.reduce for record in interval]),
-        exposed_publish_ms=_mean_ms([record.exposed.publish for record in interval]),
+        exposed_publish_ms=_mean_ms([record.exposed.gather_updated for record in interval]),
         exposed_intra_ms=_mean_ms_if_measured([record.exposed.intra for record in interval]),
         exposed_inter_ms=_mean_ms_if_measured([record.exposed.inter for record in interval]),
         skipped_iterations=sum(record.skipped for record in interval),

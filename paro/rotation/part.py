@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,19 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from paro.rotation.rotating_unit import RotatingUnit
-
-
-class Phase(Enum):
-    """What the training thread is doing to the model."""
-
-    IDLE = 0
-    EVALUATION = 1
-    FORWARD = 2
-    BACKWARD = 3
+from paro.sharding.distributed_model import Phase
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class MicroBatchState:
     """Where the micro-batch that runs has come to; shared by all parts of a model."""
 
     phase: Phase = Phase.IDLE
@@ -71,12 +62,12 @@ class PartSpec(Protocol):
 
 
 # The units that hold a part's matrices, trainable and frozen ones, or half of every slice of them.
-Lap = tuple[RotatingUnit, ...]
-Place = tuple[int, int]  # the number of a lap, and a step of it
+Half = tuple[RotatingUnit, ...]
+Position = tuple[int, int]  # the number of a lap, and a step of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RotationPlan:
     """How a part's weights travel, beside what its spec says."""
 
     returns: bool  # backward reads the weights
@@ -85,7 +76,7 @@ class Course:
 
 
 class RotatingPart:
-    """Takes the place of a method of a module; `laps` hold the method's matrices.
+    """Takes the place of a method of a module; `halves` hold the method's matrices.
 
     Slices, or their halves, travel lap by lap; in backward the last lap comes first.
     """
@@ -94,15 +85,15 @@ class RotatingPart:
         self,
         module: nn.Module,
         spec: PartSpec,
-        laps: Sequence[Lap],
-        course: Course,
-        progress: Progress,
+        halves: Sequence[Half],
+        plan: RotationPlan,
+        state: MicroBatchState,
     ) -> None:
         self.module = module
         self.spec = spec
-        self._laps = tuple(laps)
-        self._course = course
-        self._progress = progress
+        self._halves = tuple(halves)
+        self._plan = plan
+        self._state = state
         self._of_slice = getattr(module, spec.of_slice)
         self._whole = {name: getattr(module, name) for name in spec.cuts}
         for name in spec.cuts:
@@ -110,13 +101,13 @@ class RotatingPart:
                 delattr(module, name)
                 module.register_parameter(name, None)
         self._parameters = module._parameters
-        self._leaves: dict[tuple[Place, int], dict[str, nn.Parameter]] = {}  # by place and slot
+        self._leaves: dict[tuple[Position, int], dict[str, nn.Parameter]] = {}  # by place and slot
         self._beside = [module.get_parameter(name) for name in spec.beside]
         self._trains_beside = any(parameter.requires_grad for parameter in self._beside)
-        self._trains = any(unit.trainable for lap in laps for unit in lap)
-        self._name = laps[0][0].name.partition(" ")[0]
+        self._trains = any(unit.trainable for half in halves for unit in half)
+        self._name = halves[0][0].name.partition(" ")[0]
         self._moves_home = False
-        self._in_backward: Place | None = None
+        self._in_backward: Position | None = None
         self._input_needs_grad = False
         self._input_done = False
         setattr(module, spec.method, self)
@@ -124,11 +115,9 @@ class RotatingPart:
     # Forward #
 
     def __call__(self, *args: Any) -> Tensor:
-        course, first_of_two = self._course, self._progress.phase is Phase.FORWARD
+        plan, first_of_two = self._plan, self._state.phase is Phase.FORWARD
         self._moves_home = (
-            course.returns
-            and self._backward_follows(args)
-            and not (course.recomputed and first_of_two)
+            plan.returns and self._backward_follows(args) and not (plan.recomputed and first_of_two)
         )
         with torch.profiler.record_function(f"paro/rotate:{self._name}"):
             out: Tensor = self.spec.join(self.module, self._slices(), *args)
@@ -141,23 +130,23 @@ class RotatingPart:
         return self._trains or any(tensor.requires_grad for tensor in (*tensors, *self._beside))
 
     def _slices(self) -> Iterator[Callable[..., Any]]:
-        for number, lap in enumerate(self._laps):
-            for step in range(lap[0].num_steps):
+        for number, half in enumerate(self._halves):
+            for step in range(half[0].num_steps):
                 yield partial(self._run, (number, step))
 
-    def _run(self, place: Place, x: Tensor, *rest: Any) -> Any:
+    def _run(self, position: Position, x: Tensor, *rest: Any) -> Any:
         try:
-            return self._run_slice(place, x, *rest)
+            return self._run_slice(position, x, *rest)
         finally:  # computing again stops where it has all it needs
             self._parameters.update(self._whole)
 
-    def _run_slice(self, place: Place, x: Tensor, *rest: Any) -> Any:
-        number, step = place
-        lap = self._laps[number]
-        for unit in lap:
+    def _run_slice(self, position: Position, x: Tensor, *rest: Any) -> Any:
+        number, step = position
+        half = self._halves[number]
+        for unit in half:
             if step == 0:
                 unit.begin(moves_home=self._moves_home)
-            self._put(unit, place, unit.arrive(step))
+            self._put(unit, position, unit.arrive(step))
         self._input_needs_grad = torch.is_grad_enabled() and x.requires_grad
         if self._input_needs_grad:
             x = x.view_as(x)
@@ -165,55 +154,57 @@ class RotatingPart:
         out = self._of_slice(x, *rest)
         for tensor in out if isinstance(out, tuple) else (out,):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._output_grad_made, place))
-        for unit in lap:
+                tensor.register_hook(partial(self._output_grad_made, position))
+        for unit in half:
             unit.depart(step)
             if step + 1 == unit.num_steps:
                 unit.end()
         return out
 
-    def _put(self, unit: RotatingUnit, place: Place, slot: Tensor) -> None:
+    def _put(self, unit: RotatingUnit, position: Position, slot: Tensor) -> None:
         """Puts the boxes of a slice in the place of the whole parameters."""
-        key = place, id(slot)  # slots live as long as their unit
+        key = position, id(slot)  # slots live as long as their unit
         leaves = self._leaves.get(key)
         if leaves is None:
-            leaves = self._leaves[key] = self._make_leaves(unit, place, slot)
+            leaves = self._leaves[key] = self._make_leaves(unit, position, slot)
         self._parameters.update(leaves)
         if self.spec.of_rows:
-            self.module.first_row = unit.first_row(place[1])  # type: ignore[assignment]
+            self.module.first_row = unit.first_row(position[1])  # type: ignore[assignment]
 
     def _make_leaves(
-        self, unit: RotatingUnit, place: Place, slot: Tensor
+        self, unit: RotatingUnit, position: Position, slot: Tensor
     ) -> dict[str, nn.Parameter]:
         leaves = {}
-        for name, box in unit.boxes(place[1], slot).items():
+        for name, box in unit.boxes(position[1], slot).items():
             # `data`: the slot is written while autograd keeps the leaf, on purpose.
             leaf = nn.Parameter(box.data, requires_grad=unit.trainable)
             if unit.trainable:
-                leaf.register_post_accumulate_grad_hook(partial(self._received, unit, place, name))
+                leaf.register_post_accumulate_grad_hook(
+                    partial(self._received, unit, position, name)
+                )
             leaves[name.rpartition(".")[2]] = leaf
         return leaves
 
     # Backward #
 
-    def _output_grad_made(self, place: Place, _gradient: Tensor) -> None:
+    def _output_grad_made(self, position: Position, _gradient: Tensor) -> None:
         """Runs right before the backward of a step, for each of its outputs."""
-        if place == self._in_backward:
+        if position == self._in_backward:
             return
         self._end_step()
-        self._in_backward, self._input_done = place, False
-        if self._course.returns:
-            number, step = place
-            for unit in self._laps[number]:
+        self._in_backward, self._input_done = position, False
+        if self._plan.returns:
+            number, step = position
+            for unit in self._halves[number]:
                 unit.return_to(step)
 
-    def _received(self, unit: RotatingUnit, place: Place, name: str, leaf: Tensor) -> None:
+    def _received(self, unit: RotatingUnit, position: Position, name: str, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None, f"{name} got no gradient"
-        assert place == self._in_backward, f"{name}: {place} is not {self._in_backward}"
-        if self._course.returns:
-            unit.return_to(place[1])
-        unit.receive(place[1], name, gradient)
+        assert position == self._in_backward, f"{name}: {position} is not {self._in_backward}"
+        if self._plan.returns:
+            unit.return_to(position[1])
+        unit.receive(position[1], name, gradient)
         self._end_step_if_through()
 
     def _input_grad_made(self, _gradient: Tensor | None) -> None:
@@ -225,21 +216,21 @@ class RotatingPart:
         assert self._in_backward is not None, f"{self._name} is not in backward"
         number, step = self._in_backward
         # Where the input needs no gradient, but a norm does, nothing tells when that has been made.
-        all_here = all(unit.has_all(step) for unit in self._laps[number])
+        all_here = all(unit.has_all(step) for unit in self._halves[number])
         if all_here and (self._input_done if self._input_needs_grad else not self._trains_beside):
             self._end_step()
 
     def _end_step(self) -> None:
-        place, self._in_backward = self._in_backward, None
-        if place is None:
+        position, self._in_backward = self._in_backward, None
+        if position is None:
             return
-        number, step = place
-        for unit in self._laps[number]:
+        number, step = position
+        for unit in self._halves[number]:
             assert unit.has_all(step), f"{unit.name} misses gradients of step {step}"
             unit.leave(step)
-            if step == 0 and unit.trainable and self._course.completes and self._progress.last:
+            if step == 0 and unit.trainable and self._plan.completes and self._state.last:
                 with torch.profiler.record_function(f"paro/reduce:{unit.name}"):
-                    unit.finish()
+                    unit.step_reduce()
 
     def finish_backward(self) -> None:
         """Backward is through, whatever is left."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
-from paro.distributed.groups import Run, Use
+from paro.distributed.groups import Use
 from paro.layout import (
     Shape,
     decays,
@@ -17,14 +17,14 @@ from paro.layout import (
     make_sliced_layout,
     whole_box,
 )
-from paro.rotation.part import Course, Lap, PartSpec, Progress, RotatingPart
+from paro.rotation.part import Half, MicroBatchState, PartSpec, RotatingPart, RotationPlan
 from paro.rotation.ring import Ring
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
-from paro.sharding.shards import ShardingContext, moves_of
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.sharding.shards import ShardingContext, make_comm_plan
 from paro.strategy import Strategy, replicated
-from paro.topology import Topology
+from paro.topology import AxisSpan, Topology
 
 
 class UnitSpec(wrap.UnitSpec, Protocol):
@@ -38,12 +38,15 @@ class UnitSpec(wrap.UnitSpec, Protocol):
     def recomputed(self) -> bool: ...
 
 
-def runs_beside_rotation(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[Run]]:
+def runs_beside_rotation(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
     """The runs that states are moved along where weights rotate: all that is done once a step."""
-    runs: dict[Use, frozenset[Run]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
-    for moves in (moves_of(strategy, topology), moves_of(replicated(strategy), topology)):
-        runs[Use.GATHER] |= {moves.publish}
-        runs[Use.REDUCE] |= {moves.finish, moves.replicas}
+    runs: dict[Use, frozenset[AxisSpan]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
+    for comm_plan in (
+        make_comm_plan(strategy, topology),
+        make_comm_plan(replicated(strategy), topology),
+    ):
+        runs[Use.GATHER] |= {comm_plan.gather_updated}
+        runs[Use.REDUCE] |= {comm_plan.step_reduce, comm_plan.replicas}
     return runs
 
 
@@ -61,7 +64,7 @@ def cut_into_parts(
     specs: Sequence[UnitSpec],
     context: ShardingContext,
     ring: Ring,
-    progress: Progress,
+    state: MicroBatchState,
     *,
     in_place: bool,
 ) -> Parts:
@@ -73,7 +76,7 @@ def cut_into_parts(
     """
     original = dict(model.named_parameters())
     bound = wrap.bind_empty(model, context)
-    units: dict[str, tuple[Lap, ...]] = {}  # by the first of a part's parameters
+    units: dict[str, tuple[Half, ...]] = {}  # by the first of a part's parameters
     parts = []
     for spec in specs:
         for part in spec.parts:
@@ -83,15 +86,17 @@ def cut_into_parts(
             if key not in units:
                 label = spec.name if len(spec.parts) == 1 else f"{spec.name}.{part.method}"
                 matrices = {name: original[name] for name in own}
-                halves = _halves(matrices, own, ring, part.shares) if in_place else (None,)
-                units[key] = tuple(_laps(label, matrices, own, halves, context, ring, in_place))
-            course = Course(
+                halves = _half_numbers(matrices, own, ring, part.shares) if in_place else (None,)
+                units[key] = tuple(
+                    _make_halves(label, matrices, own, halves, context, ring, in_place)
+                )
+            plan = RotationPlan(
                 returns=spec.backward_needs_weight,
                 recomputed=spec.recomputed,
                 completes=not spec.borrows,
             )
-            parts.append(RotatingPart(spec.module, part, units[key], course, progress))
-    rotating = tuple(unit for laps in units.values() for lap in laps for unit in lap)
+            parts.append(RotatingPart(spec.module, part, units[key], plan, state))
+    rotating = tuple(unit for halves in units.values() for half in halves for unit in half)
     held = {span.box.name for unit in rotating for span in unit.layout.spans}
     beside = tuple(
         _units_beside({n: p for n, p in original.items() if n not in held}, bound, context)
@@ -99,14 +104,14 @@ def cut_into_parts(
     return Parts(parts=tuple(parts), rotating=rotating, beside=beside)
 
 
-def _halves(
+def _half_numbers(
     matrices: Mapping[str, nn.Parameter], cuts: Mapping[str, int], ring: Ring, shares: int | None
 ) -> tuple[int | None, ...]:
     shapes = {name: tuple(matrix.shape) for name, matrix in matrices.items()}
     return halves_of(shapes, cuts=cuts, number=ring.size, shares=shares)
 
 
-def _laps(
+def _make_halves(
     label: str,
     matrices: Mapping[str, nn.Parameter],
     cuts: Mapping[str, int],
@@ -114,7 +119,7 @@ def _laps(
     context: ShardingContext,
     ring: Ring,
     in_place: bool,
-) -> Iterator[Lap]:
+) -> Iterator[Half]:
     """The units of a part's slices, or of their halves one after the other."""
     for half in halves:
         units = []
@@ -140,8 +145,8 @@ def _units_beside(
     context: ShardingContext,
 ) -> Iterator[ShardedUnit]:
     strategy = replicated(context.strategy)
-    moves = moves_of(strategy, context.topology)
-    whole = replace(context, strategy=strategy, moves=moves)
+    comm_plan = make_comm_plan(strategy, context.topology)
+    whole = replace(context, strategy=strategy, comm_plan=comm_plan)
     for trainable, shapes in _by_training(parameters):
         boxes = [whole_box(name, shape) for name, shape in shapes.items()]
         decayed = frozenset(name for name, shape in shapes.items() if decays(shape))

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from paro.collectives.wire import Pending, Wire
-from paro.distributed.byte_counter import Traffic
-from paro.distributed.comm_stream import Event, Lanes, Stage
-from paro.distributed.groups import Groups, Run, Use, make_groups
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import CommStreams, Event, Stage
+from paro.distributed.groups import Groups, Use, make_groups
 from paro.layout import chunk_numel
-from paro.topology import Axis, Topology
+from paro.topology import Axis, AxisSpan, Topology
 
 _TAGS = 1 << 31  # what a backend's tag can hold
 
@@ -37,20 +37,20 @@ class Turn(Enum):
 
 
 class _Underway:
-    """A shift whose messages the backend's own threads carry; `finish` is what ends it."""
+    """A shift whose messages the backend's own threads carry; `step_reduce` is what ends it."""
 
-    def __init__(self, lane: Hashable, finish: Callable[[], None]) -> None:
-        self._lane = lane
-        self._finish: Callable[[], None] | None = finish
+    def __init__(self, stream: Hashable, step_reduce: Callable[[], None]) -> None:
+        self._stream = stream
+        self._finish: Callable[[], None] | None = step_reduce
 
     def wait(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        step_reduce, self._finish = self._finish, None
+        if step_reduce is not None:
+            step_reduce()
 
     def stages(self) -> Iterator[Stage]:
         if self._finish is not None:
-            yield self._lane, self
+            yield self._stream, self
 
 
 class Ring:
@@ -61,36 +61,38 @@ class Ring:
     the ring is unusable.
     """
 
-    def __init__(self, axis: Axis, groups: Groups, lanes: Lanes, traffic: Traffic) -> None:
+    def __init__(
+        self, axis: Axis, groups: Groups, streams: CommStreams, traffic: ByteCounter
+    ) -> None:
         self._run = (axis,)
         self._groups = groups
-        self._lanes = lanes
-        self._lane = (Use.ROTATE, axis.index)
+        self._streams = streams
+        self._stream = (Use.ROTATE, axis.index)
         self._wire = Wire(groups, traffic)
         self._members = groups.topology.members(self._run, groups.rank)
         self._next_tag = 0
         self.size = axis.size
-        self.place = axis.digit(groups.rank)
+        self.position = axis.digit(groups.rank)
 
     def home_of(self, num_shifts: int) -> int:
         """The place whose slice is here after so many shifts clockwise."""
-        return (self.place - num_shifts) % self.size
+        return (self.position - num_shifts) % self.size
 
     def shift(self, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
         """Starts one step: `outgoing` to the one neighbour, into `incoming` from the other."""
         assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs room beside"
         tag = self._take_tags(1)
-        if not self._lanes.run_at_the_same_time:
-            return self._lanes.submit(
-                self._lane, lambda: self._exchange(outgoing, incoming, turn, tag)
+        if not self._streams.runs_concurrently:
+            return self._streams.submit(
+                self._stream, lambda: self._exchange(outgoing, incoming, turn, tag)
             )
         messages = self._receive(incoming, turn, tag), self._send(outgoing, turn, tag)
 
-        def finish() -> None:
+        def step_reduce() -> None:
             for message in messages:
                 message.wait()
 
-        return _Underway(self._lane, finish)
+        return _Underway(self._stream, step_reduce)
 
     def shift_in_place(self, values: Tensor, beside: Tensor, turn: Turn) -> Event:
         """Starts one step within one buffer, in chunks that land in `beside`, two at a time.
@@ -110,9 +112,9 @@ class Ring:
                 self._exchange(chunk, landed, turn, first_tag + number)
                 chunk.copy_(landed)
 
-        if self._lanes.run_at_the_same_time:
+        if self._streams.runs_concurrently:
             return self._exchange_ahead(chunks, landings, turn, first_tag)
-        return self._lanes.submit(self._lane, job)
+        return self._streams.submit(self._stream, job)
 
     def _exchange_ahead(
         self, chunks: Sequence[Tensor], landings: Sequence[Tensor], turn: Turn, first_tag: int
@@ -125,7 +127,7 @@ class Ring:
             self._send(chunk, turn, first_tag + number) for number, chunk in enumerate(chunks)
         ]
 
-        def finish() -> None:
+        def step_reduce() -> None:
             for number, chunk in enumerate(chunks):
                 arriving.popleft().wait()
                 leaving[number].wait()
@@ -133,7 +135,7 @@ class Ring:
                 if number + 2 < len(chunks):
                     arriving.append(receive(number + 2))
 
-        return _Underway(self._lane, finish)
+        return _Underway(self._stream, step_reduce)
 
     def close(self) -> None:
         """Gives the process group back; its lane ends with the others'."""
@@ -155,8 +157,8 @@ class Ring:
 
     def _neighbours(self, turn: Turn) -> tuple[int, int]:
         """To whom, and from whom."""
-        to = self._members[(self.place + turn.value) % self.size]
-        return to, self._members[(self.place - turn.value) % self.size]
+        to = self._members[(self.position + turn.value) % self.size]
+        return to, self._members[(self.position - turn.value) % self.size]
 
     def _take_tags(self, number: int) -> int:
         first = self._next_tag
@@ -169,8 +171,8 @@ def make_ring(
     *,
     topology: Topology,
     rank: int,
-    lanes: Lanes,
-    traffic: Traffic,
+    streams: CommStreams,
+    traffic: ByteCounter,
     timeout: timedelta | None,
 ) -> Ring:
     """The ring of the ranks that hold one full copy at `degree`; collective over the world.
@@ -179,9 +181,9 @@ def make_ring(
     """
     run = topology.axes_between(1, degree)
     assert len(run) == 1, f"{degree} ranks are no axis of {topology}"
-    runs: dict[Use, frozenset[Run]] = {} if timeout is None else {Use.ROTATE: frozenset({run})}
+    runs: dict[Use, frozenset[AxisSpan]] = {} if timeout is None else {Use.ROTATE: frozenset({run})}
     groups = make_groups(topology, rank, runs, timeout or timedelta())
-    return Ring(run[0], groups, lanes, traffic)
+    return Ring(run[0], groups, streams, traffic)
 
 
 def room_beside(numel: int, dtype: torch.dtype) -> int:

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paro.distributed.timers import Timers
-from paro.rotation.part import Phase, Progress
-from paro.rotation.ring import Ring
+from paro.rotation.part import MicroBatchState
 from paro.rotation.partition import Parts
-from paro.sharding.shards import UnitShards
+from paro.rotation.ring import Ring
+from paro.sharding.distributed_model import Phase
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.sharding.shards import UnitShards
 
 
 class RotatedModel:
@@ -29,12 +30,13 @@ class RotatedModel:
         model: nn.Module,
         parts: Parts,
         ring: Ring,
-        progress: Progress,
+        state: MicroBatchState,
         *,
         timers: Timers | None = None,
     ) -> None:
         self.model = model
         self.units: list[UnitShards] = [*parts.rotating, *parts.beside]
+        self.context = self.units[0].context  # norms have one of their own: replicated
         # Norms are updated, and published, first: a step begins when they are whole again.
         first = (*parts.beside, *parts.rotating)
         self.trainable_units = [unit for unit in first if unit.trainable]
@@ -42,7 +44,7 @@ class RotatedModel:
         self._beside = parts.beside
         self._ring = ring
         self._timers = timers or Timers()
-        self._progress = progress
+        self._state = state
         self._handles: list[RemovableHandle] = []
         parameters = dict(model.named_parameters())
         for unit in parts.beside:
@@ -67,15 +69,15 @@ class RotatedModel:
         `documents` is what the model takes by name.
         """
         self._begin(Phase.FORWARD)
-        self._progress.last = last
+        self._state.last = last
         with self._timers.measure("forward-compute", level=2):
             loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
-        self._progress.phase = Phase.BACKWARD
+        self._state.phase = Phase.BACKWARD
         with self._timers.measure("backward-compute", level=2):
             loss.backward()
         for part in self._parts:
             part.finish_backward()
-        self._progress.phase = Phase.IDLE
+        self._state.phase = Phase.IDLE
         return loss.detach()
 
     def finish_gradients(self) -> None:
@@ -91,13 +93,13 @@ class RotatedModel:
         """The weighted loss of a batch; keeps no gradient."""
         self._begin(Phase.EVALUATION)
         loss: Tensor = self.model(tokens_BS, labels_BS, weights_BS, **documents)
-        self._progress.phase = Phase.IDLE
+        self._state.phase = Phase.IDLE
         return loss
 
-    def wait_published(self) -> None:
+    def wait_for_updated_params(self) -> None:
         """Waits until every rank's `param_shard` holds the last update."""
         for unit in self.units:
-            unit.wait_published()
+            unit.wait_for_updated_params()
 
     def close(self) -> None:
         """Ends the lanes and groups; every rank calls it when nothing is under way.
@@ -105,7 +107,7 @@ class RotatedModel:
         The hooks on parameters end with it: autograd keeps them alive, and they would keep all
         of this.
         """
-        self.units[0].context.collectives.close()
+        self.context.collectives.close()
         self._ring.close()
         for part in self._parts:
             part.close()
@@ -114,18 +116,18 @@ class RotatedModel:
 
     def _begin(self, phase: Phase) -> None:
         self._assert_idle()
-        self._progress.phase = phase
+        self._state.phase = phase
         for unit in self._beside:
             unit.use()
 
     def _assert_idle(self) -> None:
-        assert self._progress.phase is Phase.IDLE, f"the model is in {self._progress.phase}"
+        assert self._state.phase is Phase.IDLE, f"the model is in {self._state.phase}"
 
     def _hook_gradient(self, unit: ShardedUnit, name: str, parameter: nn.Parameter) -> None:
         def arrived(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None, f"{name} got no gradient"
             if unit.receive(name, gradient):
-                unit.reduce(last=self._progress.last)
+                unit.reduce(last=self._state.last)
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))

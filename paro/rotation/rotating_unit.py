@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.exposed_time import Kind
+from paro.distributed.exposed_time import WaitKind
 from paro.layout import UnitLayout
 from paro.rotation.ring import Ring, Turn, room_beside
 from paro.sharding.buffers import ElasticBuffer
@@ -73,7 +73,7 @@ class RotatingUnit(UnitShards):
             ]
             for index in range(ring.size)
         ]
-        compute, wire = context.compute_type, context.wire_type
+        compute, wire = context.compute_dtype, context.reduce_dtype
         self._E, self._F = self._spare(numel, compute), self._spare(numel, compute)
         self._X, self._Y = self._spare(numel, wire), self._spare(numel, wire)
         self._beside = self._spare(room_beside(numel, compute), compute)
@@ -93,12 +93,12 @@ class RotatingUnit(UnitShards):
         tally = context.ledger.slices
         return ElasticBuffer(numel, dtype=dtype, tally=tally, device=context.device)
 
-    def _shift(self, kind: Kind, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
+    def _shift(self, kind: WaitKind, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
         with self.context.exposure.submitting(kind):  # where nothing overlaps, it is carried out
             return self._ring.shift(outgoing, incoming, turn)
 
     def _shift_in_place(
-        self, kind: Kind, values: Tensor, beside: ElasticBuffer, turn: Turn
+        self, kind: WaitKind, values: Tensor, beside: ElasticBuffer, turn: Turn
     ) -> None:
         exposure = self.context.exposure
         with exposure.submitting(kind):
@@ -110,48 +110,48 @@ class RotatingUnit(UnitShards):
     def begin(self, *, moves_home: bool) -> None:
         """Starts a forward; one with `moves_home` is followed by a backward that needs slices."""
         assert not self._is_away, f"{self.name} has not come home"
-        self.wait_published()
+        self.wait_for_updated_params()
         self._moves_home = moves_home
         self._arrived = DONE
         if self._in_place:
-            self._beside.take()
+            self._beside.alloc()
             if not moves_home:
-                self._E.take()
+                self._E.alloc()
             return
-        self._E.take()
+        self._E.alloc()
         if not moves_home and self.num_steps > 2:
-            self._F.take()
+            self._F.alloc()
         if moves_home and self._slot(0) is self._E.values:
             self._E.values.copy_(self.param_shard)
 
     def arrive(self, step: int) -> Tensor:
         """The slot in which this step's slice lies now."""
-        self.context.exposure.wait(Kind.GATHER, self._arrived)
+        self.context.exposure.wait(WaitKind.GATHER, self._arrived)
         self._arrived = DONE
         if self._moves_home and step + 1 == self.num_steps:
             self._is_away = True
         slot = self._slot(step)
         if not self._in_place and step + 1 < self.num_steps:
-            following = self._slot(step + 1)
-            self._arrived = self._shift(Kind.GATHER, slot, following, Turn.CLOCKWISE)
+            next_slot = self._slot(step + 1)
+            self._arrived = self._shift(WaitKind.GATHER, slot, next_slot, Turn.CLOCKWISE)
         return slot
 
     def depart(self, step: int) -> None:
         """The computation with this step's slice is through."""
         if not self._in_place or step + 1 == self.num_steps:
             return
-        slot, following = self._slot(step), self._slot(step + 1)
-        if slot is following:
-            self._shift_in_place(Kind.GATHER, slot, self._beside, Turn.CLOCKWISE)
+        slot, next_slot = self._slot(step), self._slot(step + 1)
+        if slot is next_slot:
+            self._shift_in_place(WaitKind.GATHER, slot, self._beside, Turn.CLOCKWISE)
         else:
-            moved = self._shift(Kind.GATHER, slot, following, Turn.CLOCKWISE)
-            self.context.exposure.wait(Kind.GATHER, moved)
+            moved = self._shift(WaitKind.GATHER, slot, next_slot, Turn.CLOCKWISE)
+            self.context.exposure.wait(WaitKind.GATHER, moved)
 
     def end(self) -> None:
         """Gives the spare slots up."""
         for spare in (self._E, self._F, self._beside):
             if spare.alive:
-                spare.drop()
+                spare.free()
 
     def _slot(self, step: int) -> Tensor:
         if self._moves_home:
@@ -188,13 +188,13 @@ class RotatingUnit(UnitShards):
         if step + 1 == self.num_steps:
             spare = self._beside if self._in_place else self._E
             if not spare.alive:  # else its forward was computed again, and stopped short
-                spare.take()
-        self.context.exposure.wait(Kind.GATHER, self._arrived)
+                spare.alloc()
+        self.context.exposure.wait(WaitKind.GATHER, self._arrived)
         self._arrived = DONE
         self._leaving_for = step - 1
         if not self._in_place and step:
             slot, before = self._slot(step), self._slot(step - 1)
-            self._arrived = self._shift(Kind.GATHER, slot, before, Turn.COUNTER_CLOCKWISE)
+            self._arrived = self._shift(WaitKind.GATHER, slot, before, Turn.COUNTER_CLOCKWISE)
 
     def receive(self, step: int, name: str, gradient: Tensor) -> None:
         """Adds this rank's gradient of a box to what the slice has brought along."""
@@ -216,12 +216,12 @@ class RotatingUnit(UnitShards):
 
     def _meet_gradients(self, step: int, index: int) -> None:
         if step + 1 < self.num_steps:
-            self.context.exposure.wait(Kind.REDUCE, self._grads_arrived)
+            self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)
             self._grads_arrived = DONE
             return
         for spare in (self._X, self._beside_grads if self._in_place else self._Y):
             if not spare.alive:
-                spare.take()
+                spare.alloc()
         for low, high in self._gaps[index]:
             self._X.values[low:high].zero_()
 
@@ -238,14 +238,14 @@ class RotatingUnit(UnitShards):
             return
         turn = Turn.COUNTER_CLOCKWISE
         if self._in_place and self._is_away:
-            self._shift_in_place(Kind.GATHER, self.param_shard, self._beside, turn)
+            self._shift_in_place(WaitKind.GATHER, self.param_shard, self._beside, turn)
         if not self.trainable:
             return
         slot, before = self._grad_slot(step), self._grad_slot(step - 1)
         if self._in_place:
-            self._shift_in_place(Kind.REDUCE, slot, self._beside_grads, turn)
+            self._shift_in_place(WaitKind.REDUCE, slot, self._beside_grads, turn)
         else:
-            self._grads_arrived = self._shift(Kind.REDUCE, slot, before, turn)
+            self._grads_arrived = self._shift(WaitKind.REDUCE, slot, before, turn)
 
     def _settle(self) -> None:
         """Weights and gradients have come home."""
@@ -264,10 +264,10 @@ class RotatingUnit(UnitShards):
         self._fresh = False
         for spare in (self._X, self._Y, self._beside_grads):
             if spare.alive:
-                spare.drop()
+                spare.free()
 
-    def finish(self) -> None:
+    def step_reduce(self) -> None:
         """Queues what is left to sum once a step, when the last gradients have come home."""
-        with self.context.exposure.submitting(Kind.REDUCE):
+        with self.context.exposure.submitting(WaitKind.REDUCE):
             self._reduced = self._sum_over_world(DONE)
         self._fresh = True

@@ -23,7 +23,7 @@ class FlatShard:
     replicas: Sequence[int] = (0,)  # the ranks that hold this same range, this one among them
 
     @property
-    def counts(self) -> bool:
+    def is_primary_replica(self) -> bool:
         """True on one of the replicas: for sums in which each element counts once."""
         return self.rank == self.replicas[0]
 
@@ -66,7 +66,7 @@ class ElasticBuffer:
     """A 1-D tensor whose storage comes and goes while every view of it stays valid.
 
     Tensors that autograd saved are views of one storage object, so the storage is resized and
-    never replaced. Between `drop` and `take` reading any view is an error.
+    never replaced. Between `free` and `alloc` reading any view is an error.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class ElasticBuffer:
     def alive(self) -> bool:
         return self.values.untyped_storage().nbytes() > 0
 
-    def take(self) -> None:
+    def alloc(self) -> None:
         """Allocates the storage; its contents are undefined."""
         assert not self.alive, "storage taken twice"
         self.values.untyped_storage().resize_(self._num_bytes)
         self._tally.change(1, self._num_bytes)
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Gives the storage up."""
         assert self.alive, "storage dropped twice"
         self.values.untyped_storage().resize_(0)

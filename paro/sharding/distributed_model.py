@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from paro.sharding.shards import UnitShards
+from paro.sharding.shards import ShardingContext, UnitShards
 
 
-class SpreadModel(Protocol):
+class Phase(Enum):
+    """What the training thread is doing to the model."""
+
+    IDLE = 0
+    EVALUATION = 1
+    FORWARD = 2
+    BACKWARD = 3
+
+
+class DistributedModel(Protocol):
     """Trains and evaluates this rank's batches; its units hold this rank's shards."""
 
     @property
     def model(self) -> nn.Module: ...
+
+    @property
+    def context(self) -> ShardingContext: ...
 
     @property
     def units(self) -> Sequence[UnitShards]: ...
@@ -44,7 +57,7 @@ class SpreadModel(Protocol):
     ) -> Tensor:
         """The weighted loss of a batch; keeps no gradient."""
 
-    def wait_published(self) -> None:
+    def wait_for_updated_params(self) -> None:
         """Waits until every rank's `param_shard` holds the last update."""
 
     def close(self) -> None:

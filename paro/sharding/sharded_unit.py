@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.exposed_time import Kind
+from paro.distributed.exposed_time import WaitKind
 from paro.layout import UnitLayout
 from paro.sharding.buffers import ElasticBuffer, box_views
 from paro.sharding.shards import ShardingContext, UnitShards
@@ -48,7 +48,7 @@ class ShardedUnit(UnitShards):
     ) -> None:
         super().__init__(name, layout, context, trainable=trainable)
         strategy, numel, device = context.strategy, layout.numel, context.device
-        self._gather_run = context.moves.gather
+        self._gather_run = context.comm_plan.gather
         self._gathered: Event = DONE
         self._grad_U_read: Event = DONE
         self._param_U: ElasticBuffer | None = None
@@ -56,7 +56,7 @@ class ShardedUnit(UnitShards):
             self._param_U = ElasticBuffer(
                 numel,
                 layout=layout,
-                dtype=context.compute_type,
+                dtype=context.compute_dtype,
                 tally=context.ledger.whole_params,
                 device=device,
             )
@@ -66,7 +66,7 @@ class ShardedUnit(UnitShards):
             self._grad_U = ElasticBuffer(
                 numel,
                 layout=layout,
-                dtype=context.wire_type,
+                dtype=context.reduce_dtype,
                 tally=context.ledger.whole_grads,
                 device=device,
             )
@@ -97,26 +97,26 @@ class ShardedUnit(UnitShards):
         if self._param_U is None:
             return
         assert self.state is UnitState.SHARDED, f"gather of {self.name}, which is {self.state}"
-        self._param_U.take()
-        with self.context.exposure.submitting(Kind.GATHER):
+        self._param_U.alloc()
+        with self.context.exposure.submitting(WaitKind.GATHER):
             self._gathered = self.context.collectives.all_gather(
                 self._param_U.values,
                 self._gather_run,
                 shard=self.param_shard,
-                after=self._published,
+                after=self._updated,
             )
         self.state = UnitState.GATHERING
 
     def use(self) -> None:
         """Waits until the parameters may be read."""
         if self._param_U is None:
-            self.wait_published()
+            self.wait_for_updated_params()
             return
         assert self.state is not UnitState.SHARDED, f"use of {self.name} without a gather"
         if self.state is UnitState.GATHERING:
-            self.context.exposure.wait(Kind.PUBLISH, self._published)
-            self.context.exposure.wait(Kind.GATHER, self._gathered)
-            self._published = self._gathered = DONE
+            self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)
+            self.context.exposure.wait(WaitKind.GATHER, self._gathered)
+            self._updated = self._gathered = DONE
             self.state = UnitState.WHOLE
 
     def release(self) -> None:
@@ -124,7 +124,7 @@ class ShardedUnit(UnitShards):
         if self._param_U is None:
             return
         self.use()  # a gather that nobody used still fills the buffer
-        self._param_U.drop()
+        self._param_U.free()
         self.state = UnitState.SHARDED
 
     # Gradients #
@@ -134,9 +134,9 @@ class ShardedUnit(UnitShards):
         """Whether the next gradient is the first of a micro-batch that needs a whole buffer."""
         return self._grad_U is not None and self.num_arrived == 0
 
-    def take_whole_grad(self) -> None:
+    def alloc_whole_grad(self) -> None:
         assert self._grad_U is not None
-        self._grad_U.take()
+        self._grad_U.alloc()
         for begin, end in self.layout.gaps():
             self._grad_U.values[begin:end].zero_()
 
@@ -152,32 +152,38 @@ class ShardedUnit(UnitShards):
 
     def reduce(self, *, last: bool) -> None:
         """Queues the reduction of this micro-batch; of the whole step where it is the last."""
-        with self.context.exposure.submitting(Kind.REDUCE):
+        with self.context.exposure.submitting(WaitKind.REDUCE):
             self._reduced = self._queue_reduction(last=last)
         self._fresh = last
         self.num_arrived = 0
 
     def _queue_reduction(self, *, last: bool) -> Event:
-        context, moves, collectives = self.context, self.context.moves, self.context.collectives
+        context, comm_plan, collectives = (
+            self.context,
+            self.context.comm_plan,
+            self.context.collectives,
+        )
         event: Event = DONE
         if self._grad_U is not None:
             grad_U, grad_shard, fresh = self._grad_U.values, self.grad_shard, self._fresh
-            event = collectives.reduce_scatter(grad_U, moves.reduce, context.wire_type)
+            event = collectives.reduce_scatter(grad_U, comm_plan.reduce, context.reduce_dtype)
 
             def accumulate() -> None:
-                own = shard_in(grad_U, moves.reduce, context.rank)
+                own = shard_in(grad_U, comm_plan.reduce, context.rank)
                 if fresh:
                     grad_shard.copy_(own)
                 else:
                     grad_shard.add_(own)
 
-            event = self._grad_U_read = collectives.follow(moves.reduce, accumulate, after=event)
+            event = self._grad_U_read = collectives.run_after(
+                comm_plan.reduce, accumulate, after=event
+            )
         if last:
             event = self._sum_over_world(event)
         return event
 
-    def drop_whole_grad(self) -> None:
+    def free_whole_grad(self) -> None:
         """Gives the whole gradient buffer up once it has been read."""
         assert self._grad_U is not None
-        self.context.exposure.wait(Kind.REDUCE, self._grad_U_read)
-        self._grad_U.drop()
+        self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)
+        self._grad_U.free()

@@ -10,40 +10,40 @@ from torch import Tensor
 from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.exposed_time import Exposure, Kind
-from paro.distributed.groups import Run, Use
+from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.distributed.groups import Use
 from paro.layout import UnitLayout
 from paro.sharding.buffers import Ledger
 from paro.strategy import Strategy
-from paro.topology import Topology
+from paro.topology import AxisSpan, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
+class CommPlan:
     """The runs of axes that a strategy moves states along (design: levels and moves)."""
 
-    gather: Run  # params: from their degree to 1, before every use
-    reduce: Run  # grads: from 1 to their degree, every micro-batch
-    finish: Run  # grads: on to the optimizer's degree, once a step
-    replicas: Run  # what is left: ranks with the same optimizer range, summed once a step
-    publish: Run  # params: from the optimizer's degree to theirs, once a step
+    gather: AxisSpan  # params: from their degree to 1, before every use
+    reduce: AxisSpan  # grads: from 1 to their degree, every micro-batch
+    step_reduce: AxisSpan  # grads: on to the optimizer's degree, once a step
+    replicas: AxisSpan  # what is left: ranks with the same optimizer range, summed once a step
+    gather_updated: AxisSpan  # params: from the optimizer's degree to theirs, once a step
 
-    def runs(self) -> dict[Use, frozenset[Run]]:
+    def runs(self) -> dict[Use, frozenset[AxisSpan]]:
         """The runs that need process groups."""
         return {
-            Use.GATHER: frozenset({self.gather, self.publish}),
-            Use.REDUCE: frozenset({self.reduce, self.finish, self.replicas}),
+            Use.GATHER: frozenset({self.gather, self.gather_updated}),
+            Use.REDUCE: frozenset({self.reduce, self.step_reduce, self.replicas}),
         }
 
 
-def moves_of(strategy: Strategy, topology: Topology) -> Moves:
+def make_comm_plan(strategy: Strategy, topology: Topology) -> CommPlan:
     """The moves of a strategy; a run is empty where its two degrees are equal."""
-    return Moves(
+    return CommPlan(
         gather=topology.axes_between(1, strategy.params),
         reduce=topology.axes_between(1, strategy.grads),
-        finish=topology.axes_between(strategy.grads, strategy.optim),
+        step_reduce=topology.axes_between(strategy.grads, strategy.optim),
         replicas=topology.axes_between(strategy.optim, topology.world_size),
-        publish=topology.axes_between(strategy.params, strategy.optim),
+        gather_updated=topology.axes_between(strategy.params, strategy.optim),
     )
 
 
@@ -54,12 +54,12 @@ class ShardingContext:
     topology: Topology
     rank: int
     strategy: Strategy
-    moves: Moves
+    comm_plan: CommPlan
     collectives: Collectives
     device: torch.device
-    compute_type: torch.dtype
-    wire_type: torch.dtype
-    accumulate_type: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    accumulate_dtype: torch.dtype
     ledger: Ledger
     exposure: Exposure = field(default_factory=Exposure)
 
@@ -81,15 +81,15 @@ class UnitShards:
         self.trainable = trainable
         strategy, numel, device = context.strategy, layout.numel, context.device
         self.param_shard = torch.zeros(
-            numel // strategy.params, dtype=context.compute_type, device=device
+            numel // strategy.params, dtype=context.compute_dtype, device=device
         )
         self.grad_shard = torch.zeros(
             numel // strategy.grads if trainable else 0,
-            dtype=context.accumulate_type,
+            dtype=context.accumulate_dtype,
             device=device,
         )
         self._fresh = True  # the next gradient starts a step: it replaces what is accumulated
-        self._published: Event = DONE
+        self._updated: Event = DONE
         self._reduced: Event = DONE
 
     # Ranges #
@@ -116,33 +116,35 @@ class UnitShards:
     @property
     def optim_param(self) -> Tensor:
         """The optimizer's range inside `param_shard`."""
-        return shard_in(self.param_shard, self.context.moves.publish, self.context.rank)
+        return shard_in(self.param_shard, self.context.comm_plan.gather_updated, self.context.rank)
 
     @property
     def optim_grad(self) -> Tensor:
         """The optimizer's range inside `grad_shard`."""
-        return shard_in(self.grad_shard, self.context.moves.finish, self.context.rank)
+        return shard_in(self.grad_shard, self.context.comm_plan.step_reduce, self.context.rank)
 
     # Moves that are made once a step #
 
-    def publish(self) -> None:
+    def gather_updated(self) -> None:
         """Queues the spreading of the optimizer's range of `param_shard` to the whole of it."""
-        with self.context.exposure.submitting(Kind.PUBLISH):
-            self._published = self.context.collectives.all_gather(
-                self.param_shard, self.context.moves.publish
+        with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
+            self._updated = self.context.collectives.all_gather(
+                self.param_shard, self.context.comm_plan.gather_updated
             )
 
-    def wait_published(self) -> None:
-        self.context.exposure.wait(Kind.PUBLISH, self._published)
-        self._published = DONE
+    def wait_for_updated_params(self) -> None:
+        self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)
+        self._updated = DONE
 
     def _sum_over_world(self, event: Event) -> Event:
         """Queues the last of a step's moves of gradients, behind `event`."""
-        context, moves = self.context, self.context.moves
-        collectives, travel = context.collectives, context.wire_type
-        event = collectives.reduce_scatter(self.grad_shard, moves.finish, travel, after=event)
-        return collectives.all_reduce(self.optim_grad, moves.replicas, travel, after=event)
+        context, comm_plan = self.context, self.context.comm_plan
+        collectives, comm_dtype = context.collectives, context.reduce_dtype
+        event = collectives.reduce_scatter(
+            self.grad_shard, comm_plan.step_reduce, comm_dtype, after=event
+        )
+        return collectives.all_reduce(self.optim_grad, comm_plan.replicas, comm_dtype, after=event)
 
     def wait_reduced(self) -> None:
-        self.context.exposure.wait(Kind.REDUCE, self._reduced)
+        self.context.exposure.wait(WaitKind.REDUCE, self._reduced)
         self._reduced = DONE

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paro.layout import Box, UnitLayout, decays, make_layout, whole_box
-from paro.sharding.shards import ShardingContext
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.sharding.shards import ShardingContext
 
 
 class UnitSpec(Protocol):
@@ -32,12 +32,12 @@ class UnitSpec(Protocol):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Node:
+class UnitModule:
     """A module that runs as a whole, and the units that it needs for that."""
 
     index: int
     name: str
-    module: nn.Module
+    wrapped: nn.Module
     own: tuple[ShardedUnit, ...]  # trainable and frozen parameters lie in units of their own
     needed: tuple[ShardedUnit, ...]  # own and borrowed
     in_backward: bool  # whether its backward reads weights
@@ -52,9 +52,9 @@ class Node:
         return tuple(unit for unit in self.own if unit.trainable)
 
 
-def cut_into_nodes(
+def make_unit_modules(
     model: nn.Module, specs: Sequence[UnitSpec], context: ShardingContext
-) -> list[Node]:
+) -> list[UnitModule]:
     """The nodes of a model built on the meta device, its parameters bound to their buffers.
 
     Parameters keep their names and `requires_grad`; nothing is allocated but the shards.
@@ -74,10 +74,10 @@ def cut_into_nodes(
 
     first_trained = _first_trained([own_units[spec.name] for spec in specs])
     return [
-        Node(
+        UnitModule(
             index=index,
             name=spec.name,
-            module=spec.module,
+            wrapped=spec.module,
             own=own_units[spec.name],
             needed=tuple(u for name in (spec.name, *spec.borrows) for u in own_units[name]),
             # Below the first trained unit no gradient flows, so nothing is gathered there.
@@ -109,7 +109,7 @@ def bind_empty(model: nn.Module, context: ShardingContext) -> dict[str, nn.Param
     """Replaces every parameter by an empty one of its name that units may bind."""
     bound: dict[str, nn.Parameter] = {}
     for name, old in list(model.named_parameters()):
-        empty = torch.empty(0, dtype=context.compute_type, device=context.device)
+        empty = torch.empty(0, dtype=context.compute_dtype, device=context.device)
         bound[name] = nn.Parameter(empty, requires_grad=old.requires_grad)
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, bound[name])

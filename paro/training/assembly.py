@@ -12,32 +12,32 @@ from model.config import flops_per_token
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from paro.collectives.api import make_collectives
-from paro.collectives.choice import Choice
+from paro.collectives.choice import AlgorithmChoice
 from paro.config.run import RunConfig
-from paro.distributed.byte_counter import Traffic
-from paro.distributed.comm_stream import make_lanes
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import Run, Use
+from paro.distributed.groups import Use
 from paro.distributed.process_group import timeout_of
 from paro.distributed.timers import Timers, make_timers
 from paro.optim.loss_scale import start_loss_scale
-from paro.optim.lr_schedule import Schedule
+from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.machine.choice import choice_by
 from paro.planning.machine.files import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
-from paro.rotation.rotated_model import RotatedModel
-from paro.rotation.part import Progress
-from paro.rotation.ring import make_ring
+from paro.rotation.part import MicroBatchState
 from paro.rotation.partition import cut_into_parts, runs_beside_rotation
+from paro.rotation.ring import make_ring
+from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import Ledger
+from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
-from paro.sharding.distributed_model import SpreadModel
-from paro.sharding.shards import ShardingContext, moves_of
-from paro.sharding.wrap import cut_into_nodes
-from paro.topology import make_topology
+from paro.sharding.shards import ShardingContext, make_comm_plan
+from paro.sharding.wrap import make_unit_modules
+from paro.topology import AxisSpan, make_topology
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
 
@@ -49,7 +49,7 @@ def build_training(
     control: Control,
     *,
     is_trained: Callable[[str], bool] = lambda _name: True,
-    traffic: Traffic | None = None,
+    traffic: ByteCounter | None = None,
 ) -> Training:
     """Model, optimizer and schedules with their initial values; no data yet.
 
@@ -57,7 +57,7 @@ def build_training(
     meta device everything has its size and nothing its storage, nor has it process groups.
     """
     device = control.device
-    traffic = traffic or Traffic()
+    traffic = traffic or ByteCounter()
     with torch.device("meta"):
         model = Llama(config.model)
     model.freeze(is_trained)
@@ -69,7 +69,7 @@ def build_training(
     return Training(
         config=config.train,
         batches=config.batches,
-        schedule=Schedule(config.schedule),
+        schedule=LrSchedule(config.schedule),
         loss_scale=config.loss_scale,
         model=sharded,
         optimizer=optimizer,
@@ -87,8 +87,8 @@ def start_state(config: RunConfig) -> TrainState:
 
 
 def _spread(
-    model: Llama, config: RunConfig, control: Control, traffic: Traffic, timers: Timers
-) -> SpreadModel:
+    model: Llama, config: RunConfig, control: Control, traffic: ByteCounter, timers: Timers
+) -> DistributedModel:
     """The model with its states over the ranks, and its parameters gathered or rotating."""
     sharding, strategy, rank = config.sharding, config.strategy, control.world.rank
     device, backend = control.device, config.runtime.distributed_backend
@@ -96,13 +96,13 @@ def _spread(
         world_size=control.world.size, group_size=sharding.group_size, degrees=strategy.degrees
     )
     rotates = sharding.materialize == "rotate"
-    moves = moves_of(strategy, topology)
-    runs = runs_beside_rotation(strategy, topology) if rotates else moves.runs()
+    comm_plan = make_comm_plan(strategy, topology)
+    runs = runs_beside_rotation(strategy, topology) if rotates else comm_plan.runs()
     is_planned = device.type == "meta"
     if is_planned:
-        runs = dict.fromkeys(Use, frozenset[Run]())
+        runs = dict.fromkeys(Use, frozenset[AxisSpan]())
     exposure = Exposure(topology, on_streams=device.type == "cuda" and backend == "nccl")
-    lanes = make_lanes(
+    streams = make_comm_streams(
         device,
         overlap=sharding.prefetch_units > 0,
         backend=backend,
@@ -114,7 +114,7 @@ def _spread(
         topology=topology,
         rank=rank,
         runs=runs,
-        lanes=lanes,
+        streams=streams,
         traffic=traffic,
         timeout=timeout_of(config.runtime),
     )
@@ -122,38 +122,38 @@ def _spread(
         topology=topology,
         rank=rank,
         strategy=strategy,
-        moves=moves,
+        comm_plan=comm_plan,
         collectives=collectives,
         device=device,
-        compute_type=TORCH_TYPES[config.precision.compute],
-        wire_type=TORCH_TYPES[config.precision.wire],
-        accumulate_type=TORCH_TYPES[config.precision.accumulate],
+        compute_dtype=TORCH_TYPES[config.precision.compute],
+        reduce_dtype=TORCH_TYPES[config.precision.wire],
+        accumulate_dtype=TORCH_TYPES[config.precision.accumulate],
         ledger=Ledger(),
         exposure=exposure,
     )
     if not rotates:
-        nodes = cut_into_nodes(model, model.units(), context)
+        nodes = make_unit_modules(model, model.units(), context)
         return ShardedModel(model, nodes, prefetch_units=sharding.prefetch_units, timers=timers)
     ring = make_ring(
         strategy.params,
         topology=topology,
         rank=rank,
-        lanes=lanes,
+        streams=streams,
         traffic=traffic,
         timeout=None if is_planned else timeout_of(config.runtime),
     )
-    progress, in_place = Progress(), sharding.rotate_in_place
+    progress, in_place = MicroBatchState(), sharding.rotate_in_place
     parts = cut_into_parts(model, model.units(), context, ring, progress, in_place=in_place)
     return RotatedModel(model, parts, ring, progress, timers=timers)
 
 
-def _algorithm(config: RunConfig, control: Control) -> str | Choice:
+def _algorithm(config: RunConfig, control: Control) -> str | AlgorithmChoice:
     """The name of a collective, or a choice that every rank makes alike."""
     machine = config.sharding.machine
     if config.sharding.collective != "auto" or machine is None:
         return config.sharding.collective
     digests = control.gather(sha256(machine_to_json(machine).encode()).digest())
-    with control.agreed():
+    with control.raise_on_all_ranks():
         if len(set(digests)) > 1:
             raise ValueError("--paro-machine: ranks read different files: give all the same one")
         return choice_by(machine)

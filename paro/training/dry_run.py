@@ -21,14 +21,13 @@ from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
-from paro.planning.memory.gathering import Moment
+from paro.planning.memory.gathering import MemorySnapshot
 from paro.planning.memory.limit import MemoryLimit, memory_limit
 from paro.planning.search.description import describe, describe_launch, describe_time
-from paro.planning.search.planner import TIE, Estimate, Estimator
-from paro.planning.search.planner import Plan as Found
+from paro.planning.search.planner import TIE, Estimate, Estimator, SearchResult
 from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.settings import Case
+from paro.planning.search.settings import Workload
 from paro.planning.units import units_of
 from paro.quantities import count_text, size_text
 from paro.report.log import Log
@@ -40,14 +39,14 @@ from paro.training.step import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlannedRun:
     """A run that is not started, and its first rank, which has sizes and no storage."""
 
     config: RunConfig
     world: World
     training: Training
-    memory: Moment
-    case: Case | None  # on the device of --paro-machine, if that names one
+    memory: MemorySnapshot
+    workload: Workload | None  # on the device of --paro-machine, if that names one
     launch: Estimate | None  # there; steps that train nothing are not timed
     consumed: int = 0  # the training samples behind which a run goes on that loads
 
@@ -59,8 +58,8 @@ class Plan:
     def limit(self) -> MemoryLimit | None:
         """What can be used of a device that was named, if one was."""
         gigabytes = self.config.launch.device_memory_gb
-        if self.case is not None:
-            return self.case.limit
+        if self.workload is not None:
+            return self.workload.limit
         return None if gigabytes is None else memory_limit(round(gigabytes * 1e9))
 
     @property
@@ -85,7 +84,7 @@ class Plan:
         )
 
 
-def plan_run(config: RunConfig, world: World) -> Plan:
+def plan_run(config: RunConfig, world: World) -> PlannedRun:
     """Builds one rank on the meta device; `ValueError` for what cannot be built."""
     is_trained, batches = not config.train.skip_train, config.batches
     control = PlannedControl(world, torch.device("meta"))
@@ -93,25 +92,25 @@ def plan_run(config: RunConfig, world: World) -> Plan:
     device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
     training = replace(on_meta, device=torch.device(device))  # which kernels there will be
     memory = predict_memory(config, training)
-    case, launch = _case(config, device), None
-    if case is not None and is_trained:
-        launch = Estimator(case).estimate(case.setting(config.strategy))
+    workload, launch = _case(config, device), None
+    if workload is not None and is_trained:
+        launch = Estimator(workload).estimate(workload.candidate(config.strategy))
         # The planner knows steps alone; larger micro-batches of evaluations may need more.
         evaluates_more = batches.eval_micro_batch > batches.micro_batch_size
         same = launch.memory_bytes == memory.total
         assert same or evaluates_more, f"{launch.memory_bytes} and {memory.total} B"
-    return Plan(
+    return PlannedRun(
         config=config,
         world=world,
         training=training,
         memory=memory,
-        case=case,
+        workload=workload,
         launch=launch,
         consumed=resumed_samples(config.checkpoint) if batches.step_batch_size_schedule else 0,
     )
 
 
-def _case(config: RunConfig, device_type: str) -> Case | None:
+def _case(config: RunConfig, device_type: str) -> Workload | None:
     machine = config.sharding.machine
     if machine is None or machine.device is None:
         return None
@@ -129,7 +128,7 @@ def _case(config: RunConfig, device_type: str) -> Case | None:
 def run_dry(config: RunConfig, world: World) -> None:
     """Prints the answer and all that it follows from; `ValueError` where the launch would fail."""
     plan = plan_run(config, world)
-    found = None if plan.case is None or plan.launch is None else search(plan.case)
+    found = None if plan.workload is None or plan.launch is None else search(plan.workload)
     details: list[str] = []
     mistakes: list[str] = []
     for section in SECTIONS:
@@ -158,7 +157,7 @@ def run_dry(config: RunConfig, world: World) -> None:
 # The answer
 
 
-def _answer(plan: Plan, found: Found | None, mistakes: Sequence[str]) -> Iterator[str]:
+def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str]) -> Iterator[str]:
     """First of all: does it start, does it fit, what does it send, how long does a step take."""
     world, backend = plan.world, plan.config.runtime.distributed_backend
     ranks = count_text(world.size, "rank")
@@ -177,8 +176,8 @@ def _answer(plan: Plan, found: Found | None, mistakes: Sequence[str]) -> Iterato
     yield from _time(plan, found)
 
 
-def _traffic(plan: Plan) -> Iterator[str]:
-    config, context = plan.config, plan.training.model.units[0].context
+def _traffic(plan: PlannedRun) -> Iterator[str]:
+    config, context = plan.config, plan.training.model.context
     sent = traffic_per_step(
         config.strategy,
         context.topology,
@@ -192,7 +191,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
 
 
-def _time(plan: Plan, found: Found | None) -> Iterator[str]:
+def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
     machine, launch = plan.config.sharding.machine, plan.launch
     if machine is None:
         yield "> --paro-machine NAME would say how long a step takes, and what is faster"
@@ -205,23 +204,23 @@ def _time(plan: Plan, found: Found | None) -> Iterator[str]:
         best = None if found is None else found.best
         gain = 0.0 if best is None else launch.seconds / best.seconds - 1
         if best is not None and gain > TIE:
-            yield f"> {gain:.1%} faster there, and it fits: {best.setting.describe()}"
+            yield f"> {gain:.1%} faster there, and it fits: {best.candidate.describe()}"
         elif plan.fits:
             yield "> nothing that fits is faster there"
 
 
-def _why_not(plan: Plan, found: Found | None) -> str:
+def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
     """What a launch that does not fit needs, and what would help."""
     assert plan.limit is not None, "it fits"
-    if found is not None and plan.case is not None and found.best is None:
-        return why_nothing_fits(plan.case, found)
-    gigabytes, case = plan.config.launch.device_memory_gb, plan.case
-    whose = f"a device of {case.machine.name}" if case else ""
+    if found is not None and plan.workload is not None and found.best is None:
+        return why_nothing_fits(plan.workload, found)
+    gigabytes, workload = plan.config.launch.device_memory_gb, plan.workload
+    whose = f"a device of {workload.machine.name}" if workload else ""
     if gigabytes is not None:
         whose = f"--device-memory-gb {gigabytes:g}"
     advice = "lower --micro-batch-size, recompute more, or spread more by --paro-strategy"
     if found is not None and found.best is not None:
-        advice = f"the fastest that fits is {found.best.setting.describe()}"
+        advice = f"the fastest that fits is {found.best.candidate.describe()}"
     return (
         f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, more than the "
         f"{plan.limit.usable_bytes / 1e9:.1f} GB that can be used of {whose}: {advice}"
@@ -231,7 +230,7 @@ def _why_not(plan: Plan, found: Found | None) -> str:
 # What it follows from, in this order
 
 
-def _batch(plan: Plan) -> Iterator[str]:
+def _batch(plan: PlannedRun) -> Iterator[str]:
     batches, seq_length = plan.config.batches, plan.config.data.seq_length
     size = batches.batch_size_at(plan.consumed)
     yield (
@@ -257,7 +256,7 @@ def _batch(plan: Plan) -> Iterator[str]:
     yield f"> {iterations:,} iterations, {tokens:,} tokens in all"
 
 
-def _model(plan: Plan) -> Iterator[str]:
+def _model(plan: PlannedRun) -> Iterator[str]:
     model, seq_length = plan.config.model, plan.config.data.seq_length
     yield model_line(plan.config)
     full = flops_per_token(model, seq_length, causal=False)
@@ -269,7 +268,7 @@ def _model(plan: Plan) -> Iterator[str]:
     )
 
 
-def _placement(plan: Plan) -> Iterator[str]:
+def _placement(plan: PlannedRun) -> Iterator[str]:
     yield from placement_lines(plan.config, plan.training)
     states = model_state_bytes(plan.config.strategy, plan.units, plan.config.precision)
     held = plan.training.optimizer.model_state_bytes()
@@ -277,7 +276,7 @@ def _placement(plan: Plan) -> Iterator[str]:
     yield f"> precision: {plan.config.precision.describe()}"
 
 
-def _units(plan: Plan) -> Iterator[str]:
+def _units(plan: PlannedRun) -> Iterator[str]:
     """The units of the first rank as they were built, those alike in one line."""
     units = plan.training.model.units
     yield f"> rank 0 on the meta device, {len(units)} units: elements of each state that it holds"
@@ -304,7 +303,7 @@ def _held_by(unit: UnitShards) -> tuple[int, int, int, int]:
     )
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: PlannedRun) -> Iterator[str]:
     memory = plan.memory
     yield f"> memory at {memory.name}: {size_text(memory.total)}"
     for name, num_bytes in memory.parts().items():
@@ -312,7 +311,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             yield f"    {name:<16}  {size_text(num_bytes, like=memory.total):>9}"
 
 
-def _data(plan: Plan) -> Iterator[str]:
+def _data(plan: PlannedRun) -> Iterator[str]:
     """Corpora that lie on this machine, opened and checked; the others by name."""
     config = plan.config
     if config.data.mock_data:
@@ -331,7 +330,7 @@ def _data(plan: Plan) -> Iterator[str]:
         )
 
 
-def _checkpoints(plan: Plan) -> Iterator[str]:
+def _checkpoints(plan: PlannedRun) -> Iterator[str]:
     checkpoint = plan.config.checkpoint
     if checkpoint.load is not None:
         found = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
@@ -345,7 +344,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         check_overwriting(checkpoint, plan.config.train)
 
 
-def _planner(plan: Plan, found: Found | None) -> Iterator[str]:
+def _planner(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
     """What the launch waits for on --paro-machine, and what would be faster there."""
     if plan.launch is None or found is None:
         return
@@ -354,7 +353,7 @@ def _planner(plan: Plan, found: Found | None) -> Iterator[str]:
         yield f"> {line}"
 
 
-SECTIONS: tuple[Callable[[Plan], Iterable[str]], ...] = (
+SECTIONS: tuple[Callable[[PlannedRun], Iterable[str]], ...] = (
     _batch,
     _model,
     _placement,

@@ -145,7 +145,7 @@ class Loop:
                 self._save()
             reason = self._reason_to_leave(result)
         if self._saving is not None:
-            self.training.model.wait_published()
+            self.training.model.wait_for_updated_params()
             self._saving.finish(self.state)
         if reason is not None:
             self._report.log.log0(f"[exiting program after {reason}] datetime: {datetime.now()}")
@@ -235,7 +235,7 @@ class Loop:
         raise UserMistakeError(f"{reason}{where}; nothing was saved since")
 
     def _held(self) -> dict[str, int]:
-        ledger = self.training.model.units[0].context.ledger
+        ledger = self.training.model.context.ledger
         held = {
             **self._states,
             "whole-parameters": ledger.whole_params.peak_bytes,
@@ -258,7 +258,7 @@ class Loop:
         for name, exposed in (
             ("paro-gather-exposed", own.exposed.gather),
             ("paro-reduce-exposed", own.exposed.reduce),
-            ("paro-publish-exposed", own.exposed.publish),
+            ("paro-publish-exposed", own.exposed.gather_updated),
         ):
             timers.add(name, exposed, level=1)
 
@@ -311,7 +311,7 @@ class Loop:
     def _save(self) -> None:
         if self._saving is not None:
             self._begin("saving")
-            self.training.model.wait_published()
+            self.training.model.wait_for_updated_params()
             self._saving.save(self.state)
 
     def _reasons(self) -> Reasons:

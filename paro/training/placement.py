@@ -7,21 +7,21 @@ from dataclasses import replace
 
 from paro.config.run import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
-from paro.planning.memory.gathering import Moment, peak_memory
+from paro.planning.memory.gathering import MemorySnapshot, peak_memory
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF
 from paro.quantities import ranks_text
 from paro.rotation.rotated_model import RotatedModel
-from paro.sharding.shards import UnitShards
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.sharding.shards import UnitShards
 from paro.strategy import Strategy, effective_letters, replicated
 from paro.training.step import Training
 
 
 def placement_lines(config: RunConfig, training: Training) -> list[str]:
     """The table of states for the start of a run."""
-    context = training.model.units[0].context
+    context = training.model.context
     strategy, topology = context.strategy, context.topology
     states = model_state_bytes(strategy, measured_units(training), config.precision)
     ranks = ranks_text(topology.world_size, topology.group_size)
@@ -88,7 +88,7 @@ def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
     return held
 
 
-def predict_memory(config: RunConfig, training: Training) -> Moment:
+def predict_memory(config: RunConfig, training: Training) -> MemorySnapshot:
     """The moment at which a rank needs most, and what it needs then: of a step, or an evaluation
     where that takes larger micro-batches."""
     trained = {
@@ -102,13 +102,13 @@ def predict_memory(config: RunConfig, training: Training) -> Moment:
         return step
     evaluation = replace(_predict_memory(config, training, set(), eval_size), states=step.states)
     name = f"{evaluation.name} in an evaluation (--eval-micro-batch-size {eval_size})"
-    return max(step, replace(evaluation, name=name), key=lambda moment: moment.total)
+    return max(step, replace(evaluation, name=name), key=lambda snapshot: snapshot.total)
 
 
 def _predict_memory(
     config: RunConfig, training: Training, trained: set[str], micro_batch_size: int
-) -> Moment:
-    context = training.model.units[0].context
+) -> MemorySnapshot:
+    context = training.model.context
     units = units_of(
         config.model,
         world_size=context.topology.world_size,
@@ -138,7 +138,7 @@ def _predict_memory(
     )
 
 
-def predicted_bytes(moment: Moment) -> dict[str, int]:
+def predicted_bytes(snapshot: MemorySnapshot) -> dict[str, int]:
     """The parts of a moment under the names of dashboards."""
-    parts = {name.replace(" ", "-"): size for name, size in moment.parts().items()}
-    return {**parts, "total": moment.total}
+    parts = {name.replace(" ", "-"): size for name, size in snapshot.parts().items()}
+    return {**parts, "total": snapshot.total}

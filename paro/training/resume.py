@@ -28,7 +28,7 @@ from paro.distributed.user_errors import UserMistakeError, one_line, user_mistak
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
 from paro.report.log import Log
-from paro.report.progress import Progress
+from paro.report.progress import ProgressFile
 from paro.training.changed_flags import order_changes, schedule_change
 from paro.training.step import Training, TrainState
 
@@ -49,7 +49,7 @@ class Saver:
         training: Training,
         log: Log,
         *,
-        progress: Progress | None = None,
+        progress: ProgressFile | None = None,
         order: Mapping[str, Any] | None = None,
     ) -> None:
         assert config.checkpoint.save is not None, "nowhere to save"
@@ -193,7 +193,7 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
     """
     if checkpoint.load is None or (checkpoint.continues and not train.skip_train):
         return
-    with control.agreed():
+    with control.raise_on_all_ranks():
         if not any(control.gather(Path(checkpoint.load).exists())):
             raise ValueError(
                 f"--load {checkpoint.load} does not exist: give a folder of checkpoints, or leave "

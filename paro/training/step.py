@@ -14,16 +14,16 @@ from torch import Tensor
 from data.loader import Batch
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.train import TrainConfig
-from paro.distributed.byte_counter import Sent, Traffic
+from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposed, Exposure
 from paro.distributed.timers import Timers
 from paro.distributed.user_errors import UserMistakeError, one_line
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
-from paro.optim.lr_schedule import Schedule
+from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import ParoOptimizer
 from paro.optim.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
-from paro.sharding.distributed_model import SpreadModel
+from paro.sharding.distributed_model import DistributedModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,23 +88,23 @@ class Training:
 
     config: TrainConfig
     batches: BatchSchedule
-    schedule: Schedule
+    schedule: LrSchedule
     loss_scale: LossScaleConfig
-    model: SpreadModel
+    model: DistributedModel
     optimizer: ParoOptimizer
     control: Control
-    traffic: Traffic
+    traffic: ByteCounter
     device: torch.device
     checks: StepChecksConfig = field(default_factory=StepChecksConfig)
     timers: Timers = field(default_factory=Timers)
 
     @property
     def exposure(self) -> Exposure:
-        return self.model.units[0].context.exposure
+        return self.model.context.exposure
 
     def close(self) -> None:
         """Ends what goes on beside the training thread; every rank calls it after its last step."""
-        self.model.wait_published()
+        self.model.wait_for_updated_params()
         self.model.close()
 
 
@@ -126,7 +126,7 @@ class _Sums(NamedTuple):
     data_wait: float
     gather: float
     reduce: float
-    publish: float
+    gather_updated: float
     intra: float
     inter: float
     signalled: float
@@ -210,7 +210,7 @@ def _add_up(
         data_wait=data_wait,
         gather=own.gather,
         reduce=own.reduce,
-        publish=own.publish,
+        gather_updated=own.gather_updated,
         intra=own.intra or 0.0,
         inter=own.inter or 0.0,
         **{name: float(holds) for name, holds in reasons()._asdict().items()},
@@ -221,7 +221,7 @@ def _add_up(
     exposed = Exposed(
         gather=sums.gather / num_ranks,
         reduce=sums.reduce / num_ranks,
-        publish=sums.publish / num_ranks,
+        gather_updated=sums.gather_updated / num_ranks,
         intra=None if own.intra is None else sums.intra / num_ranks,
         inter=None if own.inter is None else sums.inter / num_ranks,
     )
@@ -351,7 +351,7 @@ def evaluate(
     A mean over micro-batches or tokens, as training has it unless `per_token` says.
     """
     model = training.model
-    model.wait_published()
+    model.wait_for_updated_params()
     weigh = _Weights(training, num_micro_batches, scale=1.0, per_token=per_token)
     loss_sum = torch.zeros((), dtype=torch.float64, device=training.device)
     batches = _TimedBatches(micro_batches, training.device, Timers())

@@ -9,7 +9,7 @@ import pytest
 
 from data import sources
 from data.corpus import read_batches, texts_of
-from data.sources import Kind, find_pieces, share_out
+from data.sources import SourceKind, find_pieces, share_out
 
 
 def write(path: Path, text: str = "a") -> Path:
@@ -64,7 +64,7 @@ def test_a_data_set_on_disk(tmp_path: Path) -> None:
         tmp_path / "splits"
     )
     (piece,) = find_pieces([tmp_path / "alone"])
-    assert piece.kind is Kind.HUGGING_FACE
+    assert piece.kind is SourceKind.HUGGING_FACE
     shares = share_out([piece], 4)
     assert [len(found_texts(share)) > 0 for share in shares] == [True] * 4
     assert [text for share in shares for text in found_texts(share)] == [str(i) for i in range(50)]

@@ -20,7 +20,7 @@ from paro.checkpoint.storage import CheckedReader, read_metadata
 
 def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tensor]:
     """Every parameter whole, in fp32 on the CPU, read by this process alone."""
-    with Ranks(None, alone=True).agreed(f"--load {root}"):
+    with Ranks(None, alone=True).raise_on_all_ranks(f"--load {root}"):
         directory = find_checkpoint(root, iteration)
         if directory is None:
             raise CheckpointError("there is no checkpoint")

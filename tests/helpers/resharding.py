@@ -129,7 +129,7 @@ def save_and_go_on(setting: Setting, root: Path, *, asynchronous: bool) -> Part:
     source = build_sources(config, build_data(config), training, state).train
     for _ in range(STEPS_BEFORE):
         train_step(training, state, source)
-    training.model.wait_published()
+    training.model.wait_for_updated_params()
     saver = Saver(config, training, log)
     saver.save(state)
     held, num_steps, iteration = _held(training), training.optimizer.num_steps, state.iteration

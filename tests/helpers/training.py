@@ -63,7 +63,7 @@ def train(
     if before is not None:
         before(training)
     steps = run_steps(config, training, build_data(config))
-    ledger = training.model.units[0].context.ledger
+    ledger = training.model.context.ledger
     largest = max(slices_by_part(training.model.units).values(), default=0)
     parameters = whole_parameters(training)
     training.close()
@@ -93,11 +93,11 @@ def run_steps(config: RunConfig, training: Training, datasets: Datasets) -> list
 
 def whole_parameters(training: Training) -> dict[str, Tensor]:
     """Every parameter, put together from what the ranks' optimizers hold."""
-    training.model.wait_published()
+    training.model.wait_for_updated_params()
     mine = [
         (piece.box.name, piece.box.shape, part.start, shard.values[begin:end].view(part.extent))
         for shard in training.optimizer.flat_shards()
-        if shard.state == "param" and shard.counts
+        if shard.state == "param" and shard.is_primary_replica
         for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel())
         for part in rectangles(piece.box, piece.low, piece.high)
         for begin in [piece.offset - shard.start + part.low - piece.low]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model.config import LlamaConfig, RecomputeConfig
 from model.llama import Llama
-from model.parts import Part, UnitSpec
+from model.parts import SlicedPart, UnitSpec
 from paro.layout import make_sliced_layout, slice_box
 from tests.model.test_llama import BOTH, CONFIGS, MHA, assert_near, build, train_once
 
@@ -42,7 +42,7 @@ def run_in_slices(model: Llama, number: int) -> None:
 
             def slices(
                 module: nn.Module = spec.module,
-                part: Part = part,
+                part: SlicedPart = part,
                 weights: dict[str, Tensor] = weights,
                 whole: Any = whole,
             ) -> Iterator[Any]:
@@ -50,21 +50,21 @@ def run_in_slices(model: Llama, number: int) -> None:
                     yield partial(run_slice, module, part, weights, (index, number), whole)
 
             def joined(
-                *args: Any, spec: UnitSpec = spec, part: Part = part, slices: Any = slices
+                *args: Any, spec: UnitSpec = spec, part: SlicedPart = part, slices: Any = slices
             ) -> Tensor:
                 return part.join(spec.module, slices(), *args)
 
             setattr(spec.module, part.method, joined)
 
 
-def weights_of(model: Llama, spec: UnitSpec, part: Part) -> dict[str, Tensor]:
+def weights_of(model: Llama, spec: UnitSpec, part: SlicedPart) -> dict[str, Tensor]:
     holder = model.get_submodule(spec.borrows[0]) if spec.borrows else spec.module
     return {name: holder.get_parameter(name) for name in part.cuts}
 
 
 def run_slice(
     module: nn.Module,
-    part: Part,
+    part: SlicedPart,
     weights: dict[str, Tensor],
     place: tuple[int, int],
     whole: Any,

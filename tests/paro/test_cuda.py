@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paro.distributed.comm_stream import StreamLanes
+from paro.distributed.comm_stream import CudaStreams
 from paro.layout import make_layout, whole_box
 from paro.sharding.buffers import ElasticBuffer, Tally
 from tests.helpers.training import TINY, Trained, train
@@ -54,7 +54,7 @@ def test_dropped_buffers_give_memory_back() -> None:
 
 
 def test_streams_keep_their_order_and_wait_across() -> None:
-    lanes = StreamLanes()
+    streams = CudaStreams()
     slow = torch.randn(4096, 4096, device="cuda")
     sums = torch.zeros(3, device="cuda")
 
@@ -63,12 +63,12 @@ def test_streams_keep_their_order_and_wait_across() -> None:
             torch.mm(slow, slow, out=torch.empty_like(slow))
         sums[0] = 1.0
 
-    def follow() -> None:
+    def run_after() -> None:
         sums[1] = sums[0] + 1.0
 
-    first = lanes.submit("a", work)
-    second = lanes.submit("b", follow, after=first)
-    lanes.submit("c", lambda: sums[2:].fill_(7.0)).wait()
+    first = streams.submit("a", work)
+    second = streams.submit("b", run_after, after=first)
+    streams.submit("c", lambda: sums[2:].fill_(7.0)).wait()
     second.wait()
     assert sums.tolist() == [1.0, 2.0, 7.0]
-    lanes.close()
+    streams.close()

@@ -14,13 +14,12 @@ from model.config import parameter_shapes
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event, Job
-from paro.distributed.groups import Run
 from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.units import units_of
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
-from paro.topology import make_topology
+from paro.topology import AxisSpan, make_topology
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
@@ -233,17 +232,17 @@ def test_all_strategies_on_all_worlds(
 
 def delay_reductions(training: Training) -> None:
     """Makes every reduction of a unit end long after the training thread has gone on."""
-    collectives = training.model.units[0].context.collectives
-    original = collectives.follow
+    collectives = training.model.context.collectives
+    original = collectives.run_after
 
-    def follow(run: Run, job: Job, *, after: Event) -> Event:
+    def run_after(run: AxisSpan, job: Job, *, after: Event) -> Event:
         def late() -> None:
             time.sleep(0.05)
             job()
 
         return original(run, late, after=after)
 
-    collectives.follow = follow  # type: ignore[method-assign]
+    collectives.run_after = run_after  # type: ignore[method-assign]
 
 
 def train_late(flags: str, frozen: Sequence[str]) -> list[Trained]:

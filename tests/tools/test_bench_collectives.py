@@ -18,12 +18,11 @@ from torch import Tensor
 from paro.collectives.api import make_collectives
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.distributed.comm_stream import Event
-from paro.distributed.groups import Run
 from paro.distributed.user_errors import UserMistakeError
 from paro.distributed.world import World
 from paro.planning.machine.files import read_machine
 from paro.planning.machine.machine import Nic, fastest_algorithm
-from paro.topology import Axes, make_topology
+from paro.topology import Axes, AxisSpan, make_topology
 from tests.helpers.ranks import run_ranks, run_script
 from tools.bench_collectives import (
     Settings,
@@ -67,14 +66,14 @@ def outcome(seconds: Sequence[float], *, op: Op = Op.ALL_GATHER, correct: bool =
 # What is moved, and how it is checked
 
 
-def trials(op: Op, dtype: torch.dtype, run: Run = TOPOLOGY.axes) -> list[Trial]:
+def trials(op: Op, dtype: torch.dtype, run: AxisSpan = TOPOLOGY.axes) -> list[Trial]:
     """One per rank of 2 groups of 2."""
     move = Move(op=op, run=run, numel=4 * 64, dtype=dtype)
     return [make_trial(move, TOPOLOGY.members(run, rank), rank, CPU) for rank in RANKS]
 
 
-def carried_out(made: Sequence[Trial], travel: torch.dtype | None = None) -> list[Tensor]:
-    """Every rank's buffer after the collective over all, done here; sums travel as `travel`."""
+def carried_out(made: Sequence[Trial], comm_dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Every rank's buffer after the collective over all, done here; sums travel as `comm_dtype`."""
     buffers = [torch.zeros_like(made[0].given.new_empty(4 * 64)) for _ in made]
     for trial, buffer in zip(made, buffers, strict=True):
         trial.fill(buffer)
@@ -83,7 +82,7 @@ def carried_out(made: Sequence[Trial], travel: torch.dtype | None = None) -> lis
             for trial, source in zip(made, [b.clone() for b in buffers], strict=True):
                 buffer[trial.shard] = source[trial.shard]
         return buffers
-    total = sum(buffer.to(travel or buffer.dtype) for buffer in buffers)
+    total = sum(buffer.to(comm_dtype or buffer.dtype) for buffer in buffers)
     assert isinstance(total, Tensor)
     return [total.to(buffer.dtype, copy=True) for buffer in buffers]
 
@@ -335,8 +334,8 @@ class OneElementOff:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._right, name)
 
-    def all_reduce(self, whole: Tensor, run: Run, travel: torch.dtype) -> Event:
-        event: Event = self._right.all_reduce(whole, run, travel)
+    def all_reduce(self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype) -> Event:
+        event: Event = self._right.all_reduce(whole, run, comm_dtype)
         event.wait()
         if os.environ["RANK"] == "3":
             whole[7] += 1

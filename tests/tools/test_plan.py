@@ -104,8 +104,8 @@ def test_a_search_among_what_rotates(tmp_path: Path) -> None:
 
 
 def curves_of(tmp_path: Path, flags: str) -> dict[str, list[list[float]]]:
-    case = CASE.replace("--paro-group-size 8 ", "")
-    fields = planned(tmp_path, f"{case} --scaling {tmp_path / 'curve.png'} {flags}")
+    workload = CASE.replace("--paro-group-size 8 ", "")
+    fields = planned(tmp_path, f"{workload} --scaling {tmp_path / 'curve.png'} {flags}")
     found: dict[str, list[list[float]]] = fields["scaling"]
     return found
 

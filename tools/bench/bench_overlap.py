@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
-from paro.distributed.byte_counter import Traffic
+from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed
 from paro.distributed.user_errors import run_script, user_mistakes
@@ -38,7 +38,7 @@ MODEL = (
 )
 
 
-class SlowTraffic(Traffic):
+class SlowTraffic(ByteCounter):
     """Takes as long as the bytes that are counted would take on their link."""
 
     def __init__(self, seconds_per_byte: dict[Link, float]) -> None:

@@ -180,7 +180,7 @@ def task_of(args: argparse.Namespace, world: World) -> Task:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Comparison:
     """Who competes, and who is left out for what reason."""
 
     names: list[str]
@@ -188,7 +188,7 @@ class Plan:
     left_out: dict[str, str]
 
 
-def plan_of(args: argparse.Namespace, task: Task, world: World) -> Plan:
+def plan_of(args: argparse.Namespace, task: Task, world: World) -> Comparison:
     """The contenders that this machine can run; `ValueError` for names that mean nothing."""
     asked = list(dict.fromkeys(filter(None, args.contenders.split(","))))
     for name in asked:
@@ -202,7 +202,9 @@ def plan_of(args: argparse.Namespace, task: Task, world: World) -> Plan:
     strangers = [name for name in baselines if name not in asked]
     if strangers:
         raise ValueError(f"--baselines {', '.join(strangers)}: not among {', '.join(asked)}")
-    return Plan(names=names, baselines=[b for b in baselines if b in names], left_out=left_out)
+    return Comparison(
+        names=names, baselines=[b for b in baselines if b in names], left_out=left_out
+    )
 
 
 def check_files(args: argparse.Namespace) -> None:
@@ -215,7 +217,7 @@ def check_files(args: argparse.Namespace) -> None:
         check_can_draw(args.plot)
 
 
-def race(args: argparse.Namespace, task: Task, plan: Plan, world: World) -> Rounds:
+def race(args: argparse.Namespace, task: Task, plan: Comparison, world: World) -> Rounds:
     """All turns of all rounds; every rank returns the same."""
     rounds: Rounds = {name: [] for name in plan.names}
     tolerance = args.tolerance or TOLERANCE[args.dtype]
@@ -245,7 +247,9 @@ def title_of(args: argparse.Namespace, task: Task, world: World) -> str:
     )
 
 
-def report(args: argparse.Namespace, title: str, plan: Plan, rounds: Rounds, world: World) -> None:
+def report(
+    args: argparse.Namespace, title: str, plan: Comparison, rounds: Rounds, world: World
+) -> None:
     """Prints the tables and writes the files."""
     tokens = args.micro_batches * args.micro_batch_size * args.seq_length * world.size
     summaries = summarize(rounds, tokens)

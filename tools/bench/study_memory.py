@@ -21,7 +21,7 @@ from model.config import (
     preset_name,
 )
 from paro.distributed.user_errors import run_script, user_mistakes
-from paro.planning.memory.gathering import Moment, peak_memory
+from paro.planning.memory.gathering import MemorySnapshot, peak_memory
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF, PrecisionConfig
@@ -56,7 +56,7 @@ class Setting:
     seq_length: int
     precision: PrecisionConfig
 
-    def peak(self, name: str, model: LlamaConfig) -> Moment:
+    def peak(self, name: str, model: LlamaConfig) -> MemorySnapshot:
         """The moment at which a rank needs most under a contender."""
         letters, rotation = CONTENDERS[name]
         strategy = parse_strategy(letters, world_size=self.world_size, group_size=self.group_size)

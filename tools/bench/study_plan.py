@@ -23,7 +23,7 @@ from paro.distributed.world import World
 from paro.planning.machine.collective_time import speed_of
 from paro.planning.machine.files import read_machine
 from paro.planning.machine.machine import Machine, bits_per_second, rate_text
-from paro.planning.search.settings import Case
+from paro.planning.search.settings import Workload
 from paro.strategy import legal_letters
 from paro.topology import Link
 from tools.bench.peers.own import parse_setting
@@ -68,7 +68,7 @@ TOOLS = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StudyPart:
     """What is measured in one cluster, with one machine file."""
 
     nic: NicSetting
@@ -94,10 +94,10 @@ class Part:
         return f"{SHAPES[self.shape]} --make-vocab-size-divisible-by 1 --bf16"
 
 
-def parts() -> Iterator[Part]:
+def parts() -> Iterator[StudyPart]:
     for nic in NICS:
         for shape in SHAPES:
-            yield Part(nic=nic, shape=shape)
+            yield StudyPart(nic=nic, shape=shape)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -124,7 +124,11 @@ def busy_elsewhere(row: dict[str, Any]) -> float:
 
 
 def missing(
-    part: Part, number: int, settings: Sequence[str], turns: int, rows: Sequence[dict[str, Any]]
+    part: StudyPart,
+    number: int,
+    settings: Sequence[str],
+    turns: int,
+    rows: Sequence[dict[str, Any]],
 ) -> list[str]:
     """The settings of which half the turns of a part's round, or more, are not there yet."""
     done = Counter(
@@ -169,14 +173,14 @@ def measure(args: argparse.Namespace) -> None:
                 _run(made, _steps_flags(part, number, args, settings, seconds))
     rows = rows_of(args.folder)
     left = [
-        setting
+        candidate
         for number, part in rounds
-        for setting in missing(part, number, settings_of[part], args.turns, rows)
+        for candidate in missing(part, number, settings_of[part], args.turns, rows)
     ]
     print(f"{len(rows)} rows, {len(left)} settings left", flush=True)
 
 
-def take_settings(text: str | None, part: Part) -> list[str]:
+def take_settings(text: str | None, part: StudyPart) -> list[str]:
     """Those of --settings, or all by native that the part's model can be trained under."""
     if text is None:
         settings = [f"{name}@native" for name in legal_letters()]
@@ -184,16 +188,16 @@ def take_settings(text: str | None, part: Part) -> list[str]:
         return settings if heads % RANKS_PER_NODE else [*settings, *ROTATED]
     settings = text.split(",")
     world = World(size=NODES * RANKS_PER_NODE, ranks_per_node=RANKS_PER_NODE)
-    for setting in settings:
-        named = parse_setting(setting)
+    for candidate in settings:
+        named = parse_setting(candidate)
         if not named.collective:
-            raise ValueError(f"--settings {setting}: names no collective, as IIG@native does")
+            raise ValueError(f"--settings {candidate}: names no collective, as IIG@native does")
         flags = [*part.train_flags.split(), *TRAIN_FLAGS.split(), *named.flags]
         RunConfig.from_args(parse_args(flags), world)
     return settings
 
 
-def _check_speed(part: Part, folder: Path, speed: str) -> None:
+def _check_speed(part: StudyPart, folder: Path, speed: str) -> None:
     """Figures of other links are another study."""
     try:
         wanted = part.inter(speed)
@@ -213,10 +217,10 @@ def _inter_of(machine: Machine) -> str:
 
 
 def _measure_machine(
-    made: Cluster, part: Part, path: Path, settings: Sequence[str], inter: str
+    made: Cluster, part: StudyPart, path: Path, settings: Sequence[str], inter: str
 ) -> None:
     """The machine file of a part: what a collective takes beside computing differs by shape."""
-    names = ",".join(dict.fromkeys(parse_setting(setting).collective for setting in settings))
+    names = ",".join(dict.fromkeys(parse_setting(candidate).collective for candidate in settings))
     bench = str(TOOLS / "bench_collectives.py")
     flags = ["--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"]
     flags += ["--inter-bandwidth", inter, "--nic", part.nic, "--train", part.train_flags]
@@ -224,7 +228,7 @@ def _measure_machine(
 
 
 def _steps_flags(
-    part: Part, number: int, args: argparse.Namespace, settings: Sequence[str], seconds: float
+    part: StudyPart, number: int, args: argparse.Namespace, settings: Sequence[str], seconds: float
 ) -> list[str]:
     return [
         str(TOOLS / "planning" / "steps.py"),
@@ -257,13 +261,13 @@ def chapters_of(folder: Path) -> list[Chapter]:
         nics = "a NIC of {} per rank" if part.nic == "per-rank" else "one NIC of {} a node"
         cluster_name = f"{part.shape}, {nics.format(_inter_of(machine))}"
         for (collective, count, rotates), settings in by_key.items():
-            case = case_of(part, machine, collective, count)
+            workload = case_of(part, machine, collective, count)
             found.append(
                 Chapter(
                     cluster=cluster_name,
                     collective=f"{collective}, rotated" if rotates else collective,
                     micro_batches=count,
-                    compared=compare(case, settings),
+                    compared=compare(workload, settings),
                 )
             )
     return found
@@ -282,7 +286,7 @@ class Key(NamedTuple):
         return cls(named.collective, row["micro_batches"], bool(named.rotation))
 
 
-def _rounds_of(part: Part, rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def _rounds_of(part: StudyPart, rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """A part's rows, those of all rounds of a setting together."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
@@ -291,10 +295,10 @@ def _rounds_of(part: Part, rows: Sequence[dict[str, Any]]) -> list[list[dict[str
     return list(found.values())
 
 
-def case_of(part: Part, machine: Machine, collective: str, count: int) -> Case:
+def case_of(part: StudyPart, machine: Machine, collective: str, count: int) -> Workload:
     """What was measured as the planner sees it."""
     config = training_config(part.train_flags, "gloo")
-    return Case(
+    return Workload(
         model=config.model,
         machine=machine,
         group_size=machine.group_size,

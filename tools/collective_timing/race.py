@@ -25,8 +25,8 @@ from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
 from paro.collectives.schedule import Op
-from paro.distributed.byte_counter import Traffic
-from paro.distributed.comm_stream import Event, make_lanes
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import Event, make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.groups import Use
 from paro.topology import Topology
@@ -139,8 +139,8 @@ class Race:
             topology=self.topology,
             rank=self.control.world.rank,
             runs=dict.fromkeys(Use, runs),
-            lanes=make_lanes(device, overlap=True, backend=self.backend),
-            traffic=Traffic(),
+            streams=make_comm_streams(device, overlap=True, backend=self.backend),
+            traffic=ByteCounter(),
             timeout=self.timeout,
         )
         # Starts threads and connects what connects late. What came of it is not looked at: a rank

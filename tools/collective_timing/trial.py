@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.schedule import Op
-from paro.distributed.groups import Run
-from paro.topology import nested_range
+from paro.topology import AxisSpan, nested_range
 
 SEED = 1234
 
@@ -26,7 +25,7 @@ class Move:
     """One collective on a whole buffer of `numel` elements along a run of axes."""
 
     op: Op
-    run: Run
+    run: AxisSpan
     numel: int
     dtype: torch.dtype
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from paro.planning.search.planner import Estimate, Plan
-from paro.planning.search.settings import Case
+from paro.planning.search.planner import Estimate, SearchResult
+from paro.planning.search.settings import Workload
 from paro.planning.step.simulation import Span
 from paro.strategy import legal_letters
 from tools.shared.picture import drawing
@@ -20,9 +20,11 @@ COLORS = {
 }  # fmt: skip
 
 
-def draw_front(path: Path, case: Case, rows: Sequence[Estimate], found: Plan) -> None:
+def draw_front(
+    path: Path, workload: Workload, rows: Sequence[Estimate], found: SearchResult
+) -> None:
     """Memory against time: the strategies at the flags as given, and the front of all settings."""
-    limit = case.limit.usable_bytes / 1e9
+    limit = workload.limit.usable_bytes / 1e9
     with drawing(path, 1, 1, size=(9, 5.5)) as (_, panels):
         axes = panels[0][0]
         axes.plot(
@@ -50,7 +52,7 @@ def draw_front(path: Path, case: Case, rows: Sequence[Estimate], found: Plan) ->
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
             axis.set_tick_params(which="both", labelsize=8)
-        axes.set_title(f"{case.world_size} ranks on {case.machine.name}")
+        axes.set_title(f"{workload.world_size} ranks on {workload.machine.name}")
         axes.legend(fontsize=8)
 
 
@@ -58,7 +60,7 @@ def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
     """The names of strategies that a picture could not tell apart, by the place of the first."""
     found: dict[tuple[float, float], str] = {}
     for row in rows:
-        memory, seconds, name = row.memory_bytes / 1e9, row.seconds, row.setting.name
+        memory, seconds, name = row.memory_bytes / 1e9, row.seconds, row.candidate.name
         near = (
             place
             for place in found

@@ -9,8 +9,8 @@ from typing import Any
 from model.config import num_parameters
 from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
-from paro.planning.search.planner import TIE, Estimate, Plan, best_that_fits
-from paro.planning.search.settings import Case, Freedom
+from paro.planning.search.planner import TIE, Estimate, SearchResult, best_that_fits
+from paro.planning.search.settings import SearchSpace, Workload
 from paro.quantities import count_text, ranks_text
 
 HEADS = (
@@ -18,13 +18,14 @@ HEADS = (
 )  # fmt: skip
 
 
-def title(case: Case) -> str:
-    machine = case.machine
+def title(workload: Workload) -> str:
+    machine = workload.machine
     return (
-        f"{num_parameters(case.model) / 1e9:.2f}B parameters on "
-        f"{ranks_text(case.world_size, case.group_size)}, machine {machine.name}; "
-        f"{count_text(case.global_batch_size, 'sample')} of {case.seq_length} tokens a step, "
-        f"{case.precision.describe()}"
+        f"{num_parameters(workload.model) / 1e9:.2f}B parameters on "
+        f"{ranks_text(workload.world_size, workload.group_size)}, machine {machine.name}; "
+        f"{count_text(workload.global_batch_size, 'sample')} of {workload.seq_length} tokens a "
+        "step, "
+        f"{workload.precision.describe()}"
     )
 
 
@@ -32,8 +33,10 @@ def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
     """Rows with their names; those of the same degrees are one, as letters are on one group."""
     found: dict[tuple[object, ...], list[Estimate]] = {}
     for row in rows:
-        found.setdefault((row.setting.strategy.degrees, row.setting.materialize), []).append(row)
-    return [("=".join(row.setting.name for row in same), same[0]) for same in found.values()]
+        found.setdefault((row.candidate.strategy.degrees, row.candidate.materialize), []).append(
+            row
+        )
+    return [("=".join(row.candidate.name for row in same), same[0]) for same in found.values()]
 
 
 def rows_table(rows: Sequence[Estimate]) -> str:
@@ -65,22 +68,22 @@ def rows_table(rows: Sequence[Estimate]) -> str:
     return "\n".join(lines)
 
 
-def misfits(case: Case, rows: Sequence[Estimate]) -> list[str]:
+def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
     """Why strategies do not fit, a line each."""
     found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]
-    return [f"*: does not fit the {case.limit.describe()}", *found] if found else []
+    return [f"*: does not fit the {workload.limit.describe()}", *found] if found else []
 
 
-def front_table(found: Plan) -> str:
+def front_table(found: SearchResult) -> str:
     """The Pareto front of memory and time, fastest first."""
     return "\n".join(
         f"{estimate.memory_bytes / 1e9:8.1f} GB  {estimate.seconds:9.3f} s  "
-        f"{'' if estimate.fits else '(does not fit) '}{estimate.setting.describe()}"
+        f"{'' if estimate.fits else '(does not fit) '}{estimate.candidate.describe()}"
         for estimate in found.front
     )
 
 
-def purchases(case: Case, found: Plan) -> list[dict[str, Any]]:
+def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     """What more memory or more bandwidth between or inside groups would buy.
 
     More memory: from the Pareto front. More bandwidth: another strategy at the micro-batch size
@@ -88,23 +91,23 @@ def purchases(case: Case, found: Plan) -> list[dict[str, Any]]:
     """
     bought = []
     for factor in (1.25, 1.5, 2.0):
-        limit = case.limit.usable_bytes * factor
+        limit = workload.limit.usable_bytes * factor
         within = [e for e in (*found.front, found.best) if e and e.memory_bytes <= limit]
         bought.append(_purchase(f"memory x {factor:g}", min(within, key=_seconds, default=None)))
-    if case.machine.measured or found.best is None:  # what was measured follows from no link
+    if workload.machine.measured or found.best is None:  # what was measured follows from no link
         return _gains(bought, found)
-    setting = found.best.setting
-    freedom = Freedom(
-        micro_batch_sizes=(setting.micro_batch_size,), recomputes=(setting.recompute,)
+    candidate = found.best.candidate
+    search_space = SearchSpace(
+        micro_batch_sizes=(candidate.micro_batch_size,), recomputes=(candidate.recompute,)
     )
-    machine = case.machine
+    machine = workload.machine
     faster: dict[str, Machine] = {}
     if machine.inter is not None:
         faster["inter"] = replace(machine, inter=_doubled(machine.inter))
     if machine.intra is not None:
         faster["intra"] = replace(machine, intra=_doubled(machine.intra))
     for name, other in faster.items():
-        best = best_that_fits(replace(case, machine=other), freedom)
+        best = best_that_fits(replace(workload, machine=other), search_space)
         bought.append(_purchase(f"{name} bandwidth x 2", best))
     return _gains(bought, found)
 
@@ -121,11 +124,11 @@ def _purchase(what: str, best: Estimate | None) -> dict[str, Any]:
     return {
         "what": what,
         "step_seconds": None if best is None else best.seconds,
-        "setting": None if best is None else best.setting.describe(),
+        "setting": None if best is None else best.candidate.describe(),
     }
 
 
-def _gains(bought: list[dict[str, Any]], found: Plan) -> list[dict[str, Any]]:
+def _gains(bought: list[dict[str, Any]], found: SearchResult) -> list[dict[str, Any]]:
     """Each with its speed-up; where that is none, the best of the plan stays what it is."""
     best = found.best
     for row in bought:
@@ -152,18 +155,18 @@ def purchase_lines(bought: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def as_json(case: Case, estimate: Estimate) -> dict[str, Any]:
+def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
     """A row or a candidate."""
-    setting = estimate.setting
-    recompute = setting.recompute
+    candidate = estimate.candidate
+    recompute = candidate.recompute
     return {
-        "strategy": setting.strategy.name,
-        "degrees": list(setting.strategy.degrees),
-        "materialize": setting.materialize.value,
-        "group_size": case.group_size,
-        "micro_batch_size": setting.micro_batch_size,
+        "strategy": candidate.strategy.name,
+        "degrees": list(candidate.strategy.degrees),
+        "materialize": candidate.materialize.value,
+        "group_size": workload.group_size,
+        "micro_batch_size": candidate.micro_batch_size,
         "num_micro_batches": estimate.num_micro_batches,
-        "collective": setting.collective,
+        "collective": candidate.collective,
         "recompute_granularity": None if recompute is None else recompute.granularity,
         "fits": estimate.fits,
         "memory_bytes": estimate.memory_bytes,

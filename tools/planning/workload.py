@@ -14,8 +14,8 @@ from paro.collectives.schedule import COLLECTIVES
 from paro.config.model import take_model
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
-from paro.planning.search.settings import Case, Materialize
-from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.search.settings import Materialize, Workload
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
 from paro.strategy import check_group_size
 from tools.shared.command_line import Parser
@@ -77,7 +77,7 @@ def make_parser() -> Parser:
     return parser  # fmt: skip
 
 
-def case_of(args: Namespace) -> Case:
+def case_of(args: Namespace) -> Workload:
     """The case; `ValueError` says which flag to change."""
     machine = find_machine(args.paro_machine)
     world_size = machine.world_size if args.world_size is None else args.world_size
@@ -104,7 +104,7 @@ def case_of(args: Namespace) -> Case:
         model = replace(model, max_position_embeddings=args.seq_length)
     if args.fp16 and args.bf16:
         raise ValueError("--fp16 and --bf16 contradict each other: give one of them")
-    return Case(
+    return Workload(
         model=model,
         machine=machine,
         group_size=group_size,
@@ -150,7 +150,7 @@ def vocab_size_of(args: Namespace) -> int:
 def trainable_of(text: str) -> Trainable:
     kind, colon, share = text.partition(":")
     try:
-        found = Kind(kind)
+        found = TrainableKind(kind)
         return Trainable(kind=found, share=float(share) if colon else 1.0)
     except ValueError as error:
         raise ValueError(

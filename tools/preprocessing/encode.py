@@ -12,7 +12,7 @@ import numpy as np
 
 from data.corpus import BATCH_BYTES, RawBatch, Texts, place_of, texts_of
 from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
-from data.sources import Kind
+from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 
@@ -111,7 +111,7 @@ def _encode_key(
     except ValueError:
         _name_the_bad_one(tokenizer, batch, documents, texts)
         raise
-    continued = batch.piece.kind is Kind.TEXT and batch.first > 0
+    continued = batch.piece.kind is SourceKind.TEXT and batch.first > 0
     prefix = [] if continued else list(tokenizer.text_prefix)
     sequences: list[list[int]] = []
     counts = []

@@ -180,7 +180,7 @@ def _read_rows(
 @contextmanager
 def _alone(blame: str) -> Iterator[None]:
     """Around DCP in one process: its failures as one line, its advice left out."""
-    with Ranks(None, alone=True).agreed(blame), warnings.catch_warnings():
+    with Ranks(None, alone=True).raise_on_all_ranks(blame), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 

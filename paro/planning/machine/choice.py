@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import cache, partial
 
-from paro.collectives.choice import Choice
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.planning.machine.machine import Machine, fastest_algorithm
 from paro.topology import Axes
 
 
-def choice_by(machine: Machine) -> Choice:
+def choice_by(machine: Machine) -> AlgorithmChoice:
     """The fastest of what was measured on a machine.
 
     Raises `ValueError` where it names unknown algorithms, or lacks a collective over some axes.
@@ -26,4 +26,4 @@ def choice_by(machine: Machine) -> Choice:
     for axes in [*kinds, Axes.BOTH] if len(kinds) == 2 else kinds:
         for op in Op:
             fastest_algorithm(machine, op, axes, 1)
-    return Choice(names=names, best=cache(partial(fastest_algorithm, machine)))
+    return AlgorithmChoice(names=names, best=cache(partial(fastest_algorithm, machine)))

@@ -27,10 +27,9 @@ from typing import NamedTuple
 from paro.collectives.schedule import Op, count_pieces
 from paro.layout import chunk_numel
 from paro.planning.machine.machine import LinkSpeed, Machine, Nic, measured_at, seconds
-from paro.topology import Axes, Axis, Link
+from paro.topology import Axes, Axis, AxisSpan, Link
 
-Lane = tuple[int, ...]  # the axes that a lane serves
-Run = tuple[Axis, ...]
+StreamAxes = tuple[int, ...]  # the axes that a lane serves
 
 
 class Job(NamedTuple):
@@ -40,7 +39,7 @@ class Job(NamedTuple):
     processor time is missing to computing, and while ranks compute it takes `slowed` times as long.
     """
 
-    lane: Lane
+    lane: StreamAxes
     seconds: float
     intra: float
     inter: float
@@ -58,7 +57,7 @@ class CollectiveTimes:
     machine: Machine
     algorithm: str
 
-    def phases(self, op: Op, run: Run, num_bytes: int) -> tuple[Phase, ...]:
+    def phases(self, op: Op, run: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
         """The jobs of a collective along a run, for a whole buffer of `num_bytes`."""
         if not run or num_bytes == 0:
             return ()
@@ -71,13 +70,13 @@ class CollectiveTimes:
             return ((self._whole(op, run, num_bytes, "flat"),),)
         return (self._rings(op, run, num_bytes, algorithm),)
 
-    def seconds(self, op: Op, run: Run, num_bytes: int) -> float:
+    def seconds(self, op: Op, run: AxisSpan, num_bytes: int) -> float:
         """The whole of a collective that has all links for itself."""
         return math.fsum(
             max(job.seconds for job in phase) for phase in self.phases(op, run, num_bytes)
         )
 
-    def shifts(self, run: Run, num_bytes: int, *, in_place: bool = False) -> tuple[Phase, ...]:
+    def shifts(self, run: AxisSpan, num_bytes: int, *, in_place: bool = False) -> tuple[Phase, ...]:
         """A pass of slices round the ring of a run, one shift of a slice after another.
 
         A ring gathers by the same messages: as long as its steps take, shifts do. In place two
@@ -95,7 +94,7 @@ class CollectiveTimes:
         shift = job._replace(seconds=job.seconds / num_shifts * turns)
         return ((shift,),) * num_shifts
 
-    def _fastest(self, op: Op, run: Run, num_bytes: int) -> str:
+    def _fastest(self, op: Op, run: AxisSpan, num_bytes: int) -> str:
         names = dict.fromkeys(row.algorithm for row in self.machine.measured)
         times = {
             name: CollectiveTimes(self.machine, name).seconds(op, run, num_bytes)
@@ -103,7 +102,7 @@ class CollectiveTimes:
         }
         return min(times, key=times.__getitem__)
 
-    def _native(self, op: Op, run: Run, num_bytes: int) -> list[Job]:
+    def _native(self, op: Op, run: AxisSpan, num_bytes: int) -> list[Job]:
         """A job per axis in the order of time; an all-reduce goes in, across and back."""
         sizes = [num_bytes]
         for axis in run:
@@ -120,7 +119,7 @@ class CollectiveTimes:
             steps += [(Op.ALL_GATHER, *step) for step in reversed(inwards[:-1])]
         return [self._whole(kind, (axis,), size, "native") for kind, axis, size in steps]
 
-    def _whole(self, op: Op, run: Run, num_bytes: int, algorithm: str) -> Job:
+    def _whole(self, op: Op, run: AxisSpan, num_bytes: int, algorithm: str) -> Job:
         """One job over all axes of a run."""
         axes = _axes(self.machine, run)
         found = self._measured(op, run, num_bytes, algorithm)
@@ -137,7 +136,7 @@ class CollectiveTimes:
             slowed=slowed,
         )
 
-    def _rings(self, op: Op, run: Run, num_bytes: int, algorithm: str) -> Phase:
+    def _rings(self, op: Op, run: AxisSpan, num_bytes: int, algorithm: str) -> Phase:
         """A job per kind of links, each as long as the whole, busy for its own part."""
         parts = _parts(self.machine, run)
         if algorithm == "ring" or len(parts) == 1:
@@ -164,13 +163,13 @@ class CollectiveTimes:
             for part in parts
         )
 
-    def _last_piece(self, op: Op, inner: Run, outer: Run, num_bytes: int) -> float:
+    def _last_piece(self, op: Op, inner: AxisSpan, outer: AxisSpan, num_bytes: int) -> float:
         """What is left inside a group when the last piece has come across."""
         pieces = count_pieces(num_bytes // _size(inner) // _size(outer))
         piece_bytes = num_bytes // _size(outer) // pieces
         return _ring_seconds(self.machine, op, inner, piece_bytes)
 
-    def _measured(self, op: Op, run: Run, num_bytes: int, algorithm: str) -> _Found | None:
+    def _measured(self, op: Op, run: AxisSpan, num_bytes: int, algorithm: str) -> _Found | None:
         """A collective by what was measured.
 
         An axis of another size than the one that was measured takes as long as the buffer of which
@@ -206,7 +205,7 @@ class _Found(NamedTuple):
     slowed: float = 1.0
 
 
-def _size(run: Run) -> int:
+def _size(run: AxisSpan) -> int:
     return run[-1].outer // run[0].inner
 
 
@@ -215,12 +214,12 @@ def _link_of(machine: Machine, axis: Axis) -> Link:
     return Link.INTRA if axis.outer <= machine.group_size else Link.INTER
 
 
-def _axes(machine: Machine, run: Run) -> Axes:
+def _axes(machine: Machine, run: AxisSpan) -> Axes:
     kinds = {_link_of(machine, axis) for axis in run}
     return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH
 
 
-def _parts(machine: Machine, run: Run) -> list[Run]:
+def _parts(machine: Machine, run: AxisSpan) -> list[AxisSpan]:
     """The levels of a run, innermost first: neighbouring axes of one kind are one."""
     kinds = [
         tuple(axis for axis in run if _link_of(machine, axis) is link)
@@ -238,7 +237,7 @@ class Ring(NamedTuple):
     seconds_per_byte: float  # over the slowest links, which all rings of the run's kind share
 
 
-def ring_of(machine: Machine, run: Run) -> Ring:
+def ring_of(machine: Machine, run: AxisSpan) -> Ring:
     """The ring of a run that is not empty, neighbours of a group being neighbours in it."""
     size = _size(run)
     if run[-1].outer <= machine.group_size:
@@ -257,11 +256,11 @@ def ring_of(machine: Machine, run: Run) -> Ring:
     return Ring(size, lap, speed.latency_seconds, per_byte)
 
 
-def _ring_seconds(machine: Machine, op: Op, run: Run, num_bytes: int) -> float:
+def _ring_seconds(machine: Machine, op: Op, run: AxisSpan, num_bytes: int) -> float:
     return sum(_ring(machine, op, run, num_bytes))
 
 
-def _ring(machine: Machine, op: Op, run: Run, num_bytes: int) -> tuple[float, float]:
+def _ring(machine: Machine, op: Op, run: AxisSpan, num_bytes: int) -> tuple[float, float]:
     """Its latencies, and for how long it keeps its slowest links busy."""
     ring = ring_of(machine, run)
     passes = 2 if op is Op.ALL_REDUCE else 1

@@ -31,7 +31,7 @@ REDUCTION = "the reduction of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class MemorySnapshot:
     """What is alive on a rank at one point of a step, in bytes."""
 
     name: str
@@ -74,7 +74,7 @@ def peak_memory(
     *,
     prefetch_units: int,
     num_micro_batches: int,
-) -> Moment:
+) -> MemorySnapshot:
     """The moment of a step at which a rank needs most memory."""
     walk = _Walk(
         strategy=strategy,
@@ -86,7 +86,7 @@ def peak_memory(
         num_whole_grads=2 if prefetch_units else 1,
         repeats=num_micro_batches > 1,
     )
-    return max(walk.moments(), key=lambda moment: moment.total)
+    return max(walk.moments(), key=lambda snapshot: snapshot.total)
 
 
 class PeakMemory:
@@ -113,9 +113,9 @@ class PeakMemory:
         self._num_live = 1 + prefetch_units
         self._num_whole_grads = 2 if prefetch_units else 1
         self._repeats = num_micro_batches > 1
-        self._kinds: dict[tuple[bool, bool], list[tuple[Moment, int, int]]] = {}
+        self._kinds: dict[tuple[bool, bool], list[tuple[MemorySnapshot, int, int]]] = {}
 
-    def of(self, strategy: Strategy, topology: Topology) -> Moment:
+    def of(self, strategy: Strategy, topology: Topology) -> MemorySnapshot:
         """The moment of a step at which a rank needs most memory."""
         kind = strategy.params > 1, strategy.grads > 1
         if kind not in self._kinds:
@@ -125,15 +125,15 @@ class PeakMemory:
         converts, copies = walk.conversion_bytes(), walk.copy_bytes()
         found = (
             replace(
-                moment,
+                snapshot,
                 states=states,
-                transient=moment.transient
+                transient=snapshot.transient
                 + converted // strategy.grads * converts
                 + updated // strategy.optim * copies,
             )
-            for moment, converted, updated in self._kinds[kind]
+            for snapshot, converted, updated in self._kinds[kind]
         )
-        return max(found, key=lambda moment: moment.total)
+        return max(found, key=lambda snapshot: snapshot.total)
 
     def _walk(self, strategy: Strategy, topology: Topology) -> _Walk:
         return _Walk(
@@ -147,21 +147,23 @@ class PeakMemory:
             repeats=self._repeats,
         )
 
-    def _largest(self, strategy: Strategy, topology: Topology) -> list[tuple[Moment, int, int]]:
+    def _largest(
+        self, strategy: Strategy, topology: Topology
+    ) -> list[tuple[MemorySnapshot, int, int]]:
         """Of the moments with the same elements to convert and to update, the largest."""
-        largest: dict[tuple[int, int], Moment] = {}
+        largest: dict[tuple[int, int], MemorySnapshot] = {}
         sizes = {unit.name: unit.trainable_numel for unit in self._units}
-        for moment in self._walk(strategy, topology).moments():
-            reduces = moment.name.startswith(REDUCTION)
-            updates = moment.name == UPDATE
+        for snapshot in self._walk(strategy, topology).moments():
+            reduces = snapshot.name.startswith(REDUCTION)
+            updates = snapshot.name == UPDATE
             key = (
-                sizes[moment.name.removeprefix(REDUCTION)] if reduces else 0,
+                sizes[snapshot.name.removeprefix(REDUCTION)] if reduces else 0,
                 max(sizes.values()) if updates else 0,
             )
-            own = replace(moment, states=0, transient=0 if any(key) else moment.transient)
+            own = replace(snapshot, states=0, transient=0 if any(key) else snapshot.transient)
             if key not in largest or own.total > largest[key].total:
                 largest[key] = own
-        return [(moment, *key) for key, moment in largest.items()]
+        return [(snapshot, *key) for key, snapshot in largest.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +179,11 @@ class _Walk:
     num_whole_grads: int
     repeats: bool  # another micro-batch precedes and follows
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[MemorySnapshot]:
         states = model_state_bytes(self.strategy, self.units, self.precision).total
         before = self._trained if self.repeats else ()  # whose gradients came last
         for index, unit in enumerate(self.units):
-            yield Moment(
+            yield MemorySnapshot(
                 name=f"the forward of {unit.name}",
                 states=states,
                 whole_params=self._whole_params(index, 1),
@@ -195,7 +197,7 @@ class _Walk:
             together = range(own.recomputed_from, index + 1)
             recomputed = sum(self.activations[i].recomputed for i in together)
             now_arrived = (*arrived, index) if unit.trainable_numel else arrived
-            backward = Moment(
+            backward = MemorySnapshot(
                 name=f"the backward of {unit.name}",
                 states=states,
                 whole_params=self._whole_params(self._position(index), len(together)),
@@ -214,7 +216,7 @@ class _Walk:
                 transient=self._converted(unit),
             )
             arrived = now_arrived[-self.num_whole_grads :]
-        yield Moment(name=UPDATE, states=states, transient=self._fp32_grads())
+        yield MemorySnapshot(name=UPDATE, states=states, transient=self._fp32_grads())
 
     @cached_property
     def _trained(self) -> tuple[int, ...]:

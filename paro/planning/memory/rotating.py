@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from model.config import LlamaConfig, loss_chunk_tokens
 from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
-from paro.planning.memory.gathering import Moment
+from paro.planning.memory.gathering import MemorySnapshot
 from paro.planning.units import MicroBatch, block_activations, norm_backward
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
@@ -46,7 +46,7 @@ def rotating_peak(
     batch: MicroBatch,
     *,
     in_place: bool,
-) -> Moment:
+) -> MemorySnapshot:
     """The moment of a step at which a rank needs most; `units` are those of rotation.py."""
     walk = _Walk(
         strategy=strategy,
@@ -55,7 +55,7 @@ def rotating_peak(
         in_place=in_place,
         parts=tuple(_parts(config, batch, _by_part(units), strategy.params)),
     )
-    return max(walk.moments(), key=lambda moment: moment.total)
+    return max(walk.moments(), key=lambda snapshot: snapshot.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,12 @@ class _Walk:
     in_place: bool
     parts: tuple[_Part, ...]
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[MemorySnapshot]:
         states = model_state_bytes(self.strategy, self.units, self.precision).total
         kept = 0
         for part in self.parts:
             kept += part.kept
-            yield Moment(
+            yield MemorySnapshot(
                 name=f"the forward of {part.name}",
                 states=states,
                 slices=self._forward_slices(part),
@@ -83,7 +83,7 @@ class _Walk:
             part = self.parts[index]
             if part.name.endswith(".mlp"):  # attention is computed again before it
                 recomputed = part.recomputed + self.parts[index - 1].recomputed
-            yield Moment(
+            yield MemorySnapshot(
                 name=f"the backward of {part.name}",
                 states=states,
                 slices=self._backward_slices(part),
@@ -92,7 +92,7 @@ class _Walk:
             )
             kept -= part.kept
             recomputed -= min(recomputed, part.recomputed)
-        yield Moment(name="the update", states=states, transient=self._fp32_grads())
+        yield MemorySnapshot(name="the update", states=states, transient=self._fp32_grads())
 
     def _forward_slices(self, part: _Part) -> int:
         slice_bytes = self._slice(part.unit.numel, self.precision.compute)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paro.planning.search.planner import TIE, Estimate, Plan
+from paro.planning.search.planner import TIE, Estimate, SearchResult
 
 
-def describe(plan: Plan, *, chose: str = "chose") -> tuple[str, ...]:
+def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
     """A few lines for the start of a run; `chose` leads over to the best."""
     head = f"planner: {plan.num_settings} settings, {plan.num_simulated} of them simulated"
     return (head,) if plan.best is None else (head, *_choice(plan, plan.best, chose))
@@ -24,14 +24,14 @@ def describe_time(estimate: Estimate) -> str:
 def describe_launch(estimate: Estimate) -> str:
     """What a step of a launch does as it is, and what it waits for."""
     return (
-        f"{estimate.setting.describe()} computes for "
+        f"{estimate.candidate.describe()} computes for "
         f"{seconds_text(estimate.timeline.compute_seconds)} and waits {exposed_text(estimate)}"
     )
 
 
-def _choice(plan: Plan, best: Estimate, chose: str) -> Iterator[str]:
+def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
     yield (
-        f"planner: {chose} {best.setting.describe()}: {seconds_text(best.seconds)} a step, MFU "
+        f"planner: {chose} {best.candidate.describe()}: {seconds_text(best.seconds)} a step, MFU "
         f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of the {plan.limit.describe()}"
     )
     yield f"planner: because {_reason(plan, best)}"
@@ -40,7 +40,7 @@ def _choice(plan: Plan, best: Estimate, chose: str) -> Iterator[str]:
         return
     second = plan.runner_up
     yield (
-        f"planner: the runner-up {second.setting.describe()} {_behind(second, best)}, with "
+        f"planner: the runner-up {second.candidate.describe()} {_behind(second, best)}, with "
         f"{second.memory_bytes / 1e9:.1f} GB; it waits {exposed_text(second)}"
     )
 
@@ -56,7 +56,7 @@ def _behind(second: Estimate, best: Estimate) -> str:
     return f"takes as long but sends {sent:.1f} GB between groups instead of {less:.1f}"
 
 
-def _reason(plan: Plan, best: Estimate) -> str:
+def _reason(plan: SearchResult, best: Estimate) -> str:
     hidden = f"it computes for {seconds_text(best.timeline.compute_seconds)} and waits "
     reason = hidden + exposed_text(best)
     enough = best.seconds / (1 + TIE)
@@ -65,7 +65,7 @@ def _reason(plan: Plan, best: Estimate) -> str:
         return f"{reason}; nothing is faster, even with more memory"
     nearest = min(faster, key=lambda e: e.memory_bytes)
     return (
-        f"{reason}; {nearest.setting.describe()} would be "
+        f"{reason}; {nearest.candidate.describe()} would be "
         f"{best.seconds / nearest.seconds - 1:.1%} faster but needs "
         f"{nearest.memory_bytes / 1e9:.1f} GB"
     )

@@ -19,13 +19,19 @@ from functools import cached_property
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
-from paro.planning.memory.gathering import Moment, PeakMemory
+from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.limit import MemoryLimit
 from paro.planning.memory.rotating import rotating_peak
-from paro.planning.search.settings import Case, Freedom, Materialize, Setting, all_settings
+from paro.planning.search.settings import (
+    Candidate,
+    Materialize,
+    SearchSpace,
+    Workload,
+    all_settings,
+)
+from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing
 from paro.planning.step.costs import StepCosts, device_of
-from paro.planning.step.comm_costs import Moves
 from paro.planning.step.rotating import RotatingComputing, RotatingCosts
 from paro.planning.step.timeline import Timeline, simulate
 from paro.planning.units import MicroBatch, activations_of
@@ -47,10 +53,10 @@ _FRONT_LIMIT = 4  # times the memory that there is: beyond that nobody looks
 class Estimate:
     """What a setting needs and takes."""
 
-    setting: Setting
+    candidate: Candidate
     num_micro_batches: int
     fits: bool
-    memory: Moment
+    memory: MemorySnapshot
     timeline: Timeline
     tokens_per_second: float
     mfu: float
@@ -66,7 +72,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SearchResult:
     """What a search has found."""
 
     best: Estimate | None  # of those that fit, the first of `best_first`
@@ -98,9 +104,9 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
 class Estimator:
     """Estimates settings of one case; what they have in common is computed once."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self._moves: dict[tuple[object, ...], Moves] = {}
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self._moves: dict[tuple[object, ...], CommCosts] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._memory: dict[tuple[object, ...], PeakMemory] = {}
         self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
@@ -108,193 +114,201 @@ class Estimator:
     @cached_property
     def units(self) -> tuple[UnitSize, ...]:
         """Those of gathered parameters."""
-        case = self.case
-        return case.trainable.units(case.model, world_size=case.world_size)
+        workload = self.workload
+        return workload.trainable.units(workload.model, world_size=workload.world_size)
 
-    def units_of(self, setting: Setting) -> tuple[UnitSize, ...]:
+    def units_of(self, candidate: Candidate) -> tuple[UnitSize, ...]:
         """The units of a setting, as often gathered, or passed on, as it says."""
-        if not setting.materialize.rotates:
+        if not candidate.materialize.rotates:
             return self.units
-        case = self.case
-        key = (setting.strategy.params, setting.materialize, setting.recompute)
+        workload = self.workload
+        key = (candidate.strategy.params, candidate.materialize, candidate.recompute)
         if key not in self._rotating_units:
-            self._rotating_units[key] = case.trainable.units(
-                replace(case.model, recompute=setting.recompute),
-                world_size=case.world_size,
-                rotated_over=setting.strategy.params,
-                in_place=setting.materialize.in_place,
+            self._rotating_units[key] = workload.trainable.units(
+                replace(workload.model, recompute=candidate.recompute),
+                world_size=workload.world_size,
+                rotated_over=candidate.strategy.params,
+                in_place=candidate.materialize.in_place,
             )
         return self._rotating_units[key]
 
-    def costs(self, setting: Setting) -> StepCosts:
-        case = self.case
-        again = setting.recompute if setting.materialize.rotates else None  # sends weights again
-        key = (setting.strategy.degrees, setting.collective, setting.materialize, again)
+    def costs(self, candidate: Candidate) -> StepCosts:
+        workload = self.workload
+        again = (
+            candidate.recompute if candidate.materialize.rotates else None
+        )  # sends weights again
+        key = (candidate.strategy.degrees, candidate.collective, candidate.materialize, again)
         if key not in self._moves:
-            self._moves[key] = self.moves(setting)
-        computing, moves = self._computing_of(setting), self._moves[key]
-        num_micro_batches = case.micro_batches(setting.micro_batch_size)
+            self._moves[key] = self.moves(candidate)
+        computing, moves = self._computing_of(candidate), self._moves[key]
+        num_micro_batches = workload.micro_batches(candidate.micro_batch_size)
         if isinstance(computing, RotatingComputing):
             return RotatingCosts(
                 computing=computing,
                 moves=moves,
                 num_micro_batches=num_micro_batches,
-                prefetch_units=case.prefetch_units,
-                overlap=case.overlap,
-                in_place=setting.materialize.in_place,
+                prefetch_units=workload.prefetch_units,
+                overlap=workload.overlap,
+                in_place=candidate.materialize.in_place,
             )
         return StepCosts(
             computing=computing,
             moves=moves,
             num_micro_batches=num_micro_batches,
-            prefetch_units=case.prefetch_units,
-            overlap=case.overlap,
+            prefetch_units=workload.prefetch_units,
+            overlap=workload.overlap,
         )
 
-    def moves(self, setting: Setting) -> Moves:
+    def moves(self, candidate: Candidate) -> CommCosts:
         """What a setting sends, as this project's engine does; another one's may stand here."""
-        return Moves(
-            units=self.units_of(setting),
-            strategy=setting.strategy,
-            precision=self.case.precision,
-            times=CollectiveTimes(self.case.machine, setting.collective),
-            rotates=setting.materialize.rotates,
-            in_place=setting.materialize.in_place,
+        return CommCosts(
+            units=self.units_of(candidate),
+            strategy=candidate.strategy,
+            precision=self.workload.precision,
+            times=CollectiveTimes(self.workload.machine, candidate.collective),
+            rotates=candidate.materialize.rotates,
+            in_place=candidate.materialize.in_place,
         )
 
-    def memory(self, setting: Setting) -> Moment:
+    def memory(self, candidate: Candidate) -> MemorySnapshot:
         """The moment of a step at which a rank needs most."""
-        computing = self._computing_of(setting)
-        if setting.materialize.rotates:
+        computing = self._computing_of(candidate)
+        if candidate.materialize.rotates:
             return rotating_peak(
-                setting.strategy,
-                self.units_of(setting),
-                self.case.precision,
+                candidate.strategy,
+                self.units_of(candidate),
+                self.workload.precision,
                 computing.model,
                 computing.batch,
-                in_place=setting.materialize.in_place,
+                in_place=candidate.materialize.in_place,
             )
-        key = (setting.micro_batch_size, setting.recompute)
+        key = (candidate.micro_batch_size, candidate.recompute)
         if key not in self._memory:
             self._memory[key] = PeakMemory(
                 self.units,
-                self.case.precision,
+                self.workload.precision,
                 activations_of(
                     computing.model, computing.batch, first_trained=computing.first_trained
                 ),
-                prefetch_units=self.case.prefetch_units,
-                num_micro_batches=self.case.micro_batches(setting.micro_batch_size),
+                prefetch_units=self.workload.prefetch_units,
+                num_micro_batches=self.workload.micro_batches(candidate.micro_batch_size),
             )
-        return self._memory[key].of(setting.strategy, self.costs(setting).moves.topology)
+        return self._memory[key].of(candidate.strategy, self.costs(candidate).moves.topology)
 
-    def sent(self, setting: Setting) -> Sent:
+    def sent(self, candidate: Candidate) -> Sent:
         """What a rank sends in a step."""
-        moves = self.costs(setting).moves
+        moves = self.costs(candidate).moves
         return traffic_per_step(
-            setting.strategy,
+            candidate.strategy,
             moves.topology,
             moves.units,
-            self.case.precision,
-            self.case.micro_batches(setting.micro_batch_size),
+            self.workload.precision,
+            self.workload.micro_batches(candidate.micro_batch_size),
         )
 
-    def estimate(self, setting: Setting, *, record: bool = False) -> Estimate:
+    def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
         """A setting's memory, time and traffic; `record` keeps what every stream does."""
-        case, costs = self.case, self.costs(setting)
-        memory = self.memory(setting)
+        workload, costs = self.workload, self.costs(candidate)
+        memory = self.memory(candidate)
         timeline = simulate(costs, record=record)
-        tokens = case.global_batch_size * case.seq_length
+        tokens = workload.global_batch_size * workload.seq_length
         flops = costs.computing.flops * costs.num_micro_batches
         return Estimate(
-            setting=setting,
+            candidate=candidate,
             num_micro_batches=costs.num_micro_batches,
-            fits=memory.total <= case.limit.usable_bytes,
+            fits=memory.total <= workload.limit.usable_bytes,
             memory=memory,
             timeline=timeline,
             tokens_per_second=tokens / timeline.seconds,
             mfu=flops / timeline.seconds / costs.device.peak_flops,
-            sent=self.sent(setting),
+            sent=self.sent(candidate),
         )
 
-    def _computing_of(self, setting: Setting) -> Computing:
-        rotates = setting.materialize.rotates
-        degree = setting.strategy.params if rotates else None
-        key = (setting.micro_batch_size, setting.recompute, setting.materialize, degree)
+    def _computing_of(self, candidate: Candidate) -> Computing:
+        rotates = candidate.materialize.rotates
+        degree = candidate.strategy.params if rotates else None
+        key = (candidate.micro_batch_size, candidate.recompute, candidate.materialize, degree)
         if key not in self._computing:
-            self._computing[key] = self._make_computing(setting)
+            self._computing[key] = self._make_computing(candidate)
         return self._computing[key]
 
-    def _make_computing(self, setting: Setting) -> Computing:
-        case = self.case
-        model = replace(case.model, recompute=setting.recompute)
+    def _make_computing(self, candidate: Candidate) -> Computing:
+        workload = self.workload
+        model = replace(workload.model, recompute=candidate.recompute)
         batch = MicroBatch(
-            size=setting.micro_batch_size,
-            seq_length=case.seq_length,
-            compute_bytes=BYTES_OF[case.precision.compute],
-            device_type=case.device_type,
+            size=candidate.micro_batch_size,
+            seq_length=workload.seq_length,
+            compute_bytes=BYTES_OF[workload.precision.compute],
+            device_type=workload.device_type,
         )
-        device = device_of(case.machine)
-        if not setting.materialize.rotates:
+        device = device_of(workload.machine)
+        if not candidate.materialize.rotates:
             return Computing(model=model, units=self.units, batch=batch, device=device)
         return RotatingComputing(
             model=model,
             units=self.units,
             batch=batch,
             device=device,
-            rotating=self.units_of(setting),
-            degree=setting.strategy.params,
+            rotating=self.units_of(candidate),
+            degree=candidate.strategy.params,
         )
 
 
-def letter_rows(case: Case) -> tuple[Estimate, ...]:
+def letter_rows(workload: Workload) -> tuple[Estimate, ...]:
     """Every legal letter strategy at the flags as given but gathered, best first."""
-    return _rows(case, (Materialize.GATHER,))
+    return _rows(workload, (Materialize.GATHER,))
 
 
-def rotated_rows(case: Case) -> tuple[Estimate, ...]:
+def rotated_rows(workload: Workload) -> tuple[Estimate, ...]:
     """Those under which weights may rotate, out of place and in place, best first."""
-    return _rows(case, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
+    return _rows(workload, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
 
 
-def _rows(case: Case, ways: Sequence[Materialize]) -> tuple[Estimate, ...]:
-    estimator = Estimator(case)
+def _rows(workload: Workload, ways: Sequence[Materialize]) -> tuple[Estimate, ...]:
+    estimator = Estimator(workload)
     return best_first(
-        estimator.estimate(replace(case.setting(strategy), materialize=way))
-        for strategy in map(case.strategy, legal_letters())
+        estimator.estimate(replace(workload.candidate(strategy), materialize=way))
+        for strategy in map(workload.strategy, legal_letters())
         for way in ways
-        if case.why_not(strategy, way) is None
+        if workload.infeasible_reason(strategy, way) is None
     )
 
 
 class _Search:
     """The settings of a case, what each needs and takes at least, and those simulated so far."""
 
-    def __init__(self, case: Case, freedom: Freedom | None, estimator: Estimator | None) -> None:
-        self._estimator = estimator or Estimator(case)
-        self.settings = tuple(all_settings(case, freedom or Freedom()))
+    def __init__(
+        self, workload: Workload, search_space: SearchSpace | None, estimator: Estimator | None
+    ) -> None:
+        self._estimator = estimator or Estimator(workload)
+        self.settings = tuple(all_settings(workload, search_space or SearchSpace()))
         if not self.settings:
-            raise ValueError(case.why_not(case.strategy("III"), case.materialize))
+            raise ValueError(
+                workload.infeasible_reason(workload.strategy("III"), workload.materialize)
+            )
         self._sizes = {id(s): self._estimator.memory(s).total for s in self.settings}
         self._least = {id(s): self._estimator.costs(s).least_seconds() for s in self.settings}
-        self._limit = case.limit.usable_bytes
+        self._limit = workload.limit.usable_bytes
         self._done: dict[int, Estimate] = {}
 
     @property
     def num_simulated(self) -> int:
         return len(self._done)
 
-    def estimate(self, setting: Setting) -> Estimate:
-        if id(setting) not in self._done:
-            self._done[id(setting)] = self._estimator.estimate(setting)
-        return self._done[id(setting)]
+    def estimate(self, candidate: Candidate) -> Estimate:
+        if id(candidate) not in self._done:
+            self._done[id(candidate)] = self._estimator.estimate(candidate)
+        return self._done[id(candidate)]
 
-    def that_fit(self) -> list[Setting]:
-        return [setting for setting in self.settings if self._sizes[id(setting)] <= self._limit]
+    def that_fit(self) -> list[Candidate]:
+        return [
+            candidate for candidate in self.settings if self._sizes[id(candidate)] <= self._limit
+        ]
 
-    def smallest(self) -> Setting:
+    def smallest(self) -> Candidate:
         return min(self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)]))
 
-    def best(self, candidates: Sequence[Setting]) -> Estimate | None:
+    def best(self, candidates: Sequence[Candidate]) -> Estimate | None:
         """The first of `best_first` of what is simulated of candidates that all fit.
 
         What is not is no more than `RESOLUTION` faster, and not as fast with less to send or hold.
@@ -307,18 +321,18 @@ class _Search:
                 return found
         return None
 
-    def _fastest(self, candidates: Sequence[Setting]) -> Estimate | None:
+    def _fastest(self, candidates: Sequence[Candidate]) -> Estimate | None:
         found: Estimate | None = None
-        for setting in sorted(candidates, key=lambda s: (self._least[id(s)], self._sizes[id(s)])):
-            if found and self._least[id(setting)] >= found.seconds * (1 - RESOLUTION):
+        for candidate in sorted(candidates, key=lambda s: (self._least[id(s)], self._sizes[id(s)])):
+            if found and self._least[id(candidate)] >= found.seconds * (1 - RESOLUTION):
                 break
-            own = self.estimate(setting)
+            own = self.estimate(candidate)
             if found is None or own.seconds < found.seconds:
                 found = own
         known = (self._done[id(s)] for s in candidates if id(s) in self._done)
         return min(known, key=lambda e: e.seconds, default=None)
 
-    def _least_as_fast(self, candidates: Sequence[Setting], enough: float) -> Estimate | None:
+    def _least_as_fast(self, candidates: Sequence[Candidate], enough: float) -> Estimate | None:
         """Of what takes no more than `enough` seconds the one with least to send, then to hold."""
         alike = [
             (self._estimator.sent(s).inter, self._sizes[id(s)], self._least[id(s)], s)
@@ -326,10 +340,10 @@ class _Search:
             if self._least[id(s)] <= enough
         ]
         found: Estimate | None = None
-        for *costs, least, setting in sorted(alike, key=lambda row: row[:3]):
+        for *costs, least, candidate in sorted(alike, key=lambda row: row[:3]):
             if found and (costs != [found.sent.inter, found.memory_bytes] or least > found.seconds):
                 break
-            own = self.estimate(setting)
+            own = self.estimate(candidate)
             if own.seconds <= enough and (found is None or own.seconds < found.seconds):
                 found = own
         return found
@@ -339,12 +353,12 @@ class _Search:
         most = max(_FRONT_LIMIT * self._limit, self._sizes[id(self.smallest())])
         found: list[Estimate] = []
         fastest = float("inf")
-        for setting in sorted(
+        for candidate in sorted(
             self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)])
         ):
             enough = fastest * (1 - FRONT_STEP)
-            if self._sizes[id(setting)] <= most and self._least[id(setting)] < enough:
-                own = self.estimate(setting)
+            if self._sizes[id(candidate)] <= most and self._least[id(candidate)] < enough:
+                own = self.estimate(candidate)
                 if own.seconds < enough:
                     fastest = own.seconds
                     found.append(own)
@@ -352,25 +366,28 @@ class _Search:
 
 
 def best_that_fits(
-    case: Case, freedom: Freedom | None = None, *, estimator: Estimator | None = None
+    workload: Workload,
+    search_space: SearchSpace | None = None,
+    *,
+    estimator: Estimator | None = None,
 ) -> Estimate | None:
     """The best of a plan, without the rest of it."""
-    search = _Search(case, freedom, estimator)
+    search = _Search(workload, search_space, estimator)
     return search.best(search.that_fit())
 
 
-def plan(case: Case, freedom: Freedom | None = None) -> Plan:
+def plan(workload: Workload, search_space: SearchSpace | None = None) -> SearchResult:
     """Solves the case exactly over all that may be chosen."""
-    search = _Search(case, freedom, None)
+    search = _Search(workload, search_space, None)
     fitting = search.that_fit()
     best = search.best(fitting)
-    others = [s for s in fitting if best and s.strategy.degrees != best.setting.strategy.degrees]
-    return Plan(
+    others = [s for s in fitting if best and s.strategy.degrees != best.candidate.strategy.degrees]
+    return SearchResult(
         best=best,
         runner_up=search.best(others),
         front=search.front(),
         least=search.estimate(search.smallest()),
         num_settings=len(search.settings),
         num_simulated=search.num_simulated,
-        limit=case.limit,
+        limit=workload.limit,
     )

@@ -11,7 +11,7 @@ from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.machine.machine import Machine
 from paro.planning.memory.limit import USABLE, MemoryLimit, memory_limit
 from paro.planning.rotation import why_not_rotating
-from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import Overlap, device_of
 from paro.precision import PrecisionConfig
 from paro.quantities import check_multiple
@@ -42,7 +42,7 @@ class Materialize(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Workload:
     """What is to be trained, and where; `settings` and the rest of the flags as given."""
 
     model: LlamaConfig
@@ -89,9 +89,9 @@ class Case:
     def strategy(self, text: str) -> Strategy:
         return parse_strategy(text, world_size=self.world_size, group_size=self.group_size)
 
-    def setting(self, strategy: Strategy) -> Setting:
+    def candidate(self, strategy: Strategy) -> Candidate:
         """A strategy at the flags as given."""
-        return Setting(
+        return Candidate(
             strategy=strategy,
             micro_batch_size=self.micro_batch_size,
             collective=self.collective,
@@ -99,11 +99,11 @@ class Case:
             materialize=self.materialize,
         )
 
-    def why_not(self, strategy: Strategy, materialize: Materialize) -> str | None:
+    def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
         """What keeps parameters from coming so under a strategy; None: nothing does."""
         if not materialize.rotates:
             return None
-        if self.trainable.kind is Kind.ADAPTERS:
+        if self.trainable.kind is TrainableKind.ADAPTERS:
             return (
                 "--trainable adapters are planned beside gathered parameters alone: leave "
                 "--paro-materialize rotate out"
@@ -114,7 +114,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Candidate:
     """What may be chosen."""
 
     strategy: Strategy
@@ -140,7 +140,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Freedom:
+class SearchSpace:
     """What a search may choose from; None: every possibility, of materializes that of the case."""
 
     strategies: tuple[Strategy, ...] | None = None
@@ -150,14 +150,14 @@ class Freedom:
     materializes: tuple[Materialize, ...] | None = None
 
 
-def all_settings(case: Case, freedom: Freedom) -> Iterator[Setting]:
+def all_settings(workload: Workload, search_space: SearchSpace) -> Iterator[Candidate]:
     """Every combination of what may be chosen."""
-    strategies = freedom.strategies or tuple(
-        legal_strategies(case.world_size, case.group_size, case.machine.group_size)
+    strategies = search_space.strategies or tuple(
+        legal_strategies(workload.world_size, workload.group_size, workload.machine.group_size)
     )
-    sizes = freedom.micro_batch_sizes or micro_batch_sizes(case)
-    collectives = freedom.collectives or collectives_of(case.machine)
-    recomputes = freedom.recomputes or (
+    sizes = search_space.micro_batch_sizes or micro_batch_sizes(workload)
+    collectives = search_space.collectives or collectives_of(workload.machine)
+    recomputes = search_space.recomputes or (
         None,
         RecomputeConfig(granularity="selective"),
         RecomputeConfig(granularity="full"),
@@ -165,19 +165,19 @@ def all_settings(case: Case, freedom: Freedom) -> Iterator[Setting]:
     ways = [
         (strategy, materialize)
         for strategy in strategies
-        for materialize in freedom.materializes or (case.materialize,)
-        if case.why_not(strategy, materialize) is None
+        for materialize in search_space.materializes or (workload.materialize,)
+        if workload.infeasible_reason(strategy, materialize) is None
     ]
     for (strategy, materialize), size, collective, recompute in product(
         ways, sizes, collectives, recomputes
     ):
-        yield Setting(
+        yield Candidate(
             strategy=strategy,
             micro_batch_size=size,
             collective=collective,
             recompute=recompute,
             materialize=materialize,
-            letters=_letters_elsewhere(strategy, case.world_size),
+            letters=_letters_elsewhere(strategy, workload.world_size),
         )
 
 
@@ -219,9 +219,9 @@ def legal_strategies(
         yield replace(strategy, name=letters or text)
 
 
-def micro_batch_sizes(case: Case) -> tuple[int, ...]:
+def micro_batch_sizes(workload: Workload) -> tuple[int, ...]:
     """All that divide a rank's part of the batch."""
-    per_rank = case.global_batch_size // case.world_size
+    per_rank = workload.global_batch_size // workload.world_size
     return tuple(size for size in range(1, per_rank + 1) if per_rank % size == 0)
 
 

@@ -11,7 +11,7 @@ from paro.planning.cost_model import UnitSize
 from paro.planning.units import units_of
 
 
-class Kind(Enum):
+class TrainableKind(Enum):
     """How the trained share lies in the model."""
 
     FULL = "full"
@@ -23,7 +23,7 @@ class Kind(Enum):
 class Trainable:
     """What trains, as a share of the parameters."""
 
-    kind: Kind = Kind.FULL
+    kind: TrainableKind = TrainableKind.FULL
     share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -39,11 +39,11 @@ class Trainable:
         in_place: bool = False,
     ) -> tuple[UnitSize, ...]:
         """The units of a model with its trained and its frozen buffers; see `units_of`."""
-        if self.kind is Kind.FULL:
+        if self.kind is TrainableKind.FULL:
             return units_of(
                 config, world_size=world_size, rotated_over=rotated_over, in_place=in_place
             )
-        if self.kind is Kind.LAST_BLOCKS:
+        if self.kind is TrainableKind.LAST_BLOCKS:
             count = max(1, round(self.share * config.num_layers))
             last = tuple(f"blocks.{i}." for i in range(config.num_layers)[-count:])
             return units_of(

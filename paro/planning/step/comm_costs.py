@@ -10,17 +10,17 @@ from math import fsum
 
 from paro.collectives.schedule import Op
 from paro.planning.cost_model import UnitSize, strategy_of
-from paro.planning.machine.collective_time import CollectiveTimes, Phase, Run
+from paro.planning.machine.collective_time import CollectiveTimes, Phase
 from paro.planning.machine.machine import Machine
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
-from paro.topology import Topology, make_topology
+from paro.topology import AxisSpan, Topology, make_topology
 
 _Alike = tuple[int, int, bool]  # trained and frozen elements of a unit, and whether it lies whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moving:
+class UnitCommCosts:
     """The moves of one of a unit's two flat buffers, each as the phases that carry it out.
 
     Where weights rotate a gather, or a reduction, is a pass round the ring: its phases are shifts.
@@ -46,7 +46,7 @@ class Loads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moves:
+class CommCosts:
     """All moves of a model's units under a strategy."""
 
     units: tuple[UnitSize, ...]
@@ -69,11 +69,11 @@ class Moves:
         )
 
     @cached_property
-    def runs(self) -> dict[str, Run]:
-        """The runs of axes that states move along; sharding/shards.py's `moves_of`."""
+    def runs(self) -> dict[str, AxisSpan]:
+        """The runs of axes that states move along; sharding/shards.py's `make_comm_plan`."""
         return self._runs(self.strategy)
 
-    def _runs(self, strategy: Strategy) -> dict[str, Run]:
+    def _runs(self, strategy: Strategy) -> dict[str, AxisSpan]:
         params, grads, optim = strategy.degrees
         between = self.topology.axes_between
         return {
@@ -85,9 +85,9 @@ class Moves:
         }
 
     @cached_property
-    def of_units(self) -> tuple[tuple[Moving, ...], ...]:
+    def per_unit(self) -> tuple[tuple[UnitCommCosts, ...], ...]:
         """Of every unit: its trainable buffer, its frozen one, where they hold anything."""
-        found: dict[_Alike, tuple[Moving, ...]] = {}
+        found: dict[_Alike, tuple[UnitCommCosts, ...]] = {}
         for key, unit in zip(self._kinds, self.units, strict=True):
             if key not in found:
                 found[key] = tuple(self.moving(unit))
@@ -111,7 +111,7 @@ class Moves:
         for key, unit in zip(kinds, self.units, strict=True):
             gathers[key] += unit.gathers_per_micro_batch
             reductions[key] += unit.reductions_per_micro_batch
-        counts, moving = Counter(kinds), dict(zip(kinds, self.of_units, strict=True))
+        counts, moving = Counter(kinds), dict(zip(kinds, self.per_unit, strict=True))
         terms: list[tuple[float, float, tuple[Phase, ...]]] = []
         for key, count in counts.items():
             for part in moving[key]:
@@ -125,7 +125,7 @@ class Moves:
 
         return total(0), total(1), total(2)
 
-    def moving(self, unit: UnitSize) -> Iterator[Moving]:
+    def moving(self, unit: UnitSize) -> Iterator[UnitCommCosts]:
         """Of a unit: its trainable buffer, its frozen one, where they hold anything."""
         compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
         strategy = strategy_of(unit, self.strategy)
@@ -138,7 +138,7 @@ class Moves:
             converted = 0
             if wire != accumulate and (runs["finish"] or runs["replicas"]):  # in, and back
                 converted = (numel // grads + numel // optim) * (wire + accumulate)
-            yield Moving(
+            yield UnitCommCosts(
                 trainable=True,
                 gather=self._often(Op.ALL_GATHER, runs["gather"], numel * compute),
                 reduce=self._often(Op.REDUCE_SCATTER, runs["reduce"], numel * wire),
@@ -150,9 +150,9 @@ class Moves:
             )
         if unit.frozen_numel:
             frozen = unit.frozen_numel * compute
-            yield Moving(gather=self._often(Op.ALL_GATHER, runs["gather"], frozen))
+            yield UnitCommCosts(gather=self._often(Op.ALL_GATHER, runs["gather"], frozen))
 
-    def _often(self, op: Op, run: Run, num_bytes: int) -> tuple[Phase, ...]:
+    def _often(self, op: Op, run: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
         """A move of every micro-batch: where weights rotate a pass round the ring, either way."""
         if self.rotates:
             return self.times.shifts(run, num_bytes, in_place=self.in_place)

@@ -75,7 +75,7 @@ class Computing:
         return tuple(found)
 
     @cached_property
-    def of_units(self) -> tuple[UnitSeconds, ...]:
+    def per_unit(self) -> tuple[UnitSeconds, ...]:
         """Of every unit, in forward order."""
         blocks = (
             self._block(index, recomputed=index in self._computed_again)
@@ -97,7 +97,7 @@ class Computing:
         """Of one micro-batch."""
         return sum(
             part.forward + part.recompute + part.until_first_gradient + part.rest_of_backward
-            for part in self.of_units
+            for part in self.per_unit
         )
 
     @cached_property

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from paro.planning.machine.collective_time import scalar_seconds
 from paro.planning.machine.machine import Device, Machine
+from paro.planning.step.comm_costs import CommCosts, seconds_of
 from paro.planning.step.computing import Computing
-from paro.planning.step.comm_costs import Moves, seconds_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class StepCosts:
     """A step of a model under a strategy on a machine."""
 
     computing: Computing
-    moves: Moves
+    moves: CommCosts
     num_micro_batches: int
     prefetch_units: int = 1
     overlap: Overlap | None = None  # default: everything, or nothing if nothing is gathered ahead
@@ -83,11 +83,11 @@ class StepCosts:
     def _never_hidden(self) -> float:
         """The first unit's gather, and the way of the gradients that come last."""
         first = self.computing.first_trained
-        exposed = sum(seconds_of(part.gather) for part in self.moves.of_units[0])
+        exposed = sum(seconds_of(part.gather) for part in self.moves.per_unit[0])
         if first < len(self.computing.units):
             exposed += sum(
                 seconds_of((*part.reduce, *part.finish, *part.replicas))
-                for part in self.moves.of_units[first]
+                for part in self.moves.per_unit[first]
             )
         return exposed
 

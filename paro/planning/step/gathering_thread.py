@@ -27,7 +27,7 @@ class GatheringThread(StepThread):
     ) -> None:
         super().__init__(costs, simulation, actor, speed)
         self.units = costs.computing.units
-        self.seconds = costs.computing.of_units
+        self.seconds = costs.computing.per_unit
         self.first = costs.computing.first_trained
         ahead = costs.prefetch_units if self.overlaps.gathers else 0
         self.max_live = 1 + ahead

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paro.planning.cost_model import UnitSize
+from paro.planning.step.comm_costs import seconds_of
 from paro.planning.step.computing import Computing, UnitSeconds
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.comm_costs import seconds_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
@@ -20,11 +20,11 @@ _OF_FORWARD = 1 / 3  # of what a further slice costs; backward has twice the pro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RotatedPart:
     """A part of the model: where its weights lie, and what all its slices take together."""
 
     name: str
-    laps: tuple[str, ...]  # its units: slices, or their halves one after the other
+    halves: tuple[str, ...]  # its units: slices, or their halves one after the other
     seconds: UnitSeconds
     returns: bool = True  # backward reads the weights
     recomputed_from: int | None = None  # the index of the part with which its recomputation begins
@@ -38,7 +38,7 @@ class RotatingComputing(Computing):
     degree: int
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[RotatedPart, ...]:
         """In forward order."""
         tied = self.model.tie_embeddings_and_output_weights
         parts = [self._part("embedding", super()._embedding(), returns=False)]
@@ -106,12 +106,12 @@ class RotatingComputing(Computing):
 
     def _part(
         self, name: str, whole: UnitSeconds, *, returns: bool = True, holder: str | None = None
-    ) -> Part:
+    ) -> RotatedPart:
         """A part with what its slices cost beside what the whole does."""
-        laps = tuple(
+        halves = tuple(
             unit.name for unit in self.rotating if unit.name.partition(" ")[0] == (holder or name)
         )
-        further = self.degree * len(laps) - 1
+        further = self.degree * len(halves) - 1
         forward = further * (self.device.piece_seconds * _OF_FORWARD + self.adding_seconds)
         backward = further * (self.device.piece_seconds * (1 - _OF_FORWARD) + self.adding_seconds)
         has_backward = whole.until_first_gradient + whole.rest_of_backward > 0
@@ -121,7 +121,7 @@ class RotatingComputing(Computing):
             until_first_gradient=whole.until_first_gradient,
             rest_of_backward=whole.rest_of_backward + (backward if has_backward else 0.0),
         )
-        return Part(name=name, laps=laps, seconds=seconds, returns=returns)
+        return RotatedPart(name=name, halves=halves, seconds=seconds, returns=returns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +160,8 @@ class RotatingCosts(StepCosts):
         first = self.computing.first_trained_part
         if first == len(self.computing.parts):
             return 0.0
-        by_name = dict(zip((u.name for u in self.moves.units), self.moves.of_units, strict=True))
-        last = by_name[self.computing.parts[first].laps[0]]
+        by_name = dict(zip((u.name for u in self.moves.units), self.moves.per_unit, strict=True))
+        last = by_name[self.computing.parts[first].halves[0]]
         exposed = sum(seconds_of((*part.finish, *part.replicas)) for part in last)
         return exposed + (self._passes_seconds() if self.in_place else 0.0)
 
@@ -169,7 +169,7 @@ class RotatingCosts(StepCosts):
         per_micro_batch = sum(
             unit.gathers_per_micro_batch * seconds_of(part.gather)
             + unit.reductions_per_micro_batch * seconds_of(part.reduce)
-            for unit, parts in zip(self.moves.units, self.moves.of_units, strict=True)
+            for unit, parts in zip(self.moves.units, self.moves.per_unit, strict=True)
             for part in parts
         )
         return per_micro_batch * self.num_micro_batches

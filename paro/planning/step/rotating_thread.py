@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable
 from typing import Literal
 
 from paro.planning.machine.machine import GroupSpeed
-from paro.planning.step.rotating import Part, RotatingCosts
+from paro.planning.step.rotating import RotatedPart, RotatingCosts
 from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work
 from paro.planning.step.thread import Buffer, StepThread
 from paro.precision import BYTES_OF
@@ -33,7 +33,7 @@ class RotatingThread(StepThread):
         self.degree = costs.computing.degree
         self.sizes = {unit.name: unit for unit in costs.moves.units}
         # Whose backward is the last to bring a unit gradients: a tied head uses the embedding's.
-        self.lowest_user = {lap: p.name for p in reversed(self.parts) for lap in p.laps}
+        self.lowest_user = {half: p.name for p in reversed(self.parts) for half in p.halves}
         beside = [unit for unit in costs.moves.units if unit.replicated]
         self.norms = [buffer for unit in beside for buffer in self.buffers[unit.name]]
         self.lowest_norm = max(1, self.first)  # the part; before the embedding there is none
@@ -47,12 +47,12 @@ class RotatingThread(StepThread):
         for index in reversed(range(self.first, len(self.parts))):
             part = self.parts[index]
             yield from self._recompute(part, index)
-            for lap in reversed(part.laps):
-                yield from self._backward(part, lap)
-                if index == self.lowest_norm and lap == part.laps[0]:
+            for half in reversed(part.halves):
+                yield from self._backward(part, half)
+                if index == self.lowest_norm and half == part.halves[0]:
                     yield from self._take_norms(last=last)
-                if last and self.lowest_user[lap] == part.name:
-                    yield from self._finish_all(self.buffers[lap])
+                if last and self.lowest_user[half] == part.name:
+                    yield from self._finish_all(self.buffers[half])
 
     def _take_norms(self, *, last: bool) -> Program:
         taking = self.costs.taking(self.num_norms)
@@ -60,45 +60,45 @@ class RotatingThread(StepThread):
         if last:
             yield from self._finish_all(self.norms)
 
-    def _recompute(self, part: Part, index: int) -> Program:
+    def _recompute(self, part: RotatedPart, index: int) -> Program:
         if part.recomputed_from is not None:
             for again in self.parts[part.recomputed_from : index + 1]:
                 yield from self._forward(again, "recompute", again.seconds.recompute)
 
-    def _forward(self, part: Part, kind: str, seconds: float) -> Program:
-        of_slice = seconds / self.degree / len(part.laps)
-        for lap in part.laps:
-            for buffer in self.buffers[lap]:
+    def _forward(self, part: RotatedPart, kind: str, seconds: float) -> Program:
+        of_slice = seconds / self.degree / len(part.halves)
+        for half in part.halves:
+            for buffer in self.buffers[half]:
                 yield from self._wait_published(buffer)
             arriving: _Events = ()
             for left in reversed(range(self.degree)):
                 yield Wait(arriving)
                 if left and not self.costs.in_place:
-                    arriving = yield from self._shift(lap, "gather")
-                yield self._compute(of_slice, f"{kind} {lap}", kind)
+                    arriving = yield from self._shift(half, "gather")
+                yield self._compute(of_slice, f"{kind} {half}", kind)
                 if left and self.costs.in_place:
-                    yield from self._shift_in_place(lap, "gather")
+                    yield from self._shift_in_place(half, "gather")
 
-    def _backward(self, part: Part, lap: str) -> Program:
-        slices = self.degree * len(part.laps)
-        taking = self.costs.taking(self.sizes[lap].trainable_numel) / self.degree
+    def _backward(self, part: RotatedPart, half: str) -> Program:
+        slices = self.degree * len(part.halves)
+        taking = self.costs.taking(self.sizes[half].trainable_numel) / self.degree
         weights: _Events = ()
         gradients: _Events = ()
         for left in reversed(range(self.degree)):
             yield Wait(weights)
             if left and part.returns and not self.costs.in_place:
-                weights = yield from self._shift(lap, "gather")
+                weights = yield from self._shift(half, "gather")
             until_first = part.seconds.until_first_gradient / slices
-            yield self._compute(until_first, f"backward {lap}", "backward")
+            yield self._compute(until_first, f"backward {half}", "backward")
             yield Wait(gradients)
             rest = part.seconds.rest_of_backward / slices + taking
-            yield self._compute(rest, f"backward {lap}", "backward")
+            yield self._compute(rest, f"backward {half}", "backward")
             if left and self.costs.in_place:
                 if part.returns:
-                    yield from self._shift_in_place(lap, "gather")
-                yield from self._shift_in_place(lap, "reduce")
+                    yield from self._shift_in_place(half, "gather")
+                yield from self._shift_in_place(half, "reduce")
             elif left:
-                gradients = yield from self._shift(lap, "reduce")
+                gradients = yield from self._shift(half, "reduce")
 
     def _wait_published(self, buffer: Buffer) -> Program:
         yield Wait(buffer.published)
@@ -109,13 +109,13 @@ class RotatingThread(StepThread):
             if buffer.moving.trainable:
                 yield from self._finish(buffer, ())
 
-    def _shift(self, lap: str, rides: _Rides) -> Generator[Compute | Wait, None, _Events]:
+    def _shift(self, half: str, rides: _Rides) -> Generator[Compute | Wait, None, _Events]:
         """Sends a slice on, waits for it where nothing overlaps, and returns what to wait for."""
         # Messages of CPU ranks do not wait for one another.
         own_lane = self.costs.device.cores is not None
         use = "gradients" if own_lane and rides == "reduce" else "rotate"
         event: _Events = ()
-        for buffer in self.buffers[lap]:
+        for buffer in self.buffers[half]:
             moving = buffer.moving
             for phase in (moving.gather if rides == "gather" else moving.reduce)[:1]:
                 event += self._queue(use, rides, f"{rides} {buffer.name}", phase, ())
@@ -123,10 +123,10 @@ class RotatingThread(StepThread):
             yield Wait(event)
         return event
 
-    def _shift_in_place(self, lap: str, rides: _Rides) -> Program:
-        yield Wait((yield from self._shift(lap, rides)))
-        unit, precision = self.sizes[lap], self.costs.moves.precision
+    def _shift_in_place(self, half: str, rides: _Rides) -> Program:
+        yield Wait((yield from self._shift(half, rides)))
+        unit, precision = self.sizes[half], self.costs.moves.precision
         landed = unit.numel * BYTES_OF[precision.compute]
         if rides == "reduce":
             landed = unit.trainable_numel * BYTES_OF[precision.wire]
-        yield self._compute(self.costs.landing_seconds(landed), f"copy {lap}", "copy")
+        yield self._compute(self.costs.landing_seconds(landed), f"copy {half}", "copy")

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paro.planning.machine.collective_time import Job, Lane
+from paro.planning.machine.collective_time import Job, StreamAxes
 
 _LEAST_COMPUTE = 0.05  # of its speed: a thread that computes is never shut out
 _TINY = 1e-12  # seconds
@@ -41,7 +41,7 @@ class Work:
     name: str
     kind: str
     job: Job
-    lane: tuple[str, Lane]
+    lane: tuple[str, StreamAxes]
     members: int  # how many actors it takes
     after: tuple[Work, ...]
     left: float  # seconds, had it all links for itself
@@ -83,7 +83,7 @@ class Actor:
 
     index: int
     program: Program | None = None
-    lanes: dict[tuple[str, Lane], deque[Work]] = field(default_factory=dict)
+    lanes: dict[tuple[str, StreamAxes], deque[Work]] = field(default_factory=dict)
     computing: Compute | None = None
     left: float = 0.0
     start: float = 0.0

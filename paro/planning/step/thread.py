@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paro.planning.machine.collective_time import Job, Lane, Phase, scalar_seconds
+from paro.planning.machine.collective_time import Job, Phase, StreamAxes, scalar_seconds
 from paro.planning.machine.machine import GroupSpeed
+from paro.planning.step.comm_costs import UnitCommCosts
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.comm_costs import Moving
 from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work
 
 
 class Buffer:
     """A flat buffer of a unit: what of it is under way."""
 
-    def __init__(self, unit: str, moving: Moving) -> None:
+    def __init__(self, unit: str, moving: UnitCommCosts) -> None:
         self.name = unit if moving.trainable else f"{unit} (frozen)"
         self.moving = moving
         self.whole = False
@@ -43,7 +43,7 @@ class StepThread:
         self.number = 0
         self.buffers = {
             unit.name: [Buffer(unit.name, moving) for moving in parts]
-            for unit, parts in zip(costs.moves.units, costs.moves.of_units, strict=True)
+            for unit, parts in zip(costs.moves.units, costs.moves.per_unit, strict=True)
         }
 
     def program(self) -> Program:
@@ -96,7 +96,7 @@ class StepThread:
         return Compute(seconds / self.speed.compute, name, kind)
 
     def _copy(
-        self, name: str, lane: Lane, num_bytes: int, after: tuple[Work, ...]
+        self, name: str, lane: StreamAxes, num_bytes: int, after: tuple[Work, ...]
     ) -> tuple[Work, ...]:
         """Reading and writing in a reduction's lane; on CPU ranks it takes the processor."""
         busy = 1.0 if self.costs.device.cores is not None else 0.0

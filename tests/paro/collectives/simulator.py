@@ -85,11 +85,11 @@ def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
     next is drawn by lot, again and again.
     """
     rng = random.Random(seed)
-    lanes = [(place, level) for place in range(len(places)) for level in range(levels)]
-    steps_of = {(place, level): places[place].of_level(level) for place, level in lanes}
-    tag = {(lane[0], i): n for lane in lanes for n, i in enumerate(steps_of[lane])}
+    streams = [(place, level) for place in range(len(places)) for level in range(levels)]
+    steps_of = {(place, level): places[place].of_level(level) for place, level in streams}
+    tag = {(stream[0], i): n for stream in streams for n, i in enumerate(steps_of[stream])}
     wires: dict[tuple[int, int, int, int], list[Content]] = {}  # by sender, receiver, level and tag
-    ended = dict.fromkeys(lanes, 0)
+    ended = dict.fromkeys(streams, 0)
 
     def send_what_may_go(place: int, candidates: Iterable[int]) -> None:
         state = places[place]
@@ -113,7 +113,9 @@ def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
 
     for place, state in enumerate(places):
         send_what_may_go(place, range(len(state.steps)))
-    _until_done(lanes, {lane: len(steps) for lane, steps in steps_of.items()}, ended, receive, rng)
+    _until_done(
+        streams, {stream: len(steps) for stream, steps in steps_of.items()}, ended, receive, rng
+    )
     assert not wires, "somebody sent what nobody received"
 
 
@@ -124,53 +126,55 @@ def run_as_streams(places: Sequence[Place], levels: int, seed: int) -> None:
     the steps that its send and its receive belong to. Messages have no tags: they match in order.
     """
     rng = random.Random(seed)
-    lanes = [(place, level) for place in range(len(places)) for level in range(levels)]
-    steps_of = {(place, level): places[place].of_level(level) for place, level in lanes}
-    started = dict.fromkeys(lanes, 0)
-    ended = dict.fromkeys(lanes, 0)
+    streams = [(place, level) for place in range(len(places)) for level in range(levels)]
+    steps_of = {(place, level): places[place].of_level(level) for place, level in streams}
+    started = dict.fromkeys(streams, 0)
+    ended = dict.fromkeys(streams, 0)
     outgoing: dict[tuple[int, int], list[Content]] = {}  # by place and step
 
     def go_on(place: int, level: int) -> bool:
-        lane, state = (place, level), places[place]
-        position = ended[lane]
-        index = steps_of[lane][position]
+        stream, state = (place, level), places[place]
+        position = ended[stream]
+        index = steps_of[stream][position]
         send, receive = state.steps[index].send, state.steps[index].receive
-        if started[lane] == position:
+        if started[stream] == position:
             if not state.arrived.issuperset({*send.after, *receive.after}):
                 return False
             outgoing[place, index] = state.message(send.chunks)
-            started[lane] += 1
+            started[stream] += 1
             return True
         if any(started[peer, level] <= position for peer in (send.peer, receive.peer)):
             return False
         state.take(index, outgoing[receive.peer, steps_of[receive.peer, level][position]])
-        ended[lane] += 1
+        ended[stream] += 1
         return True
 
-    _until_done(lanes, {lane: len(steps) for lane, steps in steps_of.items()}, ended, go_on, rng)
+    _until_done(
+        streams, {stream: len(steps) for stream, steps in steps_of.items()}, ended, go_on, rng
+    )
 
 
 def _until_done(
-    lanes: list[tuple[int, int]],
+    streams: list[tuple[int, int]],
     lengths: dict[tuple[int, int], int],
     ended: dict[tuple[int, int], int],
     go_on: Callable[[int, int], bool],
     rng: random.Random,
 ) -> None:
     """Lets lanes go on by lot; raises if none can."""
-    todo = [lane for lane in lanes if lengths[lane]]
+    todo = [stream for stream in streams if lengths[stream]]
     while todo:
         rng.shuffle(todo)
         moved = False
-        for lane in todo:
+        for stream in todo:
             # Some go on several times, so that they get far ahead of others.
             for _ in range(rng.choice((1, 1, 2, 8))):
-                if ended[lane] == lengths[lane] or not go_on(*lane):
+                if ended[stream] == lengths[stream] or not go_on(*stream):
                     break
                 moved = True
         if not moved:
             raise DeadlockError(f"of {lengths} steps only {ended} ended")
-        todo = [lane for lane in todo if ended[lane] < lengths[lane]]
+        todo = [stream for stream in todo if ended[stream] < lengths[stream]]
 
 
 def run_one_by_one(places: Sequence[Place]) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from paro.collectives.api import make_collectives
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
-from paro.distributed.byte_counter import Sent, Traffic
-from paro.distributed.comm_stream import make_lanes
+from paro.distributed.byte_counter import ByteCounter, Sent
+from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.groups import Use
 from paro.topology import make_topology, nested_range
 from tests.helpers.ranks import run_ranks
@@ -46,17 +46,17 @@ def check_collectives(
         topology=topology,
         rank=rank,
         runs={use: frozenset(runs) for use in Use},
-        lanes=make_lanes(CPU, overlap=overlap, backend="gloo"),
-        traffic=Traffic(),
+        streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
+        traffic=ByteCounter(),
         timeout=timedelta(seconds=30),
     )
     wrong = []
     for run in sorted(runs, key=lambda run: [axis.index for axis in run]):
         members = topology.members(run, rank)
-        for dtype, travel in TYPES:
+        for dtype, comm_dtype in TYPES:
             numel = size * 24
             shard = slice(*nested_range(run, rank, numel))
-            label = f"{name} over {[axis.index for axis in run]} as {dtype} by {travel}"
+            label = f"{name} over {[axis.index for axis in run]} as {dtype} by {comm_dtype}"
 
             gathered = torch.full((numel,), -1, dtype=dtype)
             gathered[shard] = whole(numel, dtype)[shard]
@@ -72,11 +72,11 @@ def check_collectives(
 
             total = whole(numel, dtype, sum(member % 3 for member in members))
             summed = whole(numel, dtype, rank % 3)
-            collectives.reduce_scatter(summed, run, travel).wait()
+            collectives.reduce_scatter(summed, run, comm_dtype).wait()
             if not torch.equal(summed[shard], total[shard]):
                 wrong.append(f"reduce_scatter: {label}")
             summed = whole(numel, dtype, rank % 3)
-            collectives.all_reduce(summed, run, travel).wait()
+            collectives.all_reduce(summed, run, comm_dtype).wait()
             if not torch.equal(summed, total):
                 wrong.append(f"all_reduce: {label}")
     collectives.close()
@@ -95,13 +95,13 @@ def test_collectives(name: str, world_size: int, group_size: int, degrees: tuple
 def send_one_of_each(name: str) -> dict[str, Sent]:
     """Bytes of one collective each, over both axes of 2 groups of 2; 96 elements of fp32."""
     topology = make_topology(world_size=4, group_size=2, degrees=())
-    traffic = Traffic()
+    traffic = ByteCounter()
     collectives: Collectives = make_collectives(
         name,
         topology=topology,
         rank=dist.get_rank(),
         runs={use: frozenset({topology.axes}) for use in Use},
-        lanes=make_lanes(CPU, overlap=True, backend="gloo"),
+        streams=make_comm_streams(CPU, overlap=True, backend="gloo"),
         traffic=traffic,
         timeout=timedelta(seconds=30),
     )

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from paro.collectives import schedule
 from paro.collectives.api import make_collectives
-from paro.collectives.choice import Choice
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.executor import ALGORITHMS, parts_of
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op, count_pieces
 from paro.collectives.transfer import Buffer, Scratch, Transfer
-from paro.distributed.byte_counter import Sent, Traffic
-from paro.distributed.comm_stream import make_lanes
+from paro.distributed.byte_counter import ByteCounter, Sent
+from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.groups import Use
 from paro.topology import Axes, Link, Topology, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 
 def make(
     name: str, topology: Topology, *, overlap: bool = True, seconds: float = 30.0
-) -> tuple[Collectives, Traffic]:
-    traffic = Traffic()
+) -> tuple[Collectives, ByteCounter]:
+    traffic = ByteCounter()
     collectives = make_collectives(
         name,
         topology=topology,
         rank=dist.get_rank(),
         runs={use: frozenset({topology.axes}) for use in Use},
-        lanes=make_lanes(CPU, overlap=overlap, backend="gloo"),
+        streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
         traffic=traffic,
         timeout=timedelta(seconds=seconds),
     )
@@ -64,11 +64,15 @@ def run_in_pieces(name: str, group_size: int, numel: int, overlap: bool) -> dict
         gathered = torch.zeros(numel)
         gathered[own] = everybody[0][own]
         event = collectives.all_gather(gathered, topology.axes)
-        for travel in (torch.float32, torch.bfloat16):
-            results[f"scattered {travel}"] = everybody[rank].clone()
-            collectives.reduce_scatter(results[f"scattered {travel}"], topology.axes, travel)
-            results[f"reduced {travel}"] = everybody[rank].clone()
-            last = collectives.all_reduce(results[f"reduced {travel}"], topology.axes, travel)
+        for comm_dtype in (torch.float32, torch.bfloat16):
+            results[f"scattered {comm_dtype}"] = everybody[rank].clone()
+            collectives.reduce_scatter(
+                results[f"scattered {comm_dtype}"], topology.axes, comm_dtype
+            )
+            results[f"reduced {comm_dtype}"] = everybody[rank].clone()
+            last = collectives.all_reduce(
+                results[f"reduced {comm_dtype}"], topology.axes, comm_dtype
+            )
         event.wait()
         last.wait()
         collectives.close()
@@ -206,12 +210,12 @@ def choose_by_size(sizes: list[int]) -> list[str]:
         return schedule.COLLECTIVES[num_bytes.bit_length() % len(schedule.COLLECTIVES)]
 
     collectives = make_collectives(
-        Choice(names=schedule.COLLECTIVES, best=best),
+        AlgorithmChoice(names=schedule.COLLECTIVES, best=best),
         topology=topology,
         rank=rank,
         runs={use: frozenset({topology.axes}) for use in Use},
-        lanes=make_lanes(CPU, overlap=True, backend="gloo"),
-        traffic=Traffic(),
+        streams=make_comm_streams(CPU, overlap=True, backend="gloo"),
+        traffic=ByteCounter(),
         timeout=timedelta(seconds=30),
     )
     running = []

@@ -11,7 +11,7 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.machine.files import machine_to_json
 from paro.planning.search.planner import letter_rows
-from tests.paro.planning.cases import case, machine
+from tests.paro.planning.cases import machine, workload
 
 RUN = (
     "--llama-preset 7B --mock-data --seq-length 512 --micro-batch-size 4 --global-batch-size 1280 "
@@ -67,10 +67,10 @@ def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     path.write_text(machine_to_json(machine(inter=10)), encoding="utf-8")
     config = configured(f"--paro-strategy auto --paro-machine {path}")
-    rows = letter_rows(case(config.model, machine=machine(inter=10), micro_batch_size=4,
+    rows = letter_rows(workload(config.model, machine=machine(inter=10), micro_batch_size=4,
                             global_batch_size=1280))  # fmt: skip
     fitting = [row for row in rows if row.fits]
-    chosen = [row for row in fitting if row.setting.strategy.degrees == config.strategy.degrees]
+    chosen = [row for row in fitting if row.candidate.strategy.degrees == config.strategy.degrees]
     assert not chosen or chosen[0].seconds <= fitting[0].seconds * 1.01
 
 

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from paro.distributed.comm_stream import DONE, AllEvents, InlineLanes, StreamLanes, ThreadLanes
-from paro.distributed.exposed_time import Exposed, Exposure, Kind
+from paro.distributed.comm_stream import DONE, AllEvents, CudaStreams, InlineStreams, ThreadStreams
+from paro.distributed.exposed_time import Exposed, Exposure, WaitKind
 from paro.distributed.groups import Use
 from paro.topology import make_topology
 
@@ -23,44 +23,44 @@ def nap() -> None:
 
 
 def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None:
-    lanes, exposure = ThreadLanes(torch.device("cpu")), Exposure(TOPOLOGY)
+    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure(TOPOLOGY)
     gate = threading.Event()
-    between = lanes.submit(INTER, gate.wait)
-    inside = lanes.submit(INTRA, nap, after=between)
+    between = streams.submit(INTER, gate.wait)
+    inside = streams.submit(INTRA, nap, after=between)
     threading.Timer(0.3, gate.set).start()
-    exposure.wait(Kind.GATHER, AllEvents([inside]))
+    exposure.wait(WaitKind.GATHER, AllEvents([inside]))
     exposed = exposure.take()
     assert exposed.inter is not None
     assert exposed.intra is not None
     assert exposed.inter > 0.1  # of the 0.3, however late this thread came to wait
     assert exposed.intra > SECONDS / 2
     assert exposed.gather >= exposed.intra + exposed.inter
-    assert exposed.reduce == exposed.publish == 0.0
+    assert exposed.reduce == exposed.gather_updated == 0.0
     assert exposure.take() == Exposed(intra=0.0, inter=0.0)
-    lanes.close()
+    streams.close()
 
 
 def test_what_overlaps_costs_nothing() -> None:
-    lanes, exposure = ThreadLanes(torch.device("cpu")), Exposure(TOPOLOGY)
+    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure(TOPOLOGY)
     ended = threading.Event()
-    event = lanes.submit(INTER, lambda: (nap(), ended.set())[0])
+    event = streams.submit(INTER, lambda: (nap(), ended.set())[0])
     ended.wait()
     event.wait()
-    exposure.wait(Kind.REDUCE, event)
-    exposure.wait(Kind.REDUCE, DONE)
+    exposure.wait(WaitKind.REDUCE, event)
+    exposure.wait(WaitKind.REDUCE, DONE)
     assert exposure.take().total < SECONDS / 5
-    lanes.close()
+    streams.close()
 
 
 def test_without_overlap_a_job_costs_what_it_takes() -> None:
     exposure = Exposure(TOPOLOGY)
-    lanes = InlineLanes(exposure.note)
-    with exposure.submitting(Kind.PUBLISH):
-        lanes.submit(INTER, nap)
+    streams = InlineStreams(exposure.note)
+    with exposure.submitting(WaitKind.GATHER_UPDATED):
+        streams.submit(INTER, nap)
     exposed = exposure.take()
-    assert exposed.publish >= SECONDS
+    assert exposed.gather_updated >= SECONDS
     assert exposed.inter is not None
-    assert SECONDS <= exposed.inter <= exposed.publish
+    assert SECONDS <= exposed.inter <= exposed.gather_updated
     assert exposed.intra == 0.0
 
 
@@ -84,19 +84,19 @@ def test_without_a_topology_links_are_not_told_apart() -> None:
 
 
 def test_a_failed_job_is_raised_at_the_wait() -> None:
-    lanes, exposure = ThreadLanes(torch.device("cpu")), Exposure(TOPOLOGY)
+    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure(TOPOLOGY)
 
     def fail() -> None:
         raise OSError("peer is gone")
 
-    event = lanes.submit(INTRA, fail)
+    event = streams.submit(INTRA, fail)
     with pytest.raises(RuntimeError, match="a collective failed on this rank"):
-        exposure.wait(Kind.GATHER, lanes.submit(INTER, nap, after=event))
+        exposure.wait(WaitKind.GATHER, streams.submit(INTER, nap, after=event))
 
 
 @pytest.mark.gpu
 def test_streams_are_measured_on_the_device() -> None:
-    lanes, exposure = StreamLanes(), Exposure(TOPOLOGY, on_streams=True)
+    streams, exposure = CudaStreams(), Exposure(TOPOLOGY, on_streams=True)
     matrix = torch.randn(4096, 4096, device="cuda")
 
     def work() -> None:
@@ -105,11 +105,11 @@ def test_streams_are_measured_on_the_device() -> None:
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    exposure.wait(Kind.GATHER, lanes.submit(INTER, work))
+    exposure.wait(WaitKind.GATHER, streams.submit(INTER, work))
     end.record()
     torch.cuda.synchronize()
     exposed = exposure.take()
     assert exposed.gather > 0.001
     assert exposed.gather <= begin.elapsed_time(end) / 1000.0
     assert exposed.intra is exposed.inter is None
-    lanes.close()
+    streams.close()

@@ -108,7 +108,7 @@ def agree_on_a_mistake() -> tuple[list[float], str]:
     control = _control()
     summed = control.sum([control.world.rank, 0.5])
     try:
-        with control.agreed():
+        with control.raise_on_all_ranks():
             if control.world.rank == 2:
                 raise ValueError("rank 2 finds\na mistake")
     except UserMistakeError as mistake:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paro.optim.lr_schedule import Schedule, ScheduleConfig
+from paro.optim.lr_schedule import LrSchedule, ScheduleConfig
 
 # 100 samples of warm-up, decay from there to sample 1100 (1000 samples), lr 1.0 down to 0.1.
 BASE: dict[str, Any] = {
@@ -16,8 +16,8 @@ BASE: dict[str, Any] = {
 }
 
 
-def make(**changes: Any) -> Schedule:
-    return Schedule(ScheduleConfig(**(BASE | changes)))
+def make(**changes: Any) -> LrSchedule:
+    return LrSchedule(ScheduleConfig(**(BASE | changes)))
 
 
 def test_warmup_is_linear_and_reaches_the_peak_at_its_last_sample() -> None:

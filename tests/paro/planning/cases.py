@@ -7,7 +7,7 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig
 from paro.planning.machine.machine import BandwidthSource, Device, LinkSpeed, Machine
-from paro.planning.search.settings import Case
+from paro.planning.search.settings import Workload
 from paro.precision import PrecisionConfig
 
 DEVICE = Device(
@@ -44,7 +44,7 @@ def machine(*, intra: float = 2000, inter: float = 100, **changes: Any) -> Machi
     return replace(made, **changes)
 
 
-def case(model: LlamaConfig = SMALL, **changes: Any) -> Case:
+def workload(model: LlamaConfig = SMALL, **changes: Any) -> Workload:
     given: dict[str, Any] = {
         "machine": machine(),
         "group_size": 8,
@@ -53,4 +53,4 @@ def case(model: LlamaConfig = SMALL, **changes: Any) -> Case:
         "global_batch_size": 192,
         "precision": BF16,
     }
-    return Case(model=model, **(given | changes))
+    return Workload(model=model, **(given | changes))

@@ -15,20 +15,20 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
-from paro.distributed.byte_counter import Sent, Traffic
-from paro.distributed.comm_stream import InlineLanes
+from paro.distributed.byte_counter import ByteCounter, Sent
+from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import Groups
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.precision import PrecisionConfig
-from paro.rotation.rotated_model import RotatedModel
 from paro.rotation.part import Progress
-from paro.rotation.ring import Ring
 from paro.rotation.partition import cut_into_parts
+from paro.rotation.ring import Ring
+from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import Ledger
+from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
-from paro.sharding.distributed_model import SpreadModel
-from paro.sharding.shards import ShardingContext, moves_of
-from paro.sharding.wrap import cut_into_nodes
+from paro.sharding.shards import ShardingContext, make_comm_plan
+from paro.sharding.wrap import make_unit_modules
 from paro.strategy import Strategy
 from paro.topology import Topology
 
@@ -65,9 +65,9 @@ class LoneRank:
     """The model and the optimizer of one rank."""
 
     config: LlamaConfig
-    model: SpreadModel
+    model: DistributedModel
     optimizer: ParoOptimizer
-    traffic: Traffic
+    traffic: ByteCounter
 
     def step(self, num_micro_batches: int, *, size: int = 1, seq_length: int = 16) -> Sent:
         """Trains one step on made-up tokens; returns what the rank would have sent."""
@@ -97,7 +97,7 @@ def lone_rank(
     """Builds the last rank as training does; `silence` torch.distributed before it runs."""
     context = _context(strategy, topology, precision, device)
     llama = _empty_llama(config, is_trained)
-    nodes = cut_into_nodes(llama, llama.units(), context)
+    nodes = make_unit_modules(llama, llama.units(), context)
     return _lone(config, ShardedModel(llama, nodes, prefetch_units=prefetch_units))
 
 
@@ -118,7 +118,7 @@ def lone_rotating_rank(
     assert isinstance(collectives, NativeCollectives)
     (axis,) = topology.axes_between(1, strategy.params)
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
-    ring = Ring(axis, groups, InlineLanes(), collectives._wire._traffic)
+    ring = Ring(axis, groups, InlineStreams(), collectives._wire._traffic)
     progress = Progress()
     parts = cut_into_parts(llama, llama.units(), context, ring, progress, in_place=in_place)
     return _lone(config, RotatedModel(llama, parts, ring, progress))
@@ -133,12 +133,12 @@ def _context(
         topology=topology,
         rank=rank,
         strategy=strategy,
-        moves=moves_of(strategy, topology),
-        collectives=NativeCollectives(groups, InlineLanes(), Traffic()),
+        moves=make_comm_plan(strategy, topology),
+        collectives=NativeCollectives(groups, InlineStreams(), ByteCounter()),
         device=torch.device(device),
-        compute_type=TYPES[precision.compute],
-        wire_type=TYPES[precision.wire],
-        accumulate_type=TYPES[precision.accumulate],
+        compute_dtype=TYPES[precision.compute],
+        reduce_dtype=TYPES[precision.wire],
+        accumulate_dtype=TYPES[precision.accumulate],
         ledger=Ledger(),
     )
 
@@ -150,8 +150,8 @@ def _empty_llama(config: LlamaConfig, is_trained: Callable[[str], bool]) -> Llam
     return llama
 
 
-def _lone(config: LlamaConfig, model: SpreadModel) -> LoneRank:
-    collectives = model.units[0].context.collectives
+def _lone(config: LlamaConfig, model: DistributedModel) -> LoneRank:
+    collectives = model.context.collectives
     assert isinstance(collectives, NativeCollectives)
     return LoneRank(
         config=config,

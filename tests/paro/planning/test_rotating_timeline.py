@@ -11,8 +11,8 @@ from model.config import RecomputeConfig
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.search.planner import Estimator, letter_rows, plan, rotated_rows
-from paro.planning.search.settings import Case, Freedom, Materialize
-from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.search.settings import Materialize, SearchSpace, Workload
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import NOTHING
 from paro.planning.step.rotating import RotatingCosts
 from paro.planning.step.timeline import simulate
@@ -20,7 +20,7 @@ from paro.precision import PrecisionConfig
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.shards import UnitShards
 from paro.topology import make_topology
-from tests.paro.planning.cases import BF16, DEVICE, case, machine, speed
+from tests.paro.planning.cases import BF16, DEVICE, machine, speed, workload
 from tests.paro.planning.lone_rank import lone_rotating_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.step.test_timeline import (
@@ -36,8 +36,8 @@ from tests.paro.planning.step.test_timeline import (
 WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
 
 
-def costs(given: Case, strategy: str) -> RotatingCosts:
-    found = Estimator(given).costs(given.setting(given.strategy(strategy)))
+def costs(given: Workload, strategy: str) -> RotatingCosts:
+    found = Estimator(given).costs(given.candidate(given.strategy(strategy)))
     assert isinstance(found, RotatingCosts)
     return found
 
@@ -97,7 +97,7 @@ def test_links_carry_the_bytes_of_the_cost_model(
     way: Materialize, recompute: RecomputeConfig | None, strategy: str
 ) -> None:
     for tied in (False, True):
-        given = case(materialize=way)
+        given = workload(materialize=way)
         model = replace(given.model, recompute=recompute, tie_embeddings_and_output_weights=tied)
         given = replace(given, model=model)
         step = costs(given, strategy)
@@ -114,12 +114,14 @@ def test_links_carry_the_bytes_of_the_cost_model(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("trainable", [Trainable(), Trainable(kind=Kind.LAST_BLOCKS, share=0.3)])
+@pytest.mark.parametrize(
+    "trainable", [Trainable(), Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.3)]
+)
 @pytest.mark.parametrize("recompute", [None, EACH])
 def test_without_overlap_parts_add_up(
     way: Materialize, trainable: Trainable, recompute: RecomputeConfig | None
 ) -> None:
-    given = case(replace(TINY, num_attention_heads=8, num_query_groups=8, recompute=recompute),
+    given = workload(replace(TINY, num_attention_heads=8, num_query_groups=8, recompute=recompute),
                  prefetch_units=0, materialize=way, trainable=trainable)  # fmt: skip
     for strategy in ("III", "IIG", "2,2,8"):
         step = costs(given, strategy)
@@ -138,7 +140,7 @@ def test_nothing_is_faster_than_its_bound(
 ) -> None:
     for intra, inter in ((20, 100), (2000, 100), (2000, 5)):
         for ahead in (0, 1):
-            given = case(
+            given = workload(
                 machine=machine(intra=intra, inter=inter), materialize=way, prefetch_units=ahead
             )
             step = costs(replace(given, model=replace(given.model, recompute=recompute)), strategy)
@@ -149,7 +151,7 @@ def test_nothing_is_faster_than_its_bound(
 
 def test_out_of_place_hides_what_in_place_waits_for() -> None:
     """Where links take as long as computing."""
-    given = case(machine=machine(intra=600), global_batch_size=64)
+    given = workload(machine=machine(intra=600), global_batch_size=64)
     times = {way: simulate(costs(replace(given, materialize=way), "III")) for way in WAYS}
     apart = times[Materialize.ROTATE_IN_PLACE]
     assert apart.exposed_seconds > 1.5 * times[Materialize.ROTATE].exposed_seconds
@@ -174,7 +176,7 @@ def test_in_place_two_chunks_are_under_way_at_a_time() -> None:
 def test_a_further_slice_costs_what_was_measured() -> None:
     """Over rings of 4 instead of 2 every part of the model is cut into 2 slices more."""
     device = replace(DEVICE, piece_seconds=1e-3)
-    given = case(materialize=Materialize.ROTATE)
+    given = workload(materialize=Materialize.ROTATE)
     slow = replace(given, machine=machine(device=device))
     num_parts = 2 + 2 * given.model.num_layers
     for degree in (2, 4, 8):
@@ -186,7 +188,7 @@ def test_a_further_slice_costs_what_was_measured() -> None:
 def test_a_part_costs_what_its_slices_do() -> None:
     """On rings of 4: FLOPs of the whole, and of 3 further slices their cost and their sums."""
     device = replace(DEVICE, piece_seconds=3e-3)
-    given = case(machine=machine(device=device), materialize=Materialize.ROTATE)
+    given = workload(machine=machine(device=device), materialize=Materialize.ROTATE)
     config, tokens = given.model, given.micro_batch_size * given.seq_length
     (query, hidden) = (config.num_attention_heads * config.kv_channels, config.hidden_size)
     residual = 2 * tokens * hidden / device.memory_bytes_per_second
@@ -223,7 +225,7 @@ def test_gradients_are_added_on_their_way_and_at_home(
     precision: PrecisionConfig, wire: int, accumulator: int
 ) -> None:
     """On rings of 4: 3 of 4 ranks read what comes, all their own; they write the sum."""
-    given = case(materialize=Materialize.ROTATE, precision=precision)
+    given = workload(materialize=Materialize.ROTATE, precision=precision)
     of_element = 2 + 0.75 * wire + wire
     at_home = (wire + 2 * accumulator) / 4
     taken = costs(given, "4,4,8").taking(1_000_000)
@@ -234,7 +236,7 @@ def test_weights_and_gradients_of_cpu_ranks_pass_each_other() -> None:
     """Other devices have one lane for both, as the engine's ring has."""
     for cores, together in ((None, False), (1.0, True)):
         device = replace(DEVICE, cores=cores)
-        given = case(machine=machine(intra=50, device=device), materialize=Materialize.ROTATE)
+        given = workload(machine=machine(intra=50, device=device), materialize=Materialize.ROTATE)
         spans = simulate(costs(given, "III"), record=True).spans
         weights, gradients = ([s for s in spans if s.kind == kind] for kind in ("gather", "reduce"))
         met = any(
@@ -246,8 +248,8 @@ def test_weights_and_gradients_of_cpu_ranks_pass_each_other() -> None:
 
 
 def test_rows_show_what_may_rotate_beside_what_is_gathered() -> None:
-    given = case()
-    rows = {row.setting.name: row for row in (*letter_rows(given), *rotated_rows(given))}
+    given = workload()
+    rows = {row.candidate.name: row for row in (*letter_rows(given), *rotated_rows(given))}
     assert {name for name in rows if " " in name} == {
         "III rotated", "III rotated in place", "IIG rotated", "IIG rotated in place",
     }  # fmt: skip
@@ -258,22 +260,22 @@ def test_rows_show_what_may_rotate_beside_what_is_gathered() -> None:
 
 
 def test_a_search_keeps_to_the_way_of_the_case() -> None:
-    few = Freedom(collectives=("native",), recomputes=(None,), micro_batch_sizes=(2,))
+    few = SearchSpace(collectives=("native",), recomputes=(None,), micro_batch_sizes=(2,))
     for way in Materialize:
-        found = plan(case(materialize=way), few)
-        assert {e.setting.materialize for e in (*found.front, found.least)} == {way}
+        found = plan(workload(materialize=way), few)
+        assert {e.candidate.materialize for e in (*found.front, found.least)} == {way}
         if way.rotates:
-            degrees = {e.setting.strategy.degrees for e in found.front}
+            degrees = {e.candidate.strategy.degrees for e in found.front}
             assert all(1 < params == grads <= 8 for params, grads, _ in degrees)
-    everything = plan(case(), replace(few, materializes=tuple(Materialize)))
-    assert {e.setting.materialize for e in everything.front} > {Materialize.GATHER}
+    everything = plan(workload(), replace(few, materializes=tuple(Materialize)))
+    assert {e.candidate.materialize for e in everything.front} > {Materialize.GATHER}
 
 
 def test_a_model_that_cannot_rotate_is_refused_with_what_could() -> None:
-    given = case(materialize=Materialize.ROTATE)
+    given = workload(materialize=Materialize.ROTATE)
     odd = replace(given, model=replace(given.model, num_attention_heads=3, num_query_groups=3))
     with pytest.raises(ValueError, match="cannot cut --num-attention-heads 3"):
         plan(odd)
-    lora = replace(given, trainable=Trainable(kind=Kind.ADAPTERS, share=0.01))
+    lora = replace(given, trainable=Trainable(kind=TrainableKind.ADAPTERS, share=0.01))
     with pytest.raises(ValueError, match="adapters are planned beside gathered parameters alone"):
         plan(lora)

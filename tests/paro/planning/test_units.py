@@ -65,9 +65,9 @@ CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
     ],
 )
 def test_formulas_equal_what_a_rank_counts_and_stores(
-    monkeypatch: pytest.MonkeyPatch, case: str, letters: str
+    monkeypatch: pytest.MonkeyPatch, workload: str, letters: str
 ) -> None:
-    config, is_trained = CASES[case]
+    config, is_trained = CASES[workload]
     strategy, topology = on_ranks(letters, world_size=8, group_size=4)
     precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True)
     units = units_of(config, world_size=8, is_trained=is_trained)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paro.report.log import Log
-from paro.report.progress import PROGRESS_FILE, Progress
+from paro.report.progress import PROGRESS_FILE, ProgressFile
 from tests.paro.report.test_log_line import FACTS
 
 NOON = datetime(2026, 3, 1, 12)
@@ -30,10 +30,10 @@ class Clock:
         self.now += timedelta(seconds=seconds)
 
 
-def begin(folder: Path, clock: Clock, *, samples: int = 0, ranks: int = 4) -> Progress:
+def begin(folder: Path, clock: Clock, *, samples: int = 0, ranks: int = 4) -> ProgressFile:
     facts = replace(LARGE, world_size=ranks)
     job = {"start_samples": samples, "job_id": "77", "clock": clock}
-    return Progress(str(folder), facts, Log(rank=0, world_size=ranks), **job)  # type: ignore[arg-type]
+    return ProgressFile(str(folder), facts, Log(rank=0, world_size=ranks), **job)  # type: ignore[arg-type]
 
 
 def lines(folder: Path) -> list[list[str]]:
@@ -89,7 +89,7 @@ def test_pauses_between_jobs_on_as_many_ranks_count_and_other_numbers_of_ranks_d
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     log = Log(rank=1, world_size=2)
-    Progress(str(tmp_path), LARGE, log, start_samples=0, job_id="").saved(1, 1)
+    ProgressFile(str(tmp_path), LARGE, log, start_samples=0, job_id="").saved(1, 1)
     assert not list(tmp_path.iterdir())
 
 

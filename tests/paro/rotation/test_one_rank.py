@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.config import LlamaConfig, RecomputeConfig
-from paro.distributed.comm_stream import Event, InlineLanes, Job
+from paro.distributed.comm_stream import Event, InlineStreams, Job
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, units_of
@@ -77,7 +77,7 @@ def test_no_rank_ever_holds_a_whole_block(
     rank = lone_rotating_rank(WIDE, strategy, topology, precision, in_place=in_place)
     largest = max(slices_by_part(rank.model.trainable_units).values())
     peak = allocated_at_most(lambda: rank.step(2, size=1, seq_length=4))
-    held = rank.model.units[0].context.ledger.slices
+    held = rank.model.context.ledger.slices
     bound = largest if in_place else 3 * largest
     assert held.peak_bytes <= bound
     # Beside them one gradient on its way to the slice it is added to, and little else.
@@ -104,16 +104,16 @@ def test_building_allocates_little_beside_what_stays(in_place: bool) -> None:
     assert peak < rank.optimizer.model_state_bytes() + 3 * longest
 
 
-class Noted(InlineLanes):
+class Noted(InlineStreams):
     """Writes down when a job is submitted."""
 
     def __init__(self, notes: list[str]) -> None:
         super().__init__()
         self._notes = notes
 
-    def submit(self, lane: Hashable, job: Job, *, after: Event | None = None) -> Event:
+    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         self._notes.append("shift")
-        return super().submit(lane, job, after=after)
+        return super().submit(stream, job, after=after)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
     )
     model, notes = rank.model, list[str]()
     assert isinstance(model, RotatedModel)
-    model._ring._lanes = Noted(notes)
+    model._ring._streams = Noted(notes)
     attention = next(part for part in model._parts if part.spec.method == "attention")
     computed = attention._of_slice
 

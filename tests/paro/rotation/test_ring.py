@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.distributed.byte_counter import Sent, Traffic
-from paro.distributed.comm_stream import make_lanes
+from paro.distributed.byte_counter import ByteCounter, Sent
+from paro.distributed.comm_stream import make_comm_streams
 from paro.rotation.ring import Ring, Turn, make_ring, room_beside
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
@@ -20,8 +20,8 @@ NUMEL = 1003  # several chunks, the last one shorter
 SHAPES = [(2, 2), (3, 3), (4, 4), (4, 2), (6, 3), (6, 6), (8, 8), (8, 4)]  # world, degree
 
 
-def slice_of(place: int, group: int) -> Tensor:
-    return torch.arange(NUMEL, dtype=torch.float32) + 10_000 * place + 100_000 * group
+def slice_of(position: int, group: int) -> Tensor:
+    return torch.arange(NUMEL, dtype=torch.float32) + 10_000 * position + 100_000 * group
 
 
 class Traveller:
@@ -46,39 +46,39 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     """A forward's and a backward's worth of shifts; says what was not where it belongs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=degree, degrees=(degree,))
-    lanes = make_lanes(torch.device("cpu"), overlap=overlap, backend="gloo")
-    traffic = Traffic()
+    streams = make_comm_streams(torch.device("cpu"), overlap=overlap, backend="gloo")
+    traffic = ByteCounter()
     ring = make_ring(
         degree,
         topology=topology,
         rank=rank,
-        lanes=lanes,
+        streams=streams,
         traffic=traffic,
         timeout=timedelta(seconds=30),
     )
     group, wrong = rank // degree, []
-    weights = Traveller(ring, slice_of(ring.place, group), in_place=in_place)
+    weights = Traveller(ring, slice_of(ring.position, group), in_place=in_place)
     for step in range(degree):
         if step:
             weights.shift(Turn.CLOCKWISE)
-        if not torch.equal(weights.values, slice_of((ring.place - step) % degree, group)):
+        if not torch.equal(weights.values, slice_of((ring.position - step) % degree, group)):
             wrong.append(f"forward, step {step}")
-        assert ring.home_of(step) == (ring.place - step) % degree
+        assert ring.home_of(step) == (ring.position - step) % degree
     # Back, every rank adding what it makes of the slice it holds.
     gradient = Traveller(ring, torch.zeros(NUMEL), in_place=in_place)
     for step in reversed(range(degree)):
         if not torch.equal(weights.values, slice_of(ring.home_of(step), group)):
             wrong.append(f"backward, step {step}")
-        gradient.values += weights.values * (1 + ring.place)
+        gradient.values += weights.values * (1 + ring.position)
         if step:
             weights.shift(Turn.COUNTER_CLOCKWISE)
             gradient.shift(Turn.COUNTER_CLOCKWISE)
-    total = slice_of(ring.place, group) * (degree * (degree + 1) // 2)
+    total = slice_of(ring.position, group) * (degree * (degree + 1) // 2)
     if not torch.equal(gradient.values, total):
         wrong.append("a gradient came home without every rank's part")
-    lanes.close()
+    streams.close()
     ring.close()
-    return wrong, traffic.take()
+    return wrong, traffic.alloc()
 
 
 def rotate_all_ways(degree: int) -> list[tuple[list[str], Sent]]:

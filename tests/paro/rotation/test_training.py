@@ -21,8 +21,8 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
-from paro.rotation.rotated_model import RotatedModel
 from paro.rotation.ring import Turn
+from paro.rotation.rotated_model import RotatedModel
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.placement import check_placement, placement_lines, predict_memory
 from paro.training.step import Training, evaluate
@@ -74,7 +74,7 @@ class Kept(NamedTuple):
 
     parameters: dict[str, Tensor]
     held_out: float
-    following: list[float]  # losses of the steps that come next
+    next_slot: list[float]  # losses of the steps that come next
 
 
 def save_or_load(flags: str, root: Path, *, load: bool) -> Kept:
@@ -91,9 +91,9 @@ def save_or_load(flags: str, root: Path, *, load: bool) -> Kept:
     parameters = whole_parameters(training)
     sources = build_sources(config, datasets, training, start_state(config))
     held_out = evaluate(training, sources.train, 2)
-    following = [step.loss for step in run_steps(config, training, datasets)]
+    next_slot = [step.loss for step in run_steps(config, training, datasets)]
     training.close()
-    return Kept(parameters, held_out, following)
+    return Kept(parameters, held_out, next_slot)
 
 
 @pytest.mark.ranks
@@ -115,7 +115,7 @@ def test_a_checkpoint_moves_between_rotated_and_gathered(
         assert torch.equal(values, after.parameters[name]), name
     assert after.held_out == pytest.approx(before.held_out, rel=1e-5)
     # Moments and the number of steps came along, or Adam would go another way.
-    assert after.following == pytest.approx(before.following, rel=1e-5)
+    assert after.next_slot == pytest.approx(before.next_slot, rel=1e-5)
 
 
 class LateMessage:

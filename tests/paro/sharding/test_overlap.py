@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.distributed.groups import Run, Use
+from paro.distributed.groups import Use
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.topology import AxisSpan
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train
@@ -26,17 +27,19 @@ GIVE_UP = 0.5
 class Hold:
     """Holds a lane in front of one call of `unit.method`, until `reached` is called."""
 
-    def __init__(self, unit: ShardedUnit, method: str, use: Use, run: Run, patience: float) -> None:
+    def __init__(
+        self, unit: ShardedUnit, method: str, use: Use, run: AxisSpan, patience: float
+    ) -> None:
         self._reached = threading.Event()
         self._patience = patience
         self.overlapped: bool | None = None
         original: Callable[..., None] = getattr(unit, method)
-        lanes = unit.context.collectives._lanes
+        streams = unit.context.collectives._streams
 
         def held(**arguments: object) -> None:
             if self.overlapped is None:
                 self.overlapped = False
-                lanes.submit((use, run[-1].index), self._wait)
+                streams.submit((use, run[-1].index), self._wait)
             original(**arguments)
 
         setattr(unit, method, held)
@@ -56,15 +59,15 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
     def before(training: Training) -> None:
         units = {unit.name: unit for unit in training.model.units}
-        modules = {node.name: node.module for node in training.model.nodes}
-        moves = units["head"].context.moves
+        modules = {module.name: module.module for module in training.model.modules}
+        comm_plan = units["head"].context.comm_plan
 
-        if moves.gather:
-            gather = Hold(units["blocks.1"], "gather", Use.GATHER, moves.gather, patience)
+        if comm_plan.gather:
+            gather = Hold(units["blocks.1"], "gather", Use.GATHER, comm_plan.gather, patience)
             holds["gather of block 1 under forward of block 0"] = gather
             modules["blocks.0"].register_forward_pre_hook(lambda *_: gather.reached())
 
-        reducing = moves.reduce or moves.finish
+        reducing = comm_plan.reduce or comm_plan.step_reduce
         reduce = Hold(units["blocks.2"], "reduce", Use.REDUCE, reducing, patience)
         holds["reduction of block 2 under backward of block 1"] = reduce
 
@@ -73,10 +76,12 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
         modules["blocks.0"].register_forward_hook(in_backward)  # its output is block 1's input
 
-        if moves.publish:
-            publish = Hold(units["head"], "publish", Use.GATHER, moves.publish, patience)
-            holds["publishing of the head under the next forward"] = publish
-            modules["blocks.0"].register_forward_pre_hook(lambda *_: publish.reached())
+        if comm_plan.gather_updated:
+            gather_updated = Hold(
+                units["head"], "publish", Use.GATHER, comm_plan.gather_updated, patience
+            )
+            holds["publishing of the head under the next forward"] = gather_updated
+            modules["blocks.0"].register_forward_pre_hook(lambda *_: gather_updated.reached())
 
     train(f"{flags} --paro-prefetch-units {prefetch}", group_size=2, before=before)
     return {name: hold.overlapped for name, hold in holds.items()}

@@ -26,7 +26,7 @@ from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine, Measured
 from paro.topology import Axes
 from paro.training.assembly import build_training
-from paro.training.dry_run import Plan, plan_run, run_dry
+from paro.training.dry_run import PlannedRun, plan_run, run_dry
 from paro.training.placement import placement_lines, predict_memory
 from tests.helpers.ranks import ROOT
 
@@ -42,7 +42,7 @@ HUGE = (
 )
 
 
-def planned(words: str) -> Plan:
+def planned(words: str) -> PlannedRun:
     args = parse_args(words.split())
     world = take_world(args)
     return plan_run(RunConfig.from_args(args, world), world)

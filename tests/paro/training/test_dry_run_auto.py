@@ -12,7 +12,7 @@ from paro.config.run import RunConfig, take_world
 from paro.planning.machine.files import shipped_machines
 from paro.planning.memory.limit import USABLE
 from paro.planning.search.planner import Estimator
-from paro.training.dry_run import Plan, plan_run
+from paro.training.dry_run import PlannedRun, plan_run
 
 GRID = tuple(
     product(
@@ -28,7 +28,7 @@ MUST_FIT = 5  # of the sample; of the others auto has to say that nothing fits
 LARGE = "--micro-batch-size 8"
 
 
-def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -> Plan:
+def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -> PlannedRun:
     words = (
         f"--llama-preset {preset} --mock-data --seq-length 2048 --micro-batch-size 1 --bf16 "
         f"--global-batch-size 1024 --train-iters 10 --lr 1e-4 --recompute-granularity selective "
@@ -80,10 +80,10 @@ def test_what_leaves_no_tenth_of_a_device_is_neither_chosen_nor_accepted() -> No
 )
 def test_a_strategy_needs_the_same_bytes_in_dry_run_and_planner(more: str) -> None:
     given = launch("llama2-7B", 64, 80, "dgx-h100", f"--paro-strategy IIG {more}")
-    assert given.case is not None
-    rows = Estimator(given.case)
+    assert given.workload is not None
+    rows = Estimator(given.workload)
     for name in ("III", "IIG") if "rotate" in more else ("NNN", "NIG", "IIG", "GGG", "2,8,32"):
         plan = launch("llama2-7B", 64, 80, "dgx-h100", f"--paro-strategy {name} {more}")
-        memory = rows.memory(given.case.setting(given.case.strategy(name)))
+        memory = rows.memory(given.workload.candidate(given.workload.strategy(name)))
         assert plan.memory.total == memory.total
-        assert plan.fits == (memory.total <= given.case.limit.usable_bytes == 72 * 10**9)
+        assert plan.fits == (memory.total <= given.workload.limit.usable_bytes == 72 * 10**9)

@@ -28,7 +28,7 @@ from tests.helpers.training import TINY
 
 
 @dataclass
-class Run:
+class AxisSpan:
     """A finished loop and what it did on the way."""
 
     state: TrainState
@@ -44,7 +44,7 @@ def run_loop(
     save_interval: int | None = None,
     base: str = TINY,
     observers: Sequence[Observer] = (),
-) -> Run:
+) -> AxisSpan:
     config = RunConfig.from_args(parse_args(f"{base} --log-interval 1 {flags}".split()), World())
     training = build_training(config, Control(World(), torch.device("cpu")))
     state = start_state(config)
@@ -56,7 +56,7 @@ def run_loop(
         start_iteration=0,
         arguments={},
     )
-    run = Run(state, [])
+    run = AxisSpan(state, [])
     iteration, validation = report.iteration, report.validation
 
     def note_iteration(record: IterationRecord) -> None:

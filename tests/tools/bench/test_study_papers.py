@@ -55,23 +55,23 @@ def test_amsps_choices_for_two_of_three_models() -> None:
 @pytest.mark.parametrize("preset", AMSP)
 def test_overlapped_runs_are_as_fast_as_those_that_computing_was_taken_from(preset: str) -> None:
     for count, tokens in AMSP[preset].overlapped.items():
-        case = amsp_case(preset, 64, micro_batches=count)
-        ours = owned(case, AMSP[preset].strategy).tokens_per_second / 64
+        workload = amsp_case(preset, 64, micro_batches=count)
+        ours = owned(workload, AMSP[preset].strategy).tokens_per_second / 64
         assert ours == pytest.approx(tokens, rel=0.05)
 
 
 def test_internevos_machine_computes_as_fast_as_one_of_its_nodes() -> None:
-    case = case_on("a100-roce400", model_of("7B"), 8, seq_length=2048, micro_batch_size=2,
+    workload = case_on("a100-roce400", model_of("7B"), 8, seq_length=2048, micro_batch_size=2,
                    micro_batches=4, collective="flat")  # fmt: skip
-    assert owned(case, "1,1,8").tokens_per_second / 8 == pytest.approx(4078, rel=0.02)
+    assert owned(workload, "1,1,8").tokens_per_second / 8 == pytest.approx(4078, rel=0.02)
 
 
 def test_broadcasts_of_owners_cost_their_laps() -> None:
     """291 tensors, 1023 hops each: 127 between nodes, 896 inside them."""
-    case = case_on("a100-roce400", model_of("7B"), 1024, seq_length=2048, micro_batch_size=2,
+    workload = case_on("a100-roce400", model_of("7B"), 1024, seq_length=2048, micro_batch_size=2,
                    overlap=NOTHING, collective="flat")  # fmt: skip
-    waited = owned(case, "NNG").timeline.exposed["publish"]
-    parameters = sum(unit.numel for unit in Estimator(case).units)
+    waited = owned(workload, "NNG").timeline.exposed["publish"]
+    parameters = sum(unit.numel for unit in Estimator(workload).units)
     laps = 291 * (127 * 14e-6 + 896 * 3.4e-6)
     assert waited == pytest.approx(laps + 2 * parameters / (340e9 / 8), rel=1e-3)
 

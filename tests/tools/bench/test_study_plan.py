@@ -26,15 +26,17 @@ from paro.planning.machine.machine import (
 from paro.topology import Axes
 from tests.helpers.ranks import ROOT, run_script
 from tools.bench import study_plan
-from tools.bench.study_plan import COUNTS, Part, main, missing, parts, rows_of
+from tools.bench.study_plan import COUNTS, StudyPart, main, missing, parts, rows_of
 
-PART = Part(nic="per-rank", shape="deep")
+PART = StudyPart(nic="per-rank", shape="deep")
 NAMES = PART.nic, PART.shape
 MACHINE = Machine(name="", source="", world_size=8, group_size=4)
 ROWS = (Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=64, seconds=1.0),)
 
 
-def row(part: Part, strategy: str, count: int, number: int = 1, turn: int = 1) -> dict[str, Any]:
+def row(
+    part: StudyPart, strategy: str, count: int, number: int = 1, turn: int = 1
+) -> dict[str, Any]:
     return {
         "nic": part.nic,
         "shape": part.shape,
@@ -106,7 +108,7 @@ def test_it_measures_what_is_missing_and_each_machine_once_a_round(
         label = json.loads(words[words.index("--label") + 1])
         names = words[words.index("--settings") + 1].split(",")
         assert names == ["NNN@native", "GGG@native"]
-        part, turns = Part(nic=label["nic"], shape=label["shape"]), (1, 2, 3)
+        part, turns = StudyPart(nic=label["nic"], shape=label["shape"]), (1, 2, 3)
         cut = turns[:1] if len(runs) == 2 else turns  # the first time it ends early
         found = [
             row(part, name.partition("@")[0], count, label["round"], turn)
@@ -153,9 +155,9 @@ def test_a_failure_in_the_cluster_is_one_line(
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(
-    setting: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    candidate: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["measure", "--folder", str(tmp_path), "--settings", setting]) == 2
+    assert main(["measure", "--folder", str(tmp_path), "--settings", candidate]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
 
@@ -188,8 +190,8 @@ def test_a_report_tells_of_what_was_measured(tmp_path: Path) -> None:
     assert (tmp_path / "steps.png").stat().st_size > 0
 
 
-def seconds_of(rows: Sequence[dict[str, Any]], setting: str, count: int) -> list[float]:
-    key = setting, count
+def seconds_of(rows: Sequence[dict[str, Any]], candidate: str, count: int) -> list[float]:
+    key = candidate, count
     return [row["seconds"] for row in rows if (row["setting"], row["micro_batches"]) == key]
 
 

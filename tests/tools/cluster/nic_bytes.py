@@ -78,13 +78,13 @@ def measure(strategy: str, collective: str, control: Control) -> dict[str, float
     state = start_state(config)
     source = build_sources(config, build_data(config), training, state).train
     train_step(training, state, source)
-    training.model.wait_published()
+    training.model.wait_for_updated_params()
     before, inside_before = all_nics(control), all_loopbacks(control)
     counted = inside = 0
     for _ in range(STEPS):
         sent = train_step(training, state, source).sent
         counted, inside = counted + sent.inter, inside + sent.intra
-    training.model.wait_published()
+    training.model.wait_for_updated_params()
     nics, loopbacks = all_nics(control) - before, all_loopbacks(control) - inside_before
     training.close()
     counts = control.sum([float(counted), float(inside)])

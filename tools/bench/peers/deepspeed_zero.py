@@ -87,7 +87,7 @@ def zero_config(task: Task, mode: Mode) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": task.run.batches.micro_batch_size,
         "gradient_accumulation_steps": task.num_micro_batches,
         "gradient_clipping": task.run.optim.clip_grad,
-        "bf16": {"enabled": task.compute_type == torch.bfloat16},
+        "bf16": {"enabled": task.compute_dtype == torch.bfloat16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
     }

@@ -52,11 +52,11 @@ class FullySharded:
         self.task, self.mode = task, mode
         mesh = _mesh(task, control, mode)
         policy = MixedPrecisionPolicy()
-        if task.compute_type != torch.float32:
+        if task.compute_dtype != torch.float32:
             # The inputs are right already: ids, fp32 weights of tokens, activations.
             policy = MixedPrecisionPolicy(
-                param_dtype=task.compute_type,
-                reduce_dtype=task.compute_type,
+                param_dtype=task.compute_dtype,
+                reduce_dtype=task.compute_dtype,
                 cast_forward_inputs=False,
             )
         with torch.device("meta"):

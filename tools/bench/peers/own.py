@@ -84,4 +84,4 @@ class Own:
             yield shard.values
 
     def finish(self) -> None:
-        self.training.model.wait_published()
+        self.training.model.wait_for_updated_params()

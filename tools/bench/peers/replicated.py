@@ -76,7 +76,7 @@ class Replicated:
     def __init__(self, task: Task, control: Control, *, zero_redundancy: bool) -> None:
         self.task, device = task, control.device
         model = whole_model(task, device)
-        unit_mb = task.largest_unit * task.compute_type.itemsize / 2**20
+        unit_mb = task.largest_unit * task.compute_dtype.itemsize / 2**20
         self.ddp = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,

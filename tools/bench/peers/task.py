@@ -39,7 +39,7 @@ class Task:
         return self.run.model
 
     @property
-    def compute_type(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         return TORCH_TYPES[self.run.precision.compute]
 
     @property
@@ -53,7 +53,7 @@ class Task:
         """Initial fp32 values of the elements [begin, end) of a flattened parameter."""
         spec = parameter_initializers(self.model)[name]
         values = initial_values(spec, self.run.train.seed, begin, end)
-        return values.to(self.compute_type).float()
+        return values.to(self.compute_dtype).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def whole_model(task: Task, device: torch.device) -> Llama:
     """The model in the compute type with its first weights, whole on this rank."""
     with torch.device("meta"):
         model = Llama(task.model)
-    model.to(task.compute_type).to_empty(device=device)
+    model.to(task.compute_dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = task.first_weights(name, 0, parameter.numel())

@@ -79,7 +79,7 @@ def take_turn(task: Task, name: str, world: World, *, number: int) -> Turn:
         control = Control(world, device)
         batches = _batches(task, world, device)
         if device.type == "cpu":
-            rehearse(task.run, task.compute_type)
+            rehearse(task.run, task.compute_dtype)
         memory = MemoryMeter(device)
         contender = build(task, name, control)
         memory.start()
@@ -129,12 +129,12 @@ def _batches(task: Task, world: World, device: torch.device) -> Iterator[Batch]:
     return iter([batch.to(device) for batch in itertools.islice(source, num_micro_batches)])
 
 
-def rehearse(run: RunConfig, compute_type: torch.dtype) -> None:
+def rehearse(run: RunConfig, compute_dtype: torch.dtype) -> None:
     """Trains one block alone once: what any training leaves behind is no contender's memory.
 
     Kernels that are compiled, scratch memory of threads and the like; on a GPU they do not count.
     """
-    model = Llama(replace(run.model, num_layers=1)).to(compute_type)
+    model = Llama(replace(run.model, num_layers=1)).to(compute_dtype)
     size = (run.batches.micro_batch_size, run.data.seq_length)
     ids_BS = torch.zeros(size, dtype=torch.int64)
     model(ids_BS, ids_BS, torch.zeros(size)).backward()

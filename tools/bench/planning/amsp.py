@@ -19,21 +19,22 @@ from statistics import linear_regression
 from model.config import parameter_shapes
 from paro.collectives.schedule import Op
 from paro.planning.cost_model import UnitSize
-from paro.planning.machine.collective_time import CollectiveTimes, Job, Phase, Run, ring_of
+from paro.planning.machine.collective_time import CollectiveTimes, Job, Phase, ring_of
 from paro.planning.search.planner import Estimator
-from paro.planning.search.settings import Case, Setting
-from paro.planning.step.comm_costs import Moves, Moving
+from paro.planning.search.settings import Candidate, Workload
+from paro.planning.step.comm_costs import CommCosts, UnitCommCosts
 from paro.precision import BYTES_OF
+from paro.topology import AxisSpan
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnedTensors(Moves):
+class OwnedTensors(CommCosts):
     """The moves of units whose tensors have owners; grads must be cut as params are."""
 
     num_tensors: int  # each of which has an owner
     matrices_of_block: int  # which are gathered and reduced one by one; norms travel along
 
-    def moving(self, unit: UnitSize) -> Iterator[Moving]:
+    def moving(self, unit: UnitSize) -> Iterator[UnitCommCosts]:
         params, grads = self.strategy.params, self.strategy.grads
         assert params == grads, f"{self.strategy.name}: of grads finer than params nothing is said"
         compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
@@ -51,7 +52,7 @@ class OwnedTensors(Moves):
             )
 
     def _tensor_by_tensor(
-        self, phases: tuple[Phase, ...], run: Run, unit: UnitSize
+        self, phases: tuple[Phase, ...], run: AxisSpan, unit: UnitSize
     ) -> tuple[Phase, ...]:
         """A lap more for every matrix but the first."""
         if not run:
@@ -84,13 +85,13 @@ class OwnedTensors(Moves):
 class OwnedTensorsEstimator(Estimator):
     """Estimates steps that send as AMSP's do, collectives being flat; `sent` is as ever."""
 
-    def moves(self, setting: Setting) -> Moves:
-        shapes = parameter_shapes(self.case.model)
+    def moves(self, candidate: Candidate) -> CommCosts:
+        shapes = parameter_shapes(self.workload.model)
         return OwnedTensors(
             units=self.units,
-            strategy=setting.strategy,
-            precision=self.case.precision,
-            times=CollectiveTimes(self.case.machine, setting.collective),
+            strategy=candidate.strategy,
+            precision=self.workload.precision,
+            times=CollectiveTimes(self.workload.machine, candidate.collective),
             num_tensors=len(shapes),
             matrices_of_block=sum(
                 name.startswith("blocks.0.") and len(shape) == 2 for name, shape in shapes.items()
@@ -98,7 +99,7 @@ class OwnedTensorsEstimator(Estimator):
         )
 
 
-def with_speeds_of(case: Case, strategy: str, runs: Mapping[int, float]) -> Case:
+def with_speeds_of(workload: Workload, strategy: str, runs: Mapping[int, float]) -> Workload:
     """The case on devices that compute as fast as runs in which everything overlaps.
 
     `runs` has the tokens per second and rank by the number of micro-batches. In a line through the
@@ -106,13 +107,17 @@ def with_speeds_of(case: Case, strategy: str, runs: Mapping[int, float]) -> Case
     model does not explain of it, is the intercept.
     """
     counts = sorted(runs)
-    tokens = case.micro_batch_size * case.seq_length
+    tokens = workload.micro_batch_size * workload.seq_length
     line = linear_regression(counts, [count * tokens / runs[count] for count in counts])
     estimator = OwnedTensorsEstimator(
-        replace(case, overlap=None, global_batch_size=case.micro_batch_size * case.world_size)
+        replace(
+            workload,
+            overlap=None,
+            global_batch_size=workload.micro_batch_size * workload.world_size,
+        )
     )
-    setting = case.setting(case.strategy(strategy))
-    costs, one = estimator.costs(setting), estimator.estimate(setting).seconds
+    candidate = workload.candidate(workload.strategy(strategy))
+    costs, one = estimator.costs(candidate), estimator.estimate(candidate).seconds
     products, taking = costs.computing.seconds, costs.taking(costs.num_trained)
     besides = one - products - taking - costs.device.step_seconds
     device = replace(
@@ -120,4 +125,4 @@ def with_speeds_of(case: Case, strategy: str, runs: Mapping[int, float]) -> Case
         sustained_flops=costs.device.sustained_flops * products / (line.slope - taking),
         step_seconds=max(0.0, line.intercept - besides),
     )
-    return replace(case, machine=replace(case.machine, device=device))
+    return replace(workload, machine=replace(workload.machine, device=device))

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from paro.planning.search.planner import Estimator, plan
-from paro.planning.search.settings import Case, Freedom, Materialize, Setting
+from paro.planning.search.settings import Candidate, Materialize, SearchSpace, Workload
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.rounds import median_row
 
@@ -77,7 +77,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class AutoChoice:
     """What auto takes under a limit, and how long that is beside the best that fits."""
 
     limit_bytes: int
@@ -91,7 +91,7 @@ class Comparison:
     """All strategies of one cluster, shape, collective and number of micro-batches."""
 
     rows: tuple[Row, ...]
-    choices: tuple[Choice, ...]  # none among those whose weights rotate
+    choices: tuple[AutoChoice, ...]  # none among those whose weights rotate
 
     @property
     def median_error(self) -> float:
@@ -113,30 +113,30 @@ class Comparison:
                 yield Pair(fast=one, slow=other, ratios=ratios)
 
 
-def setting_of(case: Case, text: str) -> Setting:
+def setting_of(workload: Workload, text: str) -> Candidate:
     """What STRATEGY@COLLECTIVE[+rotate|+in-place] stands for, all else as the case says."""
     named = parse_setting(text)
     return replace(
-        case.setting(case.strategy(named.strategy)),
+        workload.candidate(workload.strategy(named.strategy)),
         collective=named.collective,
         materialize=WAYS[named.rotation],
     )
 
 
-def compare(case: Case, measured: Sequence[Sequence[dict[str, Any]]]) -> Comparison:
+def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) -> Comparison:
     """The predictions of a case beside rows of tools/bench/planning/steps.py, of one collective.
 
     Those of all turns of a setting are one.
     """
-    estimator = Estimator(case)
+    estimator = Estimator(workload)
     rows = []
     for turns in measured:
         row = median_row(turns)
-        setting = setting_of(case, row["setting"])
-        estimate = estimator.estimate(setting)
+        candidate = setting_of(workload, row["setting"])
+        estimate = estimator.estimate(candidate)
         rows.append(
             Row(
-                strategy=setting.name,
+                strategy=candidate.name,
                 by_turn={(one["round"], one["turn"]): one["seconds"] for one in turns},
                 predicted=estimate.seconds,
                 peak_bytes=row["peak_in_use"],
@@ -146,29 +146,29 @@ def compare(case: Case, measured: Sequence[Sequence[dict[str, Any]]]) -> Compari
             )
         )
     rotates = any(parse_setting(turns[0]["setting"]).rotation for turns in measured)
-    choices = () if rotates else tuple(_choices(case, rows))
+    choices = () if rotates else tuple(_choices(workload, rows))
     return Comparison(rows=tuple(rows), choices=choices)
 
 
-def _choices(case: Case, rows: Sequence[Row]) -> Iterator[Choice]:
+def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[AutoChoice]:
     """Under limits that let in one strategy, all of them, and some in between."""
     sizes = sorted({row.predicted_bytes for row in rows})
     count = min(NUM_LIMITS, len(sizes))
     times = {row.strategy: row.seconds for row in rows}
-    freedom = Freedom(
-        strategies=tuple(case.strategy(row.strategy) for row in rows),
-        micro_batch_sizes=(case.micro_batch_size,),
-        collectives=(case.collective,),
-        recomputes=(case.model.recompute,),
+    search_space = SearchSpace(
+        strategies=tuple(workload.strategy(row.strategy) for row in rows),
+        micro_batch_sizes=(workload.micro_batch_size,),
+        collectives=(workload.collective,),
+        recomputes=(workload.model.recompute,),
     )
     for index in range(count):
         limit = sizes[round(index * (len(sizes) - 1) / max(1, count - 1))]
-        found = plan(replace(case, memory_bytes=limit, usable=1.0), freedom).best
+        found = plan(replace(workload, memory_bytes=limit, usable=1.0), search_space).best
         assert found is not None, f"nothing fits {limit} bytes"
         fitting = [row for row in rows if row.predicted_bytes <= limit]
         best = min(fitting, key=lambda row: row.seconds)
-        chosen = found.setting.strategy.name
-        yield Choice(
+        chosen = found.candidate.strategy.name
+        yield AutoChoice(
             limit_bytes=limit,
             chosen=chosen,
             best=best.strategy,

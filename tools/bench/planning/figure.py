@@ -8,7 +8,7 @@ from typing import Any
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.planning.machine.files import find_machine
 from paro.planning.search.planner import Estimate, Estimator
-from paro.planning.search.settings import Case
+from paro.planning.search.settings import Workload
 from paro.precision import PrecisionConfig
 
 
@@ -33,14 +33,14 @@ class Figure:
         return self.tolerance is None or abs(self.error) <= self.tolerance
 
 
-def case_on(machine: str, model: LlamaConfig, ranks: int, **changes: Any) -> Case:
+def case_on(machine: str, model: LlamaConfig, ranks: int, **changes: Any) -> Workload:
     """A case in bf16, accumulators too, on some ranks of a shipped machine, in groups of 8.
 
     `micro_batches` are those of a rank in a step, 1 unless given.
     """
     size = changes.pop("micro_batch_size")
     seq_length = changes.pop("seq_length")
-    return Case(
+    return Workload(
         model=replace(model, max_position_embeddings=seq_length),
         machine=find_machine(machine).for_world(ranks, told="--paro-machine"),
         group_size=8,
@@ -57,5 +57,5 @@ def model_of(preset: str, *, recomputed: bool = False) -> LlamaConfig:
     return replace(LLAMA_PRESETS[preset], recompute=full if recomputed else None)
 
 
-def estimate(case: Case, strategy: str) -> Estimate:
-    return Estimator(case).estimate(case.setting(case.strategy(strategy)))
+def estimate(workload: Workload, strategy: str) -> Estimate:
+    return Estimator(workload).estimate(workload.candidate(workload.strategy(strategy)))

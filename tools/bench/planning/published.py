@@ -14,18 +14,18 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from paro.planning.search.planner import Estimate
-from paro.planning.search.settings import Case
-from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.search.settings import Workload
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import NOTHING
 from tools.bench.planning.figure import Figure, case_on, estimate, model_of
 
-LAST = Trainable(kind=Kind.LAST_BLOCKS, share=1 / 16)
-PEFT = Trainable(kind=Kind.ADAPTERS, share=0.003)
+LAST = Trainable(kind=TrainableKind.LAST_BLOCKS, share=1 / 16)
+PEFT = Trainable(kind=TrainableKind.ADAPTERS, share=0.003)
 USABLE = 77 / 80  # of a device, in the search for the largest micro-batches: all but 3 GB
 SAMPLES = 540  # a rank and step, of R11; R12 does not say
 
 
-def paro_case(preset: str, ranks: int = 32, **changes: Any) -> Case:
+def paro_case(preset: str, ranks: int = 32, **changes: Any) -> Workload:
     given: dict[str, Any] = {
         "seq_length": 512, "micro_batch_size": 4, "micro_batches": 10, "overlap": NOTHING,
         "collective": "flat", "usable": USABLE,
@@ -34,8 +34,8 @@ def paro_case(preset: str, ranks: int = 32, **changes: Any) -> Case:
     return case_on("dgx-a100-roce100", model, ranks, **(given | changes))
 
 
-def ratio(case: Case, slower: str, faster: str) -> float:
-    return estimate(case, slower).seconds / estimate(case, faster).seconds
+def ratio(workload: Workload, slower: str, faster: str) -> float:
+    return estimate(workload, slower).seconds / estimate(workload, faster).seconds
 
 
 def paro_figures() -> Iterator[Figure]:
@@ -45,12 +45,12 @@ def paro_figures() -> Iterator[Figure]:
     yield from _scaling()
 
 
-def _both(case: Case, measure: Callable[[Case], float]) -> dict[str, Any]:
-    return {"ours": measure(case), "overlapped": measure(replace(case, overlap=None))}
+def _both(workload: Workload, measure: Callable[[Workload], float]) -> dict[str, Any]:
+    return {"ours": measure(workload), "overlapped": measure(replace(workload, overlap=None))}
 
 
-def _over(slower: str, faster: str, case: Case) -> float:
-    return ratio(case, slower, faster)
+def _over(slower: str, faster: str, workload: Workload) -> float:
+    return ratio(workload, slower, faster)
 
 
 def _main_tables() -> Iterator[Figure]:
@@ -82,11 +82,11 @@ class Dynamic(NamedTuple):
 def dynamic(preset: str, ranks: int, strategy: str, *, overlaps: bool = False) -> Dynamic:
     sizes = [size for size in range(SAMPLES, 0, -1) if SAMPLES % size == 0]
     for size in sizes:
-        case = paro_case(
+        workload = paro_case(
             preset, ranks, micro_batch_size=size, micro_batches=SAMPLES // size,
             overlap=None if overlaps else NOTHING,
         )  # fmt: skip
-        found = estimate(case, strategy)
+        found = estimate(workload, strategy)
         if found.fits:
             return Dynamic(size, found)
     raise AssertionError(f"{strategy} does not fit {preset}")
@@ -126,7 +126,7 @@ def _dynamic_batches() -> Iterator[Figure]:
     )  # fmt: skip
 
 
-def _of_size(preset: str, ranks: int, size: int) -> Case:
+def _of_size(preset: str, ranks: int, size: int) -> Workload:
     return paro_case(preset, ranks, micro_batch_size=size, micro_batches=SAMPLES // size)
 
 
@@ -155,10 +155,12 @@ def _partial() -> Iterator[Figure]:
 
 
 def _scaling() -> Iterator[Figure]:
-    def scaled(collective: str, strategy: str, case: Case) -> float:
+    def scaled(collective: str, strategy: str, workload: Workload) -> float:
         few, many = (
-            estimate(replace(paro_case("7B", ranks, overlap=case.overlap), collective=collective),
-                     strategy).seconds
+            estimate(
+                replace(paro_case("7B", ranks, overlap=workload.overlap), collective=collective),
+                strategy,
+            ).seconds
             for ranks in (16, 128)
         )  # fmt: skip
         return few / many
@@ -178,6 +180,6 @@ def _scaling() -> Iterator[Figure]:
 
 def feasible() -> dict[str, bool]:
     """R4: which strategies that the paper names fit 65B on 32 devices of 80 GB."""
-    case = paro_case("65B")
+    workload = paro_case("65B")
     names = ("NGG", "NII", "NIG", "III", "IIG", "IGG", "GGG")
-    return {name: estimate(case, name).fits for name in names}
+    return {name: estimate(workload, name).fits for name in names}

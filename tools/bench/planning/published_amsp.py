@@ -16,7 +16,7 @@ from typing import Any
 from model.config import LlamaConfig, parameter_shapes
 from paro.planning.machine.machine import Device
 from paro.planning.search.planner import Estimate, best_that_fits
-from paro.planning.search.settings import Case, Freedom, Setting, legal_strategies
+from paro.planning.search.settings import Candidate, SearchSpace, Workload, legal_strategies
 from paro.planning.step.costs import NOTHING, Overlap, device_of
 from tools.bench.planning.amsp import OwnedTensorsEstimator, with_speeds_of
 from tools.bench.planning.figure import Figure, case_on, estimate, model_of
@@ -86,23 +86,25 @@ def amsp_model(preset: str) -> LlamaConfig:
 @cache
 def device_for(preset: str) -> Device:
     """The device as fast as it computes this model."""
-    case = _amsp_case(preset, 64)
-    return device_of(with_speeds_of(case, AMSP[preset].strategy, AMSP[preset].overlapped).machine)
+    workload = _amsp_case(preset, 64)
+    return device_of(
+        with_speeds_of(workload, AMSP[preset].strategy, AMSP[preset].overlapped).machine
+    )
 
 
-def _amsp_case(preset: str, ranks: int, **changes: Any) -> Case:
+def _amsp_case(preset: str, ranks: int, **changes: Any) -> Workload:
     given: dict[str, Any] = {"seq_length": 4096, "micro_batch_size": 1, "collective": "flat"}
     return case_on("a800-ib800", amsp_model(preset), ranks, **(given | changes))
 
 
-def amsp_case(preset: str, ranks: int = 1024, **changes: Any) -> Case:
-    case = _amsp_case(preset, ranks, **changes)
-    return replace(case, machine=replace(case.machine, device=device_for(preset)))
+def amsp_case(preset: str, ranks: int = 1024, **changes: Any) -> Workload:
+    workload = _amsp_case(preset, ranks, **changes)
+    return replace(workload, machine=replace(workload.machine, device=device_for(preset)))
 
 
-def owned(case: Case, strategy: str) -> Estimate:
+def owned(workload: Workload, strategy: str) -> Estimate:
     """A step of AMSP's engine."""
-    return OwnedTensorsEstimator(case).estimate(case.setting(case.strategy(strategy)))
+    return OwnedTensorsEstimator(workload).estimate(workload.candidate(workload.strategy(strategy)))
 
 
 def amsp_figures() -> Iterator[Figure]:
@@ -114,13 +116,13 @@ def amsp_figures() -> Iterator[Figure]:
 
 def _mfu() -> Iterator[Figure]:
     for preset, found in AMSP.items():
-        case = amsp_case(preset, overlap=NO_PUBLISHING)
+        workload = amsp_case(preset, overlap=NO_PUBLISHING)
         yield Figure(
             name="MFU", what=f"{preset} on 1024 GPUs, AMSP's {found.strategy}", tolerance=0.15,
-            published=found.mfu, ours=owned(case, found.strategy).mfu,
-            overlapped=estimate(replace(case, overlap=None), found.strategy).mfu,
+            published=found.mfu, ours=owned(workload, found.strategy).mfu,
+            overlapped=estimate(replace(workload, overlap=None), found.strategy).mfu,
         )  # fmt: skip
-        mics = replace(case, overlap=NOTHING, collective="native")
+        mics = replace(workload, overlap=NOTHING, collective="native")
         yield Figure(
             name="MFU", what=f"{preset} on 1024 GPUs, MiCS {found.mics}", tolerance=0.15,
             published=found.mics_mfu, ours=estimate(mics, found.mics).mfu,
@@ -130,11 +132,11 @@ def _mfu() -> Iterator[Figure]:
 
 def _sharding_alone() -> Iterator[Figure]:
     for preset, found in AMSP.items():
-        case = amsp_case(preset, overlap=NO_PUBLISHING)
+        workload = amsp_case(preset, overlap=NO_PUBLISHING)
         yield Figure(
             name="sharding", published=found.gain, tolerance=None,
             what=f"{preset} on 1024 GPUs, AMSP's {found.strategy} over {found.mics} in its engine",
-            ours=owned(case, found.mics).seconds / owned(case, found.strategy).seconds,
+            ours=owned(workload, found.mics).seconds / owned(workload, found.strategy).seconds,
             note="ours is the other way round: gathers hide behind computing, so finer params "
             "cost next to nothing and save what is exposed at a step's end. In the paper's "
             "ablation they hide too; why MiCS's sharding is slower in its engine on 1024 GPUs is "
@@ -150,11 +152,11 @@ def _ablation() -> Iterator[Figure]:
             "nor gathers": (NOTHING, found.nothing),
         }
         for count, full in found.overlapped.items():
-            case = amsp_case(preset, 64, micro_batches=count)
-            seconds = owned(case, found.strategy).seconds
+            workload = amsp_case(preset, 64, micro_batches=count)
+            seconds = owned(workload, found.strategy).seconds
             for name, (overlap, published) in less.items():
                 if published is not None:
-                    slower = owned(replace(case, overlap=overlap), found.strategy).seconds
+                    slower = owned(replace(workload, overlap=overlap), found.strategy).seconds
                     yield Figure(
                         name="overlap", published=full / published[count], ours=slower / seconds,
                         what=f"{preset} on 64 GPUs, {_micro_batches(count)}: all over {name}",
@@ -170,17 +172,17 @@ INTERNEVO = {64: (3944, 3690), 256: (3920, 3209), 512: (3835, 2861), 1024: (3625
 
 def _internevo() -> Iterator[Figure]:
     for ranks, (nni, zero1) in INTERNEVO.items():
-        case = case_on(
+        workload = case_on(
             "a100-roce400", model_of("7B"), ranks, seq_length=2048, micro_batch_size=2,
             micro_batches=4, overlap=NO_PUBLISHING, collective="flat",
         )  # fmt: skip
-        other = replace(case, overlap=None)
+        other = replace(workload, overlap=None)
         yield Figure(
             name="InternEvo", what=f"7B on {ranks} GPUs, NNI over ZeRO-1", published=nni / zero1,
-            tolerance=0.15, ours=owned(case, "NNG").seconds / owned(case, "1,1,8").seconds,
+            tolerance=0.15, ours=owned(workload, "NNG").seconds / owned(workload, "1,1,8").seconds,
             overlapped=estimate(other, "NNG").seconds / estimate(other, "1,1,8").seconds,
             note="as in its configuration, sums overlap and broadcasts do not; the laps of "
-            f"{min(ranks, len(parameter_shapes(case.model)))} broadcasts are the difference",
+            f"{min(ranks, len(parameter_shapes(workload.model)))} broadcasts are the difference",
         )  # fmt: skip
 
 
@@ -188,40 +190,40 @@ LIMIT_GB = 62.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PublishedChoice:
     """What the planner takes of AMSP's own space beside what AMSP took."""
 
     preset: str
-    amsp: Setting
-    ours: Setting
+    amsp: Candidate
+    ours: Candidate
     slower: float  # AMSP's, here
     gigabytes: float  # ours needs here
 
 
 @cache
-def amsp_choices() -> tuple[Choice, ...]:
+def amsp_choices() -> tuple[PublishedChoice, ...]:
     """By AMSP's own objective: the least time in which nothing overlaps, within its memory."""
     return tuple(map(_choice, AMSP))
 
 
-def _choice(preset: str) -> Choice:
-    case = replace(
+def _choice(preset: str) -> PublishedChoice:
+    workload = replace(
         amsp_case(preset, overlap=NOTHING), memory_bytes=round(LIMIT_GB * 1e9), usable=1.0
     )
-    space = tuple(s for s in legal_strategies(case.world_size, 8) if s.params == s.grads)
-    freedom = Freedom(
+    space = tuple(s for s in legal_strategies(workload.world_size, 8) if s.params == s.grads)
+    search_space = SearchSpace(
         strategies=space,
         micro_batch_sizes=(1,),
         collectives=("flat",),
-        recomputes=(case.model.recompute,),
+        recomputes=(workload.model.recompute,),
     )
-    best = best_that_fits(case, freedom, estimator=OwnedTensorsEstimator(case))
+    best = best_that_fits(workload, search_space, estimator=OwnedTensorsEstimator(workload))
     assert best is not None, f"{preset} does not fit"
-    own = owned(case, AMSP[preset].strategy)
-    return Choice(
+    own = owned(workload, AMSP[preset].strategy)
+    return PublishedChoice(
         preset=preset,
-        amsp=own.setting,
-        ours=best.setting,
+        amsp=own.candidate,
+        ours=best.candidate,
         slower=own.seconds / best.seconds - 1,
         gigabytes=best.memory_bytes / 1e9,
     )

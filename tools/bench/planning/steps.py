@@ -64,7 +64,7 @@ class Timed:
 class Contender:
     """A strategy with so many micro-batches a step, built and warm."""
 
-    setting: str
+    candidate: str
     num_micro_batches: int
     training: Training
     state: TrainState
@@ -86,7 +86,7 @@ class Contender:
             machine_seconds=(_machine_seconds() - busy) / steps,
             results=tuple(results),
         )
-        self.training.model.wait_published()
+        self.training.model.wait_for_updated_params()
         return timed
 
     def step(self) -> StepResult:
@@ -97,10 +97,10 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
     """Builds all settings and lets them take turns; rank 0 writes a row for each."""
     begin = time.monotonic()
     configs = {}
-    for setting in args.settings.split(","):
-        flags = [*args.train.split(), *parse_setting(setting).flags]
+    for candidate in args.settings.split(","):
+        flags = [*args.train.split(), *parse_setting(candidate).flags]
         with user_mistakes():
-            configs[setting] = RunConfig.from_args(parse_args(flags), world)
+            configs[candidate] = RunConfig.from_args(parse_args(flags), world)
     first = next(iter(configs.values()))
     device = device_for(first.runtime, world)
     counts = [int(word) for word in args.counts.split(",")]
@@ -110,8 +110,8 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
         with sharing_groups():
             contenders = [
                 contender
-                for setting, config in configs.items()
-                for contender in _built(setting, config, control, counts)
+                for candidate, config in configs.items()
+                for contender in _built(candidate, config, control, counts)
             ]
         for turn in range(1, args.turns + 1):
             order = list(contenders)
@@ -125,13 +125,13 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
 
 
 def _built(
-    setting: str, config: RunConfig, control: Control, counts: Sequence[int]
+    candidate: str, config: RunConfig, control: Control, counts: Sequence[int]
 ) -> Iterator[Contender]:
     memory = MemoryMeter(control.device)
     training = build_training(config, control)
     for count in counts:
         one = Contender(
-            setting=setting,
+            candidate=candidate,
             num_micro_batches=count,
             training=_with(training, config, control.world, count),
             state=start_state(config),
@@ -142,7 +142,7 @@ def _built(
         for _ in range(WARMUP):
             one.step()
         memory.end_of_warmup()
-        training.model.wait_published()
+        training.model.wait_for_updated_params()
         one.peak_in_use = memory.peak_in_use()
         memory = memory.again()
         yield one
@@ -172,7 +172,7 @@ def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
     exposed = [result.exposed for result in timed.results]
     in_use: list[int | None] = control.gather(one.peak_in_use)
     return {
-        "setting": one.setting,
+        "setting": one.candidate,
         "micro_batches": one.num_micro_batches,
         "seconds": median(steps),
         "cpu_seconds": fmean(rank.cpu_seconds for rank in by_rank),

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.bench.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Choice, Comparison, Pair
+from tools.bench.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, AutoChoice, Comparison, Pair
 from tools.shared.picture import drawing
 
 HEAD = """\
@@ -98,7 +98,7 @@ def _wrong(pairs: Sequence[Pair]) -> str:
     return f"{sum(pair.is_wrong for pair in pairs)} of {len(pairs)}"
 
 
-def _most(choices: Sequence[Choice]) -> str:
+def _most(choices: Sequence[AutoChoice]) -> str:
     """What a choice loses at most; rotated settings, which auto was not asked for, have none."""
     return f"{max(choice.ratio for choice in choices) - 1:.1%}" if choices else ""
 

@@ -9,7 +9,7 @@ import pytest
 from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from paro.planning import units as planning_llama
-from paro.planning.memory.gathering import Moment, peak_memory
+from paro.planning.memory.gathering import MemorySnapshot, peak_memory
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
@@ -35,7 +35,7 @@ SMALL = LlamaConfig(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Workload:
     """A run whose peak lies at a moment of interest."""
 
     strategy: str
@@ -51,14 +51,14 @@ class Case:
 
 WIDE = replace(SMALL, ffn_hidden_size=2048)  # weights outweigh activations
 CASES = {
-    "logits": Case(
+    "logits": Workload(
         strategy="IIG",
         config=replace(SMALL, vocab_size=2048),
         precision=BF16,
         batch_size=4,
         at="forward",
     ),
-    "chunks of logits": Case(
+    "chunks of logits": Workload(
         strategy="GGG",
         config=replace(SMALL, vocab_size=2048),
         precision=BF16,
@@ -66,7 +66,7 @@ CASES = {
         loss_chunk=64,
         at="forward",
     ),
-    "chunks of logits in fp32": Case(
+    "chunks of logits in fp32": Workload(
         strategy="GGG",
         config=replace(SMALL, vocab_size=2048),
         precision=FP32,
@@ -74,14 +74,14 @@ CASES = {
         loss_chunk=64,
         at="forward",
     ),
-    "a tied weight, wanted by two units": Case(
+    "a tied weight, wanted by two units": Workload(
         strategy="IIG",
         config=replace(SMALL, vocab_size=16384, tie_embeddings_and_output_weights=True),
         precision=FP32,
         batch_size=1,
         at="forward",
     ),
-    "gradient of the output weight": Case(
+    "gradient of the output weight": Workload(
         strategy="III",
         config=replace(SMALL, vocab_size=16384, num_layers=1),
         precision=FP32,
@@ -90,22 +90,24 @@ CASES = {
         num_micro_batches=1,
         at="backward of head",
     ),
-    "activations": Case(strategy="NNG", config=SMALL, precision=FP32, batch_size=8, at="backward"),
-    "activations in bf16": Case(
+    "activations": Workload(
+        strategy="NNG", config=SMALL, precision=FP32, batch_size=8, at="backward"
+    ),
+    "activations in bf16": Workload(
         strategy="NIG",
         config=replace(SMALL, ffn_hidden_size=512),
         precision=ALL_BF16,
         batch_size=8,
         at="backward",
     ),
-    "recomputed blocks": Case(
+    "recomputed blocks": Workload(
         strategy="IIG",
         config=replace(SMALL, recompute=EACH),
         precision=FP32,
         batch_size=8,
         at="backward",
     ),
-    "runs of recomputed blocks, whole together": Case(
+    "runs of recomputed blocks, whole together": Workload(
         strategy="GGG",
         config=replace(SMALL, recompute=RUNS_OF_TWO, ffn_hidden_size=1024),
         precision=FP32,
@@ -113,10 +115,10 @@ CASES = {
         at="backward",
         prefetch_units=0,
     ),
-    "whole units and gradients": Case(
+    "whole units and gradients": Workload(
         strategy="GGG", config=WIDE, precision=FP32, batch_size=1, at="backward"
     ),
-    "nothing ahead": Case(
+    "nothing ahead": Workload(
         strategy="GGG",
         config=WIDE,
         precision=FP32,
@@ -125,10 +127,10 @@ CASES = {
         prefetch_units=0,
         num_micro_batches=1,
     ),
-    "three whole units": Case(
+    "three whole units": Workload(
         strategy="GIG", config=WIDE, precision=FP32, batch_size=1, at="backward", prefetch_units=2
     ),
-    "gradients converted for their reduction": Case(
+    "gradients converted for their reduction": Workload(
         strategy="ING",
         config=WIDE,
         precision=BF16,
@@ -137,7 +139,7 @@ CASES = {
         num_micro_batches=1,
         at="reduction",
     ),
-    "bf16 gradients converted for the update": Case(
+    "bf16 gradients converted for the update": Workload(
         strategy="NNN", config=WIDE, precision=ALL_BF16, batch_size=1, seq_length=8, at="update"
     ),
 }
@@ -145,21 +147,23 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    case = CASES[name]
+    workload = CASES[name]
     for module in (cross_entropy, planning_llama):
-        monkeypatch.setattr(module, "loss_chunk_tokens", lambda _device: case.loss_chunk)
-    predicted = predict(case, device="cpu")
-    assert case.at in predicted.name
+        monkeypatch.setattr(module, "loss_chunk_tokens", lambda _device: workload.loss_chunk)
+    predicted = predict(workload, device="cpu")
+    assert workload.at in predicted.name
     silence(monkeypatch)
-    assert measure(case, "cpu") == pytest.approx(predicted.total, rel=0.01)
+    assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.01)
 
 
 def test_a_moment_in_words() -> None:
-    moment = Moment(name="the update", states=3_000_000, whole_grads=500_000, transient=1_000_000)
-    assert moment.describe() == (
+    snapshot = MemorySnapshot(
+        name="the update", states=3_000_000, whole_grads=500_000, transient=1_000_000
+    )
+    assert snapshot.describe() == (
         "4.5 MB at the update: model states 3.0, whole gradients 0.5, transient 1.0"
     )
-    large = Moment(name="the update", states=3_000_000_000, slices=500_000_000)
+    large = MemorySnapshot(name="the update", states=3_000_000_000, slices=500_000_000)
     assert large.describe() == "3.5 GB at the update: model states 3.0, slices under way 0.5"
 
 
@@ -182,47 +186,49 @@ def test_prediction_is_what_a_gpu_allocates(
         vocab_size=32000,
         recompute=recompute,
     )
-    case = Case(
+    workload = Workload(
         strategy=strategy, config=config, precision=BF16, batch_size=4, seq_length=2048, at=""
     )
     silence(monkeypatch)
-    predicted = predict(case, device="cuda")
-    assert measure(case, "cuda") == pytest.approx(predicted.total, rel=0.1)
+    predicted = predict(workload, device="cuda")
+    assert measure(workload, "cuda") == pytest.approx(predicted.total, rel=0.1)
 
 
-def predict(case: Case, *, device: str) -> Moment:
-    strategy, topology = on_ranks(case.strategy, world_size=8, group_size=4)
+def predict(workload: Workload, *, device: str) -> MemorySnapshot:
+    strategy, topology = on_ranks(workload.strategy, world_size=8, group_size=4)
     batch = MicroBatch(
-        size=case.batch_size,
-        seq_length=case.seq_length,
-        compute_bytes=BYTES_OF[case.precision.compute],
+        size=workload.batch_size,
+        seq_length=workload.seq_length,
+        compute_bytes=BYTES_OF[workload.precision.compute],
         device_type=device,
     )
     return peak_memory(
         strategy,
         topology,
-        units_of(case.config, world_size=8),
-        case.precision,
-        activations_of(case.config, batch),
-        prefetch_units=case.prefetch_units,
-        num_micro_batches=case.num_micro_batches,
+        units_of(workload.config, world_size=8),
+        workload.precision,
+        activations_of(workload.config, batch),
+        prefetch_units=workload.prefetch_units,
+        num_micro_batches=workload.num_micro_batches,
     )
 
 
-def measure(case: Case, device: str) -> int:
+def measure(workload: Workload, device: str) -> int:
     """Model states and the most that a step allocates; the step before makes what stays."""
-    strategy, topology = on_ranks(case.strategy, world_size=8, group_size=4)
+    strategy, topology = on_ranks(workload.strategy, world_size=8, group_size=4)
     rank = lone_rank(
-        case.config,
+        workload.config,
         strategy,
         topology,
-        case.precision,
-        prefetch_units=case.prefetch_units,
+        workload.precision,
+        prefetch_units=workload.prefetch_units,
         device=device,
     )
 
     def step() -> None:
-        rank.step(case.num_micro_batches, size=case.batch_size, seq_length=case.seq_length)
+        rank.step(
+            workload.num_micro_batches, size=workload.batch_size, seq_length=workload.seq_length
+        )
 
     step()
     return rank.optimizer.model_state_bytes() + allocated_at_most(step, device)

@@ -34,23 +34,29 @@ from paro.planning.search.planner import (
     plan,
 )
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.settings import Case, Freedom, Materialize, all_settings, legal_strategies
-from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.search.settings import (
+    Materialize,
+    SearchSpace,
+    Workload,
+    all_settings,
+    legal_strategies,
+)
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.trace import chrome_trace
 from paro.planning.units import activations_of
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from paro.topology import Axes, make_topology
 from tests.helpers.schedules import sent_fraction
-from tests.paro.planning.cases import DEVICE, SMALL, case, machine
+from tests.paro.planning.cases import DEVICE, SMALL, machine, workload
 
-FEW = Freedom(collectives=("native",), recomputes=(None, RecomputeConfig(granularity="full")))
+FEW = SearchSpace(collectives=("native",), recomputes=(None, RecomputeConfig(granularity="full")))
 
 
 @pytest.mark.parametrize("gigabytes", [0.6, 0.8, 1.0, 1.5, 3.0, 80.0])
 @pytest.mark.parametrize("inter", [2, 100])
 def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
-    given = case(
+    given = workload(
         machine=machine(world_size=8, group_size=4, inter=inter),
         group_size=4,
         global_batch_size=32,
@@ -58,7 +64,7 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     )
     found = plan(given, FEW)
     estimator = Estimator(given)
-    everything = [estimator.estimate(setting) for setting in all_settings(given, FEW)]
+    everything = [estimator.estimate(candidate) for candidate in all_settings(given, FEW)]
     fitting = [estimate for estimate in everything if estimate.fits]
     if not fitting:
         assert found.best is None
@@ -78,13 +84,13 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
         assert better.seconds < worse.seconds
         assert better.memory_bytes > worse.memory_bytes
     text = "\n".join(describe(found))
-    assert f"chose {found.best.setting.describe()}" in text
+    assert f"chose {found.best.candidate.describe()}" in text
     assert "because it computes" in text
     assert "runner-up" in text or "no other strategy fits" in text
 
 
 def test_more_memory_is_never_slower() -> None:
-    given = case(machine=machine(world_size=8, group_size=4, inter=5), group_size=4,
+    given = workload(machine=machine(world_size=8, group_size=4, inter=5), group_size=4,
                  global_batch_size=32)  # fmt: skip
     times = []
     for gigabytes in (1, 2, 4, 8):
@@ -109,8 +115,8 @@ def test_every_legal_triple_is_weighed() -> None:
 
 
 def test_rows_are_every_letter_strategy_best_first() -> None:
-    rows = letter_rows(case(memory_bytes=75 * 10**7))
-    assert sorted(row.setting.name for row in rows) == sorted(legal_letters())
+    rows = letter_rows(workload(memory_bytes=75 * 10**7))
+    assert sorted(row.candidate.name for row in rows) == sorted(legal_letters())
     assert rows == best_first(rows)
     assert rows[0].fits > rows[-1].fits
 
@@ -119,8 +125,8 @@ def weighed(
     name: str, seconds: float, inter: int, *, states: int = 0, fits: bool = True
 ) -> Estimate:
     """An estimate that differs from others in what they are ordered by."""
-    given = case()
-    found = Estimator(given).estimate(given.setting(given.strategy(name)))
+    given = workload()
+    found = Estimator(given).estimate(given.candidate(given.strategy(name)))
     return replace(
         found,
         fits=fits,
@@ -146,7 +152,7 @@ def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
 
 def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
     """NGG, 1,32,64 and NIG are as fast; between nodes they send 48.4, 42.3 and 5.7 GB."""
-    given = Case(
+    given = Workload(
         model=replace(LLAMA_PRESETS["13B"], max_position_embeddings=4096),
         machine=find_machine("dgx-h100").for_world(64, told="the test"),
         group_size=8,
@@ -155,10 +161,10 @@ def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
         global_batch_size=1024,
         precision=PrecisionConfig(compute="bf16"),
     )
-    as_given = Freedom(micro_batch_sizes=(1,), collectives=("native",), recomputes=(None,))
+    as_given = SearchSpace(micro_batch_sizes=(1,), collectives=("native",), recomputes=(None,))
     best = plan(given, as_given).best
     assert best is not None
-    assert best.setting.name == "NIG" == letter_rows(given)[0].setting.name
+    assert best.candidate.name == "NIG" == letter_rows(given)[0].candidate.name
     assert best.sent.inter == pytest.approx(5.69e9, rel=1e-3)
     assert best.memory_bytes <= 0.9 * 80e9 == given.limit.usable_bytes
 
@@ -169,27 +175,29 @@ def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
 def test_memory_of_many_is_that_of_one(
     strategy: str, recompute: RecomputeConfig | None, ahead: int
 ) -> None:
-    for trainable in (Trainable(), Trainable(kind=Kind.LAST_BLOCKS, share=0.5)):
-        given = case(replace(SMALL, recompute=recompute), prefetch_units=ahead, trainable=trainable)
+    for trainable in (Trainable(), Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.5)):
+        given = workload(
+            replace(SMALL, recompute=recompute), prefetch_units=ahead, trainable=trainable
+        )
         estimator = Estimator(given)
-        estimator.memory(given.setting(given.strategy("8,8,8")))  # whose walk serves the next
-        setting = given.setting(given.strategy(strategy))
-        computing = estimator.costs(setting).computing
+        estimator.memory(given.candidate(given.strategy("8,8,8")))  # whose walk serves the next
+        candidate = given.candidate(given.strategy(strategy))
+        computing = estimator.costs(candidate).computing
         alone = peak_memory(
-            setting.strategy,
-            make_topology(world_size=32, group_size=8, degrees=setting.strategy.degrees),
+            candidate.strategy,
+            make_topology(world_size=32, group_size=8, degrees=candidate.strategy.degrees),
             trainable.units(given.model, world_size=32),
             given.precision,
             activations_of(given.model, computing.batch),
             prefetch_units=ahead,
             num_micro_batches=3,
         )
-        assert estimator.memory(setting).total == alone.total
+        assert estimator.memory(candidate).total == alone.total
 
 
 def test_adapters_train_little_and_leave_the_rest() -> None:
     full = Trainable().units(SMALL, world_size=32)
-    units = Trainable(kind=Kind.ADAPTERS, share=0.003).units(SMALL, world_size=32)
+    units = Trainable(kind=TrainableKind.ADAPTERS, share=0.003).units(SMALL, world_size=32)
     assert [u.frozen_numel for u in units] == [u.trainable_numel for u in full]
     assert all(u.trainable_numel for u in units[1:-1])
     share = sum(u.trainable_numel for u in units) / sum(u.frozen_numel for u in units[1:-1])
@@ -199,7 +207,7 @@ def test_adapters_train_little_and_leave_the_rest() -> None:
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="--global-batch-size 100 is no multiple of"):
-        case(global_batch_size=100)
+        workload(global_batch_size=100)
 
 
 @pytest.mark.parametrize("name", shipped_machines())
@@ -235,8 +243,8 @@ def test_machines_that_do_not_exist_or_do_not_match() -> None:
         measured.for_world(64, told="--paro-machine")
     bare = replace(machine(), device=None)
     with pytest.raises(ValueError, match="machine typed: device is missing"):
-        case(machine=bare)
-    unlinked = case(machine=machine(inter=100, **{"uneven": ()}))
+        workload(machine=bare)
+    unlinked = workload(machine=machine(inter=100, **{"uneven": ()}))
     with pytest.raises(ValueError, match=r"machine typed: links.inter is missing"):
         letter_rows(replace(unlinked, machine=replace(unlinked.machine, inter=None)))
 
@@ -324,8 +332,8 @@ def test_what_a_measured_collective_wants() -> None:
 
 
 def test_a_trace_has_every_span() -> None:
-    given = case(global_batch_size=64)
-    estimate = Estimator(given).estimate(given.setting(given.strategy("IIG")), record=True)
+    given = workload(global_batch_size=64)
+    estimate = Estimator(given).estimate(given.candidate(given.strategy("IIG")), record=True)
     events = json.loads(chrome_trace(estimate.timeline.spans))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(estimate.timeline.spans)
@@ -337,7 +345,7 @@ def test_a_trace_has_every_span() -> None:
 
 
 def test_a_large_model_is_recognised_as_too_large() -> None:
-    given = case(LLAMA_PRESETS["65B"], machine=machine(world_size=8), global_batch_size=16)
+    given = workload(LLAMA_PRESETS["65B"], machine=machine(world_size=8), global_batch_size=16)
     found = plan(given)
     assert found.best is None
     told = why_nothing_fits(given, found)
@@ -372,12 +380,12 @@ WIDE_BLOCKS = {"model": replace(SMALL, hidden_size=4096, ffn_hidden_size=32768)}
 )
 def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told: str) -> None:
     """A limit between what the flags as given need, and what they need with one changed."""
-    before = case(**changes)
+    before = workload(**changes)
     model = replace(before.model, recompute=given.get("recompute"))
     others = {k: v for k, v in given.items() if k != "recompute"}
-    after = case(**(changes | others | {"model": model}))
+    after = workload(**(changes | others | {"model": model}))
     as_given = [
-        plan(own, Freedom(micro_batch_sizes=(own.micro_batch_size,), collectives=("native",),
+        plan(own, SearchSpace(micro_batch_sizes=(own.micro_batch_size,), collectives=("native",),
                           recomputes=(own.model.recompute,)))
         for own in (before, after)
     ]  # fmt: skip
@@ -387,7 +395,7 @@ def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told
 
 
 def test_letters_in_groups_of_another_size_are_told() -> None:
-    given = case()
+    given = workload()
     found = {s.strategy.degrees: s.describe() for s in all_settings(given, FEW)}
     assert found[16, 16, 32].startswith("16,16,32 (IIG in groups of 16), ")
     assert found[8, 8, 32].startswith("IIG, ")
@@ -397,4 +405,4 @@ def test_letters_in_groups_of_another_size_are_told() -> None:
 def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:
     degrees = {d for s in legal_strategies(48, 24, 8) for d in s.degrees}
     assert degrees == {1, 2, 4, 8, 24, 48}
-    assert plan(case(machine=machine(world_size=48), group_size=24), FEW).best is not None
+    assert plan(workload(machine=machine(world_size=48), group_size=24), FEW).best is not None

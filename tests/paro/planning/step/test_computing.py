@@ -8,30 +8,30 @@ import pytest
 
 from model.config import RecomputeConfig, flops_per_token
 from paro.planning.search.planner import Estimator
-from paro.planning.search.settings import Case, Materialize
-from paro.planning.search.trainable import Kind, Trainable
-from tests.paro.planning.cases import DEVICE, SMALL, case
+from paro.planning.search.settings import Materialize, Workload
+from paro.planning.search.trainable import Trainable, TrainableKind
+from tests.paro.planning.cases import DEVICE, SMALL, workload
 
 
-def mfu(given: Case, strategy: str = "III") -> float:
-    return Estimator(given).estimate(given.setting(given.strategy(strategy))).mfu
+def mfu(given: Workload, strategy: str = "III") -> float:
+    return Estimator(given).estimate(given.candidate(given.strategy(strategy))).mfu
 
 
 @pytest.mark.parametrize("materialize", [Materialize.GATHER, Materialize.ROTATE])
 def test_all_that_trains_is_counted_as_in_a_training(materialize: Materialize) -> None:
     model = replace(SMALL, recompute=RecomputeConfig(granularity="full"))
-    given = case(model, materialize=materialize)
-    estimate = Estimator(given).estimate(given.setting(given.strategy("III")))
+    given = workload(model, materialize=materialize)
+    estimate = Estimator(given).estimate(given.candidate(given.strategy("III")))
     of_token = flops_per_token(model, given.seq_length, causal=False)
     per_device = of_token * given.global_batch_size * given.seq_length / given.world_size
     assert estimate.mfu == pytest.approx(per_device / estimate.seconds / DEVICE.peak_flops)
 
 
-@pytest.mark.parametrize("kind", [Kind.LAST_BLOCKS, Kind.ADAPTERS])
-def test_what_is_not_computed_does_not_count(kind: Kind) -> None:
-    given = case(trainable=Trainable(kind=kind, share=0.25))
+@pytest.mark.parametrize("kind", [TrainableKind.LAST_BLOCKS, TrainableKind.ADAPTERS])
+def test_what_is_not_computed_does_not_count(kind: TrainableKind) -> None:
+    given = workload(trainable=Trainable(kind=kind, share=0.25))
     assert 0 < mfu(given) <= DEVICE.sustained_flops / DEVICE.peak_flops
     estimator = Estimator(given)
-    computing = estimator.costs(given.setting(given.strategy("III"))).computing
-    everything = Estimator(case()).costs(given.setting(given.strategy("III"))).computing
+    computing = estimator.costs(given.candidate(given.strategy("III"))).computing
+    everything = Estimator(workload()).costs(given.candidate(given.strategy("III"))).computing
     assert everything.flops / 3 < computing.flops < everything.flops

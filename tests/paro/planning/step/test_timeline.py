@@ -13,21 +13,21 @@ from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes, Job
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.search.planner import Estimator
-from paro.planning.search.settings import Case
-from paro.planning.search.trainable import Kind, Trainable
+from paro.planning.search.settings import Workload
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import NOTHING, StepCosts
 from paro.planning.step.simulation import Compute, Program, Simulation, Wait, Work
 from paro.planning.step.timeline import simulate
-from paro.sharding.shards import UnitShards
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.sharding.shards import UnitShards
 from paro.strategy import legal_letters
-from tests.paro.planning.cases import case, machine
+from tests.paro.planning.cases import machine, workload
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
 
-def costs(given: Case, strategy: str) -> StepCosts:
-    return Estimator(given).costs(given.setting(given.strategy(strategy)))
+def costs(given: Workload, strategy: str) -> StepCosts:
+    return Estimator(given).costs(given.candidate(given.strategy(strategy)))
 
 
 TINY = LlamaConfig(
@@ -51,16 +51,16 @@ ORDERS: dict[str, tuple[LlamaConfig, dict[str, Any]]] = {
     "recomputed in pairs": (replace(TINY, num_layers=4, recompute=PAIRS), {}),
     "recomputed in pairs, the first of one frozen": (
         replace(TINY, num_layers=4, recompute=PAIRS),
-        {"trainable": Trainable(kind=Kind.LAST_BLOCKS, share=0.25)},
+        {"trainable": Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.25)},
     ),
-    "mostly frozen": (TINY, {"trainable": Trainable(kind=Kind.LAST_BLOCKS, share=0.3)}),
+    "mostly frozen": (TINY, {"trainable": Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.3)}),
 }
 
 
-def order_case(name: str, **more: Any) -> Case:
+def order_case(name: str, **more: Any) -> Workload:
     """One of `ORDERS` on 2 groups of 2."""
     config, changes = ORDERS[name]
-    return case(
+    return workload(
         config,
         machine=machine(world_size=4, group_size=2),
         group_size=2,
@@ -126,7 +126,7 @@ def test_moves_come_in_the_order_of_the_engine(
         prefetch_units=given.prefetch_units,
         is_trained=lambda name: name.rpartition(".")[0] in trained,
     )
-    moves = lone.model.units[0].context.moves
+    moves = lone.model.context.moves
     phases = {"gather": moves.gather, "reduce": moves.reduce, "publish": moves.publish}
     for move, run in phases.items():
         method = getattr(ShardedUnit, move)
@@ -154,7 +154,7 @@ def test_moves_come_in_the_order_of_the_engine(
 
 @pytest.mark.parametrize("strategy", legal_letters())
 def test_links_carry_the_bytes_of_the_cost_model(strategy: str) -> None:
-    given = case()
+    given = workload()
     step = costs(given, strategy)
     loads = step.moves.loads(step.num_micro_batches)
     units = given.trainable.units(given.model, world_size=32)
@@ -171,11 +171,11 @@ def test_links_carry_the_bytes_of_the_cost_model(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", legal_letters())
 def test_without_overlap_parts_add_up(strategy: str) -> None:
-    step = costs(case(prefetch_units=0), strategy)
+    step = costs(workload(prefetch_units=0), strategy)
     timeline = simulate(step)
     accumulated = step.num_micro_batches * sum(
         step.computing.memory_seconds(part.accumulated_bytes)
-        for parts in step.moves.of_units
+        for parts in step.moves.per_unit
         for part in parts
     )
     loads = step.moves.loads(step.num_micro_batches)
@@ -191,20 +191,20 @@ def test_without_overlap_parts_add_up(strategy: str) -> None:
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_nothing_is_faster_than_its_bound(strategy: str, collective: str, ahead: int) -> None:
     for inter in (5, 100):
-        given = case(machine=machine(inter=inter), collective=collective, prefetch_units=ahead)
+        given = workload(machine=machine(inter=inter), collective=collective, prefetch_units=ahead)
         step = costs(given, strategy)
         assert simulate(step).seconds >= step.least_seconds() * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("strategy", legal_letters())
 def test_overlap_never_costs_time(strategy: str) -> None:
-    step = costs(case(), strategy)
+    step = costs(workload(), strategy)
     assert simulate(step).seconds <= simulate(replace(step, overlap=NOTHING)).seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["GGG", "IIG", "NGG"])
 def test_micro_batches_in_the_middle_are_alike(strategy: str) -> None:
-    step = costs(case(global_batch_size=64 * 9), strategy)
+    step = costs(workload(global_batch_size=64 * 9), strategy)
     assert step.num_micro_batches == 9
     whole = simulate(step, record=True)
     assert simulate(step).seconds == pytest.approx(whole.seconds, rel=2e-3)
@@ -234,14 +234,14 @@ def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
 
 
 def test_links_are_shared() -> None:
-    given = case()
+    given = workload()
     alone = simulate(costs(given, "IIG"))
     slow = simulate(costs(replace(given, machine=machine(intra=20)), "IIG"))
     assert slow.exposed["gather"] > 10 * alone.exposed["gather"]
 
 
 def test_uneven_groups_slow_all_down() -> None:
-    given = case()
+    given = workload()
     even = simulate(costs(given, "IIG")).seconds
     slower = {}
     for name in ("compute", "intra", "inter"):
@@ -261,7 +261,7 @@ def test_uneven_groups_slow_all_down() -> None:
 
 
 def test_ho_ring_hides_the_shorter_level() -> None:
-    given = case()
+    given = workload()
     native = CollectiveTimes(given.machine, "native")
     overlapped = CollectiveTimes(given.machine, "ho-ring")
     one_by_one = CollectiveTimes(given.machine, "h-ring")

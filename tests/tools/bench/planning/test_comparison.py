@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from paro.planning.search.planner import Estimator
-from paro.planning.search.settings import Case
+from paro.planning.search.settings import Workload
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
-from tests.paro.planning.cases import case as make_case
+from tests.paro.planning.cases import workload as make_case
 from tools.bench.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare
 from tools.bench.study_plan import chapters_of
 
@@ -19,20 +19,21 @@ NAMES = ("NNI", "IIG", "GGG")
 
 
 @pytest.fixture
-def case() -> Case:
+def workload() -> Workload:
     return make_case()
 
 
-def measured(case: Case, factors: dict[str, float]) -> list[list[dict[str, Any]]]:
+def measured(workload: Workload, factors: dict[str, float]) -> list[list[dict[str, Any]]]:
     """What would have been measured, in one turn, were the planner wrong by these factors."""
-    estimator = Estimator(case)
+    estimator = Estimator(workload)
     return [
         [
             {
                 "setting": f"{name}@native",
                 "round": 1,
                 "turn": 1,
-                "seconds": factor * estimator.estimate(case.setting(case.strategy(name))).seconds,
+                "seconds": factor
+                * estimator.estimate(workload.candidate(workload.strategy(name))).seconds,
                 "peak_in_use": None,
                 "exposed": {},
             }
@@ -41,21 +42,21 @@ def measured(case: Case, factors: dict[str, float]) -> list[list[dict[str, Any]]
     ]
 
 
-def test_what_was_predicted_has_no_error(case: Case) -> None:
-    found = compare(case, measured(case, dict.fromkeys(NAMES, 1.0)))
+def test_what_was_predicted_has_no_error(workload: Workload) -> None:
+    found = compare(workload, measured(workload, dict.fromkeys(NAMES, 1.0)))
     assert found.worst_error == pytest.approx(0.0, abs=1e-9)
     assert not any(pair.is_wrong for pair in found.pairs())
     assert all(choice.ratio == 1.0 for choice in found.choices)
 
 
-def test_errors_are_of_what_was_measured(case: Case) -> None:
-    found = compare(case, measured(case, {"NNI": 2.0, "IIG": 1.0, "GGG": 0.8}))
+def test_errors_are_of_what_was_measured(workload: Workload) -> None:
+    found = compare(workload, measured(workload, {"NNI": 2.0, "IIG": 1.0, "GGG": 0.8}))
     assert [round(row.error, 3) for row in found.rows] == [-0.5, 0.0, 0.25]
     assert found.median_error == pytest.approx(0.25)
 
 
-def test_a_pair_in_the_wrong_order_is_found_and_costs_auto(case: Case) -> None:
-    found = compare(case, measured(case, {"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
+def test_a_pair_in_the_wrong_order_is_found_and_costs_auto(workload: Workload) -> None:
+    found = compare(workload, measured(workload, {"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
     wrong = [(pair.fast.strategy, pair.slow.strategy) for pair in found.pairs() if pair.is_wrong]
     assert ("GGG", "IIG") in wrong
     assert max(choice.ratio for choice in found.choices) > 2
@@ -94,10 +95,10 @@ def test_a_pair_is_clear_if_it_differs_in_three_of_four_turns() -> None:
         assert pair.is_clear == clear
 
 
-def test_what_rotates_is_compared_as_such_and_chosen_by_nobody(case: Case) -> None:
-    ((gathered,),) = measured(case, {"IIG": 1.0})
+def test_what_rotates_is_compared_as_such_and_chosen_by_nobody(workload: Workload) -> None:
+    ((gathered,),) = measured(workload, {"IIG": 1.0})
     for way, name in (("rotate", "IIG rotated"), ("in-place", "IIG rotated in place")):
-        found = compare(case, [[gathered | {"setting": f"{gathered['setting']}+{way}"}]])
+        found = compare(workload, [[gathered | {"setting": f"{gathered['setting']}+{way}"}]])
         assert found.rows[0].strategy == name
         assert found.rows[0].predicted > gathered["seconds"]  # of what is gathered
         assert found.choices == ()
