@@ -1,4 +1,4 @@
-"""Pre-trains a LLaMA: `python pretrain_llama.py --help`, or under torchrun or srun."""
+"""Entry point: pre-trains a LLaMA, started with python, torchrun or srun; see --help."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def run(config: RunConfig, control: Control) -> None:
-    """Builds the parts, says what was built, and trains to the end or evaluates alone."""
+    """Builds all parts of the run, logs what was built, then trains or only evaluates."""
     only_evaluate = config.train.skip_train
     terminal = Terminal()
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
@@ -73,7 +73,7 @@ def run(config: RunConfig, control: Control) -> None:
         loaded = load_run(config, training, log) if config.checkpoint.load is not None else None
     state = loaded or start_state(config)
     if only_evaluate:
-        state.consumed_valid_samples = 0  # the same samples whenever the checkpoint was saved
+        state.consumed_valid_samples = 0  # the same samples for every checkpoint
     with control.raise_on_all_ranks():
         datasets = open_data(config, state, loaded, log)
     for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
@@ -114,19 +114,19 @@ def run(config: RunConfig, control: Control) -> None:
 
 
 def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> None:
-    """Runs the loop; its last line says how a run that was cut short continues."""
+    """Runs the loop; for a run that ended early, logs how to continue it."""
     with closing(report, control):
         is_complete = loop.run()
     if not is_complete:
         report.log.log0(how_to_continue(config, loop.state))
     if control.device.type == "cuda":
-        loop.training.close()  # gloo's groups go with the process
+        loop.training.close()  # gloo's groups end with the process
 
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
-    """Builds what is trained; prints what it is and returns the table of its states."""
+    """Builds model and optimizer and logs them; also returns the lines of the placement table."""
     seed_everything(config.train.seed)
-    # What is only evaluated has no gradients and no optimizer state.
+    # With --skip-train all parameters are frozen: no gradients, no optimizer state.
     is_trained = not config.train.skip_train
     training = build_training(config, control, is_trained=lambda _name: is_trained)
     placement = placement_lines(config, training)
@@ -138,14 +138,14 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
 
 @contextmanager
 def closing(report: Report, control: Control) -> Iterator[None]:
-    """Closes the report at the end; where ranks leave for a mistake its dashboards show it."""
+    """Closes the report at the end, also after a user mistake, so that dashboards record it."""
     try:
         yield
     except UserMistakeError as mistake:
-        if not mistake.on_this_rank:  # else the others wait for this one to leave
-            with suppress(Exception):  # nothing may come before the mistake's own line
+        if not mistake.on_this_rank:  # else the other ranks do not reach the barrier
+            with suppress(Exception):  # an error here must not hide the mistake
                 report.close()
-                control.barrier()  # the first rank to leave ends the others
+                control.barrier()  # the first rank to exit kills the others
         raise
     except KeyboardInterrupt:
         report.interrupted()
@@ -156,7 +156,7 @@ def closing(report: Report, control: Control) -> Iterator[None]:
 
 
 def how_to_continue(config: RunConfig, state: TrainState) -> str:
-    """The last line of a run that was cut short."""
+    """The last log line of a run that ended early: where it is saved, how to continue."""
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         return f"iteration {state.iteration} is not saved: there was no --save"
@@ -176,7 +176,10 @@ def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
 def open_data(
     config: RunConfig, state: TrainState, loaded: TrainState | None, log: Log
 ) -> Datasets:
-    """The data sets of the run, which must leave something to do; says if their order is new."""
+    """The data sets of the run; logs it if their order changed since the checkpoint.
+
+    `ValueError` where --skip-train leaves nothing to evaluate.
+    """
     datasets = build_data(config, state)
     held_out = datasets.valid or datasets.named_valid or datasets.test
     if config.train.skip_train and not held_out:
@@ -191,7 +194,7 @@ def open_data(
 
 
 def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
-    """What watches the loop beside the report."""
+    """What observes the loop in addition to the report: watchdog and profilers."""
     folder = config.report.tensorboard_dir or config.checkpoint.save
     runtime = config.runtime
     return (
@@ -207,7 +210,7 @@ def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Obser
 
 
 def title_of(config: RunConfig) -> str:
-    """The run in a few words."""
+    """The title of the terminal view: model size and strategy."""
     millions = num_parameters(config.model) / 1e6
     return f"LLaMA, {millions:,.1f}M parameters, {config.strategy.name}"
 
@@ -220,7 +223,7 @@ def saving_of(
     loaded: TrainState | None,
     datasets: Datasets,
 ) -> Saving | None:
-    """How the run is saved, if at all; what lies under --save already is not saved again."""
+    """How and when the run is saved, or None; what was loaded from --save is not saved again."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or config.train.skip_train:
         return None
@@ -248,7 +251,7 @@ def saving_of(
 
 
 def command() -> NoReturn:
-    """The script itself, and the console command `pretrain-llama`; exits with a status."""
+    """The script and the console command `pretrain-llama`; ends the process with an exit status."""
     run_script("pretrain_llama.py", main)
 
 

@@ -1,1 +1,1 @@
-"""From text to micro-batches: tokenizers, Megatron's indexed data sets and sample order."""
+"""Data pipeline from text to micro-batches: tokenizers, Megatron's data sets and sample order."""

@@ -1,4 +1,4 @@
-"""Writes a file under a temporary name and gives it its own name only once it is complete."""
+"""Atomic file writes: a file is written under a temporary name and renamed when complete."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def temporary_beside(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write to, renamed to `path` when the block ends well and removed when it fails.
+    """A temporary path, renamed to `path` if the block succeeds and removed if it fails.
 
-    Several processes may write the same `path` at once: readers see one whole file or another.
+    Several processes may write the same `path` at the same time: readers see a complete file.
     """
     temporary = temporary_beside(path)
     try:

@@ -1,4 +1,4 @@
-"""Samples and the micro-batches made of them, with what the model is told of their documents."""
+"""Samples, and micro-batches made of them, including document positions and lengths."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch of one rank; labels are the tokens that follow, masked where mask is 0."""
+    """One micro-batch of one rank; labels are the next tokens, ignored where loss_mask is 0."""
 
     tokens_BS: Tensor  # noqa: N815  int64
     labels_BS: Tensor  # noqa: N815  int64
     loss_mask_BS: Tensor  # noqa: N815  float32
-    positions_BS: Tensor | None = None  # noqa: N815  int64; None: a sample's own
-    document_lengths: tuple[int, ...] | None = None  # of all samples; None: a sample is one
+    positions_BS: Tensor | None = None  # noqa: N815  int64; None: 0 to S - 1
+    document_lengths: tuple[int, ...] | None = None  # of all samples; None: one per sample
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         return self._with(lambda part: part.to(device, non_blocking=non_blocking))
@@ -42,7 +42,7 @@ class Batch:
         return self._with(lambda part: part.pin_memory())
 
     def documents(self) -> dict[str, Any]:
-        """What the model is told of documents that share a sample, as its keywords."""
+        """Keyword arguments for the model that describe documents sharing a sample."""
         return {"positions_BS": self.positions_BS, "document_lengths": self.document_lengths}
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -57,7 +57,7 @@ class Batch:
 
 
 def collate(samples: Sequence[NDArray[np.int64]], rules: DocumentRules | None = None) -> Batch:
-    """Tokens and labels of samples that are one token longer than the sequence."""
+    """A batch of tokens and labels from samples of seq_length + 1 tokens."""
     text = np.stack(samples)
     bounds = bounds_of(text[:, :-1], rules)
     positions = bounds.positions_BS
@@ -71,10 +71,10 @@ def collate(samples: Sequence[NDArray[np.int64]], rules: DocumentRules | None = 
 
 
 class Fetch(Dataset[Batch | Exception]):
-    """Micro-batches by the numbers of their samples.
+    """Maps the sample numbers of a micro-batch to the batch.
 
-    A user's mistake is a value here, because an exception would come out of a worker process as a
-    page of traceback.
+    User errors are returned as values, because an exception raised in a worker process would print
+    a page of traceback.
     """
 
     def __init__(

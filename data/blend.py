@@ -1,6 +1,7 @@
-"""Blends: which corpora with which weights, from words or files."""
+"""Blends of corpora with weights, parsed from the command line or from files."""
 
-# A blend is a list of prefixes, each with the weight before it or all without: then sizes decide.
+# A blend is a list of prefixes, either each after its weight, or all without weights: then the
+# sizes of the corpora are the weights.
 
 from __future__ import annotations
 
@@ -13,29 +14,29 @@ from typing import Any
 
 import numpy as np
 
-SURPLUS = 0.005  # Megatron builds so much more of every corpus than its share, for roundings
+SURPLUS = 0.005  # as in Megatron: extra samples built of every corpus, against rounding
 MAX_CORPORA = np.iinfo(np.int16).max - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blend:
-    """Prefixes of corpora; weights are positive, of any sum, or None where sizes decide."""
+    """Prefixes of corpora; weights are positive with any sum, or None to weight by size."""
 
-    flag: str  # where it was given, for messages
+    flag: str  # that gave it, for messages
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
 
     def shares(self) -> list[float]:
-        """The weights as parts of one."""
+        """The weights normalized to sum 1."""
         assert self.weights is not None, "a blend by size has no weights"
         weights = np.array(self.weights, dtype=np.float64)
         return [float(share) for share in weights / np.sum(weights)]
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """`PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...`, as Megatron takes them.
+    """Parses `PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...` like Megatron.
 
-    A word that is a number is a weight, so a prefix that looks like one is written ./1.
+    A word that is a number is a weight, so a prefix that looks like a number is written ./1.
     """
     if not words:
         raise ValueError(f"{flag} names no corpus: give the prefix of a .bin and a .idx file")
@@ -57,8 +58,8 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
 def read_blend(path: str, flag: str) -> Blend:
     """A blend from a file: words as on the command line, or a JSON list that may be nested.
 
-    In a list, the place of a path may be taken by a list of its own, whose weights share the weight
-    before it.
+    In a list, a nested list may replace a path; its members divide the weight before it according
+    to their own weights.
     """
     text = _read_text(path, flag)
     if not text.lstrip().startswith("["):
@@ -91,7 +92,7 @@ def _blend_of(content: Any, flag: str) -> Blend:
 
 
 def _flatten(content: list[Any], flag: str) -> list[str]:
-    """Words of a list in which lists take the place of paths."""
+    """The words of a list in which nested lists may replace paths."""
     words: list[str] = []
     for place, entry in enumerate(content):
         if not isinstance(entry, list):
@@ -109,14 +110,14 @@ def _flatten(content: list[Any], flag: str) -> list[str]:
         if outer is None:
             words += inner.prefixes
             continue
-        words.pop()  # the weight that the inner ones share
+        words.pop()  # the weight that the inner weights divide
         for share, prefix in zip(inner.shares(), inner.prefixes, strict=True):
             words += [repr(outer * share), prefix]
     return words
 
 
 def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Blend:
-    """The blend without what has a weight of 0."""
+    """The blend without corpora of weight 0."""
     if weights is not None:
         wrong = next((w for w in weights if not 0.0 <= w < math.inf), None)
         if wrong is not None:
@@ -156,10 +157,10 @@ def _parse_json(text: str, path: str, flag: str) -> Any:
 
 
 def members_of(shares: Sequence[float], num_samples: int) -> list[int]:
-    """How many samples of each corpus make a blend of at least `num_samples`."""
+    """The number of samples from each corpus for a blend of at least `num_samples`."""
     return [math.ceil(num_samples * share) for share in shares]
 
 
 def with_surplus(num_samples: int) -> int:
-    """What is built of a corpus of which so many samples are wanted."""
+    """The number of samples to build of a corpus that contributes `num_samples`."""
     return math.ceil(num_samples * (1 + SURPLUS))

@@ -1,14 +1,14 @@
-"""Whose sample comes when in a blend: that of the corpus that lags most behind its share."""
+"""Sample order of a blend: the next sample is from the corpus furthest below its share."""
 
 # [Note: in lanes]
 # The rule is Megatron's, its float64 arithmetic included: at sample t the corpus with the greatest
-# share * t - count is next, the first of equals. Every choice needs the counts that all choices
-# before it made, so a loop over samples is the definition; it takes minutes where samples come in
-# hundreds of millions. Here stretches of samples run side by side, as columns of numpy arrays. A
-# stretch begins from counts that are only likely: the shares of its first sample, run in for a
-# while, which makes other counts join the true course. Then each beginning is held against the end
-# of the stretch before it, and where they differ the stretch is run again from there. The first
-# stretch begins right, so what is left after the last difference is the loop's result, exactly.
+# share * t - count is next, the first one if several are equal. Every choice depends on the counts
+# after all earlier choices, so the definition is a loop over samples; it takes minutes for hundreds
+# of millions of samples. Here stretches of samples run in parallel lanes, as columns of numpy
+# arrays. A stretch starts from estimated counts: the shares at its first sample, after a warm-up of
+# some steps, in which wrong counts converge to the true ones. Then each start is compared with the
+# end of the previous stretch, and on a difference the stretch is run again from that end. The first
+# stretch starts from exact counts, so after the last difference the result equals the loop's.
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ DATASET_DTYPE: np.dtype[Any] = np.dtype(np.int16)
 SAMPLE_DTYPE: np.dtype[Any] = np.dtype(np.int64)
 _LEAST_STRETCH = 256
 _MAX_LANES = 4096
-_RUN_IN = 4  # of the time in which the rarest corpus comes once
+_RUN_IN = 4  # times the mean distance between samples of the rarest corpus
 _MAX_RUN_IN = 4096
 
 Counts = NDArray[np.int64]  # of every corpus, in every lane
 
 
 class BlendIndices(NamedTuple):
-    """For every sample of a blend: from which corpus, and which of that corpus's samples."""
+    """For every sample of a blend: its corpus, and its number among that corpus's samples."""
 
     dataset_index: NDArray[np.int16]
     dataset_sample_index: NDArray[np.int64]
 
 
 def blend_by_share(shares: Sequence[float], num_samples: int) -> BlendIndices:
-    """The first `num_samples` of a blend that goes on for ever; bit for bit Megatron's."""
+    """The first `num_samples` samples of an endless blend; bit for bit Megatron's."""
     return _blend(np.array(shares, dtype=np.float64), None, num_samples)
 
 
@@ -50,7 +50,7 @@ def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
 def _blend(
     shares: NDArray[np.float64], limits: NDArray[np.int64] | None, num_samples: int
 ) -> BlendIndices:
-    """See the note: in lanes."""
+    """The order, computed in parallel lanes; see [Note: in lanes]."""
     stretch = max(_LEAST_STRETCH, -(-num_samples // _MAX_LANES))
     num_lanes = max(1, -(-num_samples // stretch))
     rarest = shares[shares > 0].min()
@@ -79,7 +79,7 @@ def _blend(
 
 
 def _likely_counts(shares: NDArray[np.float64], times: NDArray[np.int64]) -> Counts:
-    """Whole numbers near `shares` of each time that sum to it."""
+    """For each time, integers near `shares` * time that sum to it."""
     ideal = np.multiply.outer(shares, times.astype(np.float64))
     counts = np.floor(ideal).astype(np.int64)
     missing = times - counts.sum(axis=0)
@@ -93,9 +93,9 @@ def _choose(
     times: NDArray[np.int64],
     counts: Counts,
 ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """One sample of every lane: its corpus, and how often that one was chosen before.
+    """The next sample of every lane: its corpus, and how often that corpus was chosen before.
 
-    Counts it in `counts`.
+    Updates `counts`.
     """
     lags = np.multiply.outer(shares, np.maximum(times, 1).astype(np.float64))
     lags -= counts

@@ -1,4 +1,4 @@
-"""Samples of several corpora as one data set, in Megatron's order."""
+"""Data set that blends samples of several corpora, in Megatron's order."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from data.indexed_dataset import IndexedDataset
 
 
 class BlendedDataset:
-    """Sample i is a sample of the corpus whose turn it is.
+    """Sample i is the next sample of the corpus that the blend order gives for i.
 
-    Held-out data that are smaller than what is drawn are read again from the start.
+    Held-out data with fewer samples than are drawn are read again from the start.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BlendedDataset:
         return member[int(self.indices.dataset_sample_index[place])]
 
     def describe(self) -> str:
-        """One line: the corpora, what each contributes, where the order is kept."""
+        """One line: the corpora, what each contributes, where the order is stored."""
         size = len(self.indices.dataset_index)
         counts = np.bincount(self.indices.dataset_index, minlength=len(self.members))
         parts = ", ".join(
@@ -76,7 +76,7 @@ class BlendedDataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRequest:
-    """What is to be built of a blend, and how its corpora are opened."""
+    """Which split to build from a blend, and how to open its corpora."""
 
     split_name: str
     sampling: Sampling
@@ -99,12 +99,12 @@ class SplitRequest:
 
 
 def build_samples(blend: Blend, request: SplitRequest) -> GPTDataset | BlendedDataset:
-    """One split of a blend; `TooFewTokensError` where there is not a single sample.
+    """One split of a blend; `TooFewTokensError` if it has no sample.
 
-    Training data of which a corpus has no sample are refused as well.
+    For training data, that error is also raised if one of the corpora has no sample.
     """
     request = replace(request, sampling=replace(request.sampling, flag=blend.flag))
-    # Megatron blends a single corpus only where it has a weight and all splits are cut from it.
+    # Megatron blends a single corpus only if it has a weight and all splits are cut from it.
     is_single = blend.weights is None or request.sampling.split is None
     if len(blend.prefixes) == 1 and is_single:
         return request.build(blend.prefixes[0], request.num_samples)
@@ -115,7 +115,7 @@ def build_samples(blend: Blend, request: SplitRequest) -> GPTDataset | BlendedDa
 
 
 def _without_empty(blend: Blend, request: SplitRequest) -> tuple[Blend, tuple[str, ...]]:
-    """The blend, and the prefixes of held-out data that hold no sample and are not in it."""
+    """The blend without held-out corpora that have no sample, and their prefixes."""
     empty: dict[int, TooFewTokensError] = {}
     for place, prefix in enumerate(blend.prefixes):
         try:
@@ -146,7 +146,7 @@ def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
     members = []
     for prefix, count, used in zip(blend.prefixes, wanted, drawn, strict=True):
         planned = with_surplus(count)
-        if request.total_samples(prefix, planned) < used:  # where Megatron gives up
+        if request.total_samples(prefix, planned) < used:  # Megatron fails here
             planned = used
         members.append(request.build(prefix, planned))
     return BlendedDataset(members, indices, num_samples=size, source=source)
@@ -182,7 +182,7 @@ def _cached_indices(
     size: int,
     build: Callable[[], BlendIndices],
 ) -> tuple[BlendIndices, str]:
-    """The order of a blend: it depends on weights or sizes and its length alone."""
+    """The order of a blend, cached: it depends only on weights or sizes and on its length."""
     sampling = request.sampling
     beside_the_data = Path(blend.prefixes[0]) / "cache" / "GPTDataset_indices"
     facts = {

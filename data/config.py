@@ -1,4 +1,4 @@
-"""Which tokens a run reads, and how: the data flags."""
+"""The data flags as a dataclass: which tokens a run reads, and how."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SEED = 2**32 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Which tokens to train on and how to fetch them."""
+    """Which tokens to train on and how to read them."""
 
     seq_length: int
     data_path: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class DataConfig:
     test_data_path: tuple[str, ...] = ()
     per_split_data_args_path: str | None = None
     mock_data: bool = False
-    split: str | None = None  # of data for all splits; None: DEFAULT_SPLIT
+    split: str | None = None  # for data shared by all splits; None: DEFAULT_SPLIT
     data_cache_path: str | None = None
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
@@ -72,7 +72,7 @@ class DataConfig:
             )
 
     def document_rules(self, eod: int) -> DocumentRules | None:
-        """What the end of a document changes; None where it changes nothing."""
+        """What the end of a document changes; None if it changes nothing."""
         rules = DocumentRules(
             eod=eod,
             eod_mask_loss=self.eod_mask_loss,
@@ -82,7 +82,7 @@ class DataConfig:
         return None if rules == DocumentRules(eod=eod) else rules
 
     def _sources(self) -> dict[str, bool]:
-        """Where data may come from, of which one is given."""
+        """The alternative data source flags, and whether each is given; exactly one must be."""
         per_split = {f"--{name}-data-path": words for name, words in self._words().items()}
         first_given = next((flag for flag, words in per_split.items() if words), "")
         return {
@@ -98,16 +98,16 @@ class DataConfig:
 
     @property
     def is_per_split(self) -> bool:
-        """Whether every split has data of its own, instead of a part of all data."""
+        """Whether every split has its own data, instead of a part of shared data."""
         return self.per_split_data_args_path is not None or any(self._words().values())
 
     @property
     def split_in_use(self) -> str | None:
-        """How data for all splits are cut; None where every split has data of its own."""
+        """How data shared by all splits are cut; None if every split has its own data."""
         return None if self.is_per_split else self.split or DEFAULT_SPLIT
 
     def blends(self) -> dict[str, Blend]:
-        """What each split is made of; none for synthetic tokens."""
+        """The blend of each split; empty for synthetic tokens."""
         if self.per_split_data_args_path is not None:
             return read_blend_per_split(self.per_split_data_args_path, "--per-split-data-args-path")
         if self.is_per_split:

@@ -1,4 +1,4 @@
-"""Raw documents of a corpus in batches, as they lie in its sources, and the texts in them."""
+"""Reads raw documents of a corpus in batches from its sources, and extracts their texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BATCH_BYTES = 2**18  # of a batch of lines or rows; one longer line is a batch of its own
 TEXT_BYTES = 2**22  # a longer .txt file is encoded in parts, cut at ends of lines
 ROWS = 4096  # of a batch at most
-# Where a long text is cut: behind the last line end that no blank follows, else behind the last.
+# Where a long text is cut: after the last line end not followed by a blank, else after the last.
 LINE_ENDS = (re.compile(rb".*\n(?=\S)", re.DOTALL), re.compile(rb".*\n", re.DOTALL))
 
 Rows = Mapping[str, list[Any]]
@@ -29,19 +29,19 @@ OnBad = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RawBatch:
-    """Documents as they are stored; reading them is left to `texts_of`, in whatever process."""
+    """Documents as stored, not yet parsed; `texts_of` parses them, in any process."""
 
     piece: Piece
-    first: int  # how many lines or rows of the piece lie before it; of a text, bytes
+    first: int  # number of the piece's lines or rows before it; for a text, bytes
     content: bytes | Rows  # lines of JSON, (a part of) one text, or columns of rows
-    advance: int  # how far in piece.num_bytes this batch gets
-    unfinished: bool = False  # the text goes on in the next batch
+    advance: int  # progress of this batch in units of piece.num_bytes
+    unfinished: bool = False  # the text continues in the next batch
 
 
 class Texts(NamedTuple):
-    """One document: what lies under each key, one text or several sentences."""
+    """One document: the text, or the sentences, under each key."""
 
-    number: int  # of the line or row in its piece, from 1 on
+    number: int  # of the line or row in its piece, starting at 1
     by_key: tuple[list[str], ...]
     num_bytes: int
 
@@ -49,9 +49,9 @@ class Texts(NamedTuple):
 def read_batches(
     pieces: Iterable[Piece], keys: Sequence[str], *, skip_malformed: bool = False
 ) -> Iterator[RawBatch]:
-    """All documents of the pieces in order; of rows only the columns `keys`.
+    """All documents of the pieces in order; from rows only the columns `keys`.
 
-    With `skip_malformed`, of a long text that is not UTF-8 comes the first bad part alone.
+    With `skip_malformed`, a long text that is not UTF-8 yields only its first bad part.
     """
     for piece in pieces:
         if piece.kind is SourceKind.JSON_LINES:
@@ -65,7 +65,7 @@ def read_batches(
 
 @contextmanager
 def open_binary(piece: Piece) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """The bytes of a file, decompressed, and how many of it were read."""
+    """A stream of a file's decompressed bytes, and a function for how many file bytes were read."""
     with Path(piece.path).open("rb") as raw:
         try:
             yield _decompressed(piece, raw), raw.tell
@@ -85,12 +85,12 @@ def _decompressed(piece: Piece, raw: IO[bytes]) -> IO[bytes]:
         import pyarrow
     except ImportError as error:
         raise ValueError(f"--input {piece.path} needs the package pyarrow") from error
-    # It notices a truncated file, which the package zstandard takes for the end of one.
+    # pyarrow detects a truncated file; the package zstandard takes it for the end of the file.
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
 
 
 def _lines(piece: Piece) -> Iterator[RawBatch]:
-    """Blocks of whole lines."""
+    """Batches of whole lines."""
     with open_binary(piece) as (stream, tell):
         number, position, left = 0, piece.begin, piece.end - piece.begin
         while True:
@@ -110,7 +110,7 @@ def _lines(piece: Piece) -> Iterator[RawBatch]:
 
 
 def _text(piece: Piece) -> Iterator[RawBatch]:
-    """The one document of a .txt file; in parts if it is long."""
+    """The single document of a .txt file, in parts if it is long."""
     with open_binary(piece) as (stream, tell):
         rest, offset, position, unfinished = b"", 0, 0, True
         while unfinished:
@@ -126,7 +126,7 @@ def _text(piece: Piece) -> Iterator[RawBatch]:
 
 
 def _first_bad_part(piece: Piece) -> RawBatch | None:
-    """The part of a text that is not UTF-8, as if it were the whole text; None for a good text."""
+    """The first part of a text that is not UTF-8, as a whole text; None if all parts are valid."""
     for part in _text(piece):
         assert isinstance(part.content, bytes), "a text is bytes"
         try:
@@ -141,7 +141,7 @@ def _good_cut(block: bytes) -> int:
         if (found := pattern.match(block)) is not None:
             return found.end()
     for cut in range(len(block), len(block) - 4, -1):
-        if block[cut - 1] & 0xC0 != 0x80:  # a character of UTF-8 begins here
+        if block[cut - 1] & 0xC0 != 0x80:  # a UTF-8 character begins here
             return cut - 1 if block[cut - 1] >= 0xC0 else cut
     return len(block)
 
@@ -161,7 +161,7 @@ def _rows(piece: Piece, keys: Sequence[str]) -> Iterator[RawBatch]:
 
 
 def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
-    """Row group by row group; how many of them a batch finishes, and its rows."""
+    """Yields, row group by row group: how many row groups this batch completes, and its rows."""
     source = open_parquet(piece.path)
     _check_columns(piece, keys, source.schema_arrow.names)
     for group in range(piece.begin, piece.end):
@@ -198,9 +198,9 @@ def _check_columns(piece: Piece, keys: Sequence[str], names: Sequence[str]) -> N
 
 
 def texts_of(batch: RawBatch, keys: Sequence[str], on_bad: OnBad | None = None) -> Iterator[Texts]:
-    """The documents of a batch; `ValueError` names file and line of a bad one.
+    """The documents of a batch; `ValueError` gives file and line of a bad one.
 
-    With `on_bad`, bad ones are reported to it and left out. A .txt document lies under every key.
+    With `on_bad`, bad ones are reported to it and skipped. A .txt document is under every key.
     """
     for number, raw in enumerate(_raw_documents(batch), start=batch.first + 1):
         if raw is None:
@@ -215,7 +215,7 @@ def texts_of(batch: RawBatch, keys: Sequence[str], on_bad: OnBad | None = None) 
 
 
 def place_of(piece: Piece, number: int) -> str:
-    """Where a document lies, for people; `number` counts from 1 on in its piece."""
+    """The location of a document, for messages; `number` starts at 1 in its piece."""
     if piece.kind is SourceKind.TEXT:
         return piece.path
     if piece.kind is SourceKind.JSON_LINES:
@@ -235,11 +235,11 @@ def _lines_before(path: str, end: int) -> int:
 
 
 class _BadError(Exception):
-    """A document that is none, and why."""
+    """A malformed document, and why."""
 
 
 def _raw_documents(batch: RawBatch) -> Iterable[Any]:
-    """What each line or row holds; None for a blank line."""
+    """The parsed content of each line or row; None for a blank line."""
     content = batch.content
     if not isinstance(content, bytes):
         columns = list(content.values())
@@ -287,6 +287,6 @@ def _texts(entry: Mapping[str, Any], key: str, bad: Callable[[str], _BadError]) 
         if not text.isascii():
             try:
                 text.encode()
-            except UnicodeEncodeError as error:  # JSON can spell what no text may hold
+            except UnicodeEncodeError as error:  # JSON escapes can encode invalid text
                 raise bad(f": the value of {key!r} holds half a surrogate pair") from error
     return texts

@@ -1,4 +1,4 @@
-"""Where documents end inside a sample: what is not to be learned, who sees whom, positions."""
+"""Document boundaries inside a sample: loss mask, positions and document lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentRules:
-    """What the token that ends a document changes; by default nothing, as in Megatron."""
+    """What the end-of-document token changes; by default nothing, as in Megatron."""
 
     eod: int
     eod_mask_loss: bool = False
@@ -20,18 +20,18 @@ class DocumentRules:
 
 
 class Bounds(NamedTuple):
-    """What a batch of tokens needs beside them; None where nothing is to be said."""
+    """Loss mask, positions and document lengths of a batch; None for the default."""
 
     loss_mask_BS: NDArray[np.float32]  # noqa: N815
     positions_BS: NDArray[np.int64] | None  # noqa: N815
-    document_lengths: tuple[int, ...] | None  # of one sample after the other
+    document_lengths: tuple[int, ...] | None  # sample after sample
 
 
 def bounds_of(tokens_BS: NDArray[np.int64], rules: DocumentRules | None) -> Bounds:
-    """A document begins at the first token of a sample and after every end of a document.
+    """Computes the bounds: documents begin at the first token of a sample and after every EOD.
 
-    What ends a document belongs to it, and predicts the next one's first token unless its loss is
-    masked.
+    The EOD token belongs to the document that it ends, and predicts the first token of the next
+    one unless its loss is masked.
     """
     loss_mask_BS = np.ones(tokens_BS.shape, dtype=np.float32)
     if rules is None:

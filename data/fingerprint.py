@@ -1,4 +1,4 @@
-"""Which tokenizer a corpus was made with: a few fields in `<prefix>.tokenizer`, next to `.idx`."""
+"""Records which tokenizer made a corpus: a few fields in `<prefix>.tokenizer`, next to `.idx`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from data.tokenizer_config import TokenizerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """A tokenizer; `digest` alone decides whether two are the same, the rest is for people.
+    """Identifies a tokenizer; only `digest` decides equality, the other fields are for messages.
 
-    Equal digests mean that every id stands for the same piece and that the same one ends documents,
-    whatever type of tokenizer, file or version of a library makes them.
+    Equal digests mean that every id is the same piece and that the same id ends documents,
+    regardless of tokenizer type, file or library version.
     """
 
     tokenizer_type: str
@@ -35,11 +35,11 @@ class Fingerprint:
 
 @cache
 def fingerprint_of(config: TokenizerConfig) -> Fingerprint | None:
-    """None for NullTokenizer, whose ids stand for nothing: it goes with any corpus."""
+    """A tokenizer's fingerprint; None for NullTokenizer, whose ids fit any corpus."""
     tokenizer = build_tokenizer(config)
     if not tokenizer.vocabulary:
         return None
-    # Published models' files have one name; their folder tells them apart.
+    # Tokenizer files of published models share one name; only their folders differ.
     file = "/".join(Path(config.files[0]).absolute().parts[-2:]) if config.files else ""
     return Fingerprint(
         tokenizer_type=config.tokenizer_type,
@@ -50,7 +50,7 @@ def fingerprint_of(config: TokenizerConfig) -> Fingerprint | None:
 
 
 def digest_of(vocabulary: Mapping[str, int], eod: int) -> str:
-    """A hash of what ids stand for; corpora on disks hold it, so that it stays as it is."""
+    """A hash of the id-to-piece mapping; it is stored with corpora, so it must never change."""
     digest = hashlib.blake2b(digest_size=16)
     for piece, number in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
         text = piece.encode("utf-8", "surrogatepass")
@@ -64,7 +64,7 @@ def fingerprint_path(prefix: str | Path) -> Path:
 
 
 def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
-    """That of a corpus; None where nobody has written it, as Megatron does not."""
+    """The fingerprint of a corpus; None if it has none, like corpora made by Megatron."""
     path = fingerprint_path(prefix)
     if not path.is_file():
         return None
@@ -78,7 +78,7 @@ def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> None:
-    """Raises `ValueError` where a corpus is known to be made with another tokenizer."""
+    """Raises `ValueError` if a corpus is known to be made with another tokenizer."""
     made_with = read_fingerprint(prefix)
     if made_with is None or tokenizer is None:
         return
@@ -94,7 +94,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> No
 
 @contextmanager
 def replacing_fingerprint(prefix: str | Path, fingerprint: Fingerprint | None) -> Iterator[None]:
-    """Gives a corpus this fingerprint, or none, when the block ends well."""
+    """Writes a corpus's fingerprint, or removes it if None, when the block succeeds."""
     path = fingerprint_path(prefix)
     if fingerprint is None:
         yield

@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE from its two files: a vocabulary in JSON and the merges in their order."""
+"""GPT-2's byte-level BPE, from its two files: a JSON vocabulary and the ordered merges."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ VOCAB_FILE, MERGE_FILE = "vocab.json", "merges.txt"  # their names in a Hugging 
 
 
 class GPT2BPETokenizer:
-    """`--vocab-file` and `--merge-file`, with the ids that Megatron's type of this name gives.
+    """`--vocab-file` and `--merge-file`, with the same ids as Megatron's type of this name.
 
-    END ends documents. Where a text spells it out it becomes that one id, as in transformers.
+    END ends documents. If a text contains END literally, it becomes that one id, as in
+    transformers.
     """
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
@@ -48,7 +49,7 @@ def write_gpt2_tokenizer_json(vocab_file: Path, merge_file: Path, folder: Path) 
 
 
 def _load(vocab_file: Path, merge_file: Path) -> Any:
-    """The two files in the words of the tokenizers library; `ValueError` names the one at fault."""
+    """The two files as a tokenizer of the tokenizers library; `ValueError` names a bad file."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
@@ -70,7 +71,7 @@ def _load(vocab_file: Path, merge_file: Path) -> Any:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    """Pieces and their ids, which count from 0 without a gap."""
+    """Pieces and their ids, which are consecutive from 0."""
     if not path.is_file():
         raise FileNotFoundError(f"--vocab-file {path} is missing: give GPT-2's vocab.json")
     try:
@@ -88,7 +89,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path, vocabulary: dict[str, int], vocab_file: Path) -> list[tuple[str, str]]:
-    """Pairs of pieces, the first ones preferred."""
+    """Pairs of pieces, in order of preference."""
     if not path.is_file():
         raise FileNotFoundError(f"--merge-file {path} is missing: give GPT-2's merges.txt")
     try:

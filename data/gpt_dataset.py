@@ -1,4 +1,4 @@
-"""Samples of one corpus in Megatron's order: which split, which tokens, which sample next."""
+"""Data set of one split of one corpus: its samples in Megatron's order."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from data.sample_order import (
     split_matrix,
 )
 
-# Token ids are compared with the vocabulary when a corpus is opened: all of them up to this many
-# bytes, which takes a tenth of a second, evenly spread blocks of larger corpora. Every sample is
-# compared again when it is fetched.
+# Token ids are checked against the vocabulary when a corpus is opened: all ids of a corpus of up to
+# this many bytes, which takes a tenth of a second, and evenly spaced blocks of larger corpora.
+# Every sample is checked again when it is read.
 SCAN_BYTES = 256 * 2**20
 SCAN_BLOCKS = 64
 PURPOSES = {"train": "training", "valid": "validation", "test": "test"}
 
 
 class TooFewTokensError(ValueError):
-    """A split of a corpus holds fewer tokens than one sample takes."""
+    """A split of a corpus has fewer tokens than one sample needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What decides the order of a corpus besides the sizes of its sequences."""
+    """What determines the order of a corpus, in addition to the sizes of its sequences."""
 
-    split: str | None  # None: all of the corpus is for one split
+    split: str | None  # None: the whole corpus is one split
     seq_length: int
     seed: int
-    cache_path: str | None = None  # None: beside the data
-    flag: str = "--data-path"  # where the corpus was named, for messages
+    cache_path: str | None = None  # None: next to the data
+    flag: str = "--data-path"  # that named the corpus, for messages
 
 
 class GPTDataset:
-    """A split: sample i is the array of seq_length + 1 token ids to visit as the i-th."""
+    """A split: sample i is the i-th sample to train on, an array of seq_length + 1 token ids."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class GPTDataset:
         return text.astype(np.int64)
 
     def describe(self) -> str:
-        """One line: how much data there is, how often it is read, where the order is kept."""
+        """One line: how much data there is, how often it is read, where the order is stored."""
         plan = self.plan
         sequences = plan.bounds.last - plan.bounds.first
         wanted = plan.total_samples if plan.num_samples is None else plan.num_samples
@@ -91,9 +91,9 @@ class GPTDataset:
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
-    """Raise `ValueError` when the corpus holds ids outside the vocabulary, as far as it looks."""
+    """Raises `ValueError` if any checked id of the corpus is outside the vocabulary."""
     if np.iinfo(indexed.dtype).max < vocab_size and indexed.dtype.kind == "u":
-        return  # no id of this type is outside
+        return  # ids of this dtype cannot be outside
     block = max(1, SCAN_BYTES // SCAN_BLOCKS // indexed.dtype.itemsize)
     count = len(indexed.tokens)
     num_blocks = min(SCAN_BLOCKS, -(-count // block))
@@ -124,9 +124,9 @@ def build_gpt_dataset(
     num_samples: int | None,
     vocab_size: int,
 ) -> GPTDataset:
-    """One split of a corpus, with `num_samples` at least or of one epoch.
+    """One split of a corpus, with at least `num_samples` samples, or one epoch if None.
 
-    `TooFewTokensError` where there is not a single sample.
+    `TooFewTokensError` if it has no sample.
     """
     plan = plan_split(indexed, split_name, sampling, num_samples)
     entry = _cache_entry(indexed, split_name, sampling, num_samples)
@@ -161,7 +161,7 @@ def plan_split(
 def _cache_entry(
     indexed: IndexedDataset, split_name: str, sampling: Sampling, num_samples: int | None
 ) -> CacheEntry:
-    """Megatron's folder, file names and facts; it identifies the tokenizer where we do sizes."""
+    """Megatron's folder, file names and facts; they identify sizes instead of the tokenizer."""
     beside_the_data = Path(indexed.prefix) / "cache" / "GPTDataset_indices"
     facts = {
         "class": "GPTDataset",

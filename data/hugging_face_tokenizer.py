@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizers: a tokenizer.json by its own library, anything else by transformers."""
+"""Hugging Face tokenizers: tokenizer.json via the tokenizers library, others via transformers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TOKENIZER_JSON = "tokenizer.json"
-# What transformers calls the tokens that have a part of their own.
+# Names of special token roles in transformers.
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` file, a folder that holds one, or what else transformers loads: a folder
-    of other files, or a hub name in its cache.
+    """A `tokenizer.json` file, a folder that contains one, or anything else transformers loads: a
+    folder of other files, or a hub name in its cache.
 
-    A `tokenizer.json` does not say which token ends a document: `eos_token` in the
-    `tokenizer_config.json` beside it does, as published models have it, or `eos_token_id` in their
+    A `tokenizer.json` does not define which token ends a document. That comes from `eos_token` in
+    the `tokenizer_config.json` next to it, as in published models, or from `eos_token_id` in their
     `config.json`. Nothing is downloaded, since every rank would do so.
 
-    Texts of a corpus get no special tokens. Megatron's type of this name gives them those of the
-    tokenizer, such as LLaMA's beginning, unless --tokenizer-hf-no-include-special-tokens is given.
+    Texts of a corpus get no special tokens. Megatron's type of this name adds the tokenizer's, such
+    as LLaMA's BOS, unless --tokenizer-hf-no-include-special-tokens is given.
     """
 
     def __init__(self, model: str) -> None:
@@ -29,7 +29,7 @@ class HuggingFaceTokenizer:
         if path.is_file():
             loaded = _load_tokenizer_json(path)
         elif (path / TOKENIZER_JSON).is_file():
-            # transformers itself takes ten times as long to import as this takes in all.
+            # Importing transformers alone takes ten times as long as this whole load.
             loaded = _load_tokenizer_json(path / TOKENIZER_JSON, more_tokens=True)
         else:
             loaded = _load_with_transformers(model)
@@ -58,7 +58,7 @@ class HuggingFaceTokenizer:
 
 
 class _Loaded(NamedTuple):
-    """What the two libraries have in common."""
+    """A loaded tokenizer of either library, reduced to what both provide."""
 
     encode: Callable[[str], list[int]]
     encode_batch: Callable[[Sequence[str]], list[list[int]]]
@@ -69,22 +69,22 @@ class _Loaded(NamedTuple):
 
 
 def _load_tokenizer_json(path: Path, *, more_tokens: bool = False) -> _Loaded:
-    """`more_tokens`: with those that the files beside it add, as transformers reads a folder."""
+    """`more_tokens`: also add tokens from the files next to it, like transformers does."""
     try:
         import tokenizers
     except ImportError as error:
         raise ValueError("--tokenizer-type HuggingFaceTokenizer needs tokenizers") from error
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises plain Exception
         raise ValueError(f"--tokenizer-model {path} is not a tokenizer.json") from error
-    tokenizer.no_truncation()  # which a file may ask for
+    tokenizer.no_truncation()  # a file may enable it
     tokenizer.no_padding()
     config = _read_config(path.parent)
     if more_tokens:
         known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         for token in _added_tokens(path.parent, config):
-            if token["content"] not in known:  # the first of two is the one that counts
+            if token["content"] not in known:  # the first of two equal tokens counts
                 known.add(token["content"])
                 tokenizer.add_tokens([tokenizers.AddedToken(**token)])
         tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
@@ -109,7 +109,7 @@ def _load_tokenizer_json(path: Path, *, more_tokens: bool = False) -> _Loaded:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The fields of tokenizer_config.json, and of special_tokens_map.json as older folders have."""
+    """The fields of tokenizer_config.json, and of special_tokens_map.json in older folders."""
     config = _read(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read(folder / "special_tokens_map.json")
@@ -117,7 +117,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What transformers adds to a tokenizer.json that lacks it, in its order."""
+    """Tokens that transformers adds to a tokenizer.json that lacks them, in its order."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     named = [config.get(f"{part}_token") for part in _NAMED]
     special = [
@@ -138,13 +138,13 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[dict[str,
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token that is given as one, or by its fields."""
+    """The text of a token that is given as a string or as an object."""
     text: str | None = token["content"] if isinstance(token, dict) else token
     return text
 
 
 def _model_says(folder: Path, field: str) -> int | None:
-    """A special id by config.json or generation_config.json, where it is one and not several."""
+    """A special id from config.json or generation_config.json, if it is a single id."""
     for name in ("config.json", "generation_config.json"):
         value = _read(folder / name).get(field)
         if isinstance(value, int):
@@ -153,7 +153,7 @@ def _model_says(folder: Path, field: str) -> int | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """An object of JSON; empty without the file."""
+    """The object in a JSON file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -174,7 +174,7 @@ def _load_with_transformers(model: str) -> _Loaded:
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except Exception as error:  # OSError, ValueError, TypeError and more, by what is in the folder
+    except Exception as error:  # OSError, ValueError, TypeError and more, depending on the folder
         raise ValueError(
             f"--tokenizer-model {model} is neither a tokenizer.json nor a tokenizer that "
             f"transformers finds on this machine: get it first, such as with 'hf download {model}'"
@@ -182,7 +182,7 @@ def _load_with_transformers(model: str) -> _Loaded:
     return _Loaded(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
         encode_batch=lambda texts: list(
-            # Quiet: a corpus has texts longer than what the model was made for.
+            # No warnings: a corpus has texts longer than the model's maximum length.
             tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
         ),
         decode=lambda ids: str(

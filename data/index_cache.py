@@ -1,9 +1,9 @@
-"""Keeps built indices on disk under Megatron's file names, safe under concurrent builders.
+"""Disk cache of built indices under Megatron's file names, safe with concurrent builders.
 
-A description of everything the indices depend on names the files by its MD5. Each file is renamed
-into place and the description, which also holds the checksums, comes last; two processes that build
-the same indices write the same bytes. What does not match is built anew. Readers map the files, so
-that the ranks of a node share one copy.
+File names contain the MD5 of a description of everything the indices depend on. Each file is
+renamed into place; the description, which also has the checksums, comes last. Two processes that
+build the same indices write the same bytes. Indices that do not match are rebuilt. Readers
+memory-map the files, so that the ranks of a node share one copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Expected = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape and type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """Where some indices are kept: a folder, whose they are and what they depend on."""
+    """Identifies cached indices: the folder, their split and kind, and what they depend on."""
 
     folder: Path
     split_name: str
@@ -55,9 +55,9 @@ class CacheEntry:
 
 
 def describe_order(facts: dict[str, Any], lengths: NDArray[np.int32]) -> str:
-    """The text that identifies an order: what was asked for, and a checksum of the sizes in use.
+    """The text that identifies an order: the requested facts, and a checksum of the sizes in use.
 
-    With the sizes in it, files rewritten under the same prefix never meet an old order.
+    Since it includes the sizes, files rewritten under the same prefix never get an old order.
     """
     return json.dumps({**facts, "sequence_lengths_crc32": checksum(lengths)}, indent=4)
 
@@ -65,7 +65,7 @@ def describe_order(facts: dict[str, Any], lengths: NDArray[np.int32]) -> str:
 def cached_order(
     entry: CacheEntry, lengths: NDArray[np.int32], plan: OrderPlan
 ) -> tuple[SampleOrder, str]:
-    """The order of a plan, from the cache where it is there and whole; and where it came from."""
+    """The order of a plan, from the cache if it is there and intact; and where it came from."""
     expected: Expected = {
         "document_index": ((plan.num_entries,), DOCUMENT_DTYPE),
         "sample_index": ((plan.total_samples + 1, 2), sample_index_dtype(plan, lengths)),
@@ -78,10 +78,10 @@ def cached_order(
 def cached_arrays(
     entry: CacheEntry, expected: Expected, build: Callable[[], Arrays]
 ) -> tuple[Arrays, str]:
-    """The arrays of an entry, from the cache where they are there and whole; and their source.
+    """The arrays of an entry, from the cache if they are there and intact; and their source.
 
-    One process of a machine builds while the others wait for its files. Machines do not wait for
-    each other. A folder that cannot be written costs the cache, not the run.
+    One process per machine builds while the others wait for its files. Machines do not wait for
+    each other. If the folder cannot be written, the run continues without the cache.
     """
     arrays = _read(entry, expected)
     if arrays is not None:
@@ -94,7 +94,7 @@ def cached_arrays(
         try:
             _write(entry, arrays)
         except OSError as error:
-            # numpy names no reason when only a part of an array was written.
+            # numpy gives no reason if only a part of an array was written.
             cause = f"{entry.folder} cannot be written: {error.strerror or 'no room is left'}"
             return arrays, f"indices kept in memory, {cause}"
     return _read(entry, expected) or arrays, f"indices written to {entry.folder}"
@@ -102,16 +102,16 @@ def cached_arrays(
 
 @contextmanager
 def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
-    """Holds back whoever asks for the same entry on this machine; a process's end lets go.
+    """A lock for one entry on this machine; it is also released when its process ends.
 
-    The lock lies among the machine's own temporary files, since not every shared folder can lock.
-    Removing it is safe: who comes too late to see it finds the entry, or builds the same bytes.
+    The lock file is in the machine's local temporary folder, since not every shared folder supports
+    locks. Removing it is safe: a later process finds the entry, or builds the same bytes.
     """
     key = hashlib.md5(f"{entry.folder.absolute()} {entry.digest}".encode(), usedforsecurity=False)
     path = Path(tempfile.gettempdir()) / f"llama-paro-{os.getuid()}-{key.hexdigest()}.lock"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:  # nowhere to lock: every process builds
+    except OSError:  # no lock possible: every process builds
         yield
         return
     try:
@@ -143,14 +143,14 @@ def _write(entry: CacheEntry, arrays: Arrays) -> None:
 
 
 def _read(entry: CacheEntry, expected: Expected) -> Arrays | None:
-    """The stored arrays, or None when a file is missing, unreadable or not what was written."""
+    """The stored arrays; None if a file is missing, unreadable or differs from what was written."""
     try:
         seal = entry.path("description.txt").read_text()
         arrays = {
             name: np.load(entry.path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
             for name in expected
         }
-    except (OSError, ValueError, EOFError):  # absent, cut short, or no array at all
+    except (OSError, ValueError, EOFError):  # missing, truncated, or not an array
         return None
     if {name: (array.shape, array.dtype) for name, array in arrays.items()} != dict(expected):
         return None

@@ -1,4 +1,4 @@
-"""Megatron's indexed data set: token ids in `<prefix>.bin`, where each sequence lies in `.idx`.
+"""Megatron's indexed data set: token ids in `<prefix>.bin`, sequence offsets in `<prefix>.idx`.
 
 The index file, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 S
 sequences, uint64 D = documents + 1, int32[S] lengths in tokens, int64[S] byte offsets into the
@@ -27,8 +27,8 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document entries
 TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-FLOAT_CODES = (6, 7)  # legal in the format, but no token ids
-COPY_TOKENS = 2**22  # at a time
+FLOAT_CODES = (6, 7)  # valid in the format, but not for token ids
+COPY_TOKENS = 2**22  # per read when copying
 MAX_SEQUENCE_LENGTH = np.iinfo(np.int32).max
 REMEDY = "write both files anew with tools/preprocess_data.py"
 
@@ -36,7 +36,7 @@ Tokens = NDArray[Any]
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
-    """The smallest type Megatron stores ids of this vocabulary in: uint16, or int32 from 65500."""
+    """The dtype in which Megatron stores ids of this vocabulary: uint16, int32 from 65500 on."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
@@ -49,15 +49,15 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
-    """Byte offset of each sequence; 64 bits wide from the first sum on."""
+    """Byte offset of each sequence; all sums are 64 bits wide."""
     wide = lengths.astype("<i8")
     return (np.cumsum(wide) - wide) * itemsize
 
 
 class IndexedDataset:
-    """The sequences of one prefix, memory-mapped; files that do not fit together are refused.
+    """The sequences of one prefix, memory-mapped; inconsistent files raise an error.
 
-    Pickles as its prefix alone, so that worker processes map the files themselves.
+    Only the prefix is pickled, so that worker processes map the files themselves.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -80,10 +80,10 @@ class IndexedDataset:
                 f"{bin_path(prefix)} holds {content.nbytes} bytes where its .idx says {expected}: "
                 f"truncated, or the two files do not belong together; {REMEDY}"
             )
-        self.tokens: Tokens = content.view(self.dtype)  # of all sequences, one after the other
+        self.tokens: Tokens = content.view(self.dtype)  # of all sequences, concatenated
 
     def _index_is_whole(self) -> bool:
-        """Whether lengths, pointers and documents agree, as far as reading them once tells."""
+        """Whether lengths, pointers and documents are consistent; reads each of them once."""
         lengths, pointers, documents = (
             self.sequence_lengths,
             self.sequence_pointers,
@@ -105,7 +105,7 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """The ids of sequence `index` from `offset` on, `length` of them or all; not a copy."""
+        """The ids of sequence `index` from `offset` on, `length` of them or all; a view."""
         stop = int(self.sequence_lengths[index]) if length is None else offset + length
         assert 0 <= offset <= stop <= self.sequence_lengths[index], (
             f"tokens {offset}..{stop} of sequence {index}, which has {self.sequence_lengths[index]}"
@@ -127,7 +127,7 @@ class IndexedDataset:
 
 
 class _Header(NamedTuple):
-    """What the first 34 bytes of an index say."""
+    """The fields of the first 34 bytes of an index file."""
 
     dtype_code: int
     num_sequences: int
@@ -177,13 +177,13 @@ def _read_header(index: NDArray[np.uint8], path: Path) -> _Header:
 
 
 def _view(index: NDArray[np.uint8], dtype: str, count: int, offset: int) -> NDArray[Any]:
-    """An array over mapped bytes; the offset need not be aligned to the type."""
+    """An array over mapped bytes; the offset need not be aligned to the dtype."""
     return np.frombuffer(index, dtype=dtype, count=count, offset=offset)
 
 
 @contextmanager
 def _room_on_disk(path: Path) -> Iterator[None]:
-    """Says which file did not fit where the system only says that something did not."""
+    """Adds the file name to an out-of-space error, which does not name the file."""
     try:
         yield
     except OSError as error:
@@ -195,19 +195,19 @@ def _room_on_disk(path: Path) -> Iterator[None]:
 
 
 class EncodedDocuments(NamedTuple):
-    """Documents ready to be written: all ids, the length of each sequence, sequences of each."""
+    """Documents ready to write: all ids, sequence lengths, number of sequences per document."""
 
-    ids: Tokens  # of the type that the data set is written in, checked against the vocabulary
+    ids: Tokens  # in the dtype of the data set, checked against the vocabulary
     lengths: NDArray[np.int32]
     sequences: NDArray[np.int64]
-    unfinished: bool = False  # the last sequence of the last document goes on in the next batch
+    unfinished: bool = False  # the last document's last sequence continues in the next batch
 
 
 class IndexedDatasetWriter:
-    """Writes one prefix: all files get their names when the block ends well, none when not.
+    """Writes one prefix: all files get their final names if the block succeeds, else none.
 
-    The .bin file is streamed, the .idx file is written last, by `complete` or at the end.
-    `tokenizer` is the one that made the ids, where it is known.
+    The .bin file is streamed; the .idx file is written last, by `complete` or at the end.
+    `tokenizer` is the one that made the ids, if it is known.
     """
 
     def __init__(
@@ -248,9 +248,9 @@ class IndexedDatasetWriter:
         self._files.__exit__(kind, error, trace)
 
     def complete(self) -> None:
-        """Write all that is missing but the names, so that several writers fail before any has one.
+        """Writes everything but the final names, so several writers can fail before any rename.
 
-        Nothing can be added any more.
+        No document can be added afterwards.
         """
         if self._stream.closed:
             return
@@ -263,7 +263,7 @@ class IndexedDatasetWriter:
         return len(self._documents) - 1
 
     def add_document(self, sequences: Iterable[ArrayLike]) -> None:
-        """Append one document; empty sequences are left out, an empty document still counts."""
+        """Appends one document; empty sequences are skipped, an empty document still counts."""
         for sequence in sequences:
             ids = np.asarray(sequence)
             if ids.size > 0:
@@ -271,7 +271,7 @@ class IndexedDatasetWriter:
         self._documents.append(len(self._lengths))
 
     def add_documents(self, documents: EncodedDocuments) -> None:
-        """Append many documents at once; their sequences have tokens, without some they count."""
+        """Appends many documents; no sequence may be empty; documents without any still count."""
         ids, lengths = documents.ids, documents.lengths
         assert ids.dtype == self.dtype, f"{ids.dtype} into a file of {self.dtype}"
         assert len(ids) == lengths.sum(dtype=np.int64), f"{len(ids)} ids in {lengths}"
@@ -289,7 +289,7 @@ class IndexedDatasetWriter:
         self.num_tokens += len(ids)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Append all documents of another data set, of the same type; reads it piece by piece."""
+        """Appends all documents of another data set of the same dtype; copies it in chunks."""
         if dataset.dtype != self.dtype:
             raise ValueError(
                 f"{bin_path(dataset.prefix)} holds {dataset.dtype.name} and {self.prefix} is to "

@@ -1,4 +1,4 @@
-"""Data sets by configuration, and this rank's micro-batches from them in Megatron's order."""
+"""Builds the configured data sets, and yields this rank's micro-batches in Megatron's order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from data.tokenizer_config import TokenizerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCounts:
-    """How many samples a run draws from each split; None: every sample of it once."""
+    """The number of samples a run draws from each split; None: every sample once."""
 
     train: int
     valid: int | None = 0
@@ -39,16 +39,16 @@ class SplitCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datasets:
-    """One data set per split; None where a split is not asked for or has not a single sample."""
+    """One data set per split; None if a split is not requested or has no sample."""
 
     train: Samples
     valid: Samples | None
     test: Samples | None
     named_valid: Mapping[str, Samples] = field(default_factory=dict)  # instead of `valid`
-    causes: Mapping[str, str] = field(default_factory=dict)  # why a set has no sample
+    causes: Mapping[str, str] = field(default_factory=dict)  # why a data set has no sample
 
     def describe(self) -> list[str]:
-        """One line per split or set, for the start of a run."""
+        """One line per split or validation set, printed at the start of a run."""
         sets: dict[str, Samples | None] = {name: getattr(self, name) for name in SPLIT_NAMES}
         sets |= {f"valid, {name}": samples for name, samples in self.named_valid.items()}
         lines = {
@@ -61,15 +61,15 @@ class Datasets:
         return list(lines.values())
 
     def train_corpora(self) -> tuple[GPTDataset, ...]:
-        """The corpora to train on, of a blend or the only one; none of synthetic tokens."""
+        """The training corpora, one or those of a blend; empty for synthetic tokens."""
         train = self.train
         corpora = train.members if isinstance(train, BlendedDataset) else (train,)
         return tuple(corpus for corpus in corpora if isinstance(corpus, GPTDataset))
 
     def train_order(self) -> list[list[int]]:
-        """What the number of training samples does to their order, for comparing runs.
+        """How the number of training samples affects their order, to compare runs.
 
-        Of each corpus how many epochs were shuffled, and the samples before a last one apart.
+        For each corpus: the shuffled epochs, and the samples before a separately shuffled last one.
         """
         plans = [corpus.plan for corpus in self.train_corpora()]
         return [[plan.num_epochs, plan.samples_before_separate_epoch or 0] for plan in plans]
@@ -81,9 +81,9 @@ def build_datasets(
     vocab_size: int,
     tokenizer: TokenizerConfig | None = None,
 ) -> Datasets:
-    """The splits with at least the samples asked for; `vocab_size` is the tokenizer's own."""
+    """The splits with at least the requested samples; `vocab_size` is the tokenizer's, unpadded."""
     counts = {name: getattr(num_samples, name) for name in SPLIT_NAMES}
-    # Training data is opened even if no sample of it is asked for: a run may only evaluate.
+    # Training data is opened even if no sample of it is requested: a run may only evaluate.
     wanted = [name for name in SPLIT_NAMES if name == "train" or counts[name] != 0]
     if config.mock_data:
         mock = {
@@ -107,7 +107,7 @@ def _build_from_corpora(
     vocab_size: int,
     tokenizer: TokenizerConfig | None,
 ) -> Datasets:
-    """The splits named in `counts`; a held-out one without a sample is left out."""
+    """The splits in `counts`; a held-out split without a sample is skipped."""
 
     @cache  # several splits and blends may share a corpus
     def open_corpus(prefix: str) -> IndexedDataset:
@@ -151,7 +151,7 @@ def _build_from_corpora(
 
 
 def _sets(config: DataConfig) -> dict[tuple[str, str], Blend]:
-    """The blend of each split, or of each validation set by its name."""
+    """The blend of each split, or of each named validation set."""
     sets = {(split_name, ""): blend for split_name, blend in config.blends().items()}
     if config.multiple_validation_sets:
         valid = sets.pop(("valid", ""))
@@ -164,14 +164,14 @@ def _sets(config: DataConfig) -> dict[tuple[str, str], Blend]:
 
 @dataclass(eq=False)
 class MicroBatches:
-    """This rank's micro-batches, endlessly in order from `consumed_samples` on.
+    """Endless iterator over this rank's micro-batches, in order from `consumed_samples` on.
 
-    Micro-batch m takes samples consumed + (m * world_size + rank) * micro_batch_size and those
-    behind it, Megatron's dataloader type `single`. How many micro-batches make a step is the
-    caller's affair, so batch ramp-up and resuming need nothing here. Drawing a sample that the
-    data set does not have raises `ValueError`; nothing is read twice.
+    Micro-batch m has micro_batch_size samples, starting at consumed + (m * world_size + rank) *
+    micro_batch_size: Megatron's dataloader type `single`. The caller decides how many micro-batches
+    make a step, so batch ramp-up and resuming need no code here. Drawing a sample beyond the end of
+    the data set raises `ValueError`; nothing is read twice.
 
-    With workers, processes read ahead; order and content are the same as without.
+    With workers, processes read ahead; order and content do not change.
     """
 
     dataset: Samples
@@ -183,7 +183,7 @@ class MicroBatches:
     num_workers: int = 0
     pin_memory: bool = False
     rules: DocumentRules | None = None
-    whole: bool = False  # round after round, each filled up with samples that are masked out
+    whole: bool = False  # whole rounds, each padded at its end with masked samples
     _source: Iterator[Batch | Exception] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class MicroBatches:
         try:
             batch = next(self._source)
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
-            # torch's own words for it; the others come up while a batch is handed over.
+            # torch's message for a dead worker; the other errors occur while a batch is received.
             gone = str(error).startswith("DataLoader worker (pid")
             if self.num_workers == 0 or (isinstance(error, RuntimeError) and not gone):
                 raise
@@ -212,14 +212,14 @@ class MicroBatches:
             try:
                 raise batch
             finally:
-                del batch  # else it would hold this frame, whose part it is
+                del batch  # else a reference cycle with this frame remains
         return batch
 
     def sample_numbers(self) -> Iterator[range]:
-        """The samples of micro-batch 0, 1, ...; without end."""
-        # A generator of its own: one that held `self`, and by it its own reader, would be left to
-        # the garbage collector, which takes the queues of processes that read ahead before their
-        # ends are told, and then waits 5 seconds for each.
+        """The samples of micro-batch 0, 1, ...; endless."""
+        # A separate generator: one that references `self`, and so its own reader, would be freed by
+        # the garbage collector, which frees the queues of the workers before these are told to end,
+        # and then waits 5 seconds for each.
         return _sample_numbers(
             range(self.rank * self.micro_batch_size, (self.rank + 1) * self.micro_batch_size),
             consumed=self.consumed_samples,
@@ -244,7 +244,7 @@ class MicroBatches:
             pin_memory=self.pin_memory,
             collate_fn=_unchanged,
             worker_init_fn=_leave_process_group,
-            generator=torch.Generator(),  # else it draws from the global one, which is the model's
+            generator=torch.Generator(),  # else it draws from the global RNG, which is the model's
         )
         with _child_signals_left_alone():
             return iter(loader)
@@ -253,7 +253,7 @@ class MicroBatches:
 def _sample_numbers(
     own: range, *, consumed: int, stride: int, round_of: int | None
 ) -> Iterator[range]:
-    """A rank's part of every stride; from the beginning again where a round is over."""
+    """A rank's part of every stride; restarts at 0 when a round is over."""
     first = consumed
     while True:
         yield range(first + own.start, first + own.stop)
@@ -264,11 +264,11 @@ def _sample_numbers(
 
 @contextmanager
 def _child_signals_left_alone() -> Iterator[None]:
-    """Undoes the handler by which torch would raise at any place of the training thread.
+    """Restores the SIGCHLD handler: torch's could raise anywhere in the training thread.
 
-    Without it the end of a worker is noticed where its batch is waited for.
+    Without torch's handler a dead worker is detected where its batch is waited for.
     """
-    if threading.current_thread() is not threading.main_thread():  # where torch sets none either
+    if threading.current_thread() is not threading.main_thread():  # torch sets none here either
         yield
         return
     handler = signal.getsignal(signal.SIGCHLD)
@@ -279,10 +279,10 @@ def _child_signals_left_alone() -> Iterator[None]:
 
 
 def _leave_process_group(worker: int) -> None:
-    # A launcher signals the whole process group of a rank. Those that read go on until the trainer
-    # leaves, so that it can finish its step and save.
+    # A launcher signals the whole process group of a rank. Workers must keep running until the
+    # trainer exits, so that it can finish its step and save.
     os.setpgid(0, 0)
 
 
-def _unchanged(batch: Any) -> Any:  # DataLoader's type for it says list, with or without batches
+def _unchanged(batch: Any) -> Any:  # DataLoader's annotation is list, even without batching
     return batch

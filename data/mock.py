@@ -1,20 +1,19 @@
-"""Synthetic tokens that a model can learn: samples that depend on a seed and their number alone."""
+"""Synthetic tokens that a model can learn; a sample depends only on a seed and its number."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-RESTART_PROBABILITY = 0.1  # of leaving the cycle's order at a token
+RESTART_PROBABILITY = 0.1  # per token, of a jump to another position of the cycle
 
 
 class MockDataset:
-    """Walks along one fixed random cycle through the vocabulary, with jumps to random places.
+    """Walks along one fixed random cycle through the vocabulary, with jumps to random positions.
 
-    The token after t is always the same one unless a jump intervenes, and jumps favour some
-    places, so the loss falls at once (frequencies) and keeps falling (successors), down to what
-    the jumps leave open. Every stream (train, valid, test) has samples of its own on the same
-    cycle.
+    The token after t is always the same unless there is a jump, and jumps favour some positions.
+    So the loss falls at once (frequencies) and keeps falling (successors), down to the entropy of
+    the jumps. Every stream (train, valid, test) has its own samples on the same cycle.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Megatron's sample order: document, sample and shuffle index as pure functions of sizes and seed.
 
 The sequences of a split, repeated for as many epochs as the samples need and shuffled, form one
-long row of tokens (document index). Sample k reads its tokens k * S to k * S + S, both included, so
-that neighbours share one token (sample index). Samples are visited in a shuffled order (shuffle
+long row of tokens (document index). Sample k reads its tokens k * S to k * S + S inclusive, so
+neighbouring samples share one token (sample index). Samples are visited in shuffled order (shuffle
 index). One random state, seeded once, does all the shuffling, in this order.
 """
 
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 SPLIT_NAMES = ("train", "valid", "test")
 DOCUMENT_DTYPE = np.dtype(np.int32)
 BLOCK = 2**16  # entries of the document index
-# A final epoch of which less than this part is needed is shuffled apart, so that the samples of
-# the whole epochs come first.
+# If less than this fraction of the final epoch is needed, it is shuffled separately, so that the
+# samples of the whole epochs come first.
 SEPARATE_BELOW = 0.80
 
 
 class Share(NamedTuple):
-    """A split as a part of the whole, between 0 and 1."""
+    """A split as an interval of the corpus, between 0 and 1."""
 
     begin: float
     end: float
@@ -40,11 +40,11 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderPlan:
-    """How many epochs and samples an order has; all sizes are known before anything is built."""
+    """The epochs and samples of an order; all sizes are known before anything is built."""
 
     bounds: Bounds
     tokens_per_epoch: int
-    num_samples: int | None  # asked for; the order holds at least as many; None: one epoch
+    num_samples: int | None  # requested; the order has at least as many; None: one epoch
     seq_length: int
     seed: int
 
@@ -54,7 +54,7 @@ class OrderPlan:
 
     @property
     def num_epochs(self) -> int:
-        """The fewest epochs that hold the samples and the one label after the last of them."""
+        """The fewest epochs that contain the samples and the label after the last one."""
         if self.num_samples is None:
             return 1
         needed = self.num_samples * self.seq_length + 1
@@ -71,7 +71,7 @@ class OrderPlan:
 
     @property
     def samples_before_separate_epoch(self) -> int | None:
-        """Samples of all epochs but the last where the last is shuffled apart, else None."""
+        """Samples of all epochs but the last if the last is shuffled separately, else None."""
         if self.num_samples is None or self.num_epochs == 1:
             return None
         before = ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.seq_length
@@ -106,7 +106,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_matrix(text: str) -> tuple[Share | None, Share | None, Share | None]:
-    """Where each split begins and ends as a part of the whole; None for a weight of 0."""
+    """Each split as an interval of the corpus; None for a weight of 0."""
     ends = [0.0]
     for weight in parse_split(text):
         ends.append(ends[-1] + weight)  # one by one: the rounding in `split_bounds` depends on it
@@ -117,7 +117,7 @@ def split_matrix(text: str) -> tuple[Share | None, Share | None, Share | None]:
 
 
 def share_of(split: str | None, split_name: str) -> Share | None:
-    """The part that a split has of a corpus; all of it where there is no --split."""
+    """The part of a corpus that a split uses; all of it without --split."""
     if split is None:
         return Share(0.0, 1.0)
     return split_matrix(split)[SPLIT_NAMES.index(split_name)]
@@ -150,10 +150,10 @@ def _document_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[n
 def _sample_index(
     lengths: NDArray[np.int32], document_index: NDArray[np.int32], plan: OrderPlan
 ) -> NDArray[Any]:
-    """Block by block, so that what is between stays in the processor's cache."""
+    """The sample index, built block by block so that temporaries stay in the CPU cache."""
     num_rows = plan.total_samples + 1
     rows = np.empty((num_rows, 2), dtype=sample_index_dtype(plan, lengths))
-    begin, row = 0, 0  # the first token of the block, and the first row not yet known
+    begin, row = 0, 0  # the block's first token, and the first row not yet filled
     for first in range(0, len(document_index), BLOCK):
         block = lengths.take(document_index[first : first + BLOCK], mode="clip")
         ends = np.cumsum(block, dtype=np.int64) + begin
@@ -166,7 +166,7 @@ def _sample_index(
             rows[row:row_behind, 1] = starts - (ends[entries] - block[entries])
             row = row_behind
     assert row == num_rows, f"{row} of {num_rows} rows"
-    rows[0] = 0  # also where the first sequences are empty
+    rows[0] = 0  # also if the first sequences are empty
     return rows
 
 

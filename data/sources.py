@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, patterns and Hugging Face data sets, as pieces to read."""
+"""Text sources as pieces to read: files, folders, glob patterns and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class SourceKind(Enum):
-    """What a file holds, by its name."""
+    """The format of a source; for files given by the suffix."""
 
     TEXT = ".txt"
     JSON_LINES = ".jsonl"
@@ -35,7 +35,7 @@ KINDS = ".txt (one document), .jsonl (a JSON object per line; both also .gz or .
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A stretch of one source that can be read without the rest.
+    """A contiguous part of one source that can be read independently.
 
     `begin` and `end` count bytes of a plain .jsonl file (both where a line begins), row groups of
     a .parquet file, or rows of a Hugging Face data set; other files are read whole.
@@ -45,8 +45,8 @@ class Piece:
     path: str
     begin: int
     end: int
-    num_bytes: int  # as it is stored, for progress and for sharing out
-    stamp: int = 0  # when the file was changed last, in nanoseconds
+    num_bytes: int  # as stored, for progress and for balancing
+    stamp: int = 0  # modification time of the file, in nanoseconds
     config: str | None = None  # of a Hugging Face data set
     split: str | None = None
 
@@ -61,7 +61,7 @@ class Piece:
 
 
 def kind_of(path: Path) -> SourceKind | None:
-    """What a file holds by its suffix, below that of its compression."""
+    """The format of a file by its suffix, without a compression suffix."""
     name = path.with_suffix("") if path.suffix in COMPRESSIONS else path
     kind = SUFFIXES.get(name.suffix)
     return None if kind is SourceKind.PARQUET and name is not path else kind
@@ -70,9 +70,9 @@ def kind_of(path: Path) -> SourceKind | None:
 def find_pieces(
     inputs: Sequence[str | Path], *, config: str | None = None, split: str = "train"
 ) -> list[Piece]:
-    """A piece per source of --input, before any is read; `ValueError`/`OSError` for what is none.
+    """One piece per source of --input, before any is read; `ValueError`/`OSError` for bad ones.
 
-    Files of a folder come in the order of their names, and so do those that match a pattern.
+    Files in a folder, and files that match a pattern, are sorted by name.
     """
     pieces = []
     for given in map(str, inputs):
@@ -140,7 +140,7 @@ def _hub_piece(name: str, config: str | None, split: str) -> Piece:
 
 @cache
 def open_hugging_face(name: str, config: str | None, split: str) -> Any:
-    """The rows of a data set saved on disk, or of one that `datasets` finds by its name."""
+    """The rows of a data set saved on disk, or of one that `datasets` finds by name."""
     try:
         import datasets
     except ImportError as error:
@@ -151,7 +151,7 @@ def open_hugging_face(name: str, config: str | None, split: str) -> Any:
             found = datasets.load_from_disk(name)
         else:
             found = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # its own, OSError, ValueError and those of its network libraries
+    except Exception as error:  # its own errors, OSError, ValueError, network library errors
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"--input {name} is no file or folder, and datasets does not find it: {reason}"
@@ -167,7 +167,7 @@ def open_hugging_face(name: str, config: str | None, split: str) -> Any:
 
 
 def open_parquet(path: str) -> Any:
-    """A pyarrow.parquet.ParquetFile."""
+    """Opens a `pyarrow.parquet.ParquetFile`."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -195,7 +195,7 @@ def share_out(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
 
 
 def _cut(piece: Piece, limit: int) -> tuple[Piece, Piece | None]:
-    """The head of a piece up to about `limit` bytes, at least one unit, and what is left."""
+    """Splits a piece after about `limit` bytes, at least one unit: the head and the rest."""
     if not piece.divisible:
         return piece, None
     middle = piece.begin + max(1, (piece.end - piece.begin) * limit // piece.num_bytes)

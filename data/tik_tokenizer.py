@@ -1,4 +1,4 @@
-"""LLaMA-3's own vocabulary files: byte-level BPE ranks in the form that tiktoken reads."""
+"""LLaMA-3's own vocabulary files: byte-level BPE ranks in tiktoken's format."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-# How LLaMA-3 cuts a text into words before any merge.
+# The regex with which LLaMA-3 splits a text into words before BPE merges.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NUM_SPECIAL = 256  # they follow the ranks; most of them are reserved
 NAMED = {0: "<|begin_of_text|>", 1: "<|end_of_text|>"}
-# A run of this many characters without a blank, or of blanks, costs tiktoken quadratic time; so
-# LLaMA-3 cuts texts into stretches of the first length and such runs into the second.
+# Long runs of blanks, or of characters without a blank, cost tiktoken quadratic time. So LLaMA-3
+# cuts texts into parts of STRETCH characters, and such runs into parts of RUN characters.
 STRETCH, RUN = 400_000, 25_000
 LONG_RUN = re.compile(rf"\S{{{RUN + 1}}}|\s{{{RUN + 1}}}")
 
@@ -37,14 +37,14 @@ class TikTokenizer:
         self.eod = first + 1
         self.text_prefix: tuple[int, ...] = ()
         self._first_special = first
-        # As text, every byte the character of its number.
+        # As text: each byte becomes the character with its code.
         self.vocabulary = {piece.decode("latin-1"): rank for piece, rank in ranks.items()} | special
         self._encoding = tiktoken.Encoding(
             Path(model).name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
 
     def encode(self, text: str) -> list[int]:
-        if len(text) <= RUN:  # too short to hold a long run
+        if len(text) <= RUN:  # too short to contain a long run
             ids: list[int] = self._encoding.encode_ordinary(text)
             return ids
         return [token for part in _parts(text) for token in self._encoding.encode_ordinary(part)]
@@ -80,7 +80,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _parts(text: str) -> Iterable[str]:
-    """Cuts a long text where LLaMA-3's own code does: in stretches, and those inside long runs."""
+    """Cuts a long text where LLaMA-3's code does: into stretches, then inside long runs."""
     for begin in range(0, len(text), STRETCH):
         stretch = text[begin : begin + STRETCH]
         if LONG_RUN.search(stretch) is None:

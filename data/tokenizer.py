@@ -1,4 +1,4 @@
-"""Text to token ids and back, by Megatron's tokenizer types."""
+"""The tokenizer interface, and construction of tokenizers by Megatron's tokenizer types."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from data.tokenizer_config import GPT2_TYPE, SENTENCEPIECE_TYPES, TokenizerConfi
 
 
 class Tokenizer(Protocol):
-    """What preprocessing, training and generation need of a tokenizer.
+    """The interface that preprocessing, training and generation need from a tokenizer.
 
-    `encode` adds no special tokens: who wants a beginning or an end adds `bos` or `eod`.
+    `encode` adds no special tokens: callers add `bos` or `eod` if they need them.
     """
 
     @property
     def text_prefix(self) -> tuple[int, ...]:
-        """What is put before every text of a corpus: `bos` by Llama2Tokenizer, else nothing."""
+        """Ids put before every text of a corpus: `bos` for Llama2Tokenizer, else none."""
 
     @property
     def vocab_size(self) -> int:
-        """All ids lie below; not padded."""
+        """All ids are below this number; not padded."""
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """Every piece's id; empty where ids stand for nothing."""
+        """The id of every piece; empty for NullTokenizer."""
 
     @property
     def eod(self) -> int:
@@ -36,18 +36,18 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int | None:
-        """The id that begins a text, where there is one."""
+        """The id that begins a text; None if there is none."""
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Many texts in one call of the library, on one thread."""
+        """Encodes many texts in one call of the library, on one thread."""
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of a configuration; `ValueError` or `OSError` names the flag at fault."""
+    """The tokenizer of a configuration; `ValueError` or `OSError` names the wrong flag."""
     if config.tokenizer_type == "NullTokenizer":
         assert config.vocab_size is not None, "TokenizerConfig checks this"
         return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id)
@@ -63,7 +63,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _read_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """A tokenizer that lies in files."""
+    """A tokenizer read from files."""
     if config.tokenizer_type == GPT2_TYPE:
         assert config.vocab_file is not None, "TokenizerConfig checks this"
         assert config.merge_file is not None, "TokenizerConfig checks this"
@@ -80,7 +80,7 @@ def _read_tokenizer(config: TokenizerConfig) -> Tokenizer:
 def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = None) -> int:
     """The rows of embedding and head: `vocab_size` rounded up to --make-vocab-size-divisible-by.
 
-    With --padded-vocab-size they are `exactly` so many, and the multiple does not count.
+    With --padded-vocab-size the number is `exactly`, and the multiple is ignored.
     """
     if exactly is not None:
         if exactly < vocab_size:
@@ -95,11 +95,11 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = 
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model` file, such as LLaMA-1 and LLaMA-2 have or tools/train_tokenizer.py
-    writes. Of Megatron's three names for it Llama2Tokenizer alone begins texts with `bos`.
+    """A SentencePiece `.model` file, as in LLaMA-1 and LLaMA-2 or from tools/train_tokenizer.py.
+    Of Megatron's three names for this type, only Llama2Tokenizer begins texts with `bos`.
 
-    Documents end with the model's own end of a sentence. So they do in Megatron under two of the
-    names; its SentencePieceTokenizer ends them with an <EOD> that it adds above the model's ids.
+    Documents end with the model's own EOS token. Megatron does the same under two of the names; its
+    SentencePieceTokenizer ends them with an <EOD> that it adds above the model's ids.
     """
 
     def __init__(self, model: str, *, begins_texts: bool = False) -> None:
@@ -153,10 +153,10 @@ def _load_sentencepiece(path: Path) -> Any:
 
 
 class NullTokenizer:
-    """Texts that are numbers: `3 1 2` is the ids 3, 1, 2, all below --vocab-size.
+    """For texts of numbers: `3 1 2` becomes the ids 3, 1, 2, all below --vocab-size.
 
-    The end of a document is the last id, --vocab-size - 1, unless --null-tokenizer-eod-id says
-    otherwise: as in Megatron since core 0.18, before which it came on top of --vocab-size.
+    The EOD is the last id, --vocab-size - 1, unless --null-tokenizer-eod-id is given: as in
+    Megatron since core 0.18; before, it was an extra id on top of --vocab-size.
     """
 
     def __init__(self, vocab_size: int, *, eod: int | None = None) -> None:

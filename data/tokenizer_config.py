@@ -1,4 +1,4 @@
-"""Which tokenizer the flags or a checkpoint name, under Megatron's types."""
+"""The tokenizer flags as a dataclass, from the command line or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENIZER_TYPES = (
     GPT2_TYPE,
     "NullTokenizer",
 )
-# Types of Megatron's that do not fit a language model of plain text, and what to do instead.
+# Megatron's tokenizer types that do not fit a plain-text language model, and what to use instead.
 _REFUSED_TYPES = {
     "BertWordPieceLowerCase": "it is BERT's and has no end of a document: tokenize anew with "
     "HuggingFaceTokenizer or SentencePieceTokenizer",
@@ -31,7 +31,7 @@ _REFUSED_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
-    """Which tokenizer; `vocab_size` is needed by NullTokenizer and checked for the others."""
+    """Which tokenizer; `vocab_size` is required for NullTokenizer and checked for the others."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -67,7 +67,7 @@ class TokenizerConfig:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file and folder that it is read from."""
+        """All files and folders that the tokenizer is read from."""
         return tuple(filter(None, (self.tokenizer_model, self.vocab_file, self.merge_file)))
 
     def _check_gpt2(self) -> None:
@@ -92,9 +92,9 @@ class TokenizerConfig:
 
 
 def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:
-    """The tokenizer that flags ask for, or None where no flag does.
+    """The tokenizer that the flags select; None if no flag does.
 
-    The files of GPT-2's alone are enough: Megatron's own default is that type.
+    GPT-2's files without a type are enough: that type is Megatron's default.
     """
     given: dict[str, Any] = {field.name: flags.get(field.name) for field in fields(TokenizerConfig)}
     if given["tokenizer_type"] is None and (given["vocab_file"] or given["merge_file"]):
@@ -103,11 +103,10 @@ def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:
 
 
 def saved_tokenizer(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the TokenizerConfig that a checkpoint names; none where it names none.
+    """The TokenizerConfig fields stored in a checkpoint; empty if it stores none.
 
-    NullTokenizer's --vocab-size once left the end of a document out, which came on top. The
-    checkpoint's own `vocab_size` counts all entries; where it is missing, the checkpoint is older
-    than the change.
+    In the past NullTokenizer's --vocab-size did not count the EOD, an extra id. The checkpoint's
+    own `vocab_size` counts all ids; if it is missing, the checkpoint is older than that change.
     """
     saved = dict(common.get("tokenizer") or {})
     if saved.get("tokenizer_type") == "NullTokenizer":

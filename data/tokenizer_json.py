@@ -1,4 +1,4 @@
-"""A SentencePiece BPE model as the tokenizer.json that transformers reads, with the same ids."""
+"""Converts a SentencePiece BPE model to a tokenizer.json for transformers, with the same ids."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from data.tokenizer import SentencePieceTokenizer
 
 BLANK = "\u2581"  # how pieces spell a space
 
-# Texts that tell apart whatever the two libraries might do differently.
+# Test texts that expose differences between the two libraries.
 _PROBES = (
     "a",
     " a",
     "The quick  brown fox, jumps.",
     "def f(x):\n\treturn x  # naïve 雪 🙂\n\n",
     "  two  \n   three\r\n",
-    "ﬁ ½ ①",  # what normalization would rewrite
+    "ﬁ ½ ①",  # normalization would change these
     "",
 )
 
@@ -25,18 +25,18 @@ _PROBES = (
 def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = False) -> bool:
     """Writes tokenizer.json and tokenizer_config.json; False if ids would differ.
 
-    They do where a model normalizes text or is no BPE. With `begins_texts` the token that begins a
-    text is added to each.
+    Ids differ if a model normalizes text or is not BPE. With `begins_texts` the BOS token is added
+    to each text.
     """
     from sentencepiece import SentencePieceProcessor
 
     try:
         processor = SentencePieceProcessor(model_file=str(model))
     except (OSError, RuntimeError):
-        return False  # LLaMA-3's tokenizer.model is another library's
+        return False  # LLaMA-3's tokenizer.model is in tiktoken's format
     pieces = _ordinary(processor)
     if any(not processor.get_score(i).is_integer() for i in pieces.values()):
-        return False  # a BPE's are the numbers of its merges
+        return False  # in a BPE model the scores are the numbers of the merges
     whole = _tokenizer(processor)
     own = SentencePieceTokenizer(str(model))
     texts = [piece.replace(BLANK, " ") for piece in pieces]
@@ -61,7 +61,7 @@ def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = Fals
 
 
 def _tokenizer(processor: Any) -> Any:
-    """The model in the words of the tokenizers library."""
+    """The model as a tokenizer of the tokenizers library."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     ids = range(processor.get_piece_size())
@@ -96,7 +96,7 @@ def _tokenizer(processor: Any) -> Any:
 
 
 def _beginning(piece: str, number: int) -> Any:
-    """The step that puts a token in front of every text, unless no special tokens are wanted."""
+    """The post-processor that puts a token before every text, unless special tokens are off."""
     from tokenizers.processors import TemplateProcessing
 
     return TemplateProcessing(
@@ -107,7 +107,7 @@ def _beginning(piece: str, number: int) -> Any:
 
 
 def _ordinary(processor: Any) -> dict[str, int]:
-    """The pieces that text is made of, by their spelling."""
+    """The ordinary pieces, by their text, with their ids."""
     return {
         processor.id_to_piece(i): i
         for i in range(processor.get_piece_size())
@@ -116,7 +116,7 @@ def _ordinary(processor: Any) -> dict[str, int]:
 
 
 def _merges(processor: Any) -> list[tuple[str, str]]:
-    """Every pair of pieces that make a piece, the most preferred piece first."""
+    """All pairs of pieces that merge into a piece, in order of preference."""
     pieces = _ordinary(processor)
     found: list[tuple[float, int, int, str, str]] = []
     for piece, number in pieces.items():

@@ -1,1 +1,1 @@
-"""The LLaMA model, ignorant of distribution."""
+"""The LLaMA model as plain single-process PyTorch: it knows nothing of ranks or sharding."""

@@ -1,4 +1,4 @@
-"""Sizes of a LLaMA, published presets, and how many parameters and FLOPs they come to."""
+"""LLaMA sizes, published presets, and their parameter and FLOP counts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeConfig:
-    """Which activations are computed again in backward instead of being kept.
+    """Which activations are recomputed in backward instead of being kept.
 
-    `selective`: the attention core of every block. `full` and `uniform`: every block, in runs of
-    `num_layers` blocks that keep one input together. `full` and `block`: the first `num_layers`
-    blocks, each by itself.
+    `selective`: the attention core of every block. `full` and `uniform`: every block, in groups
+    of `num_layers` consecutive blocks that keep only the group's input. `full` and `block`: the
+    first `num_layers` blocks, each on its own.
     """
 
     granularity: str
@@ -31,24 +31,24 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """A LLaMA's sizes, under the names of their flags."""
+    """Sizes of a LLaMA, named like their flags."""
 
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
     num_attention_heads: int
-    num_query_groups: int  # key and value heads; as many as query heads unless grouped
-    kv_channels: int  # size of a head
+    num_query_groups: int  # key and value heads; equal to the query heads without GQA
+    kv_channels: int  # head size
     max_position_embeddings: int
-    vocab_size: int  # rows of the embedding, padding included
+    vocab_size: int  # rows of the embedding, including padding
     rotary_base: float = 10000.0
-    use_rope_scaling: bool = False  # LLaMA-3.1's, see rotary.py
+    use_rope_scaling: bool = False  # LLaMA-3.1's scaling, see rotary.py
     rope_scaling_factor: float = 8.0
     rope_scaling_original_max_position_embeddings: int = 8192
     rope_scaling_low_freq_factor: float = 1.0
     rope_scaling_high_freq_factor: float = 4.0
-    add_qkv_bias: bool = False  # on the projections to queries, keys and values (Qwen2)
-    qk_layernorm: bool = False  # RMSNorm of every head's query and key (Qwen3)
+    add_qkv_bias: bool = False  # on the query, key and value projections (Qwen2)
+    qk_layernorm: bool = False  # RMSNorm on each head's query and key (Qwen3)
     norm_epsilon: float = 1e-5
     init_method_std: float = 0.02
     tie_embeddings_and_output_weights: bool = False
@@ -96,18 +96,18 @@ class LlamaConfig:
 
 
 def loss_chunk_tokens(device_type: str) -> int:
-    """For how many tokens at a time the loss makes logits.
+    """Number of tokens per chunk for which the loss computes logits.
 
-    The gradient of the output weight is read and written once a chunk, which the products of a
-    chunk must outweigh. A CPU needs fewer tokens for that, and is faster with chunks that its
-    allocator keeps from one to the next.
+    Every chunk reads and writes the gradient of the output weight once; the chunk's matmuls must
+    be large enough to outweigh that. A CPU needs fewer tokens for it, and is faster with chunks
+    small enough for its allocator to reuse their memory.
     """
     return 512 if device_type == "cpu" else 1024
 
 
-# A part of a unit may be computed slice by slice: its weights are cut along these dims, as are the
-# heads (query heads together with the key and value heads that they use), the feed-forward's
-# columns, or the vocabulary; every slice gives a partial result. Norms are read whole.
+# A part of a unit can be computed slice by slice. Its weights are cut along these dims, which cuts
+# attention by heads (query heads together with the key and value heads they use), the feed-forward
+# by columns, and the vocabulary by rows. Each slice gives a partial result; it reads norms whole.
 ATTENTION_CUTS = {"wq": 0, "wk": 0, "wv": 0, "wo": 1}
 QKV_BIAS_CUTS = {"bq": 0, "bk": 0, "bv": 0}
 MLP_CUTS = {"w_gate": 0, "w_up": 0, "w_down": 1}
@@ -115,12 +115,12 @@ VOCABULARY_CUTS = {"weight": 0}
 
 
 def attention_cuts(config: LlamaConfig) -> dict[str, int]:
-    """What a block's attention is cut along, biases included."""
+    """The cut dim of every attention weight of a block, including biases."""
     return ATTENTION_CUTS | (QKV_BIAS_CUTS if config.add_qkv_bias else {})
 
 
 def attention_norms(config: LlamaConfig) -> tuple[str, ...]:
-    """The norms that a block's attention reads."""
+    """Names of the norm parameters that a block's attention reads."""
     return ("attention_norm", *(("q_norm", "k_norm") if config.qk_layernorm else ()))
 
 
@@ -152,7 +152,7 @@ def _llama2(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> Llam
 
 
 def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, scaling: float = 0.0) -> LlamaConfig:
-    """`scaling` is 3.1's and 3.2's factor, which also stretches positions to 131,072."""
+    """`scaling` is the RoPE factor of 3.1 and 3.2; it also raises positions to 131,072."""
     return LlamaConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -189,7 +189,7 @@ def _qwen3(layers: int, hidden: int, ffn: int, heads: int, *, tied: bool = False
 def _mistral(
     layers: int, hidden: int, ffn: int, heads: int, *, vocab: int, positions: int, base: float
 ) -> LlamaConfig:
-    """Those without a sliding window."""
+    """A Mistral model without sliding-window attention."""
     return LlamaConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -203,7 +203,7 @@ def _mistral(
     )
 
 
-# Sizes as in the published config.json and params.json files; the smallest model comes first.
+# Sizes as in the published config.json and params.json files, smallest model first.
 LLAMA_PRESETS: dict[str, LlamaConfig] = {
     "qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True),
     "llama3.2-1B": _llama3(16, 2048, 8192, 32, scaling=32.0),
@@ -234,7 +234,7 @@ LLAMA_PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset_name(text: str) -> str:
-    """The preset that is meant, whatever its case and dashes; the text itself where it is none."""
+    """The preset matching `text`, ignoring case and dashes; `text` itself if none matches."""
     meant = (name for name in LLAMA_PRESETS if _plain(name) == _plain(text))
     return next(meant, text)
 
@@ -244,7 +244,7 @@ def _plain(name: str) -> str:
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape by name, in the order of the model."""
+    """Every parameter's shape by name, in model order."""
     hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
     query = config.num_attention_heads * config.kv_channels
     key = config.num_query_groups * config.kv_channels
@@ -281,7 +281,7 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: LlamaConfig) -> int:
-    """All parameters, a tied weight once."""
+    """The number of parameters; a tied weight counts once."""
     total = 0
     for shape in parameter_shapes(config).values():
         size = 1
@@ -292,11 +292,11 @@ def num_parameters(config: LlamaConfig) -> int:
 
 
 def flops_per_token(config: LlamaConfig, seq_length: int, *, causal: bool) -> float:
-    """FLOPs of one token's forward and backward: matrix products alone, a multiply-add as two.
+    """FLOPs of forward and backward for one token: matmuls only, a multiply-add counts as two.
 
-    Forward: 2 per weight of every linear layer and of the output layer, and attention's two
-    products over all `seq_length` positions (half of them where `causal`). Backward is twice the
-    forward. The embedding's look-up, norms, rotations and recomputation do not count.
+    Forward: 2 per weight of every linear layer and of the output layer, plus attention's two
+    matmuls over all `seq_length` positions (half of them if `causal`). Backward is twice the
+    forward. The embedding lookup, norms, rotary embedding and recomputation do not count.
     PaLM (appendix B) counts attention in full, Megatron-LM halves it.
     """
     per_layer = sum(

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear output layer, in chunks of tokens, with its gradients on the way."""
+"""Fused linear layer and cross-entropy, in chunks of tokens; gradients are computed in forward."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from model.config import loss_chunk_tokens
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum over tokens of weight times cross-entropy of `x @ weight.T`.
+    """The sum over tokens of token weight times cross-entropy of `x @ weight.T`.
 
-    Where gradients are wanted they are made in forward, chunk by chunk, while the logits are
-    there: logits are computed once, and fp32 logits of all tokens never exist. Backward multiplies
-    them by the gradient that arrives.
+    Needed gradients are computed in forward, chunk by chunk, while the chunk's logits exist. So
+    logits are computed once, and fp32 logits of all tokens are never held at the same time.
+    Backward scales the stored gradients by the incoming one.
     """
 
     @staticmethod
@@ -36,7 +36,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for begin in range(0, num_tokens, chunk):
             part = slice(begin, begin + chunk)
             labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
-            # A token without weight counts nothing, not even where its logits would overflow.
+            # A token with weight 0 must add exactly 0, even if its logits would overflow.
             chunk_TD = x_TD[part].masked_fill((weights_T == 0.0)[:, None], 0.0)
             logits_TV = (chunk_TD @ weight_VD.t()).float()
             label_logits_T = logits_TV.gather(1, labels_T1).squeeze(1)
@@ -48,7 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += torch.dot(log_norm_T - label_logits_T, weights_T)
             if not needs_x and not needs_weight:
                 continue
-            # The gradient of the logits, but for the weights: those multiply what is smaller.
+            # Gradient of the logits without the token weights: these scale the smaller tensors.
             minus_T1 = torch.full_like(label_logits_T, -1.0)[:, None]
             grad_TV = probabilities_TV.scatter_add_(1, labels_T1, minus_T1).to(x_TD.dtype)
             del probabilities_TV
@@ -68,15 +68,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         assert ctx.gradients is not None, "the loss was given to backward twice"
         grad_x_TD, grad_weight_VD = ctx.gradients
-        ctx.gradients = None  # large, and scaled below
+        ctx.gradients = None  # free them: they are large, and scaled in place below
         for gradient in (grad_x_TD, grad_weight_VD):
             if gradient is not None:
-                gradient.mul_(grads[0].view(1, 1))  # without dimensions it would be rounded first
+                gradient.mul_(grads[0].view(1, 1))  # a 0-dim tensor would be rounded first
         return grad_x_TD, grad_weight_VD, None, None
 
 
 def _add_product(total_VD: Tensor | None, grad_TV: Tensor, x_TD: Tensor, num_tokens: int) -> Tensor:
-    """`total + grad.T @ x`; several chunks add up in fp32, whatever the type of the model."""
+    """`total + grad.T @ x`; several chunks are summed in fp32, whatever the model's dtype."""
     if total_VD is not None and total_VD.dtype == grad_TV.dtype:
         return torch.addmm(total_VD, grad_TV.t(), x_TD, out=total_VD)
     product_VD = grad_TV.t() @ x_TD
@@ -88,8 +88,8 @@ def _add_product(total_VD: Tensor | None, grad_TV: Tensor, x_TD: Tensor, num_tok
 def linear_cross_entropy(
     x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor
 ) -> Tensor:
-    """The fp32 scalar sum over tokens of weight times cross-entropy."""
-    if not torch.is_grad_enabled():  # forward asks its inputs what to make, not the mode
+    """The sum over tokens of token weight times cross-entropy, an fp32 scalar."""
+    if not torch.is_grad_enabled():  # forward looks at its inputs' requires_grad, not at the mode
         x_BSD, weight_VD = x_BSD.detach(), weight_VD.detach()
     loss: Tensor = _LinearCrossEntropy.apply(
         x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
@@ -98,7 +98,7 @@ def linear_cross_entropy(
 
 
 class _SliceScores(torch.autograd.Function):
-    """Keeps its inputs and log-sum-exps, and computes the logits again in backward."""
+    """Saves its inputs and log-sum-exps; backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -124,8 +124,8 @@ class _SliceScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_VD, local_T, token_weights_T, log_norm_T = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        # The label's logit counts as much in every token's loss as the whole log-sum-exp. What is
-        # as large as a weight multiplies last, so that two-byte types lose nothing small.
+        # A token's loss is its joined log-sum-exp minus the label's logit, so both get gradients of
+        # the same size. Multiply by the token's scale last, or two-byte types would underflow.
         scale_T = -grads[1]
         share_T = torch.where(scale_T == 0.0, 0.0, grads[0] / scale_T)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
@@ -157,12 +157,12 @@ def _chunks(x_TD: Tensor) -> Iterator[slice]:
 
 
 def _masked(x_TD: Tensor, token_weights_T: Tensor) -> Tensor:
-    """Without the tokens that have no weight, whose logits may overflow."""
+    """`x` with zeros for tokens of weight 0, whose logits could overflow."""
     return x_TD.masked_fill((token_weights_T == 0.0)[:, None], 0.0)
 
 
 def _rows(local_T: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Which labels lie in a slice of so many rows, and in which row (the first where not)."""
+    """Which labels are in a slice of `num_rows` rows, and in which row (0 if not in it)."""
     here_T = (local_T >= 0) & (local_T < num_rows)
     return here_T, local_T.where(here_T, 0)
 
@@ -175,9 +175,10 @@ def slice_scores(
     *,
     first_row: int,
 ) -> tuple[Tensor, Tensor]:
-    """Per token: log-sum-exp over a slice of the vocabulary, and the label's logit if it is there.
+    """Per token: log-sum-exp over a slice of the vocabulary, and the label's logit.
 
-    Else that is zero. `weight` holds the rows from `first_row` on.
+    The label's logit is 0 if the label is not in the slice. `weight` holds the rows from
+    `first_row` on.
     """
     scores: tuple[Tensor, Tensor] = _SliceScores.apply(
         x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten(), first_row
@@ -186,7 +187,7 @@ def slice_scores(
 
 
 def join_scores(scores: Iterable[tuple[Tensor, Tensor]], token_weights_BS: Tensor) -> Tensor:
-    """The loss that `linear_cross_entropy` gives, from the scores of all slices one by one."""
+    """The loss of `linear_cross_entropy`, from the scores of all slices, consumed one by one."""
     log_norm_T: Tensor | None = None
     label_logit_T: Tensor | None = None
     for slice_norm_T, slice_logit_T in scores:

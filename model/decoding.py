@@ -1,4 +1,4 @@
-"""Token by token: logits behind texts of different lengths, from keys and values that are kept."""
+"""Token-by-token decoding of a batch of texts of different lengths, with a KV cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from model.rotary import rotations
 
 
 class Decoder:
-    """Runs a whole model over texts that grow: each token goes through it once.
+    """Decodes with an unsharded model and a KV cache: each token runs through the model once.
 
-    Row b of a batch holds `lengths[b]` tokens. Shorter texts are padded behind, where causal
-    attention does not look; what a padding token left there is overwritten by the token that takes
-    its place. Keys and values lie in [B, K, T, H], a pair per block, and T doubles when it is full.
+    Row b of a batch holds `lengths[b]` tokens. Shorter texts are padded at the end, where causal
+    attention does not look; later tokens overwrite the cache entries of the padding. The cache
+    holds one pair of keys and values [B, K, T, H] per block; T doubles when it is full.
     """
 
     def __init__(self, model: Llama) -> None:
@@ -28,7 +28,7 @@ class Decoder:
 
     @torch.no_grad()
     def start(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Reads the texts, none of them empty; logits [B, V] of what follows each."""
+        """Prefills the cache with non-empty texts; returns the logits [B, V] of the next token."""
         assert texts, "no text"
         assert all(texts), "an empty text"
         device = self.model.embedding.weight.device
@@ -46,7 +46,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens_B: Tensor) -> Tensor:
-        """Adds a token to every text; logits [B, V] of what follows it."""
+        """Appends one token to every text; returns the logits [B, V] of the next token."""
         positions_B = self.lengths_B
         longest = int(positions_B.max()) + 1
         self._make_room(longest)

@@ -1,4 +1,4 @@
-"""The same model as Hugging Face's transformers names it: its configuration and its parameters."""
+"""Conversion of model configuration and parameter names to and from Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _INSIDE_A_BLOCK = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """A model_type of transformers that is this model: its class, and what that has of its own."""
+    """A transformers model_type that this model can represent: its class and its defaults."""
 
     architecture: str
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
-    says: Mapping[str, Any] = field(default_factory=dict)  # what a config.json says besides
-    # What transformers takes for a field that a config.json leaves out.
-    num_key_value_heads: int | None = None  # None: as many as there are heads
+    says: Mapping[str, Any] = field(default_factory=dict)  # further fields of its config.json
+    # Defaults of transformers for fields that a config.json leaves out.
+    num_key_value_heads: int | None = None  # None: num_attention_heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     max_position_embeddings: int = 2048
     sliding_window: int | None = None
@@ -73,7 +73,7 @@ _FAMILIES = {
     ),
 }
 
-# What keeps other gated models from being this one.
+# Reasons why other models with gated MLPs are not supported.
 _EXPERTS = "its MLPs are mixtures of experts (MoE)"
 _GEMMA = "its norms multiply by 1 + weight, its embeddings are scaled, and its gate is GELU"
 _OTHERS = {
@@ -106,7 +106,7 @@ _OTHERS = {
     "ministral": "its attention sees a sliding window",
 }
 
-# Fields that make any of the families another model unless they have this value.
+# Fields that must have this value in every family; any other value is another architecture.
 _FIXED: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the activation of its gate"),
     "attention_bias": (False, "a bias on the output projection of attention too"),
@@ -130,7 +130,7 @@ _ROPE_SCALING = {
 
 
 def hugging_face_name(name: str) -> str:
-    """What transformers calls a parameter; shapes and the order of channels are the same."""
+    """A parameter's name in transformers; shapes and channel order are the same."""
     if name in _OUTSIDE_BLOCKS:
         return _OUTSIDE_BLOCKS[name]
     _, layer, part = name.split(".")
@@ -138,10 +138,10 @@ def hugging_face_name(name: str) -> str:
 
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
-    """The config.json of the family that has this model; `ValueError` where none has."""
+    """The config.json of the family that fits this model; `ValueError` if none does."""
     kinds = {
         (family.add_qkv_bias, family.qk_layernorm): name
-        for name, family in reversed(_FAMILIES.items())  # llama rather than mistral
+        for name, family in reversed(_FAMILIES.items())  # prefer llama to mistral
     }
     model_type = kinds.get((config.add_qkv_bias, config.qk_layernorm))
     if model_type is None:
@@ -171,9 +171,9 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
-    """The model that a config.json describes, whichever version of transformers wrote it.
+    """The model that a config.json of any version of transformers describes.
 
-    `ValueError` names the first feature that makes it another model than this one.
+    `ValueError` names the first feature that this model does not support.
     """
     family = _family(fields)
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
@@ -217,9 +217,9 @@ def _family(fields: Mapping[str, Any]) -> _Family:
 
 
 def _check_window(fields: Mapping[str, Any], family: _Family) -> None:
-    """Refuses attention that does not see all earlier tokens."""
+    """Raises `ValueError` for sliding-window attention."""
     window = fields.get("sliding_window", family.sliding_window)
-    # Only Mistral's attention uses a window that is given and not switched on.
+    # Without use_sliding_window a given window is ignored by every family but Mistral.
     if window is not None and fields.get("use_sliding_window", family.sliding_window is not None):
         raise ValueError(
             f"sliding_window is {window!r} there and has to be null (attention within a window)"
@@ -230,7 +230,7 @@ def _check_window(fields: Mapping[str, Any], family: _Family) -> None:
 
 
 def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotation, from `rope_parameters`, or from `rope_theta` and `rope_scaling` of old."""
+    """The RoPE fields, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
     base = float(rope.get("rope_theta", fields.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":

@@ -1,4 +1,4 @@
-"""Initial values that depend on neither world size nor strategy, made only where they are held."""
+"""Initial parameter values, independent of world size and strategy; each rank makes its shard."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from model.config import QKV_BIAS_CUTS, LlamaConfig, parameter_shapes
 
-BLOCK = 2**16  # elements of a flattened parameter that share a seed
+BLOCK = 2**16  # elements of a flattened parameter per seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterInit:
-    """How one parameter starts: normal with this deviation, or constant where it is None."""
+    """Initial distribution of one parameter: normal with this std, or constant if it is None."""
 
     name: str
     numel: int
@@ -26,9 +26,10 @@ class ParameterInit:
 
 
 def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
-    """Megatron's: normal, narrower by sqrt(2 layers) where a block adds to the residual stream.
+    """Megatron's initialization: normal, std divided by sqrt(2 layers) for residual outputs.
 
-    Norms start as ones, biases as zeros.
+    Residual outputs are the weights whose product is added to the residual stream. Norms start as
+    ones, biases as zeros.
     """
     narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
     specs = {}
@@ -43,7 +44,7 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
 
 
 def initial_values(spec: ParameterInit, seed: int, start: int, stop: int) -> Tensor:
-    """The elements [start, stop) of the flattened parameter, fp32 on the CPU."""
+    """Elements [start, stop) of the flattened parameter, in fp32 on the CPU."""
     assert 0 <= start <= stop <= spec.numel, f"[{start}, {stop}) of {spec.numel} in {spec.name}"
     if spec.std is None:
         return torch.full((stop - start,), spec.constant, dtype=torch.float32, device="cpu")
@@ -58,16 +59,16 @@ def initial_values(spec: ParameterInit, seed: int, start: int, stop: int) -> Ten
 
 @torch.no_grad()
 def initialize_whole(model: nn.Module, config: LlamaConfig, seed: int) -> None:
-    """Fills a model that lies whole in one process."""
+    """Initializes an unsharded model in place."""
     specs = parameter_initializers(config)
     for name, parameter in model.named_parameters():
         spec = specs[name]
         parameter.copy_(initial_values(spec, seed, 0, spec.numel).view(parameter.shape))
 
 
-@lru_cache(maxsize=1)  # who holds columns asks for a block row by row
+@lru_cache(maxsize=1)  # a rank with a column shard requests the same block row by row
 def _draw(seed: int, name: str, block: int, numel: int) -> Tensor:
-    """A whole block, since a generator's n-th number may depend on how many it makes."""
+    """All of a block, since a generator's n-th number may depend on how many are drawn."""
     return torch.randn(numel, generator=_generator(seed, name, block), device="cpu")
 
 

@@ -1,11 +1,11 @@
-"""A norm, and linear layers behind a norm or a gate, that keep only what they were given."""
+"""RMSNorm, and linear layers after a norm or a gate, that save only their inputs."""
 
-# What lies between two matrix products is cheap to compute and large to keep: backward computes it
-# again. Of a block autograd keeps neither normalized inputs nor the product of gate and up, but
+# What is computed between two matmuls is cheap to compute and large to keep, so backward recomputes
+# it. For a block autograd keeps neither normalized inputs nor the product of gate and up, only
 #
 #     x, q, k, v, attention's output, x + attention, gate, up       2 D + (2 N + 2 K) H + 2 F
 #
-# per token, and attention's log-sum-exp, an fp32 number per query head.
+# elements per token, and attention's log-sum-exp, one fp32 number per query head.
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class _RMSNorm(torch.autograd.Function):
-    """For a CPU, where torch's own is made of several operations and keeps their results."""
+    """RMSNorm for the CPU, where torch's own runs several operations and saves their results."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
@@ -37,7 +37,7 @@ class _RMSNorm(torch.autograd.Function):
         grad_x = grad_scale = None
         if ctx.needs_input_grad[1]:
             grad_scale = torch.mv(product_TD.t(), rstd_T).to(scale_D.dtype)
-        del product_TD  # before there is another of its size
+        del product_TD  # before another tensor of its size is allocated
         if ctx.needs_input_grad[0]:
             grad_x = (grad_BSD * scale_D.float()).mul_(rstd_BS1)
             grad_x = grad_x.addcmul_(x_BSD, along_T.view_as(rstd_BS1)).to(x_BSD.dtype)
@@ -45,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
-    """`x` over its root mean square, times `scale`; computed in fp32."""
+    """`x` divided by its root mean square, times `scale`; computed in fp32."""
     if x_BSD.device.type == "cpu":
         out: Tensor = _RMSNorm.apply(x_BSD, scale_D, epsilon)
         return out
@@ -53,21 +53,22 @@ def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
 
 
 class SharedNorm:
-    """The norm of one input, for products with several slices of the weights behind it.
+    """The norm of one input, shared by the matmuls with several slices of the next weights.
 
-    It is computed once for all slices, and once again in backward, where the gradients of the
-    slices add up before they go back through it. Between `release` and backward nothing is kept.
+    It is computed once for all slices, and recomputed once in backward, which sums the slices'
+    gradients before it passes them through the norm. Between `release` and backward this object
+    keeps nothing.
     """
 
     def __init__(self, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> None:
         self._epsilon = epsilon
         self._y_BSD: Tensor | None = rms_norm(x_BSD.detach(), scale_D.detach(), epsilon)
-        self._inputs: tuple[Tensor, Tensor] | None = None  # of y, in backward
+        self._inputs: tuple[Tensor, Tensor] | None = None  # x and scale of y, in backward
         self._grad_y_TD: Tensor | None = None
-        self._slices_left = 0  # whose backward is to come
+        self._slices_left = 0  # slices whose backward has not run yet
 
     def release(self) -> None:
-        """Every slice's forward is through."""
+        """Frees the normalized input; call it after the forward of every slice has finished."""
         self._y_BSD = None
 
     def in_forward(self, *, backward_follows: bool) -> Tensor:
@@ -86,7 +87,7 @@ class SharedNorm:
         return self._y_BSD.detach().flatten(0, -2)
 
     def add_products(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """What a slice adds to the gradient of the normalized input."""
+        """Accumulates one slice's gradient of the normalized input."""
         for grad, weight in zip(grads, weights, strict=True):
             if self._grad_y_TD is None:
                 self._grad_y_TD = grad @ weight
@@ -94,7 +95,7 @@ class SharedNorm:
                 torch.addmm(self._grad_y_TD, grad, weight, out=self._grad_y_TD)
 
     def input_grads(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of x and scale, where they are wanted, at the last slice; else None."""
+        """Gradients of x and scale, as far as needed, after the last slice; None before."""
         self._slices_left -= 1
         if self._slices_left or self._inputs is None:
             return None, None
@@ -111,7 +112,7 @@ class SharedNorm:
 
 
 class _NormedLinears(torch.autograd.Function):
-    """Keeps the input and computes its norm again in backward."""
+    """Saves the input and recomputes its norm in backward."""
 
     @staticmethod
     def forward(
@@ -145,9 +146,9 @@ def normed_linears(
     *weights: Tensor,
     norm: SharedNorm | None = None,
 ) -> tuple[Tensor, ...]:
-    """The norm of `x` times each weight, transposed; of all this `x` alone is kept.
+    """`norm(x) @ weight.T` for each weight; of the activations only `x` is saved for backward.
 
-    Where the weights are one slice of several, `norm` is what they share.
+    If the weights are one slice of several, `norm` is the norm that all slices share.
     """
     own = norm or SharedNorm(x_BSD, scale_D, epsilon)
     outputs: tuple[Tensor, ...] = _NormedLinears.apply(own, x_BSD, scale_D, *weights)
@@ -157,7 +158,7 @@ def normed_linears(
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Keeps gate and up and computes their product again in backward."""
+    """Saves gate and up and recomputes their product in backward."""
 
     @staticmethod
     def forward(ctx: Any, gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor) -> Tensor:
@@ -182,6 +183,6 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def gated_linear(gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor) -> Tensor:
-    """SwiGLU's second half: silu(gate) times up, times the weight, transposed."""
+    """SwiGLU's second half: `(silu(gate) * up) @ weight.T`."""
     out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF)
     return out

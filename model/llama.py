@@ -1,17 +1,17 @@
 """LLaMA: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, tied or untied head."""
 
-# Beside LLaMA's own: Qwen2's biases of queries, keys and values, and Qwen3's norms of every head's
-# query and key. Mistral without a sliding window is LLaMA.
+# In addition to LLaMA: Qwen2's biases on the query, key and value projections, and Qwen3's RMSNorm
+# on each head's query and key. Mistral without a sliding window is LLaMA.
 
 # B batch, S sequence, D hidden, N query heads, K key and value heads, H head size, F feed-forward,
-# V vocabulary. Every unit (embedding, block, head) is one module that is called once in forward,
-# so that whoever shards the model can gather and release around that call. Linear layers are plain
-# parameters: projections stay apart, since attention is cut by heads and the MLP by columns when
-# weights rotate, and since checkpoints name them.
+# V vocabulary. Every unit (embedding, block, head) is one module that is called once in forward, so
+# that a sharding layer can gather its parameters before the call and free them after it. Linear
+# layers are plain parameters. Projections are not fused, since rotating weights cut attention by
+# heads and the MLP by columns, and since checkpoints name each projection.
 #
-# What a unit computes with its matrices is a method that takes their sizes from the weights
-# themselves: with a slice of each weight it computes a partial result, and `SlicedPart` tells how
-# the partial results of all slices make the whole.
+# Each part of a unit that uses weight matrices is a method that takes its sizes from the weights:
+# given a slice of each weight it computes a partial result, and `SlicedPart` defines how to combine
+# the partial results of all slices.
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from model.layers import SharedNorm, gated_linear, normed_linears, rms_norm
 from model.parts import SlicedPart, UnitSpec
 from model.rotary import rotate, rotations
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # from rotated q_BSNH and k_BSKH, and v_BSKH
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rotated q_BSNH and k_BSKH, and v_BSKH
 
 
 class Places(NamedTuple):
-    """Where tokens stand: what all blocks of a pass share."""
+    """Positions and document lengths of the tokens, shared by all blocks of a forward."""
 
-    cos: Tensor  # of the rotation of every position, see `rotations`
+    cos: Tensor  # of every position's rotation, see `rotations`
     sin: Tensor
-    document_lengths: tuple[int, ...] | None = None  # in all samples; None: a sample is one
+    document_lengths: tuple[int, ...] | None = None  # of all samples; None: one per sample
 
 
 class Embedding(nn.Module):
-    """Token ids to vectors."""
+    """The token embedding."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.first_row = 0  # where `weight` is a slice: the id of its first token
+        self.first_row = 0  # if `weight` is a slice: the token id of its first row
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return self.look_up(tokens_BS)
@@ -65,7 +65,7 @@ class Embedding(nn.Module):
         return F.embedding(tokens_BS, self.weight)
 
     def look_up_slice(self, tokens_BS: Tensor) -> Tensor:
-        """The vectors of the tokens in this slice, zeros for all others."""
+        """Embeddings of the tokens in this slice, zeros for all others."""
         row_BS = tokens_BS - self.first_row
         elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
         x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), self.weight)
@@ -73,7 +73,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """A pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, recompute: str | None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
         query = config.num_attention_heads * config.kv_channels
         key = config.num_query_groups * config.kv_channels
         self.config = config
-        self.recompute = recompute  # "full", "selective" or None: what this block computes again
+        self.recompute = recompute  # "full", "selective" or None: what backward recomputes
         self.attention_norm = nn.Parameter(torch.empty(hidden))
         self.wq = nn.Parameter(torch.empty(query, hidden))
         self.wk = nn.Parameter(torch.empty(key, hidden))
@@ -100,8 +100,8 @@ class Block(nn.Module):
         self.w_down = nn.Parameter(torch.empty(hidden, ffn))
 
     def forward(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
-        """`attend` takes the place of attention within x alone, as over keys that were kept."""
-        # Inside forward, so that hooks on this module do not run again with the computation.
+        """`attend` replaces causal attention within `x`, for example to use a KV cache."""
+        # Checkpoint inside forward, so that recomputation does not run this module's hooks again.
         if self.recompute == "full" and torch.is_grad_enabled():
             return _checkpointed(self._body, x_BSD, places, attend)
         return self._body(x_BSD, places, attend)
@@ -113,7 +113,7 @@ class Block(nn.Module):
     def attention(
         self, x_BSD: Tensor, places: Places, attend: Attend | None, norm: SharedNorm | None = None
     ) -> Tensor:
-        """`norm` is what slices of the weights share."""
+        """The attention output [B, S, D]; `norm` is shared by the slices of the weights."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         weights = self.wq, self.wk, self.wv
         projections = normed_linears(x_BSD, self.attention_norm, epsilon, *weights, norm=norm)
@@ -139,7 +139,7 @@ class Block(nn.Module):
     ) -> Tensor:
         if lengths is None or len(lengths) == len(q_BSNH):
             return self.attend(q_BSNH, k_BSKH, v_BSKH)
-        # Every document by itself: nothing is computed to be masked, and no mask is made.
+        # One call per document: this needs no mask and computes no masked scores.
         parts = [part.flatten(0, 1).split(lengths) for part in (q_BSNH, k_BSKH, v_BSKH)]
         outs = [
             self.attend(*(part[None] for part in document))[0]
@@ -148,7 +148,7 @@ class Block(nn.Module):
         return torch.cat(outs).view_as(q_BSNH)
 
     def attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """Every position over those up to its own."""
+        """Causal scaled dot-product attention; returns [B, S, N, H]."""
         q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
         grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
         out_BNSH = F.scaled_dot_product_attention(
@@ -157,20 +157,20 @@ class Block(nn.Module):
         return out_BNSH.transpose(1, 2)
 
     def mlp(self, x_BSD: Tensor, norm: SharedNorm | None = None) -> Tensor:
-        """`norm` is what slices of the weights share."""
+        """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
         epsilon, weights = self.config.norm_epsilon, (self.w_gate, self.w_up)
         gate_BSF, up_BSF = normed_linears(x_BSD, self.mlp_norm, epsilon, *weights, norm=norm)
         return gated_linear(gate_BSF, up_BSF, self.w_down)
 
 
 class Head(nn.Module):
-    """Final norm, output layer and loss; a tied output layer is handed in."""
+    """Final norm, output layer and loss; a tied output weight is passed to forward."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
-        self.first_row = 0  # where `weight` is a slice: the token that its first row is for
+        self.first_row = 0  # if `weight` is a slice: the token id of its first row
         self.weight: nn.Parameter | None = None
         if not config.tie_embeddings_and_output_weights:
             self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -198,7 +198,7 @@ class Head(nn.Module):
     def score_slice(
         self, x_BSD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What a slice of the vocabulary adds to the loss of every token, see `join_scores`."""
+        """A vocabulary slice's part of every token's loss, see `slice_scores`, `join_scores`."""
         assert self.weight is not None, "no slice was put in the place of the weight"
         return slice_scores(
             x_BSD, self.weight, labels_BS, token_weights_BS, first_row=self.first_row
@@ -206,7 +206,7 @@ class Head(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model; parameters are empty until somebody gives them values."""
+    """The whole model; its parameters are uninitialized, see model/initialization.py."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -217,12 +217,12 @@ class Llama(nn.Module):
             for layer in range(config.num_layers)
         )
         self.head = Head(config)
-        self._num_plain = 0  # of the first blocks: backward does not come to them
+        self._num_plain = 0  # leading blocks that backward does not reach
 
     def freeze(self, is_trained: Callable[[str], bool]) -> None:
-        """Freezes the parameters whose name `is_trained` denies.
+        """Freezes every parameter for whose name `is_trained` returns False.
 
-        Blocks to which backward then does not come keep nothing, and are not computed again.
+        Blocks that backward then does not reach save no activations and are not recomputed.
         """
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_trained(name))
@@ -238,13 +238,13 @@ class Llama(nn.Module):
         positions_BS: Tensor | None = None,
         document_lengths: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Logits [B, S, V]; or, with labels, the fp32 sum over tokens of weight times loss.
+        """Logits [B, S, V]; or, with labels, the fp32 sum over tokens of token weight times loss.
 
-        The weights carry the mask, 1 / number of tokens and the loss scale, so that backward
-        starts from this sum as it is.
+        The token weights include the mask, 1 / number of tokens and the loss scale, so that
+        backward can start from this sum directly.
 
-        A sample is one text unless its documents are told apart: by the position of each token in
-        its own, or by the lengths of all documents of all samples, which then do not see another.
+        By default a sample is one document. `positions_BS` gives each token's position within its
+        document; `document_lengths` (all documents of all samples) also keeps attention within it.
         """
         x_BSD = self.embedding(tokens_BS)
         cos, sin = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
@@ -258,7 +258,7 @@ class Llama(nn.Module):
             plain = max(0, self._num_plain - first) if recomputes else run
             x_BSD = _run_blocks(blocks[:plain], x_BSD, places)
             if blocks[plain:]:
-                # Hooks on these blocks run again when backward computes them again.
+                # Recomputation in backward runs the hooks on these blocks again.
                 x_BSD = _checkpointed(_run_blocks, blocks[plain:], x_BSD, places)
         tied = self.config.tie_embeddings_and_output_weights
         tied_VD = self.embedding.weight if tied else None
@@ -273,7 +273,7 @@ class Llama(nn.Module):
             name="embedding",
             module=self.embedding,
             parts=(_LOOK_UP,),
-            # Its backward adds gradients up by token and reads no weight.
+            # The embedding's backward sums gradients by token id and reads no weight.
             backward_needs_weight=False,
         )
         attention = replace(
@@ -304,7 +304,7 @@ class Llama(nn.Module):
 
 
 def _add(_module: nn.Module, slices: Iterable[Callable[..., Tensor]], *args: Any) -> Tensor:
-    """The sum of what the slices give."""
+    """The sum of the slices' partial results."""
     total: Tensor | None = None
     for run in slices:
         partial = run(*args)
@@ -362,13 +362,13 @@ _LOSS = SlicedPart(
 
 
 def _recompute_of(recompute: RecomputeConfig | None, layer: int) -> str | None:
-    """What the block of this layer computes again by itself."""
+    """What this layer's block recomputes on its own: "full", "selective" or None."""
     if recompute is None:
         return None
     if recompute.granularity == "selective":
         return "selective"
     if recompute.method == "uniform":
-        return "full" if recompute.num_layers == 1 else None  # longer runs: see Llama.forward
+        return "full" if recompute.num_layers == 1 else None  # larger groups: see Llama.forward
     return "full" if layer < recompute.num_layers else None
 
 
@@ -383,6 +383,6 @@ def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, places: Places) -> Tenso
 
 
 def _checkpointed(function: Callable[..., Tensor], *args: object) -> Tensor:
-    # Nothing here draws random numbers, so there is no state of theirs to keep.
+    # The model draws no random numbers (no dropout), so there is no RNG state to save.
     out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return out

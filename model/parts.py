@@ -1,4 +1,4 @@
-"""What a model says of its units, and of the parts of them that may be computed slice by slice."""
+"""How a model describes its units, and the parts of them that can be computed slice by slice."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedPart:
-    """A method of a unit that may be computed slice by slice of its weights.
+    """A method of a unit that can be computed one slice of its weights at a time.
 
-    `join(module, slices, *args)` equals `method(*args)`: it calls every one of `slices` once, in
-    order, and each runs `of_slice` with a slice of the weights in the place of the whole ones.
+    `join(module, slices, *args)` equals `method(*args)`: it calls each of `slices` once, in order,
+    and each call runs `of_slice` with a slice of the weights instead of the whole weights.
     """
 
     method: str
     of_slice: str
-    cuts: Mapping[str, int]  # its matrices, by the dim along which they are cut
-    beside: tuple[str, ...] = ()  # parameters that every slice reads whole
+    cuts: Mapping[str, int]  # its matrices' names, and the dim along which each is cut
+    beside: tuple[str, ...] = ()  # parameters that each slice reads whole
     join: Callable[..., Tensor]
-    of_rows: bool = False  # whether a slice is told its first row, in `first_row`
-    shares: int | None = None  # that it is cut between, where it cannot be cut anywhere
+    of_rows: bool = False  # whether the module's `first_row` is set to the slice's first row
+    shares: int | None = None  # indivisible shares, if it can only be cut between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    """A part of the model that is whole while it runs, by its name in the module tree."""
+    """A unit module: its parameters are gathered while it runs; `name` is its module path."""
 
     name: str
     module: nn.Module
     parts: tuple[SlicedPart, ...]
-    borrows: tuple[str, ...] = ()  # units whose parameters it reads too
+    borrows: tuple[str, ...] = ()  # other units whose parameters it reads
     backward_needs_weight: bool = True
-    recomputed: bool = False  # whether backward runs its forward again
+    recomputed: bool = False  # whether backward recomputes its forward

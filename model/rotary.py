@@ -1,4 +1,4 @@
-"""Rotary position embedding, LLaMA-3.1's scaling included, in Hugging Face's half-rotation form."""
+"""Rotary position embedding in Hugging Face's half-rotation form, with LLaMA-3.1's scaling."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
     frequencies = 1.0 / config.rotary_base ** (exponents / config.kv_channels)
     if not config.use_rope_scaling:
         return frequencies
-    # LLaMA-3.1: what turns fewer than `low` times over the original context turns `factor` times
-    # slower, what turns more than `high` times stays, and between the two the change is gradual.
+    # LLaMA-3.1: frequencies with fewer than `low` turns over the original context are divided by
+    # `factor`, those with more than `high` turns are kept, and those in between are interpolated.
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
     original = config.rope_scaling_original_max_position_embeddings
     turns = original * frequencies / (2 * math.pi)
@@ -31,7 +31,7 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
 def rotations(
     config: LlamaConfig, seq_length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Of every position (cos, cos) [S, 1, H] and sin [S, 1, H / 2]; kept for the next call."""
+    """(cos, cos) [S, 1, H] and sin [S, 1, H / 2] of all positions, cached for the next call."""
     positions = torch.arange(seq_length, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, inverse_frequencies(config))[:, None, :]
     cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
@@ -39,7 +39,7 @@ def rotations(
 
 
 class _Rotate(torch.autograd.Function):
-    """Backward rotates the other way round, so nothing of the input is kept."""
+    """Backward applies the inverse rotation, so the input is not saved."""
 
     @staticmethod
     def forward(ctx: Any, x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns channel i together with channel i + H/2 by the angle of their position."""
+    """Rotates each pair of channels (i, i + H/2) by the angle of its position."""
     out: Tensor = _Rotate.apply(x_BSNH, cos, sin)
     return out
 

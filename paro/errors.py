@@ -1,4 +1,4 @@
-"""Several mistakes of a user, found together and reported together."""
+"""An error that reports several user mistakes at once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 
 class MistakesError(ValueError):
-    """One mistake is its own line; of several, a first line says how many there are.
+    """One or more user mistakes, one per line; several are preceded by a line with their number.
 
-    An `example` comes last, in lines of its own.
+    An `example` follows on its own lines.
     """
 
     def __init__(self, mistakes: Iterable[str], *, example: str = "") -> None:
@@ -20,6 +20,6 @@ class MistakesError(ValueError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """The names as an English list: `a`, `a and b`, `a, b and c`."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last

@@ -1,16 +1,16 @@
-"""Where each parameter and each shard lies in a unit's flat buffer."""
+"""The layout of a unit's flat buffer: offsets of parameters, slices, padding and nested shards."""
 
 # [Note: nested shards]
 # A unit's flat buffer has `numel` elements: boxes one after the other, then padding, so that every
-# degree divides it. The shard of a rank at a finer degree lies inside its shard at any coarser one
+# degree divides it. A rank's shard at a finer degree is inside its shard at any coarser one
 # (Topology.shard_start). So going finer is a reduce-scatter or a local slice, going coarser is an
-# all-gather, and nothing is ever permuted. Six ranks, cut at 1 | 3 | 6, twelve elements:
+# all-gather, and data is never permuted. Six ranks, cut at 1 | 3 | 6, twelve elements:
 #
 #     degree 1    0 1 2 3 4 5 6 7 8 9 10 11      every rank
 #     degree 3    0 1 2 3|4 5 6 7|8 9 10 11      ranks 0,3 | 1,4 | 2,5
 #     degree 6    0 1|2 3|4 5|6 7|8 9|10 11      rank  0|3|1|4|2|5
 #
-# Padding holds zeros in every state, so that norms and sums may run over whole shards.
+# Padding is zero in every state, so that norms and sums can run over whole shards.
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from math import prod
 
 ALIGN = 8  # elements: boxes and shards begin at multiples of 16 bytes in two-byte types
-# Of what slices are exchanged by in place: it outweighs the cost of a message, and is little beside
-# a slice.
+# Chunk size of an in-place slice exchange: large enough to amortize the cost of a message, small
+# compared with a slice.
 _CHUNK_BYTES = 512 << 10
 _LEAST_CHUNKS = 4
 
@@ -34,7 +34,7 @@ def decays(shape: Shape) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A rectangle of a named parameter of shape `shape`: usually the whole of it."""
+    """A rectangle of a parameter of shape `shape`: usually the whole parameter."""
 
     name: str
     shape: Shape
@@ -47,12 +47,12 @@ class Box:
 
 
 def whole_box(name: str, shape: Shape) -> Box:
-    """The box that holds a parameter entirely."""
+    """The box that covers a whole parameter."""
     return Box(name=name, shape=shape, start=(0,) * len(shape), extent=shape)
 
 
 def slice_box(name: str, shape: Shape, *, dim: int, index: int, number: int) -> Box:
-    """One of `number` boxes that a parameter falls into along a dim, as equal as can be."""
+    """Box `index` of the `number` nearly equal boxes that a parameter is split into along `dim`."""
     low, high = (shape[dim] * i // number for i in (index, index + 1))
     start, extent = [0] * len(shape), list(shape)
     start[dim], extent[dim] = low, high - low
@@ -61,7 +61,7 @@ def slice_box(name: str, shape: Shape, *, dim: int, index: int, number: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A box and where it begins in the flat buffer."""
+    """A box and its offset in the flat buffer."""
 
     box: Box
     offset: int
@@ -73,7 +73,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements [low, high) of a box in row-major order, found at `offset` of the buffer."""
+    """The elements [low, high) of a box in row-major order, stored at `offset` of the buffer."""
 
     box: Box
     low: int
@@ -83,7 +83,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """The flat order of one unit: decayed boxes first, then the others, then padding.
+    """The flat order of one unit: weight-decayed boxes first, then the others, then padding.
 
     A unit that is laid out slice by slice has this order in each of its equal slices.
     """
@@ -94,13 +94,13 @@ class UnitLayout:
     num_slices: int = 1
 
     def num_decayed(self, start: int, stop: int) -> int:
-        """How many of the elements [start, stop), the first ones, weight decay applies to."""
+        """Weight decay applies to the first this many of the elements [start, stop)."""
         length = self.numel // self.num_slices
         assert start // length == (stop - 1) // length, f"[{start}, {stop}) of slices of {length}"
         return min(max(self.decayed_stop - start % length, 0), stop - start)
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """What the elements [start, stop) of the buffer hold, padding left out."""
+        """The pieces stored in the elements [start, stop) of the buffer, without padding."""
         for span in self.spans:
             low, high = max(start, span.offset), min(stop, span.stop)
             if low < high:
@@ -139,8 +139,8 @@ def make_sliced_layout(
 ) -> UnitLayout:
     """The layout of matrices slice by slice: the shard at degree `number` is one slice of each.
 
-    `cuts` tells the dim that each is cut along. Every slice is padded to the length of the longest.
-    With `half` it is the first (0) or second (1) half of every slice.
+    `cuts` maps each name to the dim it is split along. Slices are padded to the longest one. With
+    `half` the layout holds only the first (0) or second (1) half of every slice.
     """
     parts = 1 if half is None else 2
     slices = [
@@ -177,9 +177,9 @@ def make_sliced_layout(
 def halves_of(
     shapes: Mapping[str, Shape], *, cuts: Mapping[str, int], number: int, shares: int | None
 ) -> tuple[int | None, ...]:
-    """The halves of a slice of these matrices, for `half` above; (None,) where it has none.
+    """The values of `half` for `make_sliced_layout`; (None,) if the slices cannot be halved.
 
-    With `shares` matrices consist of so many equal ones, as of heads, and are cut between them.
+    With `shares` matrices consist of that many equal blocks, such as heads, and are split between.
     """
     shortest = min(shape[cuts[name]] for name, shape in shapes.items())
     may_be = shortest >= 2 * number if shares is None else shares % (2 * number) == 0
@@ -188,7 +188,7 @@ def halves_of(
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A rectangle of a parameter whose elements are [low, high) of its box, row-major."""
+    """A rectangle of a parameter; its elements are [low, high) of a box in row-major order."""
 
     start: Shape  # its corner in the parameter
     extent: Shape
@@ -197,17 +197,17 @@ class Rectangle:
 
 
 def chunk_numel(numel: int, element_bytes: int) -> int:
-    """How many elements of a slice of so many travel at a time where it is exchanged in place."""
+    """Elements per message of an in-place exchange of a slice of `numel` elements."""
     return max(1, min(-(-numel // _LEAST_CHUNKS), _CHUNK_BYTES // element_bytes))
 
 
 def rectangles(box: Box, low: int, high: int) -> Iterator[Rectangle]:
-    """Cuts the elements [low, high) of a box into rectangles: part row, full rows, part row."""
+    """Splits elements [low, high) of a box into rectangles: partial row, full rows, partial row."""
     yield from _cut(box.start, box.extent, low, high, 0)
 
 
 def _cut(start: Shape, extent: Shape, low: int, high: int, base: int) -> Iterator[Rectangle]:
-    """Rectangles of the box (start, extent); `base` is the number of the box's first element."""
+    """Rectangles of the box (start, extent); `base` is the index of its first element."""
     if low >= high:
         return
     row = prod(extent[1:])
@@ -231,7 +231,7 @@ def _cut(start: Shape, extent: Shape, low: int, high: int, base: int) -> Iterato
 
 
 def _split_at_rows(low: int, high: int, row: int) -> Iterator[tuple[int, int]]:
-    """[low, high) cut at its first and last row boundary."""
+    """[low, high) split at its first and last row boundary."""
     first, last = _round_up(low, row), high // row * row
     if first > last:  # within one row
         yield low, high
@@ -242,7 +242,7 @@ def _split_at_rows(low: int, high: int, row: int) -> Iterator[tuple[int, int]]:
 
 
 def parameter_runs(box: Box, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """The elements [low, high) of a box as (begin, end) runs of the flattened parameter."""
+    """The elements [low, high) of a box as (begin, end) ranges of the flattened parameter."""
     strides = [prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
     for part in rectangles(box, low, high):
         yield from _runs(part.start, part.extent, box.shape, strides, 0)

@@ -1,4 +1,4 @@
-"""Which type each state, the wire and the accumulators use, and how many bytes that is."""
+"""The dtypes of parameters, gradient communication and gradient accumulation, and their sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionConfig:
-    """Types by name; master parameters and Adam moments are always fp32."""
+    """Dtypes by name; master parameters and Adam moments are always fp32."""
 
     compute: str
     grad_reduce_in_bf16: bool = False
@@ -28,16 +28,16 @@ class PrecisionConfig:
 
     @property
     def accumulate(self) -> str:
-        """Type of the gradient accumulators: fp32, or bf16 by `--grad-reduce-in-bf16`."""
+        """Dtype of the gradient accumulators: fp32, or bf16 with `--grad-reduce-in-bf16`."""
         return "bf16" if self.grad_reduce_in_bf16 else "fp32"
 
     @property
     def wire(self) -> str:
-        """Type in which gradients travel: the compute type unless accumulation is all in fp32."""
+        """Communication dtype of gradients; fp32 by --accumulate-allreduce-grads-in-fp32."""
         return "fp32" if self.accumulate_allreduce_grads_in_fp32 else self.compute
 
     def describe(self) -> str:
-        """One line for the start of a run."""
+        """One line that describes the dtypes, printed at the start of a run."""
         return (
             f"params {self.compute}, gradients travel as {self.wire} and accumulate in "
             f"{self.accumulate}, master parameters and moments fp32"

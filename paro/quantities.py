@@ -1,4 +1,4 @@
-"""Quantities in the words of a line for people: counts, bytes, ranks."""
+"""Formats counts, bytes and ranks for messages, and checks batch sizes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def count_text(number: int, what: str) -> str:
-    """The number and what it counts, in the plural unless it is one."""
+    """The number and a noun, in the plural unless the number is 1."""
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{number} {what if number == 1 else plural}"
 
 
 def ranks_text(world_size: int, group_size: int) -> str:
-    """The ranks and their groups; a rank alone has none."""
+    """The number of ranks and the group size; no groups for a single rank."""
     ranks = count_text(world_size, "rank")
     return ranks if world_size == 1 else f"{ranks} in groups of {group_size}"
 
 
 def size_text(num_bytes: int, *, like: int | None = None) -> str:
-    """Bytes in a unit that leaves a number above 1, or in that of a sum they are a part of."""
+    """The bytes in a unit in which they are at least 1, or in which `like` is at least 1."""
     least = num_bytes if like is None else like
     for name, size in _UNITS:
         if least >= size:
@@ -27,7 +27,7 @@ def size_text(num_bytes: int, *, like: int | None = None) -> str:
 
 
 def check_multiple(what: str, size: int, micro_batch_size: int, *, num_ranks: int) -> None:
-    """`ValueError` with the nearest sizes unless all ranks take the same whole micro-batches."""
+    """`ValueError` with the nearest valid sizes unless all ranks get equal whole micro-batches."""
     at_once = micro_batch_size * num_ranks
     if size > 0 and size % at_once == 0:
         return

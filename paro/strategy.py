@@ -1,4 +1,4 @@
-"""The redundancy of params, grads and optimizer state: spelling, degrees and legality."""
+"""Sharding strategies: degrees of params, grads and optimizer state, parsing and legality."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paro.quantities import count_text
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
-# What people know by another name: the same code at another setting.
+# Common names of strategies.
 NAMED_STRATEGIES = {
     "ddp": "NNN",
     "zero1": "NNG",
@@ -24,7 +24,7 @@ FLAG = "--paro-strategy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Over how many ranks one full copy of each state is spread.
+    """The sharding degree of each state: the number of ranks that hold one full copy together.
 
     `name` is the canonical spelling: letters (`IIG`) or degrees (`4,8,32`).
     """
@@ -40,18 +40,18 @@ class Strategy:
 
 
 def replicated(strategy: Strategy) -> Strategy:
-    """For what lies whole on every rank where all else rotates: norms."""
+    """The strategy with params and grads replicated: for norms, if all other weights rotate."""
     return replace(strategy, params=1, grads=1)
 
 
 def is_legal(letters: str) -> bool:
-    """Optimizer state must be at least as finely sharded as params and as grads (PaRO 3.1.1)."""
+    """Whether optimizer state is sharded at least as finely as params and grads (PaRO 3.1.1)."""
     params, grads, optim = (LETTERS.index(letter) for letter in letters)
     return optim >= max(params, grads)
 
 
 def legal_letters() -> tuple[str, ...]:
-    """The 14 legal letter strategies, coarsest params first."""
+    """The 14 legal letter strategies, ordered from coarse to fine params."""
     return tuple(name for name in map("".join, product(LETTERS, repeat=3)) if is_legal(name))
 
 
@@ -62,7 +62,7 @@ def dominating_letters(letters: str) -> str:
 
 
 def check_group_size(world_size: int, group_size: int) -> None:
-    """Raise `ValueError` unless groups of `group_size` ranks divide the world."""
+    """Raises `ValueError` unless `group_size` divides `world_size`."""
     if group_size < 1 or world_size % group_size != 0:
         raise ValueError(
             f"--paro-group-size {group_size} does not divide the {count_text(world_size, 'rank')}; "
@@ -71,7 +71,7 @@ def check_group_size(world_size: int, group_size: int) -> None:
 
 
 def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
-    """A legal strategy from letters, degrees or a known name; `ValueError` says what to do."""
+    """A legal strategy from letters, degrees or a common name; else `ValueError` with advice."""
     check_group_size(world_size, group_size)
     spelled = NAMED_STRATEGIES.get(text.lower(), text)
     if "," in spelled:
@@ -126,9 +126,9 @@ def _from_degrees(text: str, world_size: int, group_size: int) -> Strategy:
 
 
 def effective_letters(strategy: Strategy, *, world_size: int, group_size: int) -> str | None:
-    """The letters that name the same degrees, coarsest first; None where no letters do.
+    """The letters for the strategy's degrees; None if a degree has no letter.
 
-    Levels of the same degree are written as G on one group, as N in groups of one rank.
+    Equal degrees get one letter: G with a single group, N with groups of one rank.
     """
     names = {group_size: "I"} | {1: "N"} | {world_size: "G"}  # the later one names a shared degree
     letters = [names.get(degree) for degree in strategy.degrees]

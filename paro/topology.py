@@ -1,8 +1,8 @@
-"""Ranks as digits: the axes between degrees, the peers along each, and where a shard begins."""
+"""The rank topology: axes between sharding degrees, the ranks along each axis, shard offsets."""
 
-# A chain of degrees 1 = a_0 | a_1 | ... | a_K = n cuts a rank into digits, innermost first:
+# A divisor chain 1 = a_0 | a_1 | ... | a_K = n splits a rank into digits, innermost first:
 # rank = sum of digit_k * a_k. Axis k spans from a_k to a_(k+1). Below the group size an axis is
-# intra (fast links), above it inter. With 2 groups of 3 and the usual chain 1 | 3 | 6:
+# intra-group (fast links), above it inter-group. Two groups of 3 with the usual chain 1 | 3 | 6:
 #
 #     group 0:  0 1 2        axis 0 (intra, size 3): {0 1 2} {3 4 5}
 #     group 1:  3 4 5        axis 1 (inter, size 2): {0 3} {1 4} {2 5}
@@ -16,7 +16,7 @@ from itertools import pairwise
 
 
 class Link(Enum):
-    """The kind of links an axis runs over."""
+    """The kind of links an axis uses: inside or between groups."""
 
     INTRA = "intra"
     INTER = "inter"
@@ -36,7 +36,7 @@ class Axis:
         return self.outer // self.inner
 
     def digit(self, rank: int) -> int:
-        """This rank's place along the axis."""
+        """The position of `rank` along the axis."""
         return rank // self.inner % self.size
 
 
@@ -46,9 +46,10 @@ AxisSpan = tuple[Axis, ...]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`world_size` ranks in groups of `group_size` consecutive ones, cut into `axes`.
+    """`world_size` ranks in groups of `group_size` consecutive ranks, split into `axes`.
 
-    `axes` lie innermost first; every two neighbours touch, and none has size 1.
+    `axes` are ordered innermost first; the outer degree of one is the inner degree of the next, and
+    none has size 1.
     """
 
     world_size: int
@@ -56,14 +57,14 @@ class Topology:
     axes: tuple[Axis, ...]
 
     def axes_between(self, coarse: int, fine: int) -> tuple[Axis, ...]:
-        """The run of axes that leads from degree `coarse` to the larger degree `fine`."""
+        """The axis span from degree `coarse` to degree `fine`, which is at least as large."""
         run = tuple(a for a in self.axes if coarse <= a.inner and a.outer <= fine)
         ends = (run[0].inner, run[-1].outer) if run else (coarse, coarse)
         assert ends == (coarse, fine), f"degrees {coarse} and {fine} are not cuts of {self.axes}"
         return run
 
     def members(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along a run of neighbouring axes, ascending."""
+        """`rank` and the ranks that differ from it only along an axis span, ascending."""
         if not axes:
             return (rank,)
         inner, outer = axes[0].inner, axes[-1].outer
@@ -71,15 +72,15 @@ class Topology:
         return tuple(range(first, first + outer, inner))
 
     def shard_start(self, rank: int, degree: int, numel: int) -> int:
-        """Where `rank`'s shard at `degree` begins in a flat buffer of `numel` elements.
+        """Offset of `rank`'s shard at `degree` in a flat buffer of `numel` elements.
 
-        The shard has `numel / degree` elements and lies inside the shard at every coarser degree.
+        The shard has `numel / degree` elements and is inside the shard at every coarser degree.
         """
         return nested_range(self.axes_between(1, degree), rank, numel)[0]
 
 
 def nested_range(run: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, int]:
-    """(start, stop) of `rank`'s shard at the fine end of `run` in its buffer at the coarse end."""
+    """(start, stop) of `rank`'s shard at `run`'s fine degree in its buffer at the coarse degree."""
     start, size = 0, numel
     for axis in run:
         assert size % axis.size == 0, f"{numel} elements cannot be cut along {run}"
@@ -89,7 +90,7 @@ def nested_range(run: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, int
 
 
 def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...]) -> Topology:
-    """The topology whose axes are cut at 1, every degree, the group size and the world size."""
+    """The topology with axis boundaries at 1, every degree, the group size and the world size."""
     cuts = sorted({1, *degrees, group_size, world_size})
     axes = []
     for index, (inner, outer) in enumerate(pairwise(cuts)):
@@ -100,7 +101,7 @@ def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...])
 
 
 class Axes(Enum):
-    """The kinds of axes that a move runs along, which decide over what links it goes."""
+    """The kinds of links that the axes of a collective use."""
 
     INTRA = "intra"
     INTER = "inter"
@@ -108,7 +109,7 @@ class Axes(Enum):
 
 
 def axes_of(run: Sequence[Axis]) -> Axes:
-    """Over what kinds of axes a run leads that is not empty."""
+    """The kinds of links of an axis span, which must not be empty."""
     kinds = {axis.link for axis in run}
     assert kinds, "an empty run moves nothing"
     return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH

@@ -1,1 +1,1 @@
-"""Programs that are run by hand or by quickstart: text to data sets, benchmarks, planning."""
+"""Command-line programs: text to data sets, benchmarks, planning, reports."""

@@ -1,12 +1,12 @@
-"""Times saving and loading beside the bare disk, measures their memory, and steps during a save."""
+"""Times saving and loading against the bare disk, and steps during a save; measures memory."""
 
 # torchrun --standalone --nproc-per-node 2 tools/bench_checkpoint.py --folder runs/bench
 # OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 1 tools/bench_checkpoint.py \
 #     --folder runs/bench --steps 20
 #
 # The disk's bandwidth is that of as many ranks writing as many bytes to one file each, with fsync,
-# and reading them. Nothing is overwritten, and before anything is read, its pages are dropped from
-# the cache. The turns interleave, so that a disk which others use is judged by neighbours in time.
+# and reading them. Nothing is overwritten, and before a read the files' pages are dropped from the
+# page cache. The turns interleave, so that with a shared disk neighbours in time are compared.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -53,7 +53,7 @@ MODEL = (
 
 
 def make_shards(num_params: int, hidden_size: int, control: Control) -> list[FlatShard]:
-    """A LLaMA's states by shape, all spread over all ranks: a unit is 12 matrices of a square."""
+    """Shards with a LLaMA's shapes, sharded over all ranks: a unit is 12 square matrices."""
     world = control.world
     topology = make_topology(
         world_size=world.size, group_size=world.size, degrees=(world.size, world.size, world.size)
@@ -81,7 +81,7 @@ def make_shards(num_params: int, hidden_size: int, control: Control) -> list[Fla
 
 
 def write_plainly(path: Path, num_bytes: int) -> None:
-    """What the disk can do: one file, large blocks, fsync."""
+    """The disk's baseline: one file, large blocks, fsync."""
     block = memoryview(bytearray(os.urandom(BLOCK_BYTES)))
     with path.open("wb", buffering=0) as file:
         while num_bytes > 0:
@@ -97,7 +97,7 @@ def read_plainly(path: Path) -> None:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """What lies on the disk already is read from there the next time."""
+    """Drops a folder's pages from the page cache, so that the next read is from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -105,7 +105,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def timed(control: Control, action: Callable[[], object]) -> float:
-    """Seconds until the last rank is through."""
+    """Seconds until the last rank has finished."""
     control.barrier()
     begin = time.perf_counter()
     action()
@@ -114,7 +114,7 @@ def timed(control: Control, action: Callable[[], object]) -> float:
 
 
 def peak_of(action: Callable[[], object]) -> int:
-    """How many bytes of anonymous memory an action adds at most."""
+    """How many bytes of anonymous memory an action adds at its peak."""
     meter = MemoryMeter(torch.device("cpu"))
     meter.start()
     action()
@@ -123,7 +123,7 @@ def peak_of(action: Callable[[], object]) -> int:
 
 
 def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
-    """Medians over rounds of GB/s, the parts of the disk's, and memory beside the shards."""
+    """Medians over rounds: GB/s, fractions of the disk's, and memory in addition to the shards."""
     shards = make_shards(args.params, args.hidden_size, control)
     held = sum(shard.values.nbytes for shard in shards)
     unit = sum(s.values.nbytes for s in shards if s.layout is shards[0].layout)
@@ -132,7 +132,7 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
     seconds: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
     save = partial(save_checkpoint, folder, 1, shards, {})
     load = partial(load_checkpoint, folder, shards)
-    peaks = {"save": peak_of(save), "load": peak_of(load)}  # a round of its own, untimed
+    peaks = {"save": peak_of(save), "load": peak_of(load)}  # in a separate round that is not timed
     control.barrier()
     if control.world.rank == 0:
         shutil.rmtree(folder)
@@ -145,7 +145,7 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
         seconds["load"].append(timed(control, load))
         control.barrier()
         plain.unlink()
-        if control.world.rank == 0:  # nobody's time is spent on freeing what was there before
+        if control.world.rank == 0:  # so that no timed write also frees the blocks of older files
             shutil.rmtree(folder)
     ratios = {
         action: statistics.median(
@@ -170,9 +170,9 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
 
 
 def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, object]:
-    """Medians of steps that begin while a save is under way and of steps without one, in turns.
+    """Medians of steps that start during a save and of steps without one, in turns.
 
-    A save may end within the step that began behind it: then that one counts.
+    A save may end within a step that started during it: that step still counts.
     """
     folder = args.folder / "ckpt"
     flags = f"{MODEL} --save {folder} --global-batch-size {4 * control.world.size}"
@@ -180,7 +180,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     training = build_training(config, control)
     state = start_state(config)
     source = build_sources(config, build_data(config), training, state).train
-    saver = Saver(config, training, Log(rank=1, world_size=2))  # silent
+    saver = Saver(config, training, Log(rank=1, world_size=2))  # no output
 
     def step() -> float:
         return timed(control, lambda: train_step(training, state, source))
@@ -197,7 +197,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
             with_save.append(step())
         saver.settle()
         without += [step() for _ in range(2)]
-        if control.world.rank == 0:  # the disk need not hold them all
+        if control.world.rank == 0:  # do not fill the disk
             shutil.rmtree(folder)
         control.barrier()
         if not with_save and len(staging) > args.steps:

@@ -1,10 +1,10 @@
-"""Times collectives by every algorithm, checks every result, and writes down what a machine can."""
+"""Times collectives by every algorithm, checks every result, and writes a machine file."""
 
 # Bandwidths are in bytes per second, as nccl-tests defines them (its doc/PERFORMANCE.md): the
 # algorithm bandwidth is the whole buffer (a gather's output, a reduce-scatter's input) by the time;
-# the bus bandwidth, that times (n - 1) / n on n ranks, and 2 (n - 1) / n for an all-reduce, is what
-# each rank of one flat ring would send. The bound is machine.py's `least_seconds`; where a token
-# bucket shapes a link, small messages may beat it, because the bucket lends them its burst.
+# the bus bandwidth is that times (n - 1) / n on n ranks, or 2 (n - 1) / n for an all-reduce: what
+# each rank of one flat ring sends. The bound is machine.py's `least_seconds`; where a token bucket
+# shapes a link, small messages may beat it, because the bucket permits a burst.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
@@ -61,30 +61,30 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the flags ask for, checked."""
+    """The checked flags."""
 
     ops: tuple[Op, ...]
     algorithms: tuple[str, ...]
     sizes: tuple[int, ...]  # in bytes
     dtype: str
     rounds: int
-    machine: Machine  # this world; of its links what is known before anything was measured
+    machine: Machine  # this world; its links hold what is known before the measurement
     topology: Topology
     runtime: RuntimeConfig
     json: Path | None
     machine_file: Path | None
     plot: Path | None
-    trained: RunConfig | None = None  # what the device of a machine file is timed with
+    trained: RunConfig | None = None  # the training that times the device of a machine file
 
     def moves(self, op: Op, run: AxisSpan) -> list[Move]:
-        """A move per size, each rounded up until every rank has as many elements."""
+        """One collective per size, rounded up until every rank has equally many elements."""
         dtype, ranks = TYPES[self.dtype], self.topology.world_size
         numels = dict.fromkeys(-(-size // (dtype.itemsize * ranks)) * ranks for size in self.sizes)
         return [Move(op=op, run=run, numel=numel, dtype=dtype) for numel in numels]
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ValueError` instead of leaving, so that one rank alone speaks."""
+    """Raises `ValueError` instead of exiting, so that only one rank reports the error."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def settings_of(args: argparse.Namespace, world: World) -> Settings:
-    """The settings; `ValueError` for what can be mended."""
+    """The settings; `ValueError` for mistakes of the user."""
     if world.size == 1:
         raise ValueError(
             "one process alone has nobody to talk to: start several, such as torchrun "
@@ -158,7 +158,7 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
 
 
 def trained(args: argparse.Namespace, backend: str) -> RunConfig | None:
-    """The training that tells a machine file's device; None where none is written."""
+    """The training that times a machine file's device; None where no file is written."""
     if args.machine_file is None:
         return None
     try:
@@ -190,7 +190,7 @@ def check_can_write(flag: str, path: Path | None) -> None:
 
 
 def known_machine(args: argparse.Namespace, world_size: int, group_size: int) -> Machine:
-    """This world with the links that flags and --paro-machine tell; flags win."""
+    """This world with the links given by flags and --paro-machine; flags take precedence."""
     machine = Machine(
         name=args.machine_file.stem if args.machine_file else "this",
         source="",
@@ -219,7 +219,7 @@ def typed_rate(args: argparse.Namespace, link: Link) -> int | None:
 
 
 def race_all(settings: Settings, control: Control) -> list[Outcome]:
-    """Times the whole world's run; for a machine file every kind of axes alone too, first."""
+    """Times the axis span of the whole world; for a machine file, first every axis alone too."""
     race = Race(
         control=control,
         topology=settings.topology,
@@ -242,7 +242,7 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
 
 
 def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
-    """One op, algorithm and size, as --json has it."""
+    """One op, algorithm and size, as a row of --json."""
     move = outcome.move
     axes = axes_of(move.run)
     ranks = move.run[-1].outer // move.run[0].inner
@@ -267,7 +267,7 @@ def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
 
 
 def conditions(settings: Settings, control: Control) -> dict[str, Any]:
-    """Under what the rows were measured."""
+    """The conditions under which the rows were measured."""
     machine, device = settings.machine, control.device
     on_gpu = device.type == "cuda"
     links = {link.value: machine.link(link) for link in Link}
@@ -291,7 +291,7 @@ def conditions(settings: Settings, control: Control) -> dict[str, Any]:
 def measured_machine(
     settings: Settings, outcomes: Sequence[Outcome], source: str, device: Device | None = None
 ) -> Machine:
-    """What was found out about the machine; wrong results are left out, however fast."""
+    """The machine as measured; wrong results are left out, however fast."""
     machine = replace(
         settings.machine,
         source=source,
@@ -324,7 +324,7 @@ def write(
     facts: dict[str, Any],
     device: Device | None,
 ) -> None:
-    """The files that were asked for."""
+    """Writes the requested files."""
     world = axes_of(settings.topology.axes).value
     rows = [row_of(outcome, settings) for outcome in outcomes]
     of_world = [row for row in rows if row["axes"] == world]

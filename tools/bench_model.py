@@ -1,8 +1,8 @@
-"""Training speed of this LLaMA and its trainer beside transformers' LlamaForCausalLM, in pairs."""
+"""Training speed of this LLaMA and its trainer against transformers' LlamaForCausalLM, in pairs."""
 
 # All contenders train the same shape from the same weights on the same tokens with AdamW, and their
-# first losses are compared. They take turns, a few steps each, because a shared machine's speed
-# drifts: a ratio is the median over rounds, each of neighbours in time.
+# first losses are compared. They take turns of a few steps each, because a shared machine's speed
+# drifts: a ratio is the median over rounds, each comparing neighbours in time.
 #
 #   ours                this model, torch's fused AdamW
 #   trainer             pretrain_llama.py's training step, clipping and bookkeeping included
@@ -24,7 +24,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
@@ -48,12 +48,12 @@ SEED = 1234
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
-Step = Callable[[], float | Tensor]  # one optimizer step; the loss before it
+Step = Callable[[], float | Tensor]  # one optimizer step; returns the loss before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What all contenders train, and on what."""
+    """The model and the data that all contenders train with."""
 
     config: LlamaConfig
     device: torch.device
@@ -77,7 +77,7 @@ class Result:
         return self.tokens_per_turn / median(self.seconds[name])
 
     def ratio(self, name: str, other: str) -> float:
-        """How many times as fast as `other`: the median over rounds."""
+        """Speed relative to `other`: the median over rounds."""
         rounds = zip(self.seconds[name], self.seconds[other], strict=True)
         return median(theirs / own for own, theirs in rounds)
 
@@ -182,7 +182,7 @@ def make_transformers(task: Task, *, fused: bool) -> Step:
     tokens_BS, labels_BS = task.batch.tokens_BS, task.batch.labels_BS
 
     def step() -> Tensor:
-        # Labels are shifted already, so that every token has one, as in ours.
+        # Labels are shifted already, so that every token has one, as in our model.
         loss: Tensor = model(input_ids=tokens_BS, labels=labels_BS, shift_labels=labels_BS).loss
         loss.backward()
         optimizer.step()
@@ -205,7 +205,7 @@ def make_trainer(task: Task) -> Step:
 
 
 def trainer_flags(task: Task) -> list[str]:
-    """The command line of pretrain_llama.py for this task."""
+    """The arguments of pretrain_llama.py for this task."""
     config = task.config
     batch_size, seq_length = task.batch.tokens_BS.shape
     flags = {
@@ -256,12 +256,12 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
 def race(
     task: Task, names: Sequence[str], *, rounds: int, steps: int, clock: Callable[[], float]
 ) -> Result:
-    """Lets the contenders train in turns, in an order that moves on from round to round."""
+    """Lets the contenders train in turns, in an order that rotates from round to round."""
     contenders = {name: CONTENDERS[name](task) for name in names}
     first_losses = {name: float(step()) for name, step in contenders.items()}
     check_losses(first_losses, LOSS_TOLERANCE[task.dtype])
     for step in contenders.values():
-        step()  # the first may have allocated what stays
+        step()  # may allocate what stays allocated
     seconds: dict[str, list[float]] = {name: [] for name in names}
 
     def turn(step: Step) -> float:
@@ -312,7 +312,7 @@ def report(task: Task, result: Result) -> list[dict[str, object]]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Races, prints and writes what `args` ask for."""
+    """Races, prints and writes the files that `args` name."""
     for flag in ("rounds", "steps", "threads", "micro_batch_size", "seq_length", "vocab_size"):
         if getattr(args, flag) < 1:
             shown = flag.replace("_", "-")

@@ -1,10 +1,10 @@
-"""Times preprocess_data.py beside its bare tokenizer, in pairs, and measures its memory."""
+"""Times preprocess_data.py against its bare tokenizer, in pairs, and measures its memory."""
 
 # The bare tokenizer is the library alone: as many processes, each with its share of the texts in
-# memory already, calling `encode_batch` and dropping the result; from the moment when all are
-# ready until the last one is done. The other of the pair is the whole command, by the clock:
+# memory already, calling `encode_batch` and dropping the result; timed from when all are ready
+# until the last one is done. The other of the pair is the whole command, in wall-clock time:
 # starting Python and its workers, reading, writing, renaming. Where other programs share the cores
-# the clock says little; processor time, of all processes together, is compared as well.
+# wall-clock time says little; processor time, over all processes, is compared as well.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
@@ -38,7 +38,7 @@ SCRIPT = Path(preprocess_data.__file__)
 def shares_of_texts(
     pieces: Sequence[Piece], plan: EncodingPlan, number: int, of: int
 ) -> list[list[str]]:
-    """Every `of`-th batch of the corpus, from `number` on, as texts."""
+    """Every `of`-th batch of the corpus, starting with batch `number`, as texts."""
     batches = islice(read_batches(pieces, plan.keys), number, None, of)
     return [
         [text for texts in texts_of(batch, plan.keys) for by_key in texts.by_key for text in by_key]
@@ -47,7 +47,7 @@ def shares_of_texts(
 
 
 class Turn(NamedTuple):
-    """What one contender took: seconds by the clock, of processors, bytes of a process."""
+    """Cost of one contender: wall-clock and processor seconds, and bytes of a process."""
 
     seconds: float
     cpu_seconds: float
@@ -57,7 +57,7 @@ class Turn(NamedTuple):
 def encode_share(
     pieces: Sequence[Piece], plan: EncodingPlan, number: int, used: Any, ready: Barrier
 ) -> None:
-    """The life of one process of the bare tokenizer."""
+    """The main function of one process of the bare tokenizer."""
     tokenizer = tokenizer_of(plan.tokenizer)
     share = shares_of_texts(pieces, plan, number, len(used))
     ready.wait()
@@ -68,8 +68,8 @@ def encode_share(
 
 
 def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> Turn:
-    """What the tokenizer alone takes in `workers` processes."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in the workers of the command
+    """The cost of the tokenizer alone in `workers` processes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in the workers of preprocess_data.py
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(workers + 1)
     used = context.Array("d", workers)
@@ -89,12 +89,12 @@ def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> Turn
 
 
 def time_command(words: Sequence[str]) -> Turn:
-    """What a whole run of preprocess_data.py takes, its workers included."""
+    """The cost of a whole run of preprocess_data.py, including its workers."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, str(SCRIPT), *words, "--output-prefix", f"{folder}/out"]
         begin = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-        _, status, usage = os.wait4(process.pid, 0)  # its workers' memory counts, they are its own
+        _, status, usage = os.wait4(process.pid, 0)  # includes its workers: they are its children
         seconds = time.perf_counter() - begin
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != 0:
@@ -106,7 +106,7 @@ def time_command(words: Sequence[str]) -> Turn:
 def race(
     words: Sequence[str], job: preprocess_data.Job, workers: int, rounds: int
 ) -> list[dict[str, float]]:
-    """The figures of both, round by round; who begins changes."""
+    """The figures of both, round by round; the one that starts alternates."""
     rows = []
     for number in range(rounds):
         turns: dict[str, Turn] = {}

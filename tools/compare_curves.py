@@ -1,7 +1,7 @@
-"""How far the loss curves of runs lie apart, iteration by iteration."""
+"""Compares the loss curves of runs, iteration by iteration."""
 
-# Runs of the same model on the same samples differ by the order of their sums, and training makes
-# such a difference grow. How much so, a second pair of runs tells that differs in nothing else.
+# Runs of the same model on the same samples differ by the order of their sums, and training
+# amplifies such a difference. A second pair of runs with only that difference shows by how much.
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
@@ -30,25 +30,25 @@ Compares the losses of runs with those of the first one: metrics files, written 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """A run beside the first one: relative differences of the loss, without their sign."""
+    """A run compared with the first one: absolute relative differences of the loss."""
 
     name: str
     first: float  # at the first iteration that both have
     early: float  # the largest within the first tenth
     largest: float
     mean: float
-    mean_signed: float  # loss above (+) or below the first run's, in the mean
+    mean_signed: float  # mean signed difference: positive where the loss is above the first run's
     last_loss: float
 
 
 def losses_of(run: Run) -> dict[int, float]:
-    """Losses by iteration; of an iteration that was run again, the last one's."""
+    """Losses by iteration; for a repeated iteration the last one's."""
     iterations, losses = run.series("lm_loss")
     return {int(iteration): loss for iteration, loss in zip(iterations, losses, strict=True)}
 
 
 def differences_from(run: Run, reference: Run) -> dict[int, float]:
-    """By iteration, (loss - reference) / reference; `ValueError` where they share none."""
+    """(loss - reference) / reference by iteration; `ValueError` if they share no iteration."""
     mine, theirs = losses_of(run), losses_of(reference)
     shared = sorted(mine.keys() & theirs.keys())
     if not shared:
@@ -57,7 +57,7 @@ def differences_from(run: Run, reference: Run) -> dict[int, float]:
 
 
 def distance_of(run: Run, reference: Run) -> Distance:
-    """How far a run is from the reference."""
+    """The distance of a run from the reference."""
     signed = list(differences_from(run, reference).values())
     sizes = [abs(value) for value in signed]
     return Distance(
@@ -72,7 +72,7 @@ def distance_of(run: Run, reference: Run) -> Distance:
 
 
 def table(distances: Sequence[Distance], reference: Run) -> str:
-    """The distances, for people."""
+    """The distances as a text table."""
     width = max(len(row.name) for row in distances)
     last = list(losses_of(reference).values())[-1]
     heads = ("first", "first tenth", "largest", "mean", "signed mean", "last loss")
@@ -91,7 +91,7 @@ def table(distances: Sequence[Distance], reference: Run) -> str:
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
-    """The curves one over the other, and below them how far they lie apart."""
+    """Draws the curves in one panel, and their differences below it."""
     with drawing(path, 2, 1, size=(8, 7), sharex=True) as (_, panels):
         losses, apart = panels[0][0], panels[1][0]
         for number, run in enumerate(runs):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Where the steps of a profile went: computing, waiting, and what the lanes did meanwhile."""
+"""Where the steps of a profile went: computing, waiting, and the communication streams' work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.planning.step.simulation import Span
@@ -44,12 +44,12 @@ STEP, WAIT, LANE = "ProfilerStep#", "paro/wait:", "paro/lane:"
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a rank did from the begin of the first step to the end of the last; seconds."""
+    """What a rank did from the start of the first step to the end of the last; seconds."""
 
     rank: int
     num_steps: int
     seconds: float
-    spans: tuple[Span, ...]  # of streams "compute" and, a stream per lane, of jobs
+    spans: tuple[Span, ...]  # of "compute", and of every communication stream's jobs
 
     def computing(self) -> float:
         """Seconds of forward, backward and update, without the waits among them."""
@@ -63,13 +63,13 @@ class Profile:
         )
 
     def waited(self, kind: str) -> float:
-        """Seconds for which the training thread stood still for communication of a kind."""
+        """Seconds for which the training thread waited for communication of a kind."""
         return sum(
             _length(span) for span in self.spans if span.stream == "compute" and span.kind == kind
         )
 
     def lanes(self) -> dict[str, float]:
-        """Seconds for which each lane was busy."""
+        """Seconds for which each communication stream was busy."""
         busy: dict[str, float] = {}
         for span in self.spans:
             if span.stream != "compute":
@@ -82,7 +82,7 @@ def _length(span: Span) -> float:
 
 
 def read_profile(path: Path) -> Profile:
-    """A trace that a run on CPU wrote; `ValueError` says what else it is."""
+    """Reads a trace written by a run on CPU; `ValueError` for any other file."""
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -109,7 +109,7 @@ def _reason(error: Exception) -> str:
 
 
 def _spans(events: Iterable[dict[str, Any]], rank: int, begin: float, end: float) -> Iterable[Span]:
-    """Ranges in the steps, by their begin; of waits within waits the outer ones."""
+    """Ranges in the steps, sorted by start; of nested waits the outer ones."""
     waited_until = begin
     for event in events:
         name, first = str(event["name"]), event["ts"]
@@ -128,7 +128,7 @@ def _spans(events: Iterable[dict[str, Any]], rank: int, begin: float, end: float
 
 
 def table(profiles: Sequence[Profile]) -> str:
-    """Milliseconds of a step, in the mean; a row for each rank."""
+    """Mean milliseconds of a step, as a text table; a row for each rank."""
     lanes = sorted({lane for profile in profiles for lane in profile.lanes()})
     names = ["rank", "a step", "computes", *(f"waits: {kind}" for kind in WAITS), "neither", *lanes]
     rows = [names]

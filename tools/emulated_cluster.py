@@ -1,6 +1,6 @@
-"""A cluster on one machine: nodes with real, slow links between them, to run scripts in."""
+"""Emulates a cluster on one machine: nodes with real, slow links between them, to run scripts."""
 
-# What it is made of is drawn in tools/cluster/spec.py. From Python:
+# The layout is drawn in tools/cluster/spec.py. From Python:
 #
 #     from tools.cluster.launch import run
 #     from tools.cluster.lifecycle import cluster
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     if sys.platform != "linux":
         print(f"emulated_cluster.py: error: needs Linux, not {sys.platform}", file=sys.stderr)
         sys.exit(2)
@@ -105,7 +105,7 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def table(measured: Traffic) -> str:
-    """What crossed the links, for people."""
+    """Bytes that crossed the links, as text."""
     rows = [("", "sent", "received")]
     rows += [
         (f"node {nic.node} nic{nic.nic}", f"{nic.sent:,}", f"{nic.received:,}")
@@ -123,7 +123,7 @@ def table(measured: Traffic) -> str:
 
 
 def as_json(measured: Traffic) -> str:
-    """What crossed the links, for programs."""
+    """Bytes that crossed the links, as JSON."""
     nics = [
         {"node": nic.node, "nic": nic.nic, "sent_bytes": nic.sent, "received_bytes": nic.received}
         for nic in measured.nics

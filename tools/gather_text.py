@@ -1,4 +1,4 @@
-"""Gathers real text that every machine has, Python's own standard library, as JSON lines."""
+"""Writes real text that every machine has, Python's own standard library, as JSON lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
 
-# Tests are excluded because they repeat themselves, site-packages because it differs by machine.
+# Tests are excluded because they are repetitive, site-packages because it differs by machine.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 MACHINE_SPECIFIC = ("_sysconfigdata", "__phello__")
 
@@ -43,7 +43,7 @@ def read_texts(paths: Iterator[Path]) -> list[str]:
 
 
 def gather(output: Path, *, min_bytes: int, seed: int) -> str:
-    """Write the library to `output` in a seeded random order; returns what was gathered."""
+    """Writes the library to `output` in a seeded random order; returns a summary."""
     root = Path(sysconfig.get_path("stdlib"))
     texts = read_texts(python_sources(root))
     size = sum(len(text.encode()) for text in texts)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.tokenizer import Tokenizer, build_tokenizer
@@ -26,16 +26,16 @@ from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import latest_iteration
 from paro.distributed.user_errors import run_script, user_mistakes
 
-UNFINISHED = "\ufffd"  # how the bytes of a character decode that is not complete yet
+UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from the model's probabilities."""
+    """How the next token is sampled from the model's probabilities."""
 
-    temperature: float  # 0: always the most probable
+    temperature: float  # 0: always the most probable token
     seed: int
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Sampling:
             raise ValueError(f"--top-p {self.top_p} must be above 0 and at most 1")
 
     def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """One token, drawn among the most probable ones."""
+        """One token, sampled among the most probable ones."""
         if self.temperature == 0.0:
             return int(logits_V.argmax())
         # In fp64, so that a tiny temperature gives the greedy choice and no overflow.
@@ -55,7 +55,7 @@ class Sampling:
         probable_V, ids_V = shifted_V.softmax(0).sort(descending=True, stable=True)
         if self.top_k:
             probable_V = probable_V[: self.top_k]
-        # As many as are needed to come to top_p of what is left, at least one.
+        # The fewest tokens with at least top_p of the remaining probability, at least one.
         above_V = probable_V.cumsum(0) - probable_V
         probable_V = probable_V[above_V < self.top_p * probable_V.sum()]
         return int(ids_V[torch.multinomial(probable_V, 1, generator=generator)])
@@ -64,9 +64,9 @@ class Sampling:
 def continuations(
     model: Llama, prompts: Sequence[Sequence[int]], sampling: Sampling, *, num_ids: int
 ) -> Iterator[list[int]]:
-    """Token after token behind every prompt, endlessly; each as if it were alone.
+    """Token after token for every prompt, endlessly; each prompt is independent of the others.
 
-    Only ids below `num_ids` are drawn: rows of the output layer above are padding.
+    Only ids below `num_ids` are sampled: rows of the output layer above are padding.
     """
     generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
     decoder = Decoder(model)
@@ -81,7 +81,7 @@ def continuations(
 def continuation(
     model: Llama, prompt: Sequence[int], sampling: Sampling, *, num_ids: int
 ) -> Iterator[int]:
-    """Token after token behind one prompt, endlessly."""
+    """Token after token for one prompt, endlessly."""
     return (tokens[0] for tokens in continuations(model, [prompt], sampling, num_ids=num_ids))
 
 
@@ -109,7 +109,7 @@ def until_end(tokens: Iterator[int], *, ends: frozenset[int], at_most: int) -> I
 def texts_until_end(
     batch: Iterator[list[int]], num_texts: int, *, ends: frozenset[int], at_most: int
 ) -> list[list[int]]:
-    """Of every text the first `at_most` tokens, or those before one of `ends`."""
+    """For every text the first `at_most` tokens, or those before one of `ends`."""
     texts: list[list[int]] = [[] for _ in range(num_texts)]
     growing = set(range(num_texts))
     for _, tokens in zip(range(at_most), batch, strict=False):
@@ -122,7 +122,7 @@ def texts_until_end(
 
 
 def open_model(directory: Path, iteration: int | None = None) -> Source:
-    """A checkpoint of a training, the newest or one by name, or a Hugging Face folder."""
+    """Opens a checkpoint of a training (the newest, or one iteration) or a Hugging Face folder."""
     if is_hugging_face(directory):
         if iteration is not None:
             raise ValueError(f"--ckpt-step {iteration}: a Hugging Face folder has no iterations")
@@ -136,7 +136,7 @@ def open_model(directory: Path, iteration: int | None = None) -> Source:
 
 
 def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
-    """The tokenizer of a model, from where it lay then or from where it lies now."""
+    """The tokenizer of a model, from its original location or from `moved_to`."""
     saved: Mapping[str, Any] = source.tokenizer or {
         "tokenizer_type": "NullTokenizer",
         "vocab_size": source.config.vocab_size,
@@ -153,7 +153,7 @@ def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
 
 
 def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
-    """The same tokenizer elsewhere; GPT-2's two files lie in a folder, under the names they had."""
+    """The same tokenizer at another location; GPT-2's two files keep their names, in a folder."""
     kind = saved["tokenizer_type"]
     if kind == GPT2_TYPE and Path(moved_to).is_dir():
         files: dict[str, Any] = {
@@ -161,7 +161,7 @@ def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
             for name in ("vocab_file", "merge_file")
         }
         return TokenizerConfig(tokenizer_type=kind, **files)
-    # Of GPT-2's another form, and token ids are for want of a tokenizer.
+    # A single file is not GPT-2's pair, and NullTokenizer has no file: choose by the name.
     if kind in (GPT2_TYPE, "NullTokenizer"):
         kind = "Llama2Tokenizer" if moved_to.endswith(".model") else "HuggingFaceTokenizer"
     return TokenizerConfig(tokenizer_type=kind, tokenizer_model=moved_to)
@@ -252,7 +252,7 @@ def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
 
 
 def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[list[int]]:
-    """What the model reads first: as all that it learned from began."""
+    """The model's input: the prompts, each started as the training samples were."""
     prefix = tokenizer.text_prefix
     if not prefix and source.begins_with_bos and tokenizer.bos is not None:
         prefix = (tokenizer.bos,)

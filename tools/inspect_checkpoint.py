@@ -1,4 +1,4 @@
-"""Says what a checkpoint of any format holds: configuration, tensors, sizes, versions."""
+"""Shows what a checkpoint of any format holds: configuration, tensors, sizes, versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -60,7 +60,7 @@ def format_of(directory: Path) -> str:
 
 
 def inspect_native(directory: Path, iteration: int | None) -> tuple[dict[str, Any], list[Entry]]:
-    """A checkpoint of this project's, moments and all."""
+    """A checkpoint of this project, with the optimizer's moments."""
     folder = find_checkpoint(directory, iteration)
     assert folder is not None, f"{directory} has a tracker"
     entries = [
@@ -81,7 +81,7 @@ def inspect_other(source: Source) -> tuple[dict[str, Any], list[Entry]]:
 
 
 def lines(kind: str, facts: Mapping[str, Any], entries: Sequence[Entry]) -> Iterator[str]:
-    """What is printed of a checkpoint."""
+    """The printed description of a checkpoint."""
     yield f"format {kind}"
     for name, value in facts.items():
         if isinstance(value, dict):
@@ -103,7 +103,7 @@ def lines(kind: str, facts: Mapping[str, Any], entries: Sequence[Entry]) -> Iter
 
 
 def verify(kind: str, directory: Path, iteration: int | None) -> str:
-    """Reads or measures all that is needed; `CheckpointError` names the first file at fault."""
+    """Reads or measures all files that are needed; `CheckpointError` names the first bad file."""
     if kind == "paro":
         folder = find_checkpoint(directory, iteration)
         assert folder is not None, f"{directory} has a tracker"
@@ -153,7 +153,7 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def _state_of(entry: Entry) -> str:
-    """param, exp_avg or exp_avg_sq; other formats hold parameters alone."""
+    """param, exp_avg or exp_avg_sq; other formats have only parameters."""
     state = entry.name.partition(".")[0]
     return state if state in ("param", "exp_avg", "exp_avg_sq") else "param"
 

@@ -1,4 +1,4 @@
-"""Says what is in a data set: counts, lengths, texts, and the samples that training would see."""
+"""Shows what is in a data set: counts, lengths, texts, and the samples that training would see."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.blend import parse_blend, read_blend, read_blend_per_split
@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def prefixes_of(args: Namespace) -> list[str]:
-    """The corpora that the flags name, as a training would understand them."""
+    """The corpora that the flags name, as training would interpret them."""
     blends = [
         parse_blend(words, "--" + name.replace("_", "-"))
         for name in PATH_FLAGS
@@ -111,7 +111,7 @@ def describe(dataset: IndexedDataset, bins: list[Bin]) -> Iterator[str]:
 
 
 def describe_origin(prefix: str, given: Fingerprint | None) -> str:
-    """Which tokenizer made a corpus, and whether it is the one given."""
+    """Which tokenizer made a corpus, and whether it is the given one."""
     made_with = read_fingerprint(prefix)
     if made_with is None:
         return "  made with a tokenizer that no .tokenizer file names"

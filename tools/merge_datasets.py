@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.fingerprint import Fingerprint, read_fingerprint
@@ -33,7 +33,7 @@ def prefixes_in(folder: Path) -> list[Path]:
 
 
 def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
-    """Write all documents of the data sets into one; returns a line on it."""
+    """Writes all documents of the data sets into one; returns a line of summary."""
     targets = {bin_path(output_prefix).absolute(), idx_path(output_prefix).absolute()}
     for prefix in prefixes:
         if bin_path(prefix).absolute() in targets:
@@ -54,7 +54,7 @@ def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
 
 
 def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
-    """The one that made all of them, or None where one does not say; they may not differ."""
+    """The tokenizer that made all of them, or None if one does not record it; they must agree."""
     found = {prefix: read_fingerprint(prefix) for prefix in prefixes}
     known = {prefix: fingerprint for prefix, fingerprint in found.items() if fingerprint}
     first = next(iter(known.items()), None)

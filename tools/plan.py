@@ -1,4 +1,4 @@
-"""Plans a training run for any machine: strategies, the best setting, and what would be better."""
+"""Plans a training run on any machine: strategies, the best candidate, gains from upgrades."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository's packages are next to tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_files(args: Namespace) -> None:
-    """Raises `ValueError` for files that could not be written at the end."""
+    """Raises `ValueError` if an output file could not be written at the end."""
     for flag in ("json", "plot", "trace", "timeline", "scaling"):
         path: Path | None = getattr(args, flag)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
@@ -66,7 +66,7 @@ def check_files(args: Namespace) -> None:
 
 
 def report(args: Namespace, workload: Workload) -> None:
-    """Prints what was found and writes the files; `ValueError` in the end where nothing fits."""
+    """Prints the plan and writes the files; `ValueError` at the end if nothing fits."""
     print(title(workload), "", sep="\n")
     rotated = rotated_rows(workload) if workload.materialize.rotates else ()
     rows = best_first((*letter_rows(workload), *rotated))
@@ -100,7 +100,7 @@ def fields_of(
     bought: Sequence[dict[str, Any]],
     curves: dict[str, list[tuple[int, float]]],
 ) -> dict[str, Any]:
-    """What --json holds: rows and candidates are best first."""
+    """The contents of --json; rows and candidates are sorted best first."""
     weighed = (found.best, found.runner_up, *found.front, found.least)
     candidates = {id(estimate): estimate for estimate in weighed if estimate}
     return {
@@ -123,11 +123,11 @@ def fields_of(
 def scaling(
     workload: Workload, machine: Machine, group_size: int | None
 ) -> dict[str, list[tuple[int, float]]]:
-    """MFU over ranks, at the batch of a rank as given, for some strategies and for the best.
+    """(ranks, MFU) at the given batch per rank, for some strategies and for the best candidate.
 
-    From one group of `machine` on, by doubling; where collectives were measured on the measured
-    ranks alone. All degrees are weighed, all other flags are as given; the best are printed as they
-    are found.
+    Starts with one group of `machine` and doubles; if collectives were measured, only their ranks.
+    The search covers all degrees with all other flags as given, and prints each best candidate when
+    it is found.
     """
     per_rank = workload.global_batch_size // workload.world_size
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
@@ -161,7 +161,7 @@ def scaling(
 
 
 def draw_step(args: Namespace, workload: Workload, chosen: Estimate) -> None:
-    """One step of the best setting, of at most two micro-batches, stream by stream."""
+    """Writes and draws one step of the best candidate, with at most two micro-batches."""
     size = chosen.candidate.micro_batch_size
     few = replace(
         workload,

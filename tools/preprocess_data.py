@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from types import FrameType
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.corpus import read_batches
@@ -45,7 +45,7 @@ NO_SENTENCES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A corpus to be written, checked."""
+    """A corpus to be written, with checked flags."""
 
     pieces: tuple[Piece, ...]
     output_prefix: str
@@ -71,7 +71,7 @@ def encoded_batches(
 
 @contextmanager
 def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[IndexedDatasetWriter]]:
-    """A writer per prefix; all data sets get their names at the end, or none."""
+    """A writer per prefix; the files are renamed to their final names at the end, all or none."""
     dtype = dtype_for_vocab(tokenizer_of(plan.tokenizer).vocab_size)
     made_with = fingerprint_of(plan.tokenizer)
     with ExitStack() as files:
@@ -87,7 +87,7 @@ def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[Indexe
 def write_batches(
     writers: Sequence[IndexedDatasetWriter], batches: Iterator[EncodedBatch], progress: Progress
 ) -> Tally:
-    """Append all batches; returns what was in them."""
+    """Appends all batches; returns the tally of what was in them."""
     tally = Tally()
     for batch in batches:
         for writer, documents in zip(writers, batch.by_key, strict=True):
@@ -98,7 +98,7 @@ def write_batches(
 
 
 def preprocess(job: Job, workers: Workers, progress: Progress) -> list[str]:
-    """Write one data set per key, all or none; returns a line on each, and one on what was bad."""
+    """Writes one data set per key, all or none; returns a line on each, and on bad documents."""
     if job.partitions == 1:
         with writing(job.prefixes, job.plan) as writers:
             batches = encoded_batches(job.pieces, job.plan, workers)
@@ -111,7 +111,7 @@ def preprocess(job: Job, workers: Workers, progress: Progress) -> list[str]:
         with writing(job.prefixes, job.plan) as writers:
             partitions.join(writers)
             if any(writer.num_tokens == 0 for writer in writers):
-                partitions.remove()  # a repeated run would find no more
+                partitions.remove()  # a repeated run would not find the rest
             check_not_empty(job, writers, tally)
         partitions.remove()
     progress.finish()
@@ -125,7 +125,7 @@ def write_partitions(
     workers: Workers,
     progress: Progress,
 ) -> Tally:
-    """Write the partitions that no earlier run has finished; returns what is in all of them."""
+    """Writes the partitions that no earlier run has finished; returns the tally of all of them."""
     total = Tally()
     for number, share in enumerate(shares):
         tally = partitions.finished(number)
@@ -167,7 +167,7 @@ def describe_skipped(tally: Tally) -> list[str]:
 
 
 def find_optimal_workers(job: Job, counts: Sequence[int], max_documents: int) -> list[str]:
-    """Time each number of workers over the beginning of the corpus; nothing of it is kept."""
+    """Times each number of workers on the beginning of the corpus; keeps no output."""
     rates: dict[int, float] = {}
     for count in counts:
         with (
@@ -176,7 +176,7 @@ def find_optimal_workers(job: Job, counts: Sequence[int], max_documents: int) ->
             writing([f"{folder}/{key}" for key in job.plan.keys], job.plan) as writers,
         ):
             batches = encoded_batches(job.pieces, job.plan, workers)
-            first = next(batches, None)  # when it comes, the workers have started
+            first = next(batches, None)  # when it arrives, the workers have started
             begin, documents = time.perf_counter(), 0
             for batch in batches if first is not None else ():
                 documents += batch.tally.documents
@@ -211,7 +211,7 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep-newlines", action="store_true", help="accepted: texts are always kept as they are"
     )
-    # Of Megatron's: what sentences are cut by, and what older versions had a choice of.
+    # Megatron's flags for splitting sentences, and for choices that older versions had.
     group.add_argument("--lang", default="english", help=argparse.SUPPRESS)
     group.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
     group.add_argument("--chunk-size", type=int, help=argparse.SUPPRESS)
@@ -300,7 +300,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """What the flags ask for; `ValueError` or `OSError` for what cannot be done."""
+    """The job that the flags describe; `ValueError` or `OSError` for what cannot be done."""
     if args.split_sentences:
         raise ValueError(NO_SENTENCES)
     for flag in ("workers", "partitions", "log_interval", "max_documents"):
@@ -319,7 +319,7 @@ def job_of(args: argparse.Namespace) -> Job:
         skip_malformed=args.skip_malformed,
     )
     pieces = tuple(pieces_of(args))
-    tokenizer_of(tokenizer)  # a mistake in it is found before any process starts
+    tokenizer_of(tokenizer)  # reports a mistake in it before any process starts
     return Job(
         pieces=pieces, output_prefix=args.output_prefix, plan=plan, partitions=args.partitions
     )

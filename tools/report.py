@@ -1,4 +1,4 @@
-"""From the metrics files of one or several runs to one page of HTML and pictures."""
+"""Makes one page of HTML and pictures from the metrics files of one or several runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing

@@ -1,4 +1,4 @@
-"""Trains a SentencePiece tokenizer that gives source code and prose back exactly as it was."""
+"""Trains a SentencePiece tokenizer that reproduces source code and prose exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.atomic_file import replacing
@@ -22,8 +22,8 @@ from tools.preprocessing.inputs import add_source_args, pieces_of
 CHUNK_CHARACTERS = 2000  # the trainer takes short texts; at a cut only one piece can be missed
 SEED = 1234
 
-# LLaMA's special ids. Text comes back unchanged because nothing is normalized, no blank is added or
-# dropped, blanks and newlines are pieces like any other and unknown characters become bytes.
+# LLaMA's special ids. Decoding reproduces the text because nothing is normalized, no blank is added
+# or dropped, blanks and newlines are ordinary pieces and unknown characters become bytes.
 TRAINER_OPTIONS: dict[str, Any] = {
     "model_type": "bpe",
     "byte_fallback": True,
@@ -37,13 +37,13 @@ TRAINER_OPTIONS: dict[str, Any] = {
     "allow_whitespace_only_pieces": True,
     "split_digits": True,
     "max_sentence_length": 4 * CHUNK_CHARACTERS,  # in bytes
-    "num_threads": 1,  # the same model every time
+    "num_threads": 1,  # reproducible: the same model every time
     "minloglevel": 2,  # errors only
 }
 
 
 def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> list[str]:
-    """The texts in short pieces; evenly chosen, one to two times `sample_bytes`, if larger."""
+    """The texts in short pieces; if larger, evenly sampled to one to two times `sample_bytes`."""
     total = sum(piece.num_bytes for piece in pieces)
     part = min(1.0, sample_bytes / max(1, total))
     chooser = random.Random(SEED)
@@ -55,7 +55,7 @@ def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> l
                 if chooser.random() < part:
                     chosen.append(text[begin : begin + CHUNK_CHARACTERS])
                     size += len(chosen[-1])
-        if size > 2 * sample_bytes:  # there is more text than the sizes of the files say
+        if size > 2 * sample_bytes:  # there is more text than the file sizes suggest
             part /= 2
             chosen = [chunk for chunk in chosen if chooser.random() < 0.5]
             size = sum(map(len, chosen))

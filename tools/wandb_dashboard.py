@@ -1,4 +1,4 @@
-"""Lays out a saved view of a Weights & Biases project: throughput and MFU first, then the rest."""
+"""Makes a saved view of a Weights & Biases project: throughput and MFU first, then the rest."""
 
 # The panels are those of paro/report/tags.py. Without an account, or with --dry-run, the view is
 # printed and nothing is sent.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.distributed.user_errors import UserMistakeError, run_script, user_mistakes
@@ -93,7 +93,7 @@ def describe(entity: str | None, project: str, name: str) -> str:
 
 
 def make_workspace(entity: str, project: str, name: str) -> Any:
-    """The view as wandb-workspaces has it; nothing is sent yet."""
+    """The view as an object of wandb-workspaces; nothing is sent yet."""
     workspaces = importlib.import_module("wandb_workspaces.workspaces")
     reports = importlib.import_module("wandb_workspaces.reports.v2")
     sections = [
@@ -113,7 +113,7 @@ def make_workspace(entity: str, project: str, name: str) -> Any:
 
 
 def has_account() -> bool:
-    """Whether there is a key to log in with, where wandb looks for one: never asks."""
+    """Whether there is a login key where wandb looks for one; never prompts."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError("--wandb-entity is missing: whose project it is")
     try:
         workspace.save()
-    except Exception as error:  # a service's: network, permissions, a project that is not there
+    except Exception as error:  # the service's: network, permissions, a project that does not exist
         text = " ".join(str(error).split())
         raise UserMistakeError(f"the view could not be saved: {text}") from error
     print(f"saved: {workspace.url}")

@@ -1,1 +1,1 @@
-"""The command line: this project's parser, and what becomes of Megatron-LM's other flags."""
+"""The command line: this project's parser, and the treatment of Megatron-LM's other flags."""

@@ -1,4 +1,4 @@
-"""Flags of what goes in and what comes out: data, tokenizer, validation, checkpoints, logging."""
+"""Flags of input and output: data, tokenizer, validation, checkpoints, logging."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 
 from data.tokenizer_config import TOKENIZER_TYPES
 
-# One flag in two or three lines reads as a table: the formatter would take six.
+# Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
 
 

@@ -1,7 +1,7 @@
-"""Megatron's flags beside ours: accepted where they name what happens anyway, else refused."""
+"""Megatron's flags that PaRO does not have: accepted if they change nothing, ignored or refused."""
 
-# So a LLaMA script for Megatron-LM without tensor, pipeline or context parallelism runs unchanged,
-# and one that asks for something else is told which setting of PaRO fits the same model.
+# So a LLaMA script for Megatron-LM without tensor, pipeline or context parallelism runs unchanged;
+# for other scripts the error names the PaRO configuration that fits the same model.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RULES = (*MODEL_RULES, *COMPUTE_RULES, *PARALLEL_RULES, *JOB_RULES, *ELSEWHERE_R
 
 
 def add_compatibility_args(parser: ArgumentParser) -> None:
-    """Adds every flag of `RULES`; one that is not given leaves no trace in the namespace."""
+    """Adds every flag of `RULES`; one that is not given does not appear in the namespace."""
     add = parser.add_argument_group(
         "Megatron-LM compatibility",
         "Accepted so that LLaMA scripts run unchanged; every one says why it changes nothing. "
@@ -41,7 +41,10 @@ def add_compatibility_args(parser: ArgumentParser) -> None:
 
 
 def refused(args: Namespace) -> dict[str, list[str]]:
-    """Flags that would train another model or need what is not here, by what to do instead."""
+    """The given flags that are refused, grouped by what to do instead.
+
+    They would train another model or need an unsupported feature.
+    """
     found: dict[str, list[str]] = {}
     for rule, given in _given(args):
         if not _is_accepted(rule, args):
@@ -53,7 +56,7 @@ def refused(args: Namespace) -> dict[str, list[str]]:
 
 
 def refusals(args: Namespace) -> list[str]:
-    """A line for each thing to do instead of flags that are refused."""
+    """One line per alternative to the flags that are refused."""
     return [
         f"{listed(given)} {'is' if len(given) == 1 else 'are'} not supported: {instead}"
         for instead, given in refused(args).items()
@@ -61,7 +64,7 @@ def refusals(args: Namespace) -> list[str]:
 
 
 def ignored_lines(args: Namespace) -> tuple[str, ...]:
-    """A line for each flag that was given and is not acted upon."""
+    """One line per given flag that has no effect."""
     return tuple(
         f"{given} has no effect: {rule.why}"
         for rule, given in _given(args)
@@ -70,7 +73,7 @@ def ignored_lines(args: Namespace) -> tuple[str, ...]:
 
 
 def _given(args: Namespace) -> list[tuple[Rule, str]]:
-    """The rules of the flags that were given, and each as it was given."""
+    """The rules of the given flags, each with the flag as it was given."""
     found = []
     for rule in RULES:
         value = getattr(args, rule.dest, None)

@@ -1,4 +1,4 @@
-"""Flags of the model and of how it learns: sizes, batches, schedules, precision."""
+"""Flags of the model and of its training: sizes, batches, schedules, precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paro.optim.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
-# One flag in two or three lines reads as a table: the formatter would take six.
+# Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
 
 

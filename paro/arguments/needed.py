@@ -1,4 +1,4 @@
-"""The flags that a run needs, those that need another, and a command that has them all."""
+"""Checks for required flags and flags that require another, and an example command."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _SIMPLE = {
 def missing_flags(
     args: Namespace, *, named: Collection[str] = (), loaded: bool = False
 ) -> list[str]:
-    """A line for each thing that is needed and not given; flags that are `named` count as given.
+    """One line per required value that is missing; flags in `named` count as given.
 
-    What --use-checkpoint-args may give is not missing before the checkpoint is `loaded`.
+    Values that --use-checkpoint-args can supply are not missing until the checkpoint is `loaded`.
     """
     lines = [
         f"{flag} is missing: {what}"
@@ -53,7 +53,7 @@ def missing_flags(
 
 
 def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:
-    """The sizes of the model that neither a flag nor a preset gives, in one line if any."""
+    """One line with the model sizes that neither a flag nor a preset gives; empty if none."""
     if _any_given(args, named, "--llama-preset"):
         return []
     missing = [flag for flag in _SIZES if not _any_given(args, named, flag)]
@@ -64,7 +64,7 @@ def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:
 
 
 def details_without_full(args: Namespace) -> list[str]:
-    """Flags that say how --recompute-granularity full recomputes, given without it."""
+    """Flags of --recompute-granularity full that are given without it."""
     if args.recompute_granularity == "full":
         return []
     given = {
@@ -75,7 +75,7 @@ def details_without_full(args: Namespace) -> list[str]:
 
 
 def nothing_needed_is_given(args: Namespace) -> bool:
-    """Whether this is a bare start, which an example helps most."""
+    """Whether no required flag is given, so that an example command helps most."""
     needed = (*_SIZES, *_SIMPLE, *_LENGTHS, *_DATA, *_TOKENIZER, "--llama-preset")
     return not _any_given(args, (), *needed)
 

@@ -1,7 +1,7 @@
-"""The one parser: a function per group, under Megatron-LM's flag names and defaults."""
+"""The command line parser, with Megatron-LM's flag names and defaults; one function per group."""
 
-# Types and choices only: every rule between flags lies in config.py. A default of None means that
-# the value comes from elsewhere (a preset, another flag), and the help says from where.
+# Types and choices only: all rules between flags are in config.py. A default of None means that
+# the value comes from elsewhere (a preset, another flag); the help text says from where.
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ refused, unknown or missing all are said at once. Flags in groups:"""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Adds the default to a help text where there is one to tell, and keeps flags in one piece."""
+    """Adds the default, if any, to each help text, and never breaks a flag across lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36)
@@ -67,7 +67,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" in text:  # laid out by hand
+        if "\n" in text:  # formatted by hand
             return textwrap.indent(text, indent)
         return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
 
@@ -81,7 +81,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 def build_parser() -> ArgumentParser:
     """The parser of pretrain_llama.py."""
     parser = ArgumentParser(
-        usage="%(prog)s [flag ...]",  # all of them would fill a screen
+        usage="%(prog)s [flag ...]",  # listing all flags would fill a screen
         description=_ABOUT,
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
@@ -112,10 +112,10 @@ def build_parser() -> ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None, *, trains: bool = True) -> Namespace:
-    """The flags of a command line (this process's own by default); `ValueError` for mistakes.
+    """Parses a command line (by default this process's own); `ValueError` lists all mistakes.
 
-    Where there are any it names refused and missing flags with them, which else are for
-    `check_flags`; a program that `trains` nothing misses none.
+    If there are mistakes, the error also lists refused and missing flags; otherwise `check_flags`
+    reports those. A program that does not train (`trains`) has neither.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -136,7 +136,7 @@ def parse_args(argv: Sequence[str] | None = None, *, trains: bool = True) -> Nam
 
 
 def check_flags(args: Namespace, mistakes: Sequence[str] = ()) -> None:
-    """`ValueError` names every flag that is refused or missing, behind other `mistakes`."""
+    """`ValueError` lists every flag that is refused or missing, after other `mistakes`."""
     named = set(re.findall(r"--[a-z][\w-]*", " ".join(mistakes)))
     found = [*mistakes, *refusals(args), *missing_flags(args, named=named)]
     if found:
@@ -149,9 +149,9 @@ def check_flags(args: Namespace, mistakes: Sequence[str] = ()) -> None:
 def parse_known(
     parser: ArgumentParser, words: Sequence[str], mistakes: list[str]
 ) -> tuple[Namespace, list[str]]:
-    """The flags, and words that belong to none; what is wrong with a flag goes to `mistakes`.
+    """The parsed flags, and words that belong to no flag; errors are appended to `mistakes`.
 
-    argparse stops at the first, so that flag is left out and the others are read again.
+    argparse stops at the first error, so that flag is removed and the rest is parsed again.
     """
     while True:
         try:
@@ -167,7 +167,7 @@ def parse_known(
 
 
 def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with the words behind it; words before the first flag are by themselves."""
+    """Each flag with the words after it; words before the first flag form their own group."""
     group: list[str] = []
     for word in words:
         if word.startswith("--") and group:
@@ -179,13 +179,13 @@ def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def given(arguments: Mapping[str, object]) -> list[str]:
-    """The names of arguments that differ from their defaults."""
+    """Names of the arguments that differ from their defaults."""
     default = build_parser().get_default
     return [name for name, value in arguments.items() if value != default(name)]
 
 
 def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterator[str]:
-    """A line for each flag that does not exist, and for words that belong to none."""
+    """One line per unknown flag, and one for words that belong to no flag."""
     for flag, *values in by_flag(unknown):
         given = " ".join((flag, *values))
         if flag.startswith("-"):
@@ -194,7 +194,7 @@ def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterato
             yield f"{given!r} belongs to no flag: --help lists all flags"
 
 
-# One flag in two or three lines reads as a table: the formatter would take six.
+# Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
 
 

@@ -1,7 +1,7 @@
-"""Names that users of other frameworks type, and the flags that mean the same here."""
+"""Option names of other frameworks, and the flags that mean the same here."""
 
 # From Hugging Face's Trainer and model configurations, torchtitan, DeepSpeed, nanoGPT, Lightning
-# and old Megatron-LM. Names have no dashes in front, no section (optimizer.lr), no underscores.
+# and old Megatron-LM. Names are without leading dashes, section (optimizer.lr) and underscores.
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ TABLE = (
         "gradient-checkpointing activation-checkpointing activation-checkpoint "
         "checkpoint-activations recompute ac-mode activation-checkpoint-mode use-checkpoint",
     ),
-    # Spreading.
+    # Sharding and parallelism.
     (
         "--paro-strategy: GGG shards all states over all ranks, III inside groups (HSDP)",
         "fsdp fsdp-config full-shard use-fsdp sharding-strategy hsdp fully-sharded fsdp2 "
@@ -173,6 +173,6 @@ SYNONYMS = {name: meaning for meaning, names in TABLE for name in names.split()}
 
 
 def meaning_of(name: str) -> str | None:
-    """What to do here for another framework's flag, written as in the table; None: unknown."""
+    """The table's entry for another framework's flag: what to use here; None if unknown."""
     meaning = SYNONYMS.get(name)
     return f"give {meaning}" if meaning is not None and meaning.startswith("--") else meaning

@@ -1,4 +1,4 @@
-"""What is meant by a flag that does not exist: another framework's name, or a slip of the keys."""
+"""Suggestions for an unknown flag: another framework's name for a flag, or a typing error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paro.arguments.synonyms import meaning_of
 
 
 def hint_for(flag: str, parser: ArgumentParser) -> str:
-    """One hint, and never a flag that has no effect or is refused."""
+    """One hint; it never suggests a flag that has no effect or is refused."""
     useless = {rule.flag for rule in RULES if rule.outcome is not Outcome.ACCEPTED}
     known = {option for action in parser._actions for option in action.option_strings} - useless
     plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # as in optimizer.lr

@@ -1,4 +1,4 @@
-"""Turns a YAML file of flags into words of a command line, so that one parser judges both."""
+"""Turns a YAML file of flags into command line words, so that one parser checks both."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FLAG = "--yaml-cfg"
 
 
 def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]:
-    """The flags in the file as command line words, and a line for each key that is wrong.
+    """The flags in the file as command line words, and one line per wrong key.
 
-    `ValueError` where the file cannot be read.
+    `ValueError` if the file cannot be read.
 
-    Keys are flags with dashes or underscores. `true` gives a switch, `false` and `null` leave a
-    flag out, and a list gives a flag its several values.
+    Keys are flags with dashes or underscores. `true` sets a switch, `false` and `null` leave a
+    flag out, and a list gives a flag several values.
     """
     actions = {
         _spell(option): action for action in parser._actions for option in action.option_strings
@@ -58,7 +58,7 @@ def _read_mapping(path: str) -> Iterable[tuple[str, object]]:
     if not isinstance(values, dict):
         raise ValueError(f"{FLAG} {path} must hold one level of `flag: value`")
     assert isinstance(root, yaml.MappingNode), f"{values!r} came from {root}"
-    # YAML itself would take the last of two equal keys and say nothing.
+    # YAML would silently use the last of two equal keys.
     written = [_spell(key.value) for key, _ in root.value]
     for key in written:
         if written.count(key) > 1:
@@ -70,7 +70,7 @@ def _words(action: Action, value: object) -> list[str]:
     flag = action.option_strings[0]
     if value is None:
         return []
-    takes_anything = action.nargs == "*" and action.default == SUPPRESS  # ignored, or refused
+    takes_anything = action.nargs == "*" and action.default == SUPPRESS  # ignored or refused
     if action.nargs == 0 or (takes_anything and isinstance(value, bool)):
         if not isinstance(value, bool):
             raise ValueError(f"a switch is true or false, not {value!r}")

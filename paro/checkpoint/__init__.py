@@ -1,1 +1,1 @@
-"""Save and load a run as boxes of named parameters."""
+"""Sharded checkpoints: saved as rectangles of named parameters, loaded under any sharding."""

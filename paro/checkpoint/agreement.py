@@ -1,4 +1,4 @@
-"""Ranks that save or load together: one decides, and all see the same failure."""
+"""Collectives of a save or load: one rank decides, and all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 class Ranks:
     """All ranks of a process group, or this process alone where there is none.
 
-    `near` is the group of those ranks that see the same folder as this one, where not all do.
-    Every method is collective and called from the one thread that uses the groups. With NCCL the
-    objects travel through the current device, which the runtime has set.
+    `near` is the group of ranks that see the same folder as this one, if not all do. Every method
+    is collective and called from the one thread that uses the groups. With NCCL, objects are sent
+    through the current device, which the runtime has set.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Ranks:
         self.is_first = self.rank == 0
         self.is_first_near = self.alone or dist.get_rank(self.near) == 0
         self.all_near = self.near is self.group
-        # The ranks that share this one's folder, or None for all.
+        # The ranks that see the same folder as this one; None: all ranks.
         self.sharing = None if self.all_near else frozenset(_members(near))
 
     def gather(self, value: T) -> list[T]:
-        """What every rank passed, by rank."""
+        """The values of all ranks, in rank order."""
         if self.alone:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
@@ -48,7 +48,7 @@ class Ranks:
         return gathered
 
     def gather_near(self, value: T) -> list[T]:
-        """What every rank that sees the same folder passed."""
+        """The values of the ranks that see the same folder, in rank order."""
         if self.alone:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(self.near)
@@ -56,7 +56,7 @@ class Ranks:
         return gathered
 
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
-        """What `action` returns on the first rank of every folder; a failure is raised by all."""
+        """Runs `action` on the first rank of every folder; all get its result or its error."""
         outcome: list[Any] = [None]
         with self.raise_on_all_ranks(blame, name_rank=False):
             if self.is_first_near:
@@ -68,18 +68,19 @@ class Ranks:
 
     @contextmanager
     def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = True) -> Iterator[None]:
-        """Runs a block that may fail on any rank: then every rank raises the same line.
+        """Runs a block that may fail on any rank; if it does, every rank raises the same line.
 
-        It begins with `blame`, and names the rank where others met something else or nothing.
-        It is a `DamagedError` where every failing rank met one. What is neither a user's nor a
-        file's fault is raised as it is where it happened.
+
+        The line starts with `blame`, and names the rank unless all ranks failed in the same way.
+        It is a `DamagedError` if every failing rank met one. Exceptions other than
+        `CheckpointError` and `OSError` are bugs and are raised unchanged on the rank of origin.
         """
         failure: Exception | None = None
         cause: BaseException | None = None
         told: tuple[int, bool, str] | None = None
         try:
             yield
-        except CheckpointException as error:  # DCP hands it to all ranks that it ran on
+        except CheckpointException as error:  # DCP raises it on all its ranks
             rank = min(error.failures)
             cause = error.failures[rank][0]
             named = rank if self.all_near else _members(self.near)[rank]
@@ -87,6 +88,7 @@ class Ranks:
         except Exception as error:
             failure = error
             told = (self.rank, isinstance(error, DamagedError), _text(error))
+        # A failed rank takes part too, before it raises: the others would wait for it forever.
         everyone = self.gather(told)
         failures = [entry for entry in everyone if entry is not None]
         if failure is not None and not isinstance(failure, (CheckpointError, OSError)):

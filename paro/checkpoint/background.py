@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy in host memory, and a thread that writes it."""
+"""Async save: a copy of the states in host memory, and the thread that writes it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paro.layout import Shape
 
 
 class HostCopy:
-    """Room on the host for what this rank writes; taken once, filled anew by every save."""
+    """Host buffers for what this rank writes; allocated by the first save, reused by later ones."""
 
     def __init__(self) -> None:
         self._room: dict[tuple[str, Shape], Tensor] = {}
 
     def take(self, states: dict[str, BoxedState]) -> dict[str, BoxedState]:
-        """The same states with values that training does not touch; those before are gone."""
+        """A copy of the states that training does not change; overwrites the previous copy."""
         copied: dict[str, BoxedState] = {}
         on_gpu = False
         for name, state in states.items():
@@ -34,6 +34,7 @@ class HostCopy:
                 on_gpu |= values.is_cuda
                 rectangles[corner] = room
             copied[name] = replace(state, rectangles=rectangles)
+        # The next step may overwrite the shards as soon as this returns.
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copied
@@ -44,10 +45,10 @@ class HostCopy:
 
 
 class Background:
-    """One job at a time on a thread of its own; its failure is kept until it is asked for.
+    """Runs one job at a time on its own thread; keeps its exception until `wait` is called.
 
-    The thread is a daemon: a rank that leaves after a fault does not join one that waits for a
-    dead peer.
+    The thread is a daemon: a rank that exits after an error must not join a thread that waits for
+    a dead peer.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> Exception | None:
-        """What the last job failed of; told once."""
+        """Waits for the last job; its exception or None. Later calls return None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -73,7 +74,7 @@ class Background:
 
     @property
     def failed(self) -> bool:
-        """Whether a job has failed already; says nothing of one that still runs."""
+        """Whether the last job has failed; False while it still runs."""
         return self._failure is not None
 
     def _run(self, job: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
-"""Flat shards as rectangles of named parameters, and the plans by which DCP saves and loads them.
+"""Maps flat shards to rectangles of named parameters; DCP planners that save and load them.
 
 A state is one tensor of one parameter, named `param.<name>`, `exp_avg.<name>` or
-`exp_avg_sq.<name>` and shaped like the parameter. A checkpoint knows states and rectangles of
-them, and nothing of units, ranks or offsets in buffers.
+`exp_avg_sq.<name>`, with the parameter's shape. A checkpoint stores states and rectangles of them;
+it has no units, ranks or buffer offsets, so that any strategy and world size can load it.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from paro.sharding.buffers import FlatShard
 
 PARAM = "param"
 
-# What a rank that writes or reads needs beside its shards is twice this.
+# Writing or reading needs twice this much memory in addition to a rank's shards.
 MAX_ITEM_BYTES = 2**24
 MISMATCH = "the checkpoint does not match the model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxedState:
-    """A state of which this rank holds some rectangles, by their corner; views of its shards."""
+    """A state and this rank's rectangles of it, by corner (first index); views of its shards."""
 
     shape: Shape
     dtype: torch.dtype = torch.float32
     rectangles: dict[Shape, Tensor] = field(default_factory=dict)
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """The rectangles in DCP's words."""
+        """The rectangles as DCP's chunks."""
         return [_chunk(corner, values) for corner, values in self.rectangles.items()]
 
 
 def boxed_states(
     shards: Iterable[FlatShard], *, to_write: bool, among: Collection[int] | None = None
 ) -> dict[str, BoxedState]:
-    """Every state of the shards' units, with the rectangles this rank holds or has to write.
+    """Every state of the shards' units, with the rectangles this rank holds or must write.
 
-    What has to be written is shared by the replicas of a shard, or by those `among` some ranks,
-    and comes in rectangles of at most `MAX_ITEM_BYTES`, as they are written and read at once.
+    With `to_write`, the replicas of a shard (those in `among`, if given) each write a part of it,
+    in rectangles of at most `MAX_ITEM_BYTES`, because each is written and read in one piece.
     """
     states: dict[str, BoxedState] = {}
     for shard in shards:
@@ -84,7 +84,7 @@ def boxed_states(
 
 
 def _items(corner: Shape, values: Tensor, to_write: bool) -> Iterator[tuple[Shape, Tensor]]:
-    """A rectangle whole, or in runs of rows small enough to be written at once."""
+    """A rectangle, cut by rows into items of about `MAX_ITEM_BYTES` if it is to be written."""
     if not to_write or values.nbytes <= MAX_ITEM_BYTES or not corner:
         yield corner, values
         return
@@ -96,7 +96,7 @@ def _items(corner: Shape, values: Tensor, to_write: bool) -> Iterator[tuple[Shap
 class BoxSavePlanner(DefaultSavePlanner):
     """Plans to write every rectangle of a dict of boxed states.
 
-    With `whole` the ranks that save together have to hold all of every state.
+    With `whole` the ranks that save together must hold every state completely.
     """
 
     def __init__(self, *, whole: bool = True) -> None:
@@ -115,12 +115,12 @@ class BoxSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As the base class, which refuses overlaps; this one refuses holes too."""
+        """As the base class, which rejects overlaps; this one also rejects holes."""
         if not self.whole:
             plans, metadata = create_default_global_save_plan(all_plans)
             for name, state in self.state_dict.items():
                 metadata.state_dict_metadata.setdefault(
-                    name,  # of which other nodes save everything
+                    name,  # held by other nodes alone
                     TensorStorageMetadata(
                         properties=TensorProperties(dtype=state.dtype),
                         size=torch.Size(state.shape),
@@ -141,7 +141,7 @@ class BoxSavePlanner(DefaultSavePlanner):
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
-    """Plans to fill every rectangle of a dict of boxed states, whichever were saved."""
+    """Plans to fill every rectangle of a dict of boxed states from any saved rectangles."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -152,7 +152,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Unlike the base class, takes values that are no tensors."""
+        """As the base class, which would reject values that are not tensors."""
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -180,7 +180,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
 
 
 def check_states(states: dict[str, BoxedState], metadata: Metadata) -> None:
-    """Raises `CheckpointError` unless a checkpoint has the model's parameters and these states."""
+    """Raises `CheckpointError` unless a checkpoint has exactly our parameters, and these states."""
     saved = metadata.state_dict_metadata
     for name, state in states.items():
         kind, _, parameter = name.partition(".")

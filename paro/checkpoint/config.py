@@ -1,4 +1,4 @@
-"""Where a run is saved and what it starts from."""
+"""CheckpointConfig: where a run is saved and what it is loaded from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class CheckpointConfig:
     async_save: bool = False
     on_save_failure: str = "stop"  # or "continue"
     no_save_optim: bool = False
-    start_over: bool = False  # move what --save holds aside
+    start_over: bool = False  # move the checkpoints in --save aside
     load: str | None = None
-    ckpt_step: int | None = None  # None: the newest that is whole
+    ckpt_step: int | None = None  # None: the latest complete one
     exit_on_missing_checkpoint: bool = False
     finetune: bool = False
     no_load_optim: bool = False
@@ -59,12 +59,12 @@ class CheckpointConfig:
 
     @property
     def saves_where_it_loads(self) -> bool:
-        """Whether --save and --load are one folder, which need not exist before the first save."""
+        """Whether --save and --load are the same folder, which may not exist yet."""
         if self.save is None or self.load is None:
             return False
         return Path(self.save).resolve() == Path(self.load).resolve()
 
     @property
     def continues(self) -> bool:
-        """Whether the run goes on from what --save holds."""
+        """Whether the run continues from the checkpoints in --save."""
         return self.saves_where_it_loads and not self.finetune

@@ -1,11 +1,11 @@
-"""Names, tracker and common.json of checkpoints on disk: replaced whole or not at all."""
+"""Checkpoint folders on disk: layout, tracker, common.json, and their atomic replacement."""
 
 # <root>/
-#   latest_checkpointed_iteration.txt    the iteration to resume from; written last
+#   latest_checkpointed_iteration.txt    the tracker: the iteration to resume from; written last
 #   iter_0000100/                        .metadata, *.distcp, common.json and manifest.json
 #   iter_0000200.partial/                being written; removed by the next save
-#   iter_0000100.replaced/               aside while a new iter_0000100 takes its place
-#   earlier_1/                           such a folder itself: what --start-over moved aside
+#   iter_0000100.replaced/               the old one, while a new iter_0000100 is put in place
+#   earlier_1/                           a root folder too: what --start-over moved aside
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def iteration_directory(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(directory_root: str | Path) -> int | None:
-    """The iteration that the tracker names; None where nothing was saved."""
+    """The iteration in the tracker; None if nothing was saved. `DamagedError` for a bad tracker."""
     root = Path(directory_root)
     try:
         text = (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
@@ -61,10 +61,10 @@ def latest_iteration(directory_root: str | Path) -> int | None:
 
 
 def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
-    """The iterations to resume from, the best first, and what is wrong with the tracker.
+    """The iterations to resume from, best first, and what is wrong with the tracker or None.
 
-    Behind the one that the tracker names come older ones, and last of all newer ones: a save that
-    ended just before its tracker was written, or one that somebody turned back from.
+    First the tracker's, then older ones, last newer ones: those are from a save that crashed just
+    before it wrote the tracker, or were rejected by a user who set the tracker back.
     """
     root = Path(directory_root)
     on_disk = sorted(iterations_in(root), reverse=True)
@@ -80,13 +80,13 @@ def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
 
 
 def iterations_in(root: Path) -> set[int]:
-    """Every iteration that has a folder of its own, whole or not."""
+    """Every iteration that has a folder, complete or not."""
     names = (path.name.removesuffix(_REPLACED) for path in root.glob("iter_*") if path.is_dir())
     return {int(name[5:]) for name in names if name[5:].isascii() and name[5:].isdigit()}
 
 
 def describe_saved(directory_root: str | Path) -> str | None:
-    """Which iterations a folder holds, whole or not, in words; None where it is free."""
+    """Which iterations a folder holds, complete or not, in words; None if there are none."""
     root = Path(directory_root)
     iterations = sorted(iterations_in(root))
     if len(iterations) > 1:
@@ -97,15 +97,15 @@ def describe_saved(directory_root: str | Path) -> str | None:
 
 
 def next_earlier(directory_root: str | Path) -> int:
-    """The first number above those of all folders that `set_aside` has made."""
+    """One above the highest number of the folders that `set_aside` has created."""
     names = (path.name.removeprefix(_EARLIER) for path in Path(directory_root).glob(f"{_EARLIER}*"))
     return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0) + 1
 
 
 def set_aside(directory_root: str | Path, number: int) -> Path | None:
-    """Moves all checkpoints into a folder inside, which loads as the root did; None if none is.
+    """Moves all checkpoints into a subfolder, which can be loaded like the root; None without any.
 
-    The tracker comes last: until then what is left in the root is still refused to a new run.
+    The tracker is moved last: after a crash before that, a new run still refuses the root.
     """
     root = Path(directory_root)
     if describe_saved(root) is None:
@@ -122,12 +122,13 @@ def set_aside(directory_root: str | Path, number: int) -> Path | None:
 
 
 def find_checkpoint(directory_root: str | Path, iteration: int | None = None) -> Path | None:
-    """The folder of `iteration`, or of the latest one; None where nothing was saved."""
+    """The folder of `iteration`, or of the latest one; None if nothing was saved."""
     root = Path(directory_root)
     wanted = latest_iteration(root) if iteration is None else iteration
     if wanted is None:
         return None
     directory = iteration_directory(root, wanted)
+    # A crash between the two renames of `finish_checkpoint` leaves only the replaced folder.
     for candidate in (directory, _replaced(directory)):
         if candidate.is_dir():
             return candidate
@@ -138,9 +139,9 @@ def find_checkpoint(directory_root: str | Path, iteration: int | None = None) ->
 def newest_whole(
     directory_root: str | Path, say: Callable[[str], None] = lambda _line: None
 ) -> Path | None:
-    """The folder to resume from as far as sizes tell; None where nothing was saved.
+    """The best folder whose files have the right sizes; None if nothing was saved.
 
-    `say` hears of every one that is passed over.
+    `say` gets a line for each that is skipped. `DamagedError` if none is complete.
     """
     order, complaint = candidates(directory_root)
     if complaint is not None and order:
@@ -163,13 +164,13 @@ def newest_whole(
 
 
 def read_common(directory_root: str | Path, iteration: int | None = None) -> dict[str, Any] | None:
-    """What was saved beside the tensors; None where nothing was saved."""
+    """The contents of common.json; None if nothing was saved."""
     directory = find_checkpoint(directory_root, iteration)
     return common_of(directory) if directory else None
 
 
 def common_of(directory: Path) -> dict[str, Any]:
-    """What was saved beside the tensors in one iteration's folder."""
+    """The contents of common.json in an iteration's folder; `DamagedError` if it is damaged."""
     manifest = read_manifest(directory)
     path = directory / COMMON
     try:
@@ -186,12 +187,12 @@ def common_of(directory: Path) -> dict[str, Any]:
 
 
 def begin_checkpoint(directory_root: str | Path, iteration: int) -> Path:
-    """An empty folder to write `iteration` into; what crashed saves left behind is removed."""
+    """Creates an empty folder for `iteration`; removes leftovers of crashed saves."""
     root = Path(directory_root)
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"iter_*{_PARTIAL}"):
         shutil.rmtree(leftover)
-    for mark in root.glob(f"{RANK_MARK}*"):  # of ranks that were killed while they looked around
+    for mark in root.glob(f"{RANK_MARK}*"):  # of ranks killed in `ranks_by_folder`
         mark.unlink(missing_ok=True)
     partial = _partial(iteration_directory(root, iteration))
     partial.mkdir()
@@ -204,10 +205,10 @@ def finish_checkpoint(
     common: Mapping[str, Any],
     files: Mapping[str, FileSum] | None = None,
 ) -> None:
-    """Makes a written folder the latest checkpoint; until the last rename the old one is.
+    """Turns a written folder into the latest checkpoint; until the last rename the old one is.
 
-    `files` are the files of tensors; `common["arguments"]` goes into the manifest. All that may
-    fill the disk is written before anything is renamed.
+    `files` are the files of tensors; `common["arguments"]` goes into the manifest. Everything that
+    may fail on a full disk is written before anything is renamed.
     """
     root = partial.parent
     own = {
@@ -224,37 +225,37 @@ def finish_checkpoint(
         sums[METADATA] = sum_of((partial / METADATA).read_bytes())
     write_manifest(partial, iteration, sums, arguments)
     write_durably(_next_tracker(root), str(iteration))
-    _sync_directory(partial)
+    _sync_directory(partial)  # its file names must be durable before its own name is
     directory = iteration_directory(root, iteration)
     replaced = _replaced(directory)
     if directory.exists():
         shutil.rmtree(replaced, ignore_errors=True)
-        directory.rename(replaced)
+        directory.rename(replaced)  # not removed yet: a crash here must leave one of the two
     partial.rename(directory)
-    _sync_directory(root)
+    _sync_directory(root)  # the tracker must not become durable before the folder it names
     _next_tracker(root).replace(root / TRACKER)
-    _sync_directory(root)
+    _sync_directory(root)  # only now is the old checkpoint not needed any more
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def discard_checkpoint(partial: Path) -> None:
-    """Removes what a failed save has written."""
+    """Removes the files of a failed save; the previous checkpoint is not touched."""
     shutil.rmtree(partial, ignore_errors=True)
     _next_tracker(partial.parent).unlink(missing_ok=True)
 
 
 def remove_checkpoint(directory_root: str | Path, iteration: int) -> None:
-    """Removes an iteration's folder, which is at no moment there in part."""
+    """Removes an iteration's folder; renames it first, so that no partial one is ever visible."""
     directory = iteration_directory(Path(directory_root), iteration)
     try:
         directory.rename(_partial(directory))
     except OSError:
-        return  # somebody was faster
+        return  # another rank was faster
     shutil.rmtree(_partial(directory), ignore_errors=True)
 
 
 def _refuse_strangers(root: Path) -> None:
-    """Raises `CheckpointError` where a folder whose tracker names no iteration is another's."""
+    """Raises `CheckpointError` if a root without a valid tracker holds files of another kind."""
     if (root / METADATA).exists() or (root / COMMON).exists():
         raise CheckpointError(
             f"{root} is one iteration of a checkpoint: give the folder that holds it, "

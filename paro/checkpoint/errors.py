@@ -1,18 +1,18 @@
-"""What can be wrong with a checkpoint, as one line for the user."""
+"""Errors of checkpoints, each with a one-line message for the user."""
 
 from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the text is one line for the user."""
+    """A checkpoint cannot be written or read; the message is one line for the user."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is incomplete or damaged, and an older one may be whole."""
+    """A checkpoint is incomplete or damaged; an older one may be complete."""
 
 
 def describe(error: BaseException) -> str:
-    """An exception in a few words on one line."""
+    """A short one-line description of an exception."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     first_line = (str(error).splitlines() or [""])[0]

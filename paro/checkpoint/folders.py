@@ -1,4 +1,4 @@
-"""Which ranks see one and the same folder: all of a cluster's, or those of a node each."""
+"""Finds which ranks see the same folder: all ranks, or the ranks of each node."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from paro.distributed.control import Control
 
 
 def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]:
-    """The ranks, grouped by the folder that they find under this path; collective.
+    """The ranks, grouped by the folder that they see under this path; collective.
 
-    Every rank leaves a mark for a moment and looks for those of the others.
+    Every rank creates a temporary marker file and looks for those of the others. Raises
+    `ValueError` if two ranks see each other's files differently.
     """
     rank, size = control.world.rank, control.world.size
     if size == 1:
         return ((0,),)
+    # Rank 0's token names the markers, so that leftovers of a killed run are not counted.
     token = control.gather(secrets.token_hex(8))[0]
 
     def mark_of(other: int) -> str:
@@ -27,9 +29,11 @@ def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]
         with control.raise_on_all_ranks():
             root.mkdir(parents=True, exist_ok=True)
             mark.touch()
+        # All markers exist: the block above ends once all ranks have left it.
         with control.raise_on_all_ranks():
             names = {path.name for path in root.iterdir()}
         seen = tuple(other for other in range(size) if mark_of(other) in names)
+        # Also a barrier: no marker is removed before every rank has listed the folder.
         folders = control.gather(seen)
     finally:
         mark.unlink(missing_ok=True)

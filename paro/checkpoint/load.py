@@ -1,4 +1,4 @@
-"""Loads a run into shards of any strategy and world size."""
+"""Loads a checkpoint into shards of any strategy and world size."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from paro.sharding.buffers import FlatShard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """What of a checkpoint is wanted."""
+    """Which parts of which checkpoint to load."""
 
-    iteration: int | None = None  # None: the newest that is whole
-    moments: bool = True  # those of shards that have any
+    iteration: int | None = None  # None: the latest complete one
+    moments: bool = True  # also load the optimizer's moments
     model: Mapping[str, Any] | None = None  # fields that must equal `common["model"]`
 
 
@@ -44,14 +44,13 @@ def load_checkpoint(
     log: Callable[[str], None] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any] | None:
-    """Fills `shards` in place and returns what was saved beside them; None if nothing was saved.
+    """Fills `shards` in place; returns the contents of common.json, None if nothing was saved.
 
     Collective, on the thread that owns the group. Every rank passes a shard of every unit and of
     each state it wants; states left out are not read. A converted model has no moments: they
-    become zero. A checkpoint that is incomplete or damaged, as any rank sees it, is named by `log`
-    and passed over for the next, unless its iteration was asked for. On `CheckpointError`, which
-    all ranks raise alike, shards are untouched unless a file turned out to be damaged while it was
-    read.
+    become zero. A checkpoint that any rank finds incomplete or damaged is logged and skipped for
+    the next one, unless `wanted.iteration` names it. If `CheckpointError` is raised, it is raised
+    on all ranks, and shards are unchanged unless a file proved to be damaged while it was read.
     """
     ranks = Ranks(process_group)
     say = log if ranks.is_first and log else _silence
@@ -83,15 +82,16 @@ def load_checkpoint(
 
 
 def _silence(_line: str) -> None:
-    """What other ranks than the first say."""
+    """The `log` of all ranks but the first."""
 
 
 def _order(
     root: str | Path, iteration: int | None, ranks: Ranks, blame: str
 ) -> tuple[list[int], str | None]:
-    """The iterations to try on all ranks, the best first, and what is wrong with the tracker.
+    """The iterations that all ranks try, best first, and what is wrong with the tracker or None.
 
-    They are the first rank's; a rank that sees another folder must have one of them too.
+    Rank 0's order holds for all ranks: else they could resume from different iterations. Raises
+    `CheckpointError` if other ranks see checkpoints and rank 0 sees none.
     """
     if iteration is not None:
         return [iteration], None
@@ -115,7 +115,7 @@ def _load_iteration(
     model: Mapping[str, Any] | None,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Fills the states from one iteration, once every rank has found all that it needs."""
+    """Fills the states from one iteration, after every rank has found all that it needs."""
     with ranks.raise_on_all_ranks():
         directory = find_checkpoint(root, iteration)
         assert directory is not None, f"iteration {iteration}"
@@ -136,9 +136,10 @@ def _load_iteration(
         reader = CheckedReader(directory, manifest)
         reader.set_up_storage_reader(metadata, ranks.is_first)
         plan: LoadPlan = reader.prepare_local_plan(planner.create_local_plan())
+    # From here on shards are overwritten: only after the checks have passed on every rank.
     with ranks.raise_on_all_ranks():
         reader.read_data(plan, planner).wait()
-    for name in states.keys() - present.keys():  # moments that a damaged one was read into
+    for name in states.keys() - present.keys():  # moments, maybe filled from a damaged one
         for values in states[name].rectangles.values():
             values.zero_()
     return common
@@ -149,7 +150,10 @@ def _parameters(states: dict[str, BoxedState]) -> dict[str, BoxedState]:
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Names the first field that differs; shapes alone do not tell 8 heads of 16 from 4 of 32."""
+    """`CheckpointError` for the first field that differs, also where all shapes are equal.
+
+    Shapes alone do not distinguish 8 heads of 16 from 4 heads of 32.
+    """
     for name, value in json.loads(json.dumps(dict(here))).items():
         if name in there and there[name] != value:
             raise CheckpointError(f"{MISMATCH}: {name} is {there[name]} there and {value} here")

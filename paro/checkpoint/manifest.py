@@ -1,8 +1,8 @@
-"""A checkpoint's list of its files with sizes and checksums, and what wrote them."""
+"""The manifest of a checkpoint: its files, their sizes and checksums, and library versions."""
 
-# Checksums are CRC-32 (zlib's): they find what disks, networks and crashes do to files, at 4 GB/s a
-# core, and are no defence against a forger. A file has one for every stretch that is read at once,
-# so that a rank verifies what it reads as it reads it, and no byte is read twice.
+# Checksums are CRC-32 (zlib's), 4 GB/s a core: they detect damage by disks, networks and crashes,
+# and do not protect against forgery. A file has one for every stretch that is read in one piece, so
+# that a rank verifies data as it reads them, and no byte is read twice.
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Consecutive bytes of a file."""
+    """Consecutive bytes of a file, with their checksum; begin and length in bytes."""
 
     begin: int
     length: int
@@ -37,7 +37,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """The stretches that a file consists of, one behind the other."""
+    """The stretches of a file, in order and without gaps."""
 
     stretches: tuple[Stretch, ...]
 
@@ -48,7 +48,7 @@ class FileSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What lies in a checkpoint's folder beside the manifest itself."""
+    """The other files of a checkpoint's folder, with the versions and arguments of the run."""
 
     directory: Path
     iteration: int
@@ -65,7 +65,7 @@ class Manifest:
         }
 
     def check_sizes(self, names: list[str] | None = None) -> None:
-        """Raises `DamagedError` unless these files, or all, are there and as long as they were."""
+        """Raises `DamagedError` unless these files, or all, exist with the sizes as written."""
         for name in self.files if names is None else names:
             path = self.directory / name
             wanted = self.files.get(name)
@@ -80,21 +80,21 @@ class Manifest:
                 raise DamagedError(f"{path} is {what}: {found} bytes of {wanted.num_bytes}")
 
     def check_sum(self, name: str, begin: int, length: int, checksum: int) -> None:
-        """Raises `DamagedError` unless bytes with this sum are a stretch of a file as written."""
+        """Raises `DamagedError` unless this is a stretch of the file with this checksum."""
         stretch = self._by_place.get((name, begin))
         wanted = None if stretch is None else (stretch.length, stretch.checksum)
         if wanted != (length, checksum):
             raise DamagedError(_wrong(self.directory / name, begin, begin + length))
 
     def read_file(self, name: str) -> bytes:
-        """A small file, as it was written."""
+        """The contents of a small file, verified."""
         self.check_sizes([name])
         content = (self.directory / name).read_bytes()
         self.check_sum(name, 0, len(content), crc32(content))
         return content
 
     def verify(self, advance: Callable[[int], None] = lambda _num_bytes: None) -> int:
-        """Reads every file; `DamagedError` names the first at fault. Returns the bytes read."""
+        """Verifies every file; returns the bytes read. `DamagedError` names the first bad file."""
         self.check_sizes()
         for name, file in self.files.items():
             path = self.directory / name
@@ -112,12 +112,12 @@ class Manifest:
 
 
 def sum_of(content: bytes) -> FileSum:
-    """The checksum of a small file."""
+    """The checksum of a small file, which is one stretch."""
     return FileSum((Stretch(begin=0, length=len(content), checksum=crc32(content)),))
 
 
 def library_versions() -> dict[str, str]:
-    """What a checkpoint is written with."""
+    """The versions of Python and of the libraries that a checkpoint depends on."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -130,7 +130,7 @@ def library_versions() -> dict[str, str]:
 def write_manifest(
     directory: Path, iteration: int, files: Mapping[str, FileSum], arguments: Mapping[str, Any]
 ) -> None:
-    """Writes the manifest of a folder that is complete but for it."""
+    """Writes the manifest, the last file: without one the folder counts as incomplete."""
     facts = {
         "format_version": FORMAT_VERSION,
         "iteration": iteration,
@@ -149,7 +149,7 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of an iteration's folder; None where format 1 wrote it."""
+    """The manifest of an iteration's folder, None for format 1; `DamagedError` if it is damaged."""
     path = directory / MANIFEST
     try:
         facts = json.loads(path.read_bytes())
@@ -175,7 +175,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def check_format(directory: Path, format_version: object, versions: object) -> None:
-    """Refuses what a later version of this project wrote."""
+    """Raises `CheckpointError` for the format of a later version of this project."""
     if not isinstance(format_version, int) or format_version > FORMAT_VERSION:
         named = versions.items() if isinstance(versions, dict) else ()
         with_them = ", with " * bool(named) + ", ".join(f"{name} {v}" for name, v in named)
@@ -186,7 +186,7 @@ def check_format(directory: Path, format_version: object, versions: object) -> N
 
 
 def write_durably(path: Path, text: str) -> FileSum:
-    """Writes a small file so that it outlives a crash of the machine."""
+    """Writes and fsyncs a small file, so that it survives a crash of the machine."""
     content = text.encode()
     with path.open("wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Saves a run: every rank writes its part, and a failure leaves the old checkpoint."""
+"""Saves a checkpoint: every rank writes its part; a failure leaves the previous one intact."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def save_checkpoint(
 ) -> None:
     """Saves `shards` and `common` as `iteration`; collective, on the thread that owns the group.
 
-    Every rank passes a shard of every unit and state, settled on the current stream. `common` is
-    what JSON can hold; the iteration, the format and the versions are added. `log` is called on
-    the first rank. On `CheckpointError`, which all ranks raise alike, the folder is as before.
+    Every rank passes a shard of every unit and state, final on the current stream. `common` must
+    be JSON; the iteration, the format and the versions are added. `log` is called on the first
+    rank. After a `CheckpointError`, raised on all ranks, the previous checkpoint is unchanged.
     """
     states = boxed_states(shards, to_write=True)
     write_states(directory_root, iteration, states, common, ranks=Ranks(process_group), log=log)
@@ -54,10 +54,10 @@ def write_states(
     log: Callable[[str], None] | None = None,
     retain_interval: int | None = None,
 ) -> None:
-    """The same for states that are boxed already, and maybe copies; see `save_checkpoint`.
+    """As `save_checkpoint`, for states that are boxed already and may be copies; collective.
 
-    With `retain_interval` the checkpoint that was the latest is removed afterwards, unless its
-    iteration is a multiple. Ranks that see different folders fill one each, with what they hold.
+    With `retain_interval` the previous latest checkpoint is removed afterwards, unless its
+    iteration is a multiple. Each folder gets what the ranks that see it hold.
     """
     blame = f"--save {directory_root}"
     if ranks.is_first and log:
@@ -67,6 +67,7 @@ def write_states(
     previous = _latest_or_none(root) if ranks.is_first_near else None
     folder = ranks.first_decides(lambda: begin_checkpoint(root, iteration), blame)
     try:
+        # Each line raises on all ranks or on none, so no folder is completed if one rank failed.
         files = _write(folder, states, ranks, blame)
         ranks.first_decides(lambda: _read_back(folder), blame)
         ranks.first_decides(lambda: finish_checkpoint(folder, iteration, common, files), blame)
@@ -74,7 +75,7 @@ def write_states(
         if ranks.is_first_near:
             discard_checkpoint(folder)
         raise
-    # Only now that it is whole on every node: else none might be left that all of them have.
+    # Only after it is complete on every node: else no checkpoint might be left that all have.
     if (
         retain_interval is not None
         and previous is not None
@@ -89,7 +90,7 @@ def write_states(
 def _write(
     folder: Path, states: dict[str, BoxedState], ranks: Ranks, blame: str
 ) -> dict[str, FileSum]:
-    """Writes the files of tensors; returns the sums of all that lie in this rank's folder."""
+    """Writes the tensor files; returns the checksums of all files in this rank's folder."""
     writer = BoundedWriter(folder)
     with ranks.raise_on_all_ranks(blame), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -104,7 +105,7 @@ def _write(
 
 
 def _read_back(folder: Path) -> None:
-    """Reads where everything lies and sees that it is there, before any folder is put in place."""
+    """Checks that this rank sees the files of all others, before the folder is put in place."""
     try:
         check_files(folder, list(read_metadata(folder).storage_data.values()))
     except CheckpointError as error:
@@ -115,4 +116,4 @@ def _latest_or_none(root: Path) -> int | None:
     try:
         return latest_iteration(root)
     except (CheckpointError, OSError):
-        return None  # a tracker that is damaged or cannot be read names none to remove
+        return None  # a bad tracker names no checkpoint that could be removed

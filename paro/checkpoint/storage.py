@@ -1,4 +1,4 @@
-"""The files of a checkpoint: DCP's own, written with bounded memory and read without trust."""
+"""Reads and writes DCP's tensor files: bounded memory, checksums, and no code execution."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from paro.checkpoint.errors import CheckpointError, DamagedError, describe
 from paro.checkpoint.manifest import FileSum, Manifest, Stretch
 from paro.checkpoint.stored_tensor import tensor_in
 
-Place = tuple[str, int, int]  # a file, where in it, and how many bytes
+Place = tuple[str, int, int]  # file name, offset and length in bytes
 
 MAX_FILE_BYTES = 2**31
 
@@ -64,9 +64,9 @@ _TRUSTED = {
 
 
 class BoundedWriter(FileSystemWriter):
-    """Writes files of at most `MAX_FILE_BYTES`, rectangle by rectangle, and sums them up.
+    """Writes files of at most `MAX_FILE_BYTES`, rectangle by rectangle, with their checksums.
 
-    A rectangle on the CPU is written from where it lies, one on a GPU through a copy of it.
+    A rectangle on the CPU is written without a copy, one on a GPU through a host copy.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -74,7 +74,7 @@ class BoundedWriter(FileSystemWriter):
         self.sums: dict[str, FileSum] = {}
 
     def storage_meta(self) -> StorageMeta:
-        """Without the folder's name, which is another once the checkpoint is complete."""
+        """Without the folder's name, as the folder is renamed once the checkpoint is complete."""
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -109,7 +109,7 @@ class BoundedWriter(FileSystemWriter):
                     )
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:
-            # What the stream met is the cause of what torch says of it.
+            # torch hides an error of the stream, such as a full disk, behind its own.
             cause = (stream.failure if stream is not None else None) or error
             raise CheckpointError(f"cannot write: {describe(cause)}") from error
         self.sums[name] = FileSum(tuple(stretches))
@@ -118,7 +118,7 @@ class BoundedWriter(FileSystemWriter):
 
 @contextmanager
 def _summed_once() -> Iterator[None]:
-    """torch.save without sums of its own, which nobody compares and which take as long as ours."""
+    """torch.save without its own checksums: no reader compares them; they cost as much as ours."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -128,17 +128,17 @@ def _summed_once() -> Iterator[None]:
 
 
 class _SummingStream:
-    """Writes to a file, sums up what it writes, and has the disk begin before the file is whole."""
+    """Writes to a file with checksums, and starts writeback before the file is complete."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
-        self._begin = self._written = 0  # of the stretch that is written, and so far
-        self._asked = 0  # up to here the disk was asked to write
+        self._begin = self._written = 0  # start of the current stretch; bytes so far
+        self._asked = 0  # up to here writeback was started
         self._checksum = 0
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """All of it, block by block: a block is summed while the processor's cache holds it."""
+        """Writes all of it, block by block: a block's checksum is taken while it is in cache."""
         view = memoryview(content).cast("B")
         try:
             for begin in range(0, len(view), _BLOCK_BYTES):
@@ -153,26 +153,26 @@ class _SummingStream:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """A no-op: nothing is buffered."""
 
     def end_stretch(self) -> Stretch:
-        """What was written since the one before."""
+        """Ends a stretch: the bytes written since the last one."""
         begin, self._begin = self._begin, self._written
         checksum, self._checksum = self._checksum, 0
         if self._written - self._asked >= MAX_ITEM_BYTES:
-            # Linux begins to write pages that it cannot forget yet, and does not wait for them.
+            # Linux starts writing dirty pages that it cannot drop yet, without waiting for them.
             os.posix_fadvise(self._file.fileno(), self._asked, 0, os.POSIX_FADV_DONTNEED)
             self._asked = self._written
         return Stretch(begin=begin, length=self._written - begin, checksum=checksum)
 
 
 def _alone_in_storage(values: Tensor) -> Tensor:
-    """The same memory as a tensor whose storage is no larger than itself: torch saves storages."""
+    """The same values in a storage of exactly their size: torch.save writes whole storages."""
     values = values.contiguous()
     if values.untyped_storage().nbytes() == values.nbytes:
         return values
     flat = values.view(-1)
-    # A view of bytes; empty and scalar ones are copied, as a buffer of none cannot be taken.
+    # A view of the same bytes; empty tensors are copied, as frombuffer rejects them.
     if flat.numel() == 0:
         return values.clone()
     content = flat.view(torch.uint8).numpy()
@@ -180,10 +180,10 @@ def _alone_in_storage(values: Tensor) -> Tensor:
 
 
 class CheckedReader(FileSystemReader):
-    """Reads a checkpoint that anybody may have written: no code in it can run.
+    """Reads checkpoints from untrusted sources: no code in them can run.
 
-    A missing or truncated file fails the plan, before anything was overwritten on any rank. What
-    is read is held against its checksum before it is used. Format 1 has no manifest.
+    A missing or truncated file fails the plan, before anything is overwritten on any rank. Data
+    are verified by checksum before they are used, except in format 1, which has no manifest.
     """
 
     def __init__(self, directory: Path, manifest: Manifest | None) -> None:
@@ -202,7 +202,7 @@ class CheckedReader(FileSystemReader):
         return plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """File by file from begin to end, each rectangle once, whatever is taken of it."""
+        """Reads each file in order of offset, each rectangle once even if several items use it."""
         in_order = sorted(plan.items, key=self._place)
         for name, items in groupby(in_order, key=lambda item: self._place(item)[0]):
             path = Path(self.path) / name
@@ -212,7 +212,7 @@ class CheckedReader(FileSystemReader):
                     by_place = [(p, list(wanted)) for p, wanted in groupby(items, key=self._place)]
                     asked = 0
                     for index, (place, wanted) in enumerate(by_place):
-                        # The disk reads on while this rectangle is verified and copied.
+                        # The disk reads ahead while this rectangle is verified and copied.
                         while asked < min(len(by_place), index + 1 + _READ_AHEAD):
                             _read_soon(file, by_place[asked][0])
                             asked += 1
@@ -249,14 +249,14 @@ class CheckedReader(FileSystemReader):
 
 
 def _read_soon(file: FileIO, place: Place) -> None:
-    """Block by block: of a long piece Linux takes the beginning alone."""
+    """Starts reading ahead, block by block: of a long range Linux would read only the beginning."""
     _, begin, length = place
     for block in range(begin, begin + length, _BLOCK_BYTES):
         os.posix_fadvise(file.fileno(), block, _BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _read(file: FileIO, room: memoryview) -> tuple[memoryview, int]:
-    """Fills `room` as far as there are bytes, and sums them block by block, as writing does."""
+    """Reads into `room` until it is full or the file ends; returns the bytes and their checksum."""
     filled = checksum = 0
     while filled < len(room) and (count := file.readinto(room[filled : filled + _BLOCK_BYTES])):
         checksum = crc32(room[filled : filled + count], checksum)
@@ -265,7 +265,7 @@ def _read(file: FileIO, room: memoryview) -> tuple[memoryview, int]:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What a checkpoint holds and where; `CheckpointError` if that cannot be read."""
+    """DCP's metadata: which rectangles are stored where; `DamagedError` if it cannot be read."""
     path = directory / METADATA
     try:
         with path.open("rb") as file:
@@ -280,7 +280,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def check_files(directory: Path, places: list[Any]) -> None:
-    """Raises `CheckpointError` unless the files of these places are there and long enough."""
+    """Raises `DamagedError` unless the files of these places exist and are long enough."""
     needed: dict[str, int] = {}
     for place in places:
         stop = place.offset + place.length
@@ -296,7 +296,7 @@ def check_files(directory: Path, places: list[Any]) -> None:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes DCP's metadata and nothing else."""
+    """Unpickles DCP's metadata classes only; a pickle could otherwise run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -306,7 +306,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Cuts a rank's items into what goes into one file each."""
+    """Groups a rank's items into files of at most `MAX_FILE_BYTES`."""
     bunch: list[WriteItem] = []
     num_bytes = 0
     for item in items:

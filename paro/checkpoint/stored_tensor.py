@@ -1,6 +1,6 @@
-"""A tensor in the bytes that torch.save made of it: found where it lies, and nothing there runs."""
+"""Reads a tensor from the bytes of torch.save without a copy and without running code."""
 
-# torch.load would copy it, into memory that is new for every tensor: a fifth of the speed.
+# torch.load copies it into newly allocated memory for every tensor: a fifth of the speed.
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NAME_LENGTH, _EXTRA_LENGTH = slice(26, 28), slice(28, 30)
 
 
 def tensor_in(content: memoryview) -> Tensor:
-    """The tensor, on the CPU; where it is an ordinary one, as a view of these bytes."""
-    window: Any = Window(content)  # all that zipfile and torch ask of a file
+    """The tensor on the CPU, if possible as a view of these bytes, else loaded by torch."""
+    window: Any = Window(content)  # has the methods that zipfile and torch use
     try:
         return _view_of(content, window)
     except (zipfile.BadZipFile, pickle.UnpicklingError, _UnusualError):
@@ -40,7 +40,7 @@ def tensor_in(content: memoryview) -> Tensor:
 
 
 class Window(io.RawIOBase):
-    """Bytes as a file, without a copy of them."""
+    """A read-only file object over bytes, without a copy."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -68,13 +68,13 @@ class Window(io.RawIOBase):
 
 
 class _UnusualError(Exception):
-    """Not what this project writes; torch may read it all the same."""
+    """Not the form this project writes; torch may still be able to read it."""
 
 
 class _Stored(NamedTuple):
-    """What torch's own function would rebuild a tensor from."""
+    """The arguments of torch's `_rebuild_tensor_v2`."""
 
-    storage: tuple[str, torch.dtype, str, str, int]  # and the entry that holds it
+    storage: tuple[str, torch.dtype, str, str, int]  # the third item names the zip entry
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -83,7 +83,7 @@ class _Stored(NamedTuple):
 
 
 class _Description(pickle.Unpickler):
-    """Makes the description of a tensor and nothing else."""
+    """Unpickles the description of a tensor and rejects everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -120,7 +120,7 @@ def _view_of(content: memoryview, window: io.RawIOBase) -> Tensor:
 
 
 def _place(content: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """Where the bytes of an entry lie."""
+    """The range [begin, stop) of an uncompressed entry's data in `content`."""
     header = content[entry.header_offset : entry.header_offset + _HEADER_BYTES]
     lengths = (int.from_bytes(header[part], "little") for part in (_NAME_LENGTH, _EXTRA_LENGTH))
     begin = entry.header_offset + _HEADER_BYTES + sum(lengths)

@@ -1,1 +1,1 @@
-"""Collectives over runs of axes, by algorithm."""
+"""Collectives over axis spans: backend collectives, Ring, H-Ring and HO-Ring."""

@@ -1,4 +1,4 @@
-"""Makes collectives by name: one algorithm, or a choice among several by message size."""
+"""Constructs collectives by name: one algorithm, or a choice of several by message size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_collectives(
     traffic: ByteCounter,
     timeout: timedelta,
 ) -> Collectives:
-    """Collectives for the runs that a strategy moves along; every rank calls it alike."""
+    """Collectives for the axis spans in `runs`; every rank must call it with the same arguments."""
     names = algorithm.names if isinstance(algorithm, AlgorithmChoice) else (algorithm,)
     needed = {
         use: frozenset(part for run in runs[use] for name in names for part in _groups(name, run))
@@ -47,7 +47,7 @@ _BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
 
 
 def _groups(name: str, run: AxisSpan) -> tuple[AxisSpan, ...]:
-    """The parts of a run that need a process group."""
+    """The parts of an axis span that need a process group."""
     return parts_of(name, run) if name in ALGORITHMS else _BACKENDS[name].groups_for(run)
 
 

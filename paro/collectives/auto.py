@@ -1,4 +1,4 @@
-"""Picks an algorithm for every call, by its size: small messages want few steps."""
+"""Collectives that pick an algorithm per call by message size: small ones need few steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paro.topology import AxisSpan, axes_of
 
 
 class AutoCollectives:
-    """Hands every call to the algorithm that a choice names; all share lanes and groups."""
+    """Delegates every call to the chosen algorithm; all share comm streams and process groups."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class AutoCollectives:
         return best.all_reduce(whole, run, comm_dtype, after=after)
 
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
-        # Any lane will do: the job waits for the end of the reduction, whoever carried it out.
+        # Any comm stream works: the job waits for the reduction, whichever algorithm ran it.
         return self._streams.submit((Use.REDUCE, run[-1].index), job, after=after)
 
     def close(self) -> None:

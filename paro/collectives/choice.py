@@ -1,4 +1,4 @@
-"""Which algorithm carries out a collective, by its size."""
+"""The choice of an algorithm for a collective by its size."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paro.topology import Axes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmChoice:
-    """The algorithms to choose from, and which is best; every rank must choose alike.
+    """The algorithms to choose from and the function that picks one, the same on every rank.
 
-    `best` gets the collective, the kinds of axes that it crosses, and the bytes of the whole
-    buffer as they travel.
+    `best` gets the collective, the kinds of axes that it uses, and the bytes of the whole buffer
+    in the communication dtype; it returns one of `names`.
     """
 
     names: tuple[str, ...]

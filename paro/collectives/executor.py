@@ -1,15 +1,15 @@
-"""Carries out schedules with point-to-point operations: a thread per axis, or a stream per axis."""
+"""Executes schedules with point-to-point operations, on one thread or CUDA stream per level."""
 
 # [Note: two ways to carry out one schedule]
-# Where every lane has a thread of its own (gloo), each runs the steps of its level: receives are
-# posted ahead and end in order, and whoever makes a chunk arrive sends at once all that waited for
-# it, over whichever level. Messages carry tags, so it does not matter which thread sends. Else
-# (CUDA streams, or no overlap at all) the training thread queues step after step, each a send and
-# a receive that belong together, behind the steps of other levels that it depends on: on NCCL a
-# lone receive would block its stream, and tags mean nothing.
+# If every comm stream is a thread (gloo), each thread runs the steps of its level: receives are
+# posted ahead and complete in order, and the thread that receives a chunk immediately sends all
+# messages that waited for it, on any level. Messages carry tags, so any thread can send them.
+# Otherwise (CUDA streams, or no overlap) the training thread queues the steps one by one, each a
+# paired send and receive, after the steps of other levels that it depends on: with NCCL an unpaired
+# receive would block its stream, and tags are ignored.
 #
-# Messages of a level are numbered from one collective to the next, alike on both ends, because all
-# ranks run the same program.
+# The messages of a level are numbered consecutively across collectives; both ends get the same
+# numbers because all ranks run the same program.
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ ALGORITHMS: dict[str, Hops] = {
 
 
 def parts_of(name: str, run: AxisSpan) -> tuple[AxisSpan, ...]:
-    """The levels of `run` under an algorithm, innermost first: axes that share a ring.
+    """The levels of `run` for an algorithm, innermost first; the axes of a level form one ring.
 
-    Neighbouring axes with one kind of links are one level: fewer hops, the same bytes.
+    Neighbouring axes with the same kind of links are one level: fewer hops, the same bytes.
     """
     if not run:
         return ()
@@ -46,14 +46,14 @@ def parts_of(name: str, run: AxisSpan) -> tuple[AxisSpan, ...]:
 
 
 class Ends:
-    """This rank's ends of its links, shared by all algorithms that use the same groups."""
+    """Message tags and scratch buffers, shared by all algorithms that use the same groups."""
 
     def __init__(self) -> None:
         self._next_tags: dict[tuple[Use, AxisSpan], int] = {}
-        self._scratch: dict[tuple[Use, AxisSpan], Scratch] = {}  # a lane runs one job at a time
+        self._scratch: dict[tuple[Use, AxisSpan], Scratch] = {}  # one job at a time per stream
 
     def level(self, use: Use, run: AxisSpan, num_messages: int) -> Level:
-        """The end of a ring for one collective that sends so many messages over it."""
+        """The level of one collective that sends `num_messages` messages on it."""
         first_tag = self._next_tags.get((use, run), 0)
         self._next_tags[use, run] = first_tag + num_messages
         scratch = self._scratch.setdefault((use, run), Scratch())
@@ -61,7 +61,7 @@ class Ends:
 
 
 class ScheduledCollectives:
-    """Collectives by one of our own algorithms, point to point."""
+    """Collectives by one of this package's point-to-point algorithms."""
 
     def __init__(
         self, name: str, groups: Groups, streams: CommStreams, traffic: ByteCounter, ends: Ends
@@ -99,7 +99,7 @@ class ScheduledCollectives:
         if not run or whole.dtype == comm_dtype:
             return event
 
-        def round_own() -> None:  # as all others got it
+        def round_own() -> None:  # to the same values as the other ranks received
             own = shard_in(whole, run, self._rank)
             own.copy_(own.to(comm_dtype))
 
@@ -151,7 +151,7 @@ class ScheduledCollectives:
         members = self._groups.topology.members(run, self._rank)
         sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
         shard_numel = whole.numel() // len(members)
-        # However small, no piece is empty.
+        # The second bound keeps every piece of a small shard non-empty.
         pieces = min(count_pieces(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
         hops, place = ALGORITHMS[self._name], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, place, pieces)

@@ -1,4 +1,4 @@
-"""The backend's one collective over all ranks of a run, permuted into place: the baseline."""
+"""Baseline: one backend collective over all ranks of an axis span, plus a permutation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paro.topology import AxisSpan
 
 
 class FlatCollectives:
-    """What a sharding library without levels does: links inside and between groups are the same.
+    """What a sharding library does that does not distinguish links inside and between groups.
 
-    Backends order by rank, whose most significant digit is the outermost; nested shards lie with
-    the innermost digit first. The permutation between the two costs a whole extra buffer.
+    Backends order shards by rank, whose most significant digit is the outermost axis; in the nested
+    order that is the innermost axis. The permutation needs an extra whole buffer.
     """
 
     def __init__(self, groups: Groups, streams: CommStreams, traffic: ByteCounter) -> None:
@@ -27,7 +27,7 @@ class FlatCollectives:
 
     @staticmethod
     def groups_for(run: AxisSpan) -> tuple[AxisSpan, ...]:
-        """The runs that need a process group: the whole run."""
+        """The axis spans that need a process group: the whole span."""
         return (run,) if run else ()
 
     def all_gather(
@@ -82,12 +82,12 @@ class FlatCollectives:
 
 
 def _nested(whole: Tensor, run: AxisSpan) -> Tensor:
-    """A buffer with one dim per axis, innermost first, and one for the elements of a shard."""
+    """A nested buffer viewed with one dim per axis, innermost first, and one for shard elements."""
     return whole.view(*(axis.size for axis in run), -1)
 
 
 def _by_rank_as_nested(by_rank: Tensor, run: AxisSpan) -> Tensor:
-    """A buffer in the order of ranks, seen with the dims of `_nested`."""
+    """A buffer in rank order, viewed with the dims of `_nested`."""
     num_axes = len(run)
     seen = by_rank.view(*(axis.size for axis in reversed(run)), -1)
     return seen.permute(*reversed(range(num_axes)), num_axes)

@@ -1,22 +1,22 @@
-"""H-Ring: a ring between groups at every inner place, then, when it is done, one in every group."""
+"""H-Ring: a hierarchical ring; inter-group rings run first, then a ring inside every group."""
 
-# All-gather of 2 groups of 3, the shards a..f at places 0..5, | between groups. Each row shows what
-# a place has just received.
+# All-gather of 2 groups of 3, shards a..f at positions 0..5, | between groups. Each row shows what
+# a position has just received.
 #
-#     place            0    1    2  |  3    4    5
+#     position         0    1    2  |  3    4    5
 #     own              a    b    c  |  d    e    f
 #     outer, step 1    d    e    f  |  a    b    c       rings {0 3} {1 4} {2 5}, all at once
 #     inner, step 1    cf   ad   be |  cf   ad   be      rings {0 1 2} {3 4 5}
 #     inner, step 2    be   cf   ad |  be   cf   ad
 #
-# With groups of m, g of them, and a buffer of V bytes, cut into shards of V / (m g) (all-reduce:
-# twice of all):
+# g groups of m ranks, a buffer of V bytes split into shards of V / (m g) (all-reduce: twice the
+# steps and bytes):
 #
-#     level    steps     bytes sent by a place       links used
-#     outer    g - 1     (g - 1) / (m g) * V         inter alone, idle while the inner rings turn
-#     inner    m - 1     (m - 1) / m * V             intra alone, idle while the outer rings turn
+#     level    steps     bytes sent by a rank        links used
+#     outer    g - 1     (g - 1) / (m g) * V         inter only, idle while the inner rings run
+#     inner    m - 1     (m - 1) / m * V             intra only, idle while the outer rings run
 #
-# A reduce-scatter runs backwards: the inner rings first. A run with one kind of links is one ring.
+# A reduce-scatter runs backwards: inner rings first. A span with one kind of links is one ring.
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paro.collectives.schedule import Chunk, Chunks, Hop
 
 
 def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
-    """The all-gather of `place` in `sizes[1]` groups of `sizes[0]` places."""
+    """The hops of the rank at `place` in an all-gather over `sizes[1]` groups of `sizes[0]`."""
     if len(sizes) == 1:
         return ring.hops(sizes, place, pieces)
     inner_size, outer_size = sizes
@@ -37,7 +37,7 @@ def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
         first = inner_digit % inner_size
         return tuple(Chunk(first + inner_size * (o % outer_size), piece) for o in outer_digits)
 
-    # The shards of one inner digit are neighbours: whole ones go round the inner ring together.
+    # Shards with the same inner digit are contiguous: the inner ring sends whole ones together.
     rows = [tuple(range(outer_size))] if pieces == 1 else [(row,) for row in range(outer_size)]
     between = [
         Hop(1, chunks(inner, [outer - step], piece), chunks(inner, [outer - step - 1], piece))

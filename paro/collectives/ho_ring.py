@@ -1,26 +1,26 @@
-"""HO-Ring: the rings of H-Ring, turning at the same time: what crosses groups spreads at once."""
+"""HO-Ring: a hierarchical ring whose inter-group and intra-group rings run at the same time."""
 
-# All-gather of 2 groups of 3, the shards a..f at places 0..5, | between groups. Each row shows what
-# a place has just received; outer and inner rings of one row turn at the same time.
+# All-gather of 2 groups of 3, shards a..f at positions 0..5, | between groups. Each row shows what
+# a position has just received; outer and inner rings of one turn run at the same time.
 #
-#     place                0    1    2  |  3    4    5
+#     position             0    1    2  |  3    4    5
 #     own                  a    b    c  |  d    e    f
 #     turn 1  outer        d    e    f  |  a    b    c       rings {0 3} {1 4} {2 5}
-#             inner        c    a    b  |  f    d    e       rings {0 1 2} {3 4 5}: the own row
+#             inner        c    a    b  |  f    d    e       rings {0 1 2} {3 4 5}: its own row
 #                          b    c    a  |  e    f    d
-#     turn 2  inner        f    d    e  |  c    a    b       the row that came across
+#     turn 2  inner        f    d    e  |  c    a    b       the row of the other group
 #                          e    f    d  |  b    c    a
 #
-# With groups of m, g of them, and a buffer of V bytes, cut into shards of V / (m g) and those into
-# pieces (all-reduce: twice of all):
+# g groups of m ranks, a buffer of V bytes split into shards of V / (m g), and shards into pieces
+# (all-reduce: twice the steps and bytes):
 #
-#     level    turns          steps of a shard    bytes sent by a place    links used
-#     outer    1 .. g - 1     g - 1               (g - 1) / (m g) * V      inter alone
-#     inner    1 .. g         g (m - 1)           (m - 1) / m * V          intra alone
+#     level    turns          steps of a shard    bytes sent by a rank     links used
+#     outer    1 .. g - 1     g - 1               (g - 1) / (m g) * V      inter only
+#     inner    1 .. g         g (m - 1)           (m - 1) / m * V          intra only
 #
-# The inner ring takes a piece round as soon as it has come across, so after the last one arrives
-# only the m - 1 hops of a single piece are left: T = max(outer, inner) + one piece inside.
-# A reduce-scatter runs backwards: the piece that leaves first is summed inside first.
+# The inner ring forwards a piece as soon as it arrives from the other group, so after the last one
+# only the m - 1 inner hops of one piece remain: T = max(outer, inner) + the inner hops of one
+# piece. A reduce-scatter runs backwards: the piece that is sent first is summed in the group first.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from paro.collectives.schedule import Chunk, Chunks, Hop
 
 
 def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
-    """The all-gather of `place` in `sizes[1]` groups of `sizes[0]` places."""
+    """The hops of the rank at `place` in an all-gather over `sizes[1]` groups of `sizes[0]`."""
     if len(sizes) == 1:
         return ring.hops(sizes, place, pieces)
     inner_size, outer_size = sizes
@@ -53,8 +53,8 @@ def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
             for step in range(inner_size - 1)
         ]
 
-    # The own row, which is at hand, fills the time in which the pieces of the next one come in. In
-    # a reduce-scatter its sums are wanted one by one, as the other group's come in to be added.
+    # The group's own row needs no outer hop: it fills the time until the pieces of the next row
+    # arrive. A reduce-scatter needs its sums one by one, as those of the other group arrive.
     found = [*outer_hops(0), *outer_hops(1), *inner_hops(0, 0)]
     for piece in range(pieces):
         found += inner_hops(0, piece + 1) if piece + 1 < pieces else []

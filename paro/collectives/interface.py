@@ -1,4 +1,4 @@
-"""What every algorithm offers: moves of flat buffers along a run of neighbouring axes."""
+"""The interface of all algorithms: collectives on flat buffers along an axis span."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paro.topology import AxisSpan
 
 
 class Collectives(Protocol):
-    """Moves flat buffers along a run of neighbouring axes, innermost first in `run`.
+    """Collectives on flat buffers along `run`, an axis span ordered innermost first.
 
-    All work in place on nested shards (layout.py): a buffer at the run's coarse end holds this
-    rank's shard at the fine end at its own place. Every call queues jobs in the lanes of its axes
-    and returns their end; an empty run costs nothing. `comm_dtype` is the type on the wire.
+    All work in place on nested shards (layout.py): `whole` is the buffer at the coarse degree of
+    the span and contains this rank's shard at the fine degree. Every call queues jobs on comm
+    streams and returns their completion; an empty span costs nothing. Data is sent in `comm_dtype`.
     """
 
     def all_gather(
@@ -29,21 +29,21 @@ class Collectives(Protocol):
     ) -> Event:
         """Fills `whole` from the shards of the ranks along `run`.
 
-        This rank's own is `shard`, or lies in `whole` at its place already where none is given.
+        This rank's shard is `shard`, or if that is None, already in its range of `whole`.
         """
 
     def reduce_scatter(
         self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        """Leaves the sum over `run` in this rank's shard of `whole`; the rest is scratch."""
+        """Writes the sum over `run` to this rank's shard of `whole`; the rest is undefined."""
 
     def all_reduce(
         self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        """Leaves the sum over `run` in all of `whole`."""
+        """Writes the sum over `run` to all of `whole`."""
 
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
-        """Queues local work behind a reduction over `run`, in the lane that ended it."""
+        """Queues local work after a reduction over `run`, on the comm stream of its last job."""
 
     def close(self) -> None:
-        """Ends lanes and groups; every rank calls it when nothing is under way."""
+        """Closes comm streams and process groups; call it on every rank with no work in flight."""

@@ -1,4 +1,4 @@
-"""The backend's own collectives, axis by axis; the reference in every test."""
+"""The backend's own collectives, axis by axis; the reference in tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paro.topology import Axis, AxisSpan
 
 
 class NativeCollectives:
-    """One backend call per axis: gathers from the outside in, reductions from the inside out."""
+    """One backend call per axis: gathers from outermost to innermost, reductions in reverse."""
 
     def __init__(self, groups: Groups, streams: CommStreams, traffic: ByteCounter) -> None:
         self._groups = groups
@@ -23,7 +23,7 @@ class NativeCollectives:
 
     @staticmethod
     def groups_for(run: AxisSpan) -> tuple[AxisSpan, ...]:
-        """The runs that need a process group: every axis alone."""
+        """The axis spans that need a process group: every single axis."""
         return tuple((axis,) for axis in run)
 
     def all_gather(
@@ -80,8 +80,8 @@ class NativeCollectives:
     def _submit(self, use: Use, axis: Axis, job: Job, after: Event) -> Event:
         return self._streams.submit((use, axis.index), job, after=after)
 
-    # Each job converts to the wire's type and back by itself, so that what is in flight between
-    # two axes needs no second buffer.
+    # Each job converts to the communication dtype and back, so that intermediate results between
+    # two axes need no second buffer.
 
     def _gather_job(self, whole: Tensor, axis: Axis, own: Tensor) -> Job:
         return lambda: self._wire.all_gather(Use.GATHER, (axis,), whole, own)

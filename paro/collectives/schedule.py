@@ -1,19 +1,19 @@
-"""Who sends which chunk to whom, over which level and after what: a collective as data."""
+"""Schedules: a collective as a list of sends and receives with levels and dependencies."""
 
-# A run of axes is seen as levels, innermost first: `sizes` (m,) for a plain ring, (m, g) for g
-# groups of m. A rank's place is its number along the run, place = inner digit + m * outer digit.
-# The buffer is cut into a shard per place and every shard into pieces; a chunk is one piece.
+# An axis span is split into levels, innermost first: `sizes` is (m,) for a plain ring, (m, g) for g
+# groups of m. A rank's position along the span (`place`) is inner digit + m * outer digit. The
+# buffer is split into one shard per position and every shard into pieces; a chunk is one piece.
 #
-# An algorithm (ring.py, h_ring.py, ho_ring.py) lists the hops of its all-gather for one rank: at
-# every hop the rank passes chunks on to the next place of a level's ring and gets others from the
-# place before. All else follows from that list:
+# An algorithm (ring.py, h_ring.py, ho_ring.py) lists the hops of its all-gather for one rank: in
+# every hop the rank sends chunks to the next position of a level's ring and receives others from
+# the previous one. The rest is derived from that list:
 #
-#     reduce-scatter   the hops backwards in time: what was passed on comes back and is added
+#     reduce-scatter   the hops in reverse: chunks that were sent are received and added
 #     all-reduce       the reduce-scatter, then the all-gather
-#     after            the earlier steps whose chunk must have arrived, found by following the data
+#     after            the earlier steps whose chunk must have arrived, from the data dependencies
 #
-# Steps are in an order that respects every dependency and is the same on all places, so carrying
-# them out one by one never blocks; steps of different levels may run at the same time.
+# The order of steps respects every dependency and is the same on all ranks, so executing them one
+# by one never deadlocks; steps of different levels may run at the same time.
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")  # the first two are the backend's
 
-# How many messages of a level may be under way: one is on the link while the next gets ready. So
-# many receives are posted ahead, and so much room a reduction needs beside its buffer.
+# Messages of a level in flight: one is on the link while the next is prepared. This many receives
+# are posted ahead, and a reduction needs scratch for this many messages.
 MESSAGES_UNDER_WAY = 3
 
-# A message should be long enough to outweigh its cost, and short enough that little is left to do
-# when the last one has come across.
+# A message should be large enough to amortize its fixed cost, and small enough that little work
+# remains after the last one has arrived.
 _PIECE_BYTES = 768 << 10
 _LEAST_PIECE_BYTES = 256 << 10
 
@@ -46,26 +46,26 @@ class Op(Enum):
 
 
 class Chunk(NamedTuple):
-    """One piece of the shard of one place."""
+    """One piece of the shard of one position."""
 
     owner: int
     piece: int
 
 
-Chunks = tuple[Chunk, ...]  # neighbours in the buffer, which travel as one message
+Chunks = tuple[Chunk, ...]  # contiguous in the buffer, sent as one message
 
 
 class Hop(NamedTuple):
-    """One step of an all-gather: `sent` goes to the next place of a level, `received` comes in."""
+    """One step of an all-gather: `sent` goes to the next rank of a level's ring."""
 
     level: int
     sent: Chunks
     received: Chunks
-    phase: int = 0  # nothing is sent before all of the phase before has arrived
+    phase: int = 0  # a phase sends nothing before all of the previous phase has arrived
 
 
 class Send(NamedTuple):
-    """A message leaves once those of the steps `after` have arrived."""
+    """A message that is sent once those of the steps `after` have arrived."""
 
     chunks: Chunks
     peer: int
@@ -73,7 +73,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """What comes in replaces what was there, or is added to it, behind the steps `after`."""
+    """A message that overwrites its chunks or is added to them, after the steps `after`."""
 
     chunks: Chunks
     peer: int
@@ -82,7 +82,7 @@ class Receive(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A send and a receive of one level that belong together."""
+    """A paired send and receive of one level."""
 
     level: int
     send: Send
@@ -91,10 +91,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of one place, and the same by what depends on them and by level."""
+    """The steps of one rank, with the indices of dependent steps and of the steps per level."""
 
     steps: tuple[Step, ...]
-    followers: tuple[tuple[int, ...], ...]  # of every step: those that send only after it
+    followers: tuple[tuple[int, ...], ...]  # per step: the steps that send only after it
     of_level: tuple[tuple[int, ...], ...]
 
 
@@ -102,7 +102,7 @@ Hops = Callable[[Sequence[int], int, int], list[Hop]]  # (sizes, place, pieces)
 
 
 def neighbour(sizes: Sequence[int], place: int, level: int, offset: int) -> int:
-    """The place `offset` further along the ring of `level`; negative: before."""
+    """The position `offset` further along the ring of `level`; `offset` may be negative."""
     below = prod(sizes[:level])
     digit = place // below % sizes[level]
     return place + ((digit + offset) % sizes[level] - digit) * below
@@ -110,9 +110,9 @@ def neighbour(sizes: Sequence[int], place: int, level: int, offset: int) -> int:
 
 @lru_cache(maxsize=1024)
 def make_schedule(op: Op, hops: Hops, sizes: tuple[int, ...], place: int, pieces: int) -> Schedule:
-    """The steps of `op` for one place; `hops` is that of an algorithm's file.
+    """The steps of `op` for one position; `hops` is the function of an algorithm's module.
 
-    The order of sums is fixed by the schedule, so results are the same bits at every run.
+    The schedule fixes the order of sums, so results are bitwise reproducible.
     """
     forward = hops(sizes, place, pieces)
     draft: list[tuple[Hop, bool]] = []  # a hop, and whether it runs backwards
@@ -133,11 +133,11 @@ def make_schedule(op: Op, hops: Hops, sizes: tuple[int, ...], place: int, pieces
 def _linked(
     draft: Sequence[tuple[Hop, bool]], sizes: Sequence[int], place: int
 ) -> tuple[Step, ...]:
-    """Finds for every step what it has to wait for."""
+    """The steps with their dependencies."""
     steps: list[Step] = []
     arrived: dict[Chunk, int] = {}  # the last step so far that changed the chunk here
     of_level: dict[int, list[int]] = {}
-    barrier: int | None = None  # the last step of the phase before
+    barrier: int | None = None  # the last step of the previous phase
     for index, (hop, backwards) in enumerate(draft):
         if index and (hop.phase, backwards) != (draft[index - 1][0].phase, draft[index - 1][1]):
             barrier = index - 1 if _in_phases(draft) else None
@@ -170,7 +170,7 @@ def _distinct(*steps: int | None) -> tuple[int, ...]:
 
 
 def count_pieces(shard_bytes: int) -> int:
-    """Into how many pieces a shard is cut; two at least, where that is worth a message."""
+    """The number of pieces of a shard; at least two unless pieces would be too small."""
     if shard_bytes < 2 * _LEAST_PIECE_BYTES:
         return 1
     return max(2, -(-shard_bytes // _PIECE_BYTES))
@@ -179,8 +179,8 @@ def count_pieces(shard_bytes: int) -> int:
 def cut(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:
     """(start, stop) of every piece of a range; the last two are a half and a quarter of the others.
 
-    Nothing is left to hide the hops of the last piece of a gather behind, nor those of the first of
-    a reduce-scatter, which goes backwards: they should be short.
+    The hops of a gather's last piece, and in reverse of a reduce-scatter's first, overlap with
+    nothing: they should be short.
     """
     weights = [4] * (pieces - 2) + [2, 1] if pieces > 1 else [1]
     ends = [(stop - start) * part // sum(weights) for part in accumulate(weights, initial=0)]

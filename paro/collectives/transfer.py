@@ -1,4 +1,4 @@
-"""One collective under way: its chunks in a buffer, what has arrived, what is still to be sent."""
+"""One scheduled collective in flight: its buffer, arrived chunks and pending messages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from paro.distributed.comm_stream import Job
 from paro.distributed.groups import Use
 from paro.topology import AxisSpan
 
-_TAGS = 1 << 31  # what a backend's tag can hold
+_TAGS = 1 << 31  # tags of a backend are below this
 
 
 class Scratch:
-    """Where the chunks of a level land that do not land in place, kept from one to the next.
+    """Receive buffers for the chunks of a level that are not received in place, reused.
 
-    Fresh memory costs a CPU more than the sum that is made of it.
+    On a CPU allocating new memory costs more than the sum itself.
     """
 
     def __init__(self) -> None:
         self._slots: dict[int, Tensor] = {}
 
     def slot(self, number: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor as long as `like`; a number's is taken again when it is asked for again."""
+        """A tensor as long as `like`; calls with the same `number` reuse the same memory."""
         num_bytes = like.numel() * dtype.itemsize
         slot = self._slots.get(number)
         if slot is None or slot.numel() < num_bytes:
@@ -42,7 +42,7 @@ class Scratch:
 
 
 class Level(NamedTuple):
-    """Where a schedule's level sends and lands: a process group, the first tag, room beside."""
+    """The process group, first message tag and scratch buffers of one level of a schedule."""
 
     use: Use
     run: AxisSpan
@@ -52,28 +52,28 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """The whole buffer, the type on the wire, and where every chunk lies."""
+    """The whole buffer, the communication dtype, and the range of every chunk."""
 
     whole: Tensor
     comm_dtype: torch.dtype
-    ranges: list[list[tuple[int, int]]]  # by owner and piece
+    ranges: list[list[tuple[int, int]]]  # [owner][piece] -> (start, stop)
 
     def view(self, chunks: Chunks) -> Tensor:
-        """The chunks of one message, in place."""
+        """The chunks of one message, as a view of the buffer."""
         ranges = sorted(self.ranges[chunk.owner][chunk.piece] for chunk in chunks)
         assert all(a[1] == b[0] for a, b in pairwise(ranges)), f"{chunks} are no neighbours"
         return self.whole[ranges[0][0] : ranges[-1][1]]
 
     def outgoing(self, chunks: Chunks) -> Tensor:
-        """The chunks as they are sent: themselves, or a copy in the wire's type."""
+        """The chunks to send: the view, or a copy in the communication dtype."""
         return self.view(chunks).to(self.comm_dtype)
 
     def lands_in_place(self, *, adds: bool) -> bool:
-        """Whether what is received goes straight to its place; else it lands beside it first."""
+        """Whether a message is received directly into the buffer; else into scratch first."""
         return not adds and self.comm_dtype == self.whole.dtype
 
     def take(self, chunks: Chunks, landed: Tensor, *, adds: bool) -> None:
-        """Puts what has landed where it belongs."""
+        """Adds or copies a received message to its chunks."""
         view = self.view(chunks)
         if adds:
             view.add_(landed)
@@ -82,7 +82,7 @@ class Buffer:
 
 
 class Transfer:
-    """A schedule on its way; its jobs run level by level in threads, or step by step."""
+    """A schedule in execution; its jobs run one thread per level, or step by step."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Transfer:
         self.schedule = schedule
         self._steps = schedule.steps
         self._levels = levels
-        self._members = members  # the rank at every place
+        self._members = members  # the rank at every position
         self._buffer = buffer
         self._wire = wire
         self._tags = {
@@ -108,10 +108,10 @@ class Transfer:
         self._arrived = [False] * len(self._steps)
         self._unsent = [len(indices) for indices in schedule.of_level]
         self._sends: list[deque[Pending]] = [deque() for _ in levels]
-        self._failure: BaseException | None = None  # the first, of whichever level
+        self._failure: BaseException | None = None  # the first one of any level
 
     def step_job(self, index: int) -> Job:
-        """Sends and receives of one step, together."""
+        """A job that runs the paired send and receive of one step."""
 
         def job() -> None:
             step = self._steps[index]
@@ -132,7 +132,7 @@ class Transfer:
         return job
 
     def level_job(self, level: int) -> Job:
-        """All steps of one level, in a thread of its own beside those of the other levels."""
+        """A job that runs all steps of one level; levels run concurrently, each in a thread."""
 
         def job() -> None:
             try:
@@ -167,10 +167,10 @@ class Transfer:
             self._buffer.take(receive.chunks, landed, adds=receive.adds)
             self._arrive(index)
             post()
-            # A converted copy lives until it has left.
+            # Waiting for old sends bounds the converted copies, which live until they are sent.
             while len(self._sends[level]) > MESSAGES_UNDER_WAY:
                 self._sends[level].popleft().wait()
-        # Some are sent by the threads of other levels.
+        # Some messages of this level are sent by the threads of other levels.
         self._await(lambda: self._unsent[level] == 0)
         while self._sends[level]:
             self._sends[level].popleft().wait()
@@ -185,7 +185,7 @@ class Transfer:
         return landing, self._wire.receive(level.use, level.run, landing, peer, self._tags[index])
 
     def _arrive(self, index: int) -> None:
-        """Notes an arrival and sends what waited for nothing else."""
+        """Records an arrival and sends the messages whose dependencies are now complete."""
         with self._changed:
             self._arrived[index] = True
             followers = self.schedule.followers[index]
@@ -210,5 +210,5 @@ class Transfer:
     def _await(self, condition: Callable[[], bool]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or condition())
-            if self._failure is not None:  # whoever waits for this level is told of it too
+            if self._failure is not None:  # raised in every level, not only in the failed one
                 raise RuntimeError(f"elsewhere {self._failure}") from self._failure

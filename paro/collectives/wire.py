@@ -1,4 +1,4 @@
-"""The one place that calls torch.distributed for model states, and so counts their bytes."""
+"""The only caller of torch.distributed collectives for model state; counts the bytes sent."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.groups import Groups, Use
 from paro.topology import AxisSpan, Link, nested_range
 
-# gloo reduces-scatters by an all-reduce, at twice the bytes; messages to every peer and a sum of
-# our own move what they must (its all-to-all leaves slow links idle in between). This many bytes
-# are staged at a time, so that nothing unit-sized is added.
+# gloo implements reduce-scatter as an all-reduce, with twice the bytes. Messages to every peer and
+# a local sum send only the necessary bytes (gloo's all-to-all leaves slow links idle in between).
+# This many bytes are staged at a time, which avoids an extra buffer the size of a unit.
 _STAGED_BYTES = 4 << 20
 
-# torch 2.13 renamed these two; 2.11 and 2.12 know the old names only.
+# torch 2.13 renamed these two; 2.11 and 2.12 have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
-    """A message under way to or from a peer."""
+    """A message in flight to or from a peer."""
 
     def __init__(self, work: dist.Work, tensor: Tensor, what: str) -> None:
         self._work = work
-        self._tensor = tensor  # kept until it has been read or written
+        self._tensor = tensor  # kept alive until the message is complete
         self._what = what
 
     def wait(self) -> None:
-        """Raises `RuntimeError` that names the peer if it is gone or silent for too long."""
+        """Waits; raises a `RuntimeError` that names the peer if it is gone or times out."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -38,10 +38,10 @@ class Pending:
 
 
 class Wire:
-    """One backend collective over a run of axes, in place, in the calling thread.
+    """Backend collectives and messages along an axis span, in the calling thread.
 
-    Counted are the bytes that a bandwidth-optimal backend makes this rank send: to the next rank
-    of the ring for gathers and all-reduces, to every peer its piece for gloo's reductions.
+    Counts the bytes that this rank sends with a bandwidth-optimal backend: to the next rank of the
+    ring for gathers and all-reduces, to every peer its part for gloo's reduce-scatters.
     """
 
     def __init__(self, groups: Groups, traffic: ByteCounter) -> None:
@@ -50,18 +50,18 @@ class Wire:
         self._rank = groups.rank
 
     def all_gather(self, use: Use, run: AxisSpan, whole: Tensor, shard: Tensor) -> None:
-        """Fills `whole` with every rank's `shard`, in the order of ranks."""
+        """Fills `whole` with every rank's `shard`, in rank order."""
         self._count_ring(run, whole.nbytes - shard.nbytes)
         _all_gather(whole, shard, group=self._groups.of(use, run))
 
     def all_reduce(self, use: Use, run: AxisSpan, whole: Tensor) -> None:
-        """Sums `whole` over the run."""
+        """Sums `whole` in place over the axis span."""
         size = len(self._members(run))
         self._count_ring(run, 2 * whole.nbytes * (size - 1) // size)
         dist.all_reduce(whole, group=self._groups.of(use, run))
 
     def reduce_scatter(self, use: Use, run: AxisSpan, whole: Tensor) -> Tensor:
-        """Cuts `whole` by rank and returns this rank's part of it, which then holds the sum."""
+        """Splits `whole` by rank; returns this rank's part of it, which then holds the sum."""
         members = self._members(run)
         parts = whole.view(len(members), -1)
         own = parts[members.index(self._rank)]
@@ -73,12 +73,12 @@ class Wire:
         step = max(1, _STAGED_BYTES // (len(members) * whole.element_size()))
         for begin in range(0, own.numel(), step):
             received = self._trade(use, run, parts[:, begin : begin + step])
-            # Summed in the order of ranks, in fp32: the same bits at every run.
+            # Summed in rank order, in fp32: bitwise reproducible.
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
 
     def _trade(self, use: Use, run: AxisSpan, parts: Tensor) -> Tensor:
-        """Sends every member its row and returns what all sent to this one, in rows too."""
+        """An all-to-all: sends every member its row; returns the rows received, in rank order."""
         members = self._members(run)
         own = members.index(self._rank)
         others = [(row, rank) for row, rank in enumerate(members) if rank != self._rank]
@@ -91,7 +91,7 @@ class Wire:
         return received
 
     def send(self, use: Use, run: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Starts to send a tensor, which stays as it is until the end."""
+        """Starts to send a tensor, which must not change until the message is complete."""
         self._traffic.add(self._link_to(peer), tensor.nbytes)
         group = self._groups.of(use, run)
         try:
@@ -102,7 +102,7 @@ class Wire:
         return Pending(work, tensor, self._told("to", peer))
 
     def receive(self, use: Use, run: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Starts to receive into a tensor."""
+        """Starts to receive into `tensor`."""
         group = self._groups.of(use, run)
         try:
             work = dist.irecv(tensor, peer, group=group, tag=tag)
@@ -120,7 +120,7 @@ class Wire:
         *,
         tag: int,
     ) -> None:
-        """Sends to one peer while receiving from another, as one operation where NCCL does it."""
+        """Sends to one peer and receives from another, as one grouped operation under NCCL."""
         (sent, to), (received, source) = outgoing, incoming
         self._traffic.add(self._link_to(to), sent.nbytes)
         group = self._groups.of(use, run)
@@ -155,6 +155,6 @@ class Wire:
 
 
 def shard_in(whole: Tensor, run: AxisSpan, rank: int) -> Tensor:
-    """This rank's shard at the fine end of `run`, a view of its buffer at the coarse end."""
+    """This rank's shard at `run`'s fine degree, as a view of its buffer at the coarse degree."""
     start, stop = nested_range(run, rank, whole.numel())
     return whole[start:stop]

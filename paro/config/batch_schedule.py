@@ -1,10 +1,10 @@
-"""How many samples and micro-batches each iteration takes, where the batch size changes too."""
+"""Batch sizes of each iteration, also under a ramp-up or a step schedule (Megatron's rules)."""
 
 # Megatron's rules. With --rampup-batch-size START INCREMENT SAMPLES the batch grows from START to
 # --global-batch-size in equal steps of INCREMENT, and each size lasts for SAMPLES / (number of
 # steps) samples. With --step-batch-size-schedule each size is named, and after how many tokens it
-# begins. Everything here is a function of the samples consumed so far, so that a run which
-# resumes needs no state for it.
+# begins. Everything here is a function of the samples consumed so far, so that a resumed run
+# needs no state for it.
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ class BatchSchedule:
 
     @property
     def samples_per_micro_batch(self) -> int:
-        """Samples that all ranks together take in one micro-batch."""
+        """Samples of one micro-batch on all ranks together."""
         return self.micro_batch_size * self.data_parallel_size
 
     @property
     def most_micro_batches(self) -> int:
-        """How many micro-batches a rank takes in the largest iteration of a run."""
+        """The most micro-batches that a rank takes in any iteration."""
         sizes = [size for _, size in self.step_batch_size_schedule or ()]
         return max(self.global_batch_size, *sizes, 0) // self.samples_per_micro_batch
 
     @property
     def eval_micro_batch(self) -> int:
-        """Samples that a rank takes in one micro-batch of an evaluation."""
+        """Samples of one evaluation micro-batch on one rank."""
         size = self.eval_micro_batch_size
         return self.micro_batch_size if size is None else size
 
     @property
     def eval_batch(self) -> int:
-        """Samples that all ranks together take in one iteration of an evaluation."""
+        """Samples of one evaluation iteration on all ranks together."""
         size = self.eval_global_batch_size
         return self.global_batch_size if size is None else size
 
     @property
     def num_eval_micro_batches(self) -> int:
-        """How many micro-batches each rank takes in one iteration of an evaluation."""
+        """Micro-batches of one evaluation iteration on each rank."""
         return self.eval_batch // (self.eval_micro_batch * self.data_parallel_size)
 
     def batch_size_at(self, consumed_samples: int) -> int:
@@ -93,13 +93,13 @@ class BatchSchedule:
         return start + int(consumed_samples / (rampup_samples / num_increments)) * increment
 
     def num_micro_batches_at(self, consumed_samples: int) -> int:
-        """How many micro-batches each rank takes in that iteration."""
+        """Micro-batches per rank of the iteration that starts after `consumed_samples`."""
         size = self.batch_size_at(consumed_samples)
         assert size % self.samples_per_micro_batch == 0, "check_from was not called"
         return size // self.samples_per_micro_batch
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
-        """Samples consumed after `iterations` more iterations, by default the first."""
+        """Samples consumed `iterations` iterations after `consumed`, by default from the start."""
         while iterations > 0:
             size, count = self._equal_from(consumed)
             count = iterations if count is None else min(count, iterations)
@@ -108,9 +108,9 @@ class BatchSchedule:
         return consumed
 
     def iterations_within(self, samples: int, consumed: int = 0) -> int:
-        """Iterations that still fit into `samples`, of which some may be consumed already.
+        """Iterations that still fit into `samples`, where `consumed` of them are already used.
 
-        A last partial batch is left out.
+        A last partial batch is dropped.
         """
         iterations = 0
         while True:
@@ -122,19 +122,19 @@ class BatchSchedule:
             consumed += count * size
 
     def check_from(self, consumed_samples: int) -> None:
-        """`ValueError` unless every size divides that a run from here on may still take.
+        """`ValueError` unless all batch sizes from here on divide into micro-batches on all ranks.
 
-        Of a schedule the sizes before it need not: more ranks may have joined since.
+        Earlier sizes of a step schedule need not be: the number of ranks may have changed since.
         """
         for begin, size in self.step_batch_size_schedule or ():
             if begin > consumed_samples or size == self.batch_size_at(consumed_samples):
                 self._check_multiple(f"{_STEPS_FLAG}: the size", size)
 
     def _equal_from(self, consumed: int) -> tuple[int, int | None]:
-        """The size at this place, and for how many iterations it stays; None: for good."""
+        """The batch size after `consumed`, and for how many iterations; None: to the end."""
         change: int | None = None
         if self.rampup_batch_size is not None and consumed < self.rampup_batch_size[2]:
-            change = consumed + 1  # iteration by iteration
+            change = consumed + 1  # a ramp-up may change at every iteration
         elif self.step_batch_size_schedule is not None:
             changes = [begin for begin, _ in self.step_batch_size_schedule if begin > consumed]
             change = min(changes, default=None)
@@ -175,7 +175,7 @@ class BatchSchedule:
 def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
     """The sizes of --step-batch-size-schedule and the samples after which each begins.
 
-    `text` is TOKENS:SIZE and more of them, with blanks or commas between, in any order.
+    `text` is a list of TOKENS:SIZE, separated by blanks or commas, in any order.
     """
     if seq_length < 1:
         raise ValueError(f"--seq-length {seq_length} must be at least 1")
@@ -200,7 +200,7 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
 
 
 def _number(text: str, entry: str) -> int:
-    """A whole number that may end with K, M, B or T, as Megatron reads it."""
+    """A whole number, maybe with suffix K, M, B or T; parsed as in Megatron."""
     digits, factor = text.strip().upper(), 1
     if digits[-1:] in _SUFFIXES:
         digits, factor = digits[:-1], _SUFFIXES[digits[-1]]

@@ -1,4 +1,4 @@
-"""What --load gives to the flags: the model's sizes, the tokenizer and the schedules."""
+"""Flags filled from the checkpoint of --load: model sizes, tokenizer and schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paro.optim.lr_schedule import ScheduleConfig
 
 
 def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
-    """What was saved beside the tensors, where a flag asks for some of it and there is any."""
+    """The checkpoint's common.json if a --use-checkpoint-* flag needs it, else None."""
     if not (checkpoint.use_checkpoint_args or checkpoint.use_checkpoint_opt_param_scheduler):
         return None
     assert checkpoint.load is not None, "checked before"
@@ -22,7 +22,7 @@ def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def resumed_samples(checkpoint: CheckpointConfig) -> int:
-    """The training samples behind which a run goes on; 0 where it begins."""
+    """The training samples consumed before the run continues; 0 for a new run."""
     if checkpoint.load is None or checkpoint.finetune:
         return 0
     directory = _directory(checkpoint.load, checkpoint.ckpt_step)
@@ -35,7 +35,7 @@ def _directory(load: str, ckpt_step: int | None) -> Path | None:
 
 
 def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
-    """The flags with the checkpoint's sizes, and its tokenizer where none is given."""
+    """The flags with the checkpoint's model sizes, and its tokenizer if the flags give none."""
     model = dict(common["model"])
     rows = model.pop("vocab_size")
     taken = {name: value for name, value in model.items() if hasattr(args, name)}
@@ -60,6 +60,6 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
 
 
 def with_checkpoint_schedule(schedule: ScheduleConfig, common: dict[str, Any]) -> ScheduleConfig:
-    """The checkpoint's schedule; a converted model has none."""
+    """The checkpoint's schedule, or `schedule` for a converted model, which has none."""
     saved = common.get("schedule")
     return schedule if saved is None else ScheduleConfig(**saved)

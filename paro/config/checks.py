@@ -1,4 +1,4 @@
-"""Rules between flags that need nothing but their values, and the folders that they name."""
+"""Checks between flags of different configs, and of the folders and packages they name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
 def check_rotation(
     sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig, world_size: int
 ) -> None:
-    """Weights that are to rotate must be able to."""
+    """`ValueError` if --paro-materialize rotate does not support this model or strategy."""
     if sharding.materialize != "rotate":
         return
     reason = why_not_rotating(
@@ -73,14 +73,14 @@ def check_load(checkpoint: CheckpointConfig) -> None:
 
 
 def check_save(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
-    """Fail now rather than after hours: write a nameless file into the nearest folder there is."""
+    """Fails now, not after hours: creates a temporary file in the nearest existing folder."""
     if checkpoint.save is not None:
         _check_writable("--save", checkpoint.save)
     check_overwriting(checkpoint, train)
 
 
 def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
-    """Refuses to mix a new run's checkpoints with those that --save holds already."""
+    """`ValueError` if a new run would mix its checkpoints with those already in --save."""
     save, load = checkpoint.save, checkpoint.load
     if save is None or train.skip_train or checkpoint.start_over or checkpoint.continues:
         return
@@ -101,7 +101,7 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
 
 
 def flags_without_effect(args: Namespace) -> tuple[str, ...]:
-    """A line for flags that another flag would have to be given for."""
+    """Lines for flags that have no effect because the flag they depend on is not given."""
     told = []
     saving = {
         "--save-interval": args.save_interval is not None,
@@ -129,7 +129,7 @@ def _listed(flags: list[str]) -> str:
 
 
 def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:
-    """A package that is missing, or a folder that cannot be written, is told before the start."""
+    """`ValueError` at the start if a tracker's package is missing or its folder not writable."""
     for flag, given, package in (
         ("--tensorboard-dir", report.tensorboard_dir, "tensorboard"),
         ("--wandb-project", report.wandb_project, "wandb"),
@@ -166,7 +166,7 @@ def _check_writable(flag: str, place: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        # Of /proc and its kind the system says "No such file or directory".
+        # /proc and similar file systems report "No such file or directory", which would mislead.
         missing = isinstance(error, FileNotFoundError)
         reason = "files cannot be created there" if missing else error.strerror
         raise ValueError(f"{flag} {place} cannot be written: {folder}: {reason}") from error

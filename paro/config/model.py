@@ -1,4 +1,4 @@
-"""The model's sizes from flags and presets."""
+"""The model configuration (LlamaConfig) from flags and presets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
-    """Explicit sizes over the preset's; what neither gives follows from the others."""
+    """The model: sizes from flags, else from the preset, else derived from the other sizes."""
     names = {field.name for field in fields(LlamaConfig)} - {"vocab_size", "recompute"}
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     sizes = given
@@ -52,7 +52,7 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
 
 
 def output_layer_notice(args: Namespace) -> tuple[str, ...]:
-    """A line where nothing says whether the output layer is the embedding."""
+    """A notice if neither a flag nor a preset says whether the output layer is tied."""
     if args.tie_embeddings_and_output_weights is not None or args.llama_preset is not None:
         return ()
     return (
@@ -62,7 +62,7 @@ def output_layer_notice(args: Namespace) -> tuple[str, ...]:
 
 
 def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """The preset's sizes, without those that follow from others where the others were changed."""
+    """The preset's sizes, without those that are derived from sizes that flags changed."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}
     del sizes["vocab_size"], sizes["recompute"]
     if "hidden_size" in given or "num_attention_heads" in given:
@@ -102,7 +102,7 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
 
 
 def _recomputes_core(args: Namespace, granularity: str | None) -> bool:
-    """Whether attention's core is among --recompute-modules; norms are recomputed anyway."""
+    """Whether --recompute-modules names core attention; norms are always recomputed."""
     flag = "--recompute-modules"
     if granularity != "selective":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The planner in the configuration: the machine of a run, and what --paro-strategy auto means."""
+"""Calls the planner for the configuration: --paro-machine and --paro-strategy auto."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ AUTO = "auto"
 
 
 def take_machine(text: str | None, world: World, group_size: int) -> Machine | None:
-    """The machine of a name or a file, for this world; `ValueError` where they disagree."""
+    """The machine of --paro-machine (a name or a file), scaled to this world size.
+
+    `ValueError` if it was measured on other ranks or its groups do not nest with ours.
+    """
     if text is None:
         return None
     machine = find_machine(text)
@@ -51,9 +54,9 @@ def case_of(
     device_type: str,
     memory_gb: float | None,
 ) -> Workload:
-    """The run as the planner sees it; it needs --paro-machine.
+    """The planner's workload for this run; `ValueError` without --paro-machine.
 
-    Devices have `memory_gb` of memory where that is given, else what the machine says.
+    Devices have `memory_gb` of memory (GB) if given, else the machine's own.
     """
     if sharding.machine is None:
         raise ValueError(
@@ -77,7 +80,10 @@ def case_of(
 
 
 def choose_strategy(workload: Workload) -> tuple[Strategy, Sequence[str]]:
-    """The fastest strategy that fits, all other flags as given, and the reasons in lines."""
+    """The fastest strategy that fits with all other flags as given, and log lines that explain it.
+
+    `ValueError` if no strategy fits.
+    """
     found: SearchResult = plan(
         workload,
         SearchSpace(

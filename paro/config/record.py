@@ -1,4 +1,4 @@
-"""What is recorded of a run: every argument with the value in use, and the model in one line."""
+"""The arguments of a run with the values in use, for logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from paro.config.run import RunConfig
 
 
 def recorded_arguments(config: RunConfig) -> dict[str, Any]:
-    """Every argument under its flag's name, for the log, the record of a run and checkpoints.
+    """Every argument by its flag's name, for the log, the record of a run and checkpoints.
 
-    Where a flag leaves its value to --llama-preset, --load, the launcher, the planner or another
-    flag, this has the value that follows. Megatron-LM's arguments are filled in like this too.
+    Values that come from --llama-preset, --load, the launcher, the planner or another flag are
+    filled in, as Megatron-LM does with its arguments.
     """
     model, schedule, tokenizer = config.model, config.schedule, config.tokenizer
     concerns = (model, config.batches, config.train, schedule, config.data, tokenizer)
@@ -45,7 +45,7 @@ def _recomputation(recompute: RecomputeConfig | None) -> dict[str, Any]:
 
 
 def model_line(config: RunConfig) -> str:
-    """The model's sizes, for the start of a run."""
+    """The model's sizes in one line, logged at the start of a run."""
     model = config.model
     grouped = model.num_query_groups < model.num_attention_heads
     groups = f" in {model.num_query_groups} query groups" if grouped else ""

@@ -1,4 +1,4 @@
-"""From the flags to frozen dataclasses, one per concern; every rule between two concerns."""
+"""RunConfig: builds and checks the whole configuration of a run from the parsed flags."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """All that a run is told, checked; nothing below this file sees the namespace."""
+    """The checked configuration of a run; no code below this file sees the argparse namespace."""
 
     model: LlamaConfig
     batches: BatchSchedule
@@ -72,20 +72,20 @@ class RunConfig:
     data: DataConfig
     tokenizer: TokenizerConfig
     vocab_size: int  # the tokenizer's; the model's is padded
-    eod: int  # the token that ends a document
+    eod: int  # id of the token that ends a document
     checkpoint: CheckpointConfig
     report: ReportConfig
     profile: ProfileConfig
     watch: WatchConfig
     runtime: RuntimeConfig
     launch: LaunchConfig
-    notices: tuple[str, ...]  # lines for the start: flags without effect, what auto chose
-    # The namespace, for the record alone: --use-checkpoint-args and the ranks are filled in.
+    notices: tuple[str, ...]  # log lines for the start: flags without effect, choices of auto
+    # The namespace, only to be recorded; values of --use-checkpoint-args and ranks filled in.
     given: Mapping[str, Any] = field(compare=False, repr=False)
 
     @classmethod
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
-        """The configuration for `world` ranks, which need not exist; `ValueError` for mistakes."""
+        """The configuration for `world`, whose ranks need not exist; `ValueError` for mistakes."""
         check_flags(args)
         notices = (*ignored_lines(args), *flags_without_effect(args))
         checkpoint = _take(CheckpointConfig, args)
@@ -137,7 +137,7 @@ class RunConfig:
         check_sequence(config.model, config.data)
         check_intervals(config.train, config.checkpoint)
         check_profile(config.profile, config.report, config.checkpoint)
-        if not config.launch.dry_run:  # folders and packages are the training machine's
+        if not config.launch.dry_run:  # they concern the machine that trains
             check_load(config.checkpoint)
             check_save(config.checkpoint, config.train)
             check_trackers(config.report, config.runtime)
@@ -145,7 +145,7 @@ class RunConfig:
 
 
 def take_world(args: Namespace) -> World:
-    """The ranks to configure for: those that were started, or those of --dry-run."""
+    """The ranks to configure for: those started by the launcher, or those of --dry-run."""
     check_flags(args)
     return _take(LaunchConfig, args).world()
 
@@ -153,7 +153,7 @@ def take_world(args: Namespace) -> World:
 def _with_saved_args(
     args: Namespace, common: dict[str, Any] | None
 ) -> tuple[Namespace, tuple[str, ...]]:
-    """The flags under --use-checkpoint-args, and a line where there is no checkpoint."""
+    """The flags under --use-checkpoint-args, and a log line if there is no checkpoint."""
     lines: tuple[str, ...] = ()
     if common is None:
         lines = (f"--load {args.load} holds no checkpoint: its sizes are the flags'",)
@@ -165,13 +165,13 @@ def _with_saved_args(
 
 
 def _take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
-    """Fill a concern from the arguments of the same names; `derived` are fields no flag owns."""
+    """Fills a config from the arguments of the same names; `derived` gives the other fields."""
     named = {field.name for field in fields(config_type)} - derived.keys()  # type: ignore[arg-type]
     return config_type(**{name: getattr(args, name) for name in named}, **derived)
 
 
 def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strategy | None]:
-    """How states are spread; no strategy yet where the planner is to choose it."""
+    """How states are sharded; the strategy is None if the planner is to choose it."""
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
     text = args.paro_strategy
@@ -277,7 +277,7 @@ def _take_schedule(
 
 
 def _samples(args: Namespace, name: str, batches: BatchSchedule) -> int | None:
-    """A length that two flags may give, one in iterations and one in samples."""
+    """A length in samples that is given by --<name>-iters or --<name>-samples; None by neither."""
     iterations = getattr(args, f"{name}_iters")
     samples: int | None = getattr(args, f"{name}_samples")
     if iterations is None:

@@ -1,4 +1,4 @@
-"""How the model states are sharded, gathered and reduced, as the flags say."""
+"""ShardingConfig: how model states are sharded, gathered and reduced."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from paro.planning.machine.machine import Machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingConfig:
-    """How the model states are spread (the flags `--paro-*`)."""
+    """How the model states are sharded and communicated (the flags `--paro-*`)."""
 
-    strategy: str  # as typed: letters, degrees or a name; parsed against the world by config.py
+    strategy: str  # as given: letters, degrees or a name; parsed in run.py
     group_size: int
     collective: str = "native"
     prefetch_units: int = 1
-    machine: Machine | None = None  # how fast collectives are, where that decides
-    materialize: str = "gather"  # or "rotate": how parameters come to where they are used
+    machine: Machine | None = None  # measured speeds, for `auto` and the planner
+    materialize: str = "gather"  # or "rotate": how ranks get the parameters they compute with
     rotate_in_place: bool = False
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the training loop is configured with."""
+"""TrainConfig: the configuration of the training loop."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How long to train, on what batches, when to evaluate and when to leave."""
+    """How long to train, when to evaluate and when to exit."""
 
-    train_iters: int  # of a run from its beginning, where train_samples are given
+    train_iters: int  # with train_samples: counted from the start of the run
     train_samples: int | None = None
     eval_iters: int = 100
     eval_interval: int | None = 1000
-    skip_train: bool = False  # evaluate what was loaded, and leave
+    skip_train: bool = False  # only evaluate the loaded model
     calculate_per_token_loss: bool = False
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None

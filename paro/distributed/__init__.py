@@ -1,1 +1,1 @@
-"""Ranks and how they work together: process groups, communication streams, counters, errors."""
+"""Process groups, communication streams, rendezvous, timers, counters and user errors."""

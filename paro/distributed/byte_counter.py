@@ -19,12 +19,12 @@ class Sent:
 
 
 class ByteCounter:
-    """A counter that the collectives feed and the training loop reads once an iteration."""
+    """Bytes sent, added by the collectives and read by the training loop once per iteration."""
 
     def __init__(self) -> None:
         self._bytes = dict.fromkeys(Link, 0)
         self._paused = False
-        self._lock = threading.Lock()  # several lanes count
+        self._lock = threading.Lock()  # several comm stream threads call add
 
     def add(self, link: Link, num_bytes: int) -> None:
         with self._lock:
@@ -32,7 +32,7 @@ class ByteCounter:
                 self._bytes[link] += num_bytes
 
     def take(self) -> Sent:
-        """What was sent since the last call."""
+        """The bytes sent since the last call."""
         with self._lock:
             sent = Sent(self._bytes[Link.INTRA], self._bytes[Link.INTER])
             self._bytes = dict.fromkeys(Link, 0)
@@ -40,7 +40,7 @@ class ByteCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Evaluation and saving send too, but do not count."""
+        """Counts nothing inside the block: for evaluation and saving."""
         before, self._paused = self._paused, True
         try:
             yield

@@ -1,16 +1,16 @@
-"""Queues that run communication beside the training thread: worker threads or CUDA streams."""
+"""Communication streams, which overlap communication with compute: threads or CUDA streams."""
 
 # [Note: stream order]
-# A lane is one queue of jobs, and the collectives of a process group all run in one lane (messages
-# from one rank to another, which are matched by tag, may be sent from other threads). Every job of
-# every move is submitted by the training thread, in program order, and waits for jobs submitted
-# earlier only. All ranks run the same program, so the earliest unfinished job is runnable on all
-# of them: no deadlock, and no two collectives of one group in different orders.
+# A comm stream is a queue of jobs. All collectives of one process group run on one comm stream
+# (point-to-point messages, which are matched by tag, may be sent from other threads). The training
+# thread submits all jobs, in program order, and a job waits only for jobs submitted before it. All
+# ranks run the same program, so the earliest unfinished job can run on all of them: there is no
+# deadlock, and the collectives of a group have the same order on all ranks.
 #
-# On CPU a lane is a daemon thread that runs a job when the jobs it waits for are done. On CUDA a
-# lane is a stream: the job's kernels are enqueued at once, behind events, and behind all that the
-# training thread had enqueued on its own stream by then. So a buffer may be taken by the training
-# thread and given to a job, and may be dropped once the training thread has waited for that job.
+# On CPU a comm stream is a daemon thread that runs a job when the jobs it waits for are done. On
+# CUDA it is a CUDA stream: the job's kernels are enqueued immediately, after the events it waits
+# for and after all work that the training thread has enqueued on its own stream. So the training
+# thread may allocate a buffer and pass it to a job, and free it after it has waited for that job.
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ Job = Callable[[], None]
 
 
 class Event(Protocol):
-    """The end of a job."""
+    """The completion of a job."""
 
     def wait(self) -> None:
-        """Makes the training thread (on CUDA: its stream) wait; raises what the job raised."""
+        """Makes the training thread (on CUDA: its stream) wait; raises if a job has failed."""
 
     def stages(self) -> Iterator[Stage]:
-        """The unfinished jobs that this one waits for and itself, in order, with their lanes."""
+        """The unfinished jobs that this one waits for, then itself, with their comm streams."""
 
 
 Stage = tuple[Hashable, Event]
 
 
 class CommStreams(Protocol):
-    """Where jobs run; a lane exists from its first job on.
+    """The comm streams of a rank, by key; each is created by its first job.
 
-    `runs_concurrently`: jobs of different lanes may wait for each other, each in a thread of its
-    own. Elsewhere a job must find all it waits for submitted before it.
+    `runs_concurrently`: every comm stream is a thread, so jobs on different ones may wait for each
+    other. Otherwise a job may wait only for jobs submitted before it.
     """
 
     runs_concurrently: bool
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
-        """Queues `job` behind the lane's earlier jobs and behind `after`."""
+        """Queues `job` after the earlier jobs of `stream` and after the event `after`."""
 
     def close(self) -> None:
-        """Ends the lanes once their jobs have run."""
+        """Closes the comm streams after their jobs have run."""
 
 
 class DoneEvent:
-    """A job that already ran."""
+    """The completion of a job that has already run."""
 
     def wait(self) -> None:
         return
@@ -68,7 +68,7 @@ DONE = DoneEvent()
 
 
 class AllEvents:
-    """The end of several jobs."""
+    """The completion of several jobs."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
@@ -82,16 +82,16 @@ class AllEvents:
             yield from event.stages()
 
 
-Name = Callable[[Hashable], str]  # what a lane is called, in profiles and in a hang's stacks
+Name = Callable[[Hashable], str]  # key -> name of a comm stream in profiles and stack dumps
 
 
 def _range(name: str) -> torch.profiler.record_function:
-    """A job of a lane, in a profile."""
+    """The profiler range of a job."""
     return torch.profiler.record_function(f"paro/lane:{name}")
 
 
 class InlineStreams:
-    """No overlap: a job runs at once, on the training thread; `note` hears how long it took."""
+    """No overlap: jobs run immediately on the training thread; `note` gets their seconds."""
 
     runs_concurrently = False
 
@@ -113,7 +113,7 @@ class InlineStreams:
         return
 
 
-_GLANCE_SECONDS = 0.5  # how often one that waits looks whether another lane has failed
+_GLANCE_SECONDS = 0.5  # interval at which a waiting thread checks for failures elsewhere
 
 
 class _ThreadEvent:
@@ -126,7 +126,7 @@ class _ThreadEvent:
         self._failures = failures
 
     def wait(self) -> None:
-        # A job may wait for one in another lane that was skipped after a failure: it never ends.
+        # A job may never finish: it may wait for one that was skipped on another comm stream.
         while not self.finished.wait(_GLANCE_SECONDS) and not self._failures:
             pass
         if self._failures:
@@ -140,7 +140,7 @@ class _ThreadEvent:
             yield self._stream, self
 
     def finish(self) -> None:
-        self._after = None  # else every event would keep all before it
+        self._after = None  # otherwise every event would keep all earlier ones alive
         self.finished.set()
 
 
@@ -148,10 +148,10 @@ _Task = tuple[Job, Event | None, _ThreadEvent]
 
 
 class ThreadStreams:
-    """A daemon worker per lane. The first failure of any is raised at every later wait.
+    """A daemon thread per comm stream; every wait after the first failure of any raises it.
 
     After a failure the remaining jobs are skipped, so that the training thread never waits for a
-    peer that is gone; a worker that still hangs in a collective is a daemon and holds nobody.
+    dead peer. A thread that hangs in a collective does not block the exit: it is a daemon.
     """
 
     runs_concurrently = True
@@ -194,7 +194,7 @@ class ThreadStreams:
                     with _range(name):
                         job()
             except BaseException as failure:
-                if not self._failures:  # else it is the first one, met again while waiting
+                if not self._failures:  # otherwise this is the first failure raised by `wait`
                     self._failures.append(failure)
             finally:
                 event.finish()
@@ -208,11 +208,11 @@ class _StreamEvent:
         torch.cuda.current_stream().wait_event(self.event)
 
     def stages(self) -> Iterator[Stage]:
-        return iter(())  # a stream cannot tell when it went from one to the next
+        return iter(())  # the times of single jobs are not measured on a stream
 
 
 class CudaStreams:
-    """A CUDA stream per lane; errors surface where CUDA reports them."""
+    """A CUDA stream per comm stream; errors are raised where CUDA reports them."""
 
     runs_concurrently = False
 
@@ -243,9 +243,9 @@ def make_comm_streams(
     note: Callable[[Hashable, float], None] | None = None,
     name: Name = str,
 ) -> CommStreams:
-    """The lanes for a device; without overlap every job runs where it is submitted.
+    """The comm streams for a device; without overlap every job runs when it is submitted.
 
-    `note` hears how long such a job took; `name` says what profiles call a lane.
+    Without overlap `note` gets the key and seconds of every job. `name` is used in profiles.
     """
     if not overlap:
         return InlineStreams(note, name=name)

@@ -1,4 +1,4 @@
-"""Scalars, small objects and barriers among all ranks."""
+"""Sums, object gathers, barriers and error agreement among all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paro.distributed.world import World
 
 
 class Control:
-    """Scalars, agreements and barriers among all ranks, from the training thread alone.
+    """Small collectives over all ranks; only the training thread may call them.
 
     They use the default process group and are not counted as traffic.
     """
@@ -36,7 +36,7 @@ class Control:
             self.sum([0.0])
 
     def gather(self, value: object) -> list[Any]:
-        """What every rank passed, by rank; for small things at the start of a run."""
+        """Every rank's `value`, in rank order; for small objects at the start of a run."""
         if self.world.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world.size
@@ -45,9 +45,9 @@ class Control:
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Runs a block that a user's mistake may stop on any rank: then it stops on all.
+        """Raises a user's mistake on all ranks if the block fails with one on any rank.
 
-        `ValueError` and `OSError` are a user's; every rank raises the first failing rank's text.
+        `ValueError` and `OSError` count as such; all ranks raise the text of the lowest failed one.
         """
         mistake: str | None = None
         try:
@@ -60,7 +60,7 @@ class Control:
 
 
 class PlannedControl(Control):
-    """Among ranks that nobody started: all of them are taken to say what this one does."""
+    """For a dry run, which starts no other ranks: every rank is assumed to pass the same value."""
 
     def sum(self, values: list[float]) -> list[float]:
         return [value * self.world.size for value in values]

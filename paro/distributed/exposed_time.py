@@ -1,14 +1,14 @@
-"""How long computation stood still for communication, by what it waited for and by links."""
+"""Exposed communication time: how long compute waited, by kind of communication and of link."""
 
 # [Note: what is exposed]
-# Lanes work beside the training thread, so the time that communication takes and the time that it
-# costs differ. Measured is the cost: how long the training thread waited for the end of a job, or
-# carried it out itself where nothing overlaps, and what queueing it took. A job's end depends on
-# earlier ones (a gather between groups, then one inside): each is waited for in turn, so the time
-# goes to the links that were busy meanwhile.
+# Comm streams overlap with the training thread, so communication time and exposed time differ. This
+# module measures exposed time: how long the training thread waited for a job or, without overlap,
+# ran it itself, plus the time to queue it. A job may depend on earlier ones (a gather between
+# groups, then one inside): they are waited for one by one, so that the time is counted for the
+# links that were busy.
 #
-# On CUDA streams the host waits for nothing and computation stands still on the device: a pair of
-# events around the wait says for how long. Which links were busy then is not measured there.
+# With CUDA streams the host does not wait, compute waits on the device: a pair of events around
+# the wait measures it. Which links were busy is not measured there.
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from paro.topology import Link, Topology
 
 
 class WaitKind(Enum):
-    """What the training thread waits for."""
+    """The communication that the training thread waits for."""
 
     GATHER = "gather"  # parameters, before a unit runs
-    REDUCE = "reduce"  # gradients, before the update and where their buffers are needed again
+    REDUCE = "reduce"  # gradients, before the update and before their buffers are reused
     GATHER_UPDATED = "publish"  # updated parameters, before they are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposed:
-    """Seconds for which computation stood still; by link None where that is not measured."""
+    """Seconds that compute waited for communication; `intra`, `inter` None if not measured."""
 
     gather: float = 0.0
     reduce: float = 0.0
@@ -48,10 +48,9 @@ class Exposed:
 
 
 class Exposure:
-    """A stopwatch that the units run and the training loop reads once a step.
+    """Accumulates the exposed time of all units; the training loop reads it once per step.
 
-    `topology` tells lanes' links apart; without one they are not. `on_streams` measures on the
-    device instead of the host.
+    Times per kind of link need `topology`. `on_streams` measures on the device instead of the host.
     """
 
     def __init__(self, topology: Topology | None = None, *, on_streams: bool = False) -> None:
@@ -75,9 +74,9 @@ class Exposure:
 
     @contextmanager
     def submitting(self, kind: WaitKind) -> Iterator[None]:
-        """Measures a block that queues communication, or does it where nothing overlaps.
+        """Measures a block that queues communication or, without overlap, runs it.
 
-        In a profile it is `paro/wait:<kind>`.
+        The block is the range `paro/wait:<kind>` in a profile.
         """
         with torch.profiler.record_function(f"paro/wait:{kind.value}"):
             if self._on_streams:
@@ -92,13 +91,13 @@ class Exposure:
             self._by_kind[kind] += time.perf_counter() - begin
 
     def note(self, stream: Hashable, seconds: float) -> None:
-        """Adds to the links of a lane: `(use, axis index, ...)`, slow ones where it has both."""
+        """Adds to the links of comm stream `(use, axis index, ...)`; if it has both, to inter."""
         if self._topology is None or self._on_streams:
             return
         self._by_link[_link(self._topology, _axes(stream))] += seconds
 
     def name(self, stream: Hashable) -> str:
-        """What a lane does, over which axes and links: "gather 0 intra"."""
+        """The name of a comm stream: its use, axes and links, such as "gather 0 intra"."""
         if self._topology is None:
             return str(stream)
         axes = _axes(stream)
@@ -106,7 +105,7 @@ class Exposure:
         return f"{stream[0].value} {numbers} {_link(self._topology, axes).value}"  # type: ignore[index]
 
     def take(self) -> Exposed:
-        """What was exposed since the last call."""
+        """The exposed time since the last call, without CUDA events still pending."""
         unfinished = []
         for kind, start, end in self._pending:
             if end.query():

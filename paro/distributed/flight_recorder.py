@@ -1,4 +1,4 @@
-"""torch's flight recorder: the last collectives of this process."""
+"""Enables and reads torch's flight recorder, which logs the last collectives of this process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-FLIGHT_PREFIX = "rank_"  # of the files in --flight-recorder-dir; the rank is the rest
+FLIGHT_PREFIX = "rank_"  # file names in --flight-recorder-dir are this prefix and the rank
 
-# torch keeps this many of its last collectives in memory.
+# The number of recent collectives that torch keeps in memory.
 _RECORDED_COLLECTIVES = 2000
 
 
 def record_flights(folder: str) -> None:
-    """Lets torch record collectives, and NCCL write them down where one times out.
+    """Makes torch record collectives, and write them to `folder` if an NCCL collective times out.
 
-    What the environment says about it already stands.
+    Variables that are already set in the environment keep their values.
     """
     place = Path(folder).absolute()
     place.mkdir(parents=True, exist_ok=True)
@@ -32,14 +32,14 @@ def record_flights(folder: str) -> None:
 
 
 def recorded_collectives() -> bytes | None:
-    """What torch's flight recorder has of this process, pickled; None without process groups."""
+    """The pickled flight-recorder data of this process; None without process groups."""
     if not dist.is_initialized():
         return None
     recorders = importlib.import_module("torch._C._distributed_c10d")
     if dist.get_backend() == "nccl":
         return bytes(recorders._dump_nccl_trace())
     recorded = pickle.loads(recorders._dump_fr_trace())
-    # Of gloo's groups torch leaves out their names, by which its tool looks their ranks up.
+    # For gloo groups torch omits the names by which its analysis tool looks up their ranks.
     groups = {group.group_name: group for group in distributed_c10d._world.pg_names}
     recorded["pg_config"] = {
         name: {

@@ -1,4 +1,4 @@
-"""The process groups of a topology; the only caller of new_group."""
+"""Creates the process groups of a topology; the only caller of torch.distributed.new_group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paro.topology import AxisSpan, Topology
 
 
 class Use(Enum):
-    """Gathers, reductions and rotations run in lanes, and so in groups, of their own."""
+    """Gathers, reductions and rotations have separate comm streams, so separate groups."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -24,10 +24,9 @@ class Use(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Every process group of this rank, complete at birth.
+    """The process groups of this rank, all created in advance.
 
-    Scalars, barriers and the loading of checkpoints use the default group, from the training thread
-    alone.
+    Scalars, barriers and checkpoint loading use the default group, only from the training thread.
     """
 
     topology: Topology
@@ -35,27 +34,27 @@ class Groups:
     _by_use_and_run: dict[tuple[Use, AxisSpan], dist.ProcessGroup]
 
     def of(self, use: Use, run: AxisSpan) -> dist.ProcessGroup:
-        """This rank's group along a run of axes."""
+        """This rank's group for `use` along an axis span."""
         return self._by_use_and_run[use, run]
 
     def close(self) -> None:
-        """Destroys the groups: gloo's threads wake up all the time for as long as they live."""
-        while self._by_use_and_run:  # the last reference goes, whoever still holds this object
+        """Destroys the groups: threads of live gloo groups keep waking up."""
+        while self._by_use_and_run:  # popped: this object may be kept alive, the groups must not
             dist.destroy_process_group(self._by_use_and_run.popitem()[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveGroups:
-    """The groups that saves use, from one thread at a time."""
+    """The process groups used to save checkpoints, by one thread at a time."""
 
     world: dist.ProcessGroup
-    near: dist.ProcessGroup | None  # the ranks that see this one's folder, where not all do
+    near: dist.ProcessGroup | None  # the ranks that see this rank's folder, if not all do
 
 
 def make_save_groups(
     folders: Sequence[tuple[int, ...]], rank: int, timeout: timedelta
 ) -> SaveGroups:
-    """Gloo's, under whatever backend: what travels are plans and outcomes; collective."""
+    """Gloo groups, under any backend, for save plans and results; collective over the world."""
     world = dist.new_group(backend="gloo", timeout=timeout)
     near = None
     if len(folders) > 1:
@@ -69,7 +68,7 @@ def make_save_groups(
 def make_groups(
     topology: Topology, rank: int, runs: dict[Use, frozenset[AxisSpan]], timeout: timedelta
 ) -> Groups:
-    """Creates the groups for `runs`, in one order on all ranks; collective over the world."""
+    """Creates the groups for `runs`, in the same order on all ranks; collective over the world."""
     mine: dict[tuple[Use, AxisSpan], dist.ProcessGroup] = {}
     for use in Use:
         for run in sorted(runs.get(use, ()), key=lambda run: [axis.index for axis in run]):
@@ -91,9 +90,9 @@ _shared: ContextVar[_Shared | None] = ContextVar("_shared", default=None)
 
 @contextmanager
 def sharing_groups() -> Iterator[None]:
-    """Trainings that are built inside share their groups: for such as take turns in a process.
+    """Trainings built in the block share process groups: for several that alternate in a process.
 
-    A group of gloo takes processor time for as long as it exists. None of them may be closed.
+    Every live gloo group uses CPU time. None of the shared groups may be closed.
     """
     token = _shared.set({})
     try:

@@ -1,4 +1,4 @@
-"""Starts and stops torch.distributed, picks the device, seeds."""
+"""Initializes and shuts down torch.distributed, selects the device, seeds generators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paro.distributed.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """How ranks talk to each other."""
+    """Backend, timeout and flight recorder of torch.distributed."""
 
     distributed_backend: str = "nccl"  # or "gloo": CPU ranks
     distributed_timeout_minutes: int = 10
@@ -35,7 +35,7 @@ class RuntimeConfig:
 
 
 def device_for(config: RuntimeConfig, world: World) -> torch.device:
-    """A GPU per local rank under nccl, the CPU under gloo."""
+    """The GPU of this local rank for nccl, the CPU for gloo; `ValueError` without the GPU."""
     if config.distributed_backend == "gloo":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -53,7 +53,7 @@ def device_for(config: RuntimeConfig, world: World) -> torch.device:
 
 
 def _store_of_this_attempt(world: World, timeout: timedelta) -> dist.Store | None:
-    """Where the ranks of a torchrun that restarts find each other; else None: torch's own way."""
+    """The store of this attempt under torchrun with its agent store; None: torch's default."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -63,7 +63,7 @@ def _store_of_this_attempt(world: World, timeout: timedelta) -> dist.Store | Non
 
 @contextmanager
 def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
-    """The process group of a run, for as long as the block lasts; none for one process."""
+    """Initializes torch.distributed for the block, unless the world is a single process."""
     with user_mistakes():
         device = device_for(config, world)
         if config.flight_recorder_dir is not None:
@@ -81,9 +81,9 @@ def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
         )
     control = Control(world, device)
     yield control
-    # Only after a run that ended well: with a dead peer this would hang. A gloo group is left to
-    # the end of the process: its destructor, which holds Python's lock, now and then waits for ever
-    # for a thread of its own that wants the lock to drop its last tensor (torch 2.13).
+    # Not after an exception: with a dead peer this would hang. A gloo group is not destroyed: its
+    # destructor holds the GIL and sometimes deadlocks with one of its own threads, which needs the
+    # GIL to free its last tensor (torch 2.13).
     if world.size > 1:
         control.barrier()
         if device.type == "cuda":
@@ -91,11 +91,11 @@ def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
 
 
 def timeout_of(config: RuntimeConfig) -> timedelta:
-    """After how long a collective gives up on a peer."""
+    """The timeout of a collective."""
     return timedelta(minutes=config.distributed_timeout_minutes)
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds what libraries may draw from; model and data have generators of their own."""
+    """Seeds the global generators, for libraries; model and data have separate generators."""
     random.seed(seed)
     torch.manual_seed(seed)

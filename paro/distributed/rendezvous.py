@@ -1,12 +1,12 @@
-"""How ranks that were started again meet: under keys that no earlier attempt has written."""
+"""Rendezvous after a torchrun restart, with store keys that no earlier attempt has written."""
 
 # [Note: a store that outlives its ranks]
-# torchrun keeps one key-value store for all its restarts (torch 2.11 to 2.13), and its ranks name
-# their keys alike each time: a new rank may read the address of a dead one and wait for it in vain.
-# So the ranks agree on a prefix first. Each asks under its own name with a word never used before;
-# rank 0 answers what it reads, old questions too, until every rank has said that it heard this
-# rank 0. A number of attempts would not do: nodes count their restarts differently. No rank of an
-# earlier attempt is left to answer, as torchrun ends them before it starts new ones.
+# torchrun keeps one key-value store across restarts (torch 2.11 to 2.13), and ranks use the same
+# keys each time: a new rank may read the address of a dead one and wait for it until the timeout.
+# So the ranks agree on a prefix first. Each rank writes a unique token under its rank; rank 0
+# answers every token that it reads, old ones too, until every rank has acknowledged the prefix of
+# this rank 0. The restart count would not work as a prefix: nodes count restarts differently. No
+# rank of an earlier attempt can answer, as torchrun stops them all before it starts new ones.
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _POLL_SECONDS = 0.005
 
 
 def fresh_store(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of `store` that belongs to the ranks that call this together.
+    """`store` with a prefix that is unique to the ranks that call this together.
 
-    `RuntimeError` when they do not come together in time.
+    `RuntimeError` if they do not all call it within `timeout`.
     """
     own = uuid.uuid4().hex
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Named timers under Megatron's names; each is a range in a profile too."""
+"""Timers with Megatron's names; each is also a range in a profile."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class Timers:
-    """Seconds by name since the last `take`, of the names up to a level (--timing-log-level).
+    """Seconds by name since the last `take`, for timers up to `level` (--timing-log-level).
 
-    1 times the parts of a step, 2 each micro-batch's. With `synchronize` a timer first lets the
-    device come to an end, or it would time the queueing of kernels.
+    Level 1 times the parts of a step, level 2 those of each micro-batch. `synchronize` is called
+    before a timer starts and stops: it must wait for the device, or only kernel launches are timed.
     """
 
     def __init__(self, level: int = 0, *, synchronize: Callable[[], None] | None = None) -> None:
@@ -23,7 +23,7 @@ class Timers:
 
     @contextmanager
     def measure(self, name: str, *, level: int = 1) -> Iterator[None]:
-        """Times a block as `name`, and names it `paro/<name>` in a profile at any level."""
+        """Times a block as `name`; in a profile it is `paro/<name>`, whatever the level."""
         with torch.profiler.record_function(f"paro/{name}"):
             if level > self._level:
                 yield
@@ -35,17 +35,17 @@ class Timers:
             self.add(name, time.perf_counter() - begin)
 
     def add(self, name: str, seconds: float, *, level: int = 0) -> None:
-        """Adds what was measured elsewhere."""
+        """Adds seconds that were measured by the caller."""
         if level <= self._level:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call, in the order in which the names came up."""
+        """The seconds by name since the last call, in the order in which names were first used."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
 
 def make_timers(level: int, device: torch.device) -> Timers:
-    """Timers that wait for a GPU; at level 0 none does."""
+    """Timers that synchronize with the GPU; at level 0 no block is timed or synchronized."""
     wait = torch.cuda.synchronize if device.type == "cuda" else None
     return Timers(level, synchronize=wait)

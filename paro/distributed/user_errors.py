@@ -1,4 +1,4 @@
-"""Mistakes that a user can correct: one line, exit status 2, on every rank."""
+"""User mistakes: reported in one line, with exit status 2 on every rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import NoReturn
 
 from paro.errors import MistakesError
 
-# Ranks that start together may differ by this much until they have read their flags.
+# Ranks that are started together may reach the same mistake this many seconds apart.
 _SPEAKER_SECONDS = 20.0
 _LAGGARD_SECONDS = 1.0
 
 
 class UserMistakeError(Exception):
-    """What a user can mend; its text is the one line that they see.
+    """A mistake that the user can correct; its text is the one line that is printed.
 
-    All ranks raise it alike, and local rank 0 prints it; unless `on_this_rank`, where one rank
-    met it alone and the launcher has to stop the others.
+    All ranks raise it and local rank 0 prints it. With `on_this_rank` only one rank raises and
+    prints it, and the launcher has to stop the others.
     """
 
     def __init__(self, text: str, *, on_this_rank: bool = False) -> None:
@@ -34,7 +34,7 @@ class UserMistakeError(Exception):
 
 @contextmanager
 def user_mistakes() -> Iterator[None]:
-    """Turns what a user can mend into their one line, before there are any peers."""
+    """Turns `ValueError` and `OSError` into `UserMistakeError`, before process groups exist."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -42,19 +42,18 @@ def user_mistakes() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says without its line breaks; of several mistakes each keeps its line."""
+    """The text of an error without line breaks; a `MistakesError` keeps one line per mistake."""
     if isinstance(error, MistakesError):
         return str(error)
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def run_script(name: str, main: Callable[[], None]) -> NoReturn:
-    """Runs an entry script and exits: 0, or 2 after a user's mistake, or 1 after any failure.
+    """Runs an entry script and exits: 0, 2 after a user's mistake, 130 after Ctrl-C, else 1.
 
-    A mistake is one line, printed by local rank 0, and once more in torchrun's report at the end;
-    so is Ctrl-C, with 130. The process leaves at once in any case: after a failure threads may hang
-    in a collective with a peer that is gone, and after a good end the interpreter's own tear-down
-    now and then aborts among the threads of gloo.
+    Local rank 0 prints a mistake, or Ctrl-C, in one line; torchrun repeats a mistake in its final
+    report. The process exits without cleanup: after a failure threads may hang in a collective with
+    a dead peer, and after success interpreter shutdown sometimes aborts because of gloo's threads.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
     try:
@@ -67,7 +66,7 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         else:
             print(line, file=sys.stderr, flush=True)
             if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and not mistake.on_this_rank:
-                time.sleep(_LAGGARD_SECONDS)  # so that the others come to the mistake too
+                time.sleep(_LAGGARD_SECONDS)  # so that the others reach the mistake too
         _leave(2)
     except KeyboardInterrupt:
         if local_rank == 0:
@@ -82,7 +81,7 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
 
 
 def _write_for_torchrun(line: str) -> None:
-    """Writes the file from which torchrun takes what its report says of a rank that failed."""
+    """Writes the error file that torchrun reads for its report of a failed rank."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"timestamp": str(int(time.time()))}
@@ -91,9 +90,9 @@ def _write_for_torchrun(line: str) -> None:
 
 
 def _wait_for_the_speaker() -> None:
-    """Gives local rank 0 the time to come to the mistake and print it.
+    """Gives local rank 0 time to reach the mistake and print it.
 
-    A launcher ends all ranks as soon as one has left; then this one leaves with the same status.
+    A launcher stops all ranks as soon as one has exited; then this one exits with status 2 too.
     """
     signal.signal(signal.SIGTERM, lambda *_: _leave(2))
     time.sleep(_SPEAKER_SECONDS)

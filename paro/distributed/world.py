@@ -1,4 +1,4 @@
-"""Which ranks there are: what the launcher says in the environment, or the flags of a dry run."""
+"""Rank and world size, from the launcher's environment or the flags of a dry run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among all; read from torchrun's or SLURM's environment, or one process alone."""
+    """The rank of this process and the world size; the defaults are a single process."""
 
     rank: int = 0
     size: int = 1
@@ -17,12 +17,12 @@ class World:
     ranks_per_node: int = 1
 
 
-DEFAULT_RANKS_PER_NODE = 8  # of a dry run: a DGX
+DEFAULT_RANKS_PER_NODE = 8  # for a dry run: the GPUs of a DGX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """The ranks of a dry run, which starts none; those of a real run are its launcher's affair."""
+    """The ranks that a dry run plans for; in a real run the launcher sets the ranks."""
 
     dry_run: bool = False
     world_size: int | None = None
@@ -49,7 +49,7 @@ class LaunchConfig:
             )
 
     def world(self) -> World:
-        """The first rank among those of the dry run, or this one among those that were started."""
+        """Rank 0 of the planned ranks in a dry run, else this process; `ValueError` if invalid."""
         if not self.dry_run:
             return read_world()
         assert self.world_size is not None, "a dry run has a world size"
@@ -72,7 +72,7 @@ class LaunchConfig:
 
 
 def read_world() -> World:
-    """The world that the launcher describes in the environment: torchrun's names, then SLURM's."""
+    """The world from torchrun's or SLURM's variables; `ValueError` if some are missing."""
     by_srun = "SLURM_STEP_TASKS_PER_NODE" in os.environ and not _is_torchrun()
     if "RANK" in os.environ and not by_srun:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -91,7 +91,7 @@ def read_world() -> World:
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise ValueError(f"the launcher must set {', '.join(missing)} in the environment")
-    # SLURM writes tasks per node as 8(x4), or 8(x3),4 where the last node has fewer.
+    # SLURM writes tasks per node as 8(x4), or 8(x3),4 if the last node has fewer.
     rank, size, local_rank, ranks_per_node = (
         int(re.split(r"[(,]", os.environ[name])[0]) for name in names
     )
@@ -99,9 +99,9 @@ def read_world() -> World:
 
 
 def _is_torchrun() -> bool:
-    """Whether torchrun's names are more than what a container sets beside SLURM's own.
+    """Whether torchrun set its variables, not a container in addition to SLURM's.
 
-    Those are the same numbers, without LOCAL_WORLD_SIZE.
+    A container sets the same numbers as SLURM and no LOCAL_WORLD_SIZE.
     """
     env = os.environ
     same = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"))
@@ -110,5 +110,5 @@ def _is_torchrun() -> bool:
 
 
 def read_job_id() -> str:
-    """SLURM's number of this job; empty where there is none."""
+    """The SLURM job ID; empty outside SLURM."""
     return os.environ.get("SLURM_JOB_ID", "")

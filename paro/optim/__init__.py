@@ -1,1 +1,1 @@
-"""The sharded optimizer and its schedules."""
+"""The sharded optimizer, loss scaling, step checks and learning-rate schedules."""

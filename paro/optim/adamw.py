@@ -1,4 +1,4 @@
-"""AdamW on flat fp32 ranges: torch's fused update, or NVIDIA apex's where it is asked for."""
+"""AdamW on flat fp32 ranges: torch's fused AdamW, or optionally NVIDIA apex's FusedAdam."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_adamw(
 ) -> torch.optim.Optimizer:
     """An AdamW over param groups of fp32 tensors; each group has its own `weight_decay`.
 
-    The moments live where `attach_moments` puts them.
+    Call `attach_moments` to set the tensors that hold the moments.
     """
     if implementation == "apex":
         fused_adam = find_apex()
@@ -30,18 +30,18 @@ def make_adamw(
 def attach_moments(
     optimizer: torch.optim.Optimizer, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
 ) -> None:
-    """Makes the optimizer keep the moments of `param` in these tensors, from step 0."""
+    """Makes the optimizer store the moments of `param` in the given tensors, from step 0."""
     step = torch.zeros((), dtype=torch.float32, device=param.device)
     optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
 def set_num_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """Says how many updates the moments have seen (bias correction needs it)."""
+    """Sets the number of updates in the moments, for bias correction."""
     for state in optimizer.state.values():
         state["step"].fill_(num_steps)
     for group in optimizer.param_groups:
         if "step" in group or implementation_of(optimizer) == "apex":
-            group["step"] = num_steps  # apex counts by group
+            group["step"] = num_steps  # apex counts steps per group
 
 
 def implementation_of(optimizer: torch.optim.Optimizer) -> str:
@@ -49,7 +49,7 @@ def implementation_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def find_apex() -> Any:
-    """NVIDIA's FusedAdam, or `ValueError`. PyPI's `apex` is another thing and has no `amp_C`."""
+    """NVIDIA's FusedAdam, or `ValueError`; PyPI's `apex` is another package without `amp_C`."""
     if importlib.util.find_spec("amp_C") is None or importlib.util.find_spec("apex") is None:
         raise ValueError(
             "--adam-implementation apex needs NVIDIA's apex with its CUDA extensions "

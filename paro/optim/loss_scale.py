@@ -1,8 +1,8 @@
-"""The factor on the loss that keeps fp16 gradients in range: constant, or found while training."""
+"""Constant and dynamic loss scaling, which keeps fp16 gradients in range."""
 
 # Dynamic scaling is Megatron's: the scale doubles after `loss_scale_window` finite steps in a row.
-# Each non-finite step uses up one unit of `hysteresis`; once none is left every further one halves
-# the scale, down to `min_loss_scale`. Only a doubling restores the hysteresis.
+# Each non-finite step decrements a counter that starts at `hysteresis` and, once the counter is 0
+# or less, halves the scale, down to `min_loss_scale`. Only a doubling resets the counter.
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LossScaleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaleState:
-    """All that a checkpoint must keep for the scale to go on as if nothing had happened."""
+    """The loss-scaling state saved in checkpoints."""
 
     scale: float
     growth_tracker: int
@@ -49,7 +49,7 @@ class LossScaleState:
 
 
 def start_loss_scale(config: LossScaleConfig) -> LossScaleState:
-    """The state before the first step; without fp16 or --loss-scale the factor is 1."""
+    """The state before the first step; without fp16 or --loss-scale the scale is 1."""
     scale = config.initial_loss_scale if config.dynamic else config.loss_scale or 1.0
     return LossScaleState(scale=scale, growth_tracker=0, hysteresis_tracker=config.hysteresis)
 
@@ -57,7 +57,7 @@ def start_loss_scale(config: LossScaleConfig) -> LossScaleState:
 def update_loss_scale(
     config: LossScaleConfig, state: LossScaleState, *, found_nonfinite: bool
 ) -> LossScaleState:
-    """The state for the next step, after one whose gradients were finite or not."""
+    """The state after a step; `found_nonfinite` if any of its gradients was not finite."""
     if not config.dynamic:
         return state
     scale, growth, hysteresis = state.scale, state.growth_tracker, state.hysteresis_tracker

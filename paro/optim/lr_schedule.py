@@ -1,8 +1,8 @@
-"""Learning rate and weight decay as functions of the samples stepped so far (Megatron's rules)."""
+"""Learning-rate and weight-decay schedules as functions of samples seen (Megatron's rules)."""
 
-# All lengths are in samples, so that a ramp-up of the batch size does not bend the curves. The
-# argument of both functions is the number of samples whose gradients were applied: an iteration
-# that was skipped, for a gradient that is not finite or for a leap, does not move the schedule.
+# All lengths are in samples, so that a batch-size ramp-up does not distort the schedules. Both
+# functions take the number of samples whose gradients were applied: an iteration that was skipped,
+# for a non-finite gradient or a spike, does not advance the schedule.
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# How much of the way from min_lr up to lr is left when `ratio` of the decay lies behind.
+# The fraction of lr - min_lr that remains after the fraction `ratio` of the decay.
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
@@ -25,7 +25,7 @@ WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """Both curves, under Megatron's names; iterations are already converted to samples."""
+    """Parameters of both schedules, with Megatron's names; all lengths are in samples."""
 
     lr: float
     min_lr: float = 0.0
@@ -109,12 +109,12 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
-    """Reads both curves at any point; the step that starts after `samples` uses these values."""
+    """Learning rate and weight decay of the step that starts after `samples` samples."""
 
     config: ScheduleConfig
 
     def lr_at(self, samples: int) -> float:
-        """The learning rate once `samples` samples have been stepped."""
+        """The learning rate after `samples` applied samples."""
         c = self.config
         if c.lr_warmup_samples > 0 and samples <= c.lr_warmup_samples:
             return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * samples / c.lr_warmup_samples
@@ -133,7 +133,7 @@ class LrSchedule:
         return c.min_lr + left * (c.lr - c.min_lr)
 
     def _left_of_tail(self, samples: int) -> float:
-        """Warm-up, stable, decay: full until the last `lr_wsd_decay_samples` samples."""
+        """Warmup-stable-decay: the remaining fraction, 1 until the last `lr_wsd_decay_samples`."""
         c = self.config
         assert c.lr_wsd_decay_samples is not None, "a WSD schedule has a tail"
         into_tail = samples - (c.lr_decay_samples - c.lr_wsd_decay_samples)
@@ -142,7 +142,7 @@ class LrSchedule:
         return _DECAYS[c.lr_wsd_decay_style](into_tail / c.lr_wsd_decay_samples)
 
     def weight_decay_at(self, samples: int) -> float:
-        """The weight decay once `samples` samples have been stepped."""
+        """The weight decay after `samples` applied samples."""
         c = self.config
         if c.weight_decay_incr_style == "constant" or samples > c.weight_decay_incr_samples:
             return c.end_weight_decay

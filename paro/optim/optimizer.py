@@ -1,11 +1,11 @@
-"""Finishes gradients, clips, updates the shards and publishes them."""
+"""The sharded optimizer: gradient norm, clipping, AdamW, all-gather of updated parameters."""
 
 # [Note: gradient scaling]
 # Collectives only sum. The training loop puts every factor into the weights of the loss, before
 # backward: loss_scale / (ranks x micro-batches), and 1 / tokens of the micro-batch. So sums stay in
 # the range of fp16 at every stage, and the accumulated gradient is loss_scale times the true one.
-# `step` takes the factor that undoes this and folds clipping into it: gradients are multiplied
-# once, where they lie, in the optimizer's range only.
+# `step` takes the factor that undoes the loss scale and folds clipping into it: gradients are
+# multiplied once, in place, in the optimizer's range only.
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Initializer = Callable[[str, int, int], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """AdamW and clipping, under Megatron's names and defaults."""
+    """AdamW and gradient clipping, with Megatron's names and defaults."""
 
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -49,9 +49,9 @@ class OptimConfig:
 
 
 class UnitOptimizer:
-    """Master parameters and moments of one unit, at the optimizer's degree, and their update.
+    """Master parameters and Adam moments of this rank's optimizer range of one unit.
 
-    In fp32 the master is the parameter shard itself where the degrees are equal.
+    With fp32 parameters and equal params and optim degrees the master is the parameter shard.
     """
 
     def __init__(self, unit: UnitShards, config: OptimConfig) -> None:
@@ -65,7 +65,7 @@ class UnitOptimizer:
         self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=grad.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.master = unit.param_shard if self.master_is_param else torch.zeros_like(self.exp_avg)
-        # Weight decay splits the range in two at most: it lies in one slice, decayed boxes first.
+        # The range is in one slice, which has decayed boxes first: at most two parts.
         cut = unit.layout.num_decayed(unit.optim_start, unit.optim_start + numel)
         self._parts = [
             part for part in (slice(0, cut), slice(cut, numel)) if part.start < part.stop
@@ -84,7 +84,7 @@ class UnitOptimizer:
             attach_moments(self.adamw, param, self.exp_avg[part], self.exp_avg_sq[part])
 
     def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
-        """One AdamW step with the unit's gradients times `factor`; then queues publishing."""
+        """One AdamW step on the gradients times `factor`; queues the all-gather of the result."""
         grad = self.unit.optim_grad
         if factor != 1.0:
             grad.mul_(factor)
@@ -100,7 +100,7 @@ class UnitOptimizer:
         self.write_params()
 
     def write_params(self) -> None:
-        """Copies the master into its range of the parameter shard and queues publishing."""
+        """Copies the master to the parameter shard and queues the all-gather of the parameters."""
         if not self.master_is_param:
             self.unit.optim_param.copy_(self.master)
         self.unit.gather_updated()
@@ -112,11 +112,11 @@ class UnitOptimizer:
 
 
 class ParoOptimizer:
-    """The optimizer of a sharded model.
+    """The optimizer of a distributed model.
 
     A step is: `model.finish_gradients`, `local_square_sum` (summed over the ranks by the caller,
-    which knows when a step is to be skipped), `step`. Publishing goes on in the background and is
-    awaited by the next use of each unit.
+    which decides whether to skip the step), `step`. The all-gather of updated parameters runs in
+    the background; the next use of each unit waits for it.
     """
 
     def __init__(self, model: DistributedModel, config: OptimConfig) -> None:
@@ -127,7 +127,7 @@ class ParoOptimizer:
 
     @torch.no_grad()
     def initialize(self, initializer: Initializer) -> None:
-        """Gives every parameter its initial value; a rank makes only what it holds."""
+        """Initializes all parameters; a rank computes only the values that it holds."""
         masters = {part.unit: part for part in self._parts}
         for unit in self.model.units:
             values = _initial_values(unit.layout, unit.param_start, unit.param_shard, initializer)
@@ -138,10 +138,10 @@ class ParoOptimizer:
                 part.master.copy_(values[offset : offset + part.master.numel()])
 
     def local_square_sum(self) -> float:
-        """This rank's part of the squared norm of the scaled gradients.
+        """This rank's contribution to the squared norm of the scaled gradients.
 
-        Summed over all ranks every element counts exactly once: ranks that hold replicas of a
-        range already counted answer 0. Not finite where any gradient of the range is not.
+        In the sum over all ranks every element counts once: ranks that hold a replica of a range
+        already counted return 0. Not finite if any gradient of the range is not.
         """
         context = self.model.context
         if context.rank >= context.strategy.optim:
@@ -149,9 +149,9 @@ class ParoOptimizer:
         return _square_sum(unit.optim_grad for unit in self.model.trainable_units)
 
     def local_num_zeros(self) -> float:
-        """This rank's part of how many elements of the gradients are zero; padding is none.
+        """This rank's contribution to the number of zero gradient elements, without padding.
 
-        Summed over all ranks every element counts exactly once, as in `local_square_sum`.
+        In the sum over all ranks every element counts once, as in `local_square_sum`.
         """
         context = self.model.context
         if context.rank >= context.strategy.optim:
@@ -165,9 +165,9 @@ class ParoOptimizer:
         return float(elements - torch.stack(nonzero).sum())
 
     def local_params_square_sum(self) -> float:
-        """This rank's part of the squared norm of all parameters, frozen ones included.
+        """This rank's contribution to the squared norm of all parameters, including frozen ones.
 
-        Summed over all ranks every element counts exactly once, in fp32 where there is a master.
+        In the sum over all ranks every element counts once. Uses the fp32 master if there is one.
         """
         return _square_sum(
             shard.values
@@ -177,7 +177,7 @@ class ParoOptimizer:
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
-        """Updates with gradients times `unscale`, clipped to `grad_norm` being their norm then."""
+        """Updates with gradients times `unscale`, whose global norm is `grad_norm`, clipped."""
         assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
         factor = unscale
         if self.config.clip_grad > 0.0:
@@ -190,7 +190,7 @@ class ParoOptimizer:
     # Saving and loading #
 
     def flat_shards(self) -> Iterator[FlatShard]:
-        """All that a checkpoint holds of this rank; frozen parameters have no master."""
+        """This rank's shards of all checkpointed state; frozen parameters have no master."""
         context = self.model.context
         topology = context.topology
 
@@ -224,21 +224,21 @@ class ParoOptimizer:
 
     @torch.no_grad()
     def loaded(self, *, num_steps: int) -> None:
-        """Takes over what was read into `flat_shards`: publishes it and counts steps on."""
+        """Call after loading into `flat_shards`: sets the step count, all-gathers parameters."""
         self.num_steps = num_steps
         for part in self._parts:
             set_num_steps(part.adamw, num_steps)
             part.write_params()
         self.model.wait_for_updated_params()
 
-    # What a rank holds #
+    # Memory #
 
     def model_state_bytes(self) -> int:
-        """Parameters, gradients, master parameters and moments that stay on this rank."""
+        """Bytes of this rank's persistent parameters, gradients, master parameters and moments."""
         return sum(self.state_bytes().values())
 
     def state_bytes(self) -> dict[str, int]:
-        """The same by kind."""
+        """The bytes of `model_state_bytes` by kind of state."""
         units = self.model.units
         return {
             "parameters": sum(unit.param_shard.nbytes for unit in units),
@@ -248,7 +248,7 @@ class ParoOptimizer:
 
 
 def _square_sum(ranges: Iterable[Tensor]) -> float:
-    """The squared norm of all of them; not finite where any element is not."""
+    """The squared norm over all `ranges`; not finite if any element is not."""
     norms = [torch.linalg.vector_norm(values, dtype=torch.float32) for values in ranges]
     return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 

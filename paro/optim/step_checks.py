@@ -1,8 +1,8 @@
-"""Which steps are left out: gradients that are not finite, and losses and norms that leap."""
+"""Checks that skip a step: non-finite loss or gradients, loss spikes, large gradient norms."""
 
-# What a step is held against is what came before it: running means of the loss, of its variance
-# and of the gradient norm. They are part of a run's state, so that a resumed run judges alike, and
-# they follow steps that were left out as well: a loss that stays high becomes the usual one.
+# A step is compared with running means of the loss, its variance and the gradient norm. They are
+# part of a run's state, so that a resumed run decides the same, and they include skipped steps
+# with finite values: a loss that stays high becomes the new mean.
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-_MEMORY = 50.0  # steps that a running mean looks back on
-_WARMUP_STEPS = 100  # before which nothing is judged
-_DEVIATIONS = 6.0  # a loss leaps above its mean by so many standard deviations,
-_LEAST_RISE = 0.1  # and by at least so large a part of the mean
-_LARGE_NORM = 10.0  # times its mean
+_MEMORY = 50.0  # length of the running means, in steps
+_WARMUP_STEPS = 100  # no check for spikes or large norms before this many finite steps
+_DEVIATIONS = 6.0  # a spike is above the mean loss by this many standard deviations
+_LEAST_RISE = 0.1  # and by at least this fraction of the mean
+_LARGE_NORM = 10.0  # a large gradient norm is above this multiple of its mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepChecksConfig:
-    """Megatron's checks of a step, and when a run that goes wrong ends."""
+    """Megatron's step checks, and the number of skipped steps after which the run exits."""
 
     check_for_nan_in_loss_and_grad: bool = False
     check_for_spiky_loss: bool = False
@@ -33,10 +33,10 @@ class StepChecksConfig:
 
 
 class Verdict(Enum):
-    """What a step is; all but the first leave out its update."""
+    """The result of the checks; for all but FINE the update is skipped."""
 
     FINE = "fine"
-    OVERFLOW = "fp16 overflow"  # the loss scale falls, and the next step is tried
+    OVERFLOW = "fp16 overflow"  # the loss scale may fall; training continues
     NOT_FINITE = "not finite"
     SPIKY_LOSS = "spiky loss"
     LARGE_GRADS = "large gradients"
@@ -44,13 +44,13 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What the steps so far lead one to expect."""
+    """Running statistics of the steps so far."""
 
-    num_steps: int = 0  # finite ones
+    num_steps: int = 0  # steps with finite loss and gradients
     loss: float = 0.0
     loss_variance: float = 0.0
     grad_norm: float = 0.0
-    skipped_in_a_row: int = 0  # but overflows
+    skipped_in_a_row: int = 0  # without overflows
 
 
 def judge(
@@ -61,7 +61,7 @@ def judge(
     grad_norm: float,
     scale_can_fall: bool,
 ) -> Verdict:
-    """What a step is, from figures that all ranks have alike."""
+    """The verdict on a step; pass values that are the same on all ranks."""
     if not math.isfinite(grad_norm) or not math.isfinite(loss):
         return Verdict.OVERFLOW if scale_can_fall and math.isfinite(loss) else Verdict.NOT_FINITE
     if expected.num_steps < _WARMUP_STEPS:
@@ -77,14 +77,14 @@ def judge(
 def expect_after(
     expected: Expectation, verdict: Verdict, *, loss: float, grad_norm: float
 ) -> Expectation:
-    """What to expect after a step that was judged so."""
+    """The running statistics after a step with this verdict."""
     if verdict is Verdict.OVERFLOW:
         return expected
     in_a_row = 0 if verdict is Verdict.FINE else expected.skipped_in_a_row + 1
     if verdict is Verdict.NOT_FINITE:
         return replace(expected, skipped_in_a_row=in_a_row)
     num_steps = expected.num_steps + 1
-    part = 1.0 / min(num_steps, _MEMORY)  # a plain mean at first
+    part = 1.0 / min(num_steps, _MEMORY)  # a plain mean over the first steps
     away = loss - expected.loss
     return Expectation(
         num_steps=num_steps,
@@ -98,7 +98,7 @@ def expect_after(
 def reason_to_stop(
     config: StepChecksConfig, expected: Expectation, verdict: Verdict, *, iteration: int
 ) -> str | None:
-    """Why a run should not go on after a step, if it should not."""
+    """The reason to exit after a step; None to continue."""
     if verdict is Verdict.NOT_FINITE and config.check_for_nan_in_loss_and_grad:
         return (
             f"iteration {iteration} has a loss or gradient that is not finite, and "

@@ -1,1 +1,1 @@
-"""What a strategy costs, in bytes, memory and time, before anything runs."""
+"""The planner: predicts a strategy's traffic, memory and step time before anything runs."""

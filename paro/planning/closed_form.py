@@ -1,20 +1,20 @@
-"""The traffic of the 14 letter strategies as multiples of two quantities, as the paper has it."""
+"""Closed-form traffic of the 14 letter strategies, as multiples of two volumes, from the paper."""
 
 # Per rank, for a buffer of V bytes on n = m * ng ranks in groups of m:
 #
 #     X = (m - 1) / m * V             sent inside a group by a gather, or a reduce-scatter, of V
 #     Y = (ng - 1) / ng * V / m       sent between groups by the same over all ranks, level by level
 #
-# An all-reduce costs twice that. Gathers for compute move all parameters; everything else moves
+# An all-reduce costs twice that. Gathers for compute send all parameters; everything else sends
 # the trained ones. Every parameter is gathered twice in a micro-batch, before forward and before
-# backward: the count per unit of cost_model.py is less for an embedding and an untied head.
+# backward; the per-unit count of cost_model.py is less for an embedding and an untied head.
 
 from __future__ import annotations
 
 from paro.distributed.byte_counter import Sent
 from paro.strategy import is_legal
 
-Multiples = tuple[int, int]  # of X and of Y
+Multiples = tuple[int, int]  # how many X, how many Y
 
 GATHER: dict[str, Multiples] = {"N": (0, 0), "I": (2, 0), "G": (2, 2)}  # by params, a micro-batch
 REDUCE: dict[str, Multiples] = {"N": (0, 0), "I": (1, 0), "G": (1, 1)}  # by grads, a micro-batch
@@ -45,7 +45,7 @@ def letter_traffic(
     group_size: int,
     num_micro_batches: int,
 ) -> Sent:
-    """Bytes that a rank sends in one optimizer step, all states travelling in one type."""
+    """Bytes that a rank sends in one optimizer step, one communication dtype for all states."""
     assert is_legal(letters), f"{letters} is not legal"
     params, grads, optim = tuple(letters)
     gather = _scale(GATHER[params], num_micro_batches)

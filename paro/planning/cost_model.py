@@ -1,7 +1,7 @@
-"""Bytes that a strategy sends and stores on each rank, exactly as the code will."""
+"""Bytes that each rank sends and stores under a strategy, exactly as in training."""
 
-# Everything is counted unit by unit, since padding and the number of gathers differ by unit. The
-# formulas are for collectives axis by axis; one flat collective over several axes sends more.
+# Everything is counted per unit, since padding and the number of gathers differ between units. The
+# formulas assume collectives axis by axis; one flat collective over several axes sends more.
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from paro.topology import Axis, Link, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitShapes:
-    """What a unit holds and how it is used; units are given in forward order."""
+    """A unit's parameter shapes and how it uses them; units are given in forward order."""
 
     name: str
     shapes: Mapping[str, Shape]
-    borrows: tuple[str, ...] = ()  # units whose parameters it reads too (a tied head)
+    borrows: tuple[str, ...] = ()  # other units whose parameters it also reads (a tied head)
     backward_needs_weight: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSize:
-    """The elements of a unit's two flat buffers, padding included, and how often they travel."""
+    """Elements of a unit's two flat buffers, with padding, and how often they are communicated."""
 
     name: str
     trainable_numel: int
     frozen_numel: int
     gathers_per_micro_batch: int
     borrows: tuple[str, ...] = ()
-    gathered_for_backward: bool = True  # apart from its forward's gather
+    gathered_for_backward: bool = True  # in addition to its gather for forward
     reductions_per_micro_batch: int = 1
-    replicated: bool = False  # params and grads lie whole on every rank, whatever the strategy
+    replicated: bool = False  # params and grads are whole on every rank, under any strategy
 
     @property
     def numel(self) -> int:
@@ -45,7 +45,7 @@ class UnitSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStateBytes:
-    """Bytes of model state that stay on every rank throughout a run."""
+    """Bytes of model state that every rank holds throughout a run."""
 
     params: int
     grads: int
@@ -62,11 +62,11 @@ def size_units(
     world_size: int,
     is_trained: Callable[[str], bool] = lambda _name: True,
 ) -> tuple[UnitSize, ...]:
-    """Sizes and gathers of units whose parameters train unless `is_trained` denies their name.
+    """Sizes and gather counts of units; a parameter trains unless `is_trained(name)` is false.
 
-    A unit is gathered before its forward and before its backward. Only once where the backward
-    needs no weight (embedding), follows at once (the last unit), or stops above (no parameter at
-    or below it trains). Whoever borrows a unit gathers it again.
+    A unit is gathered before its forward and before its backward, but only once where backward
+    needs no weight (embedding), follows at once (the last unit), or stops above it (no parameter at
+    or below it trains). A unit that borrows another gathers it again.
     """
     trained = (index for index, unit in enumerate(units) if any(map(is_trained, unit.shapes)))
     first_trained = next(trained, len(units))
@@ -108,11 +108,11 @@ def traffic_per_step(
     precision: PrecisionConfig,
     num_micro_batches: int,
 ) -> Sent:
-    """Bytes that a rank sends from one optimizer step to the next.
+    """Bytes that a rank sends in one optimizer step.
 
-    A pass of a rotation sends of a unit what a gather sends, or a reduction where gradients ride.
-    Publishing is lazy: what the step before has updated travels in this one. So the first step
-    of a run sends less.
+    A rotation pass of a unit's weights sends as much as a gather, one of its gradients as much as a
+    reduction. The all-gather of updated parameters is lazy: a step gathers what the previous one
+    updated. So the first step of a run sends less.
     """
     compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
     between, whole_world = topology.axes_between, topology.world_size
@@ -125,9 +125,9 @@ def traffic_per_step(
         moves = (
             (between(1, params), gathered * compute),  # before every use
             (between(1, grads), reduced * wire),  # after every backward
-            (between(grads, optim), trained * wire),  # finish
-            (between(optim, whole_world), 2 * trained * wire),  # all-reduce: in, and back
-            (between(params, optim), trained * compute),  # publish
+            (between(grads, optim), trained * wire),  # the step's gradient reduce-scatter
+            (between(optim, whole_world), 2 * trained * wire),  # replica all-reduce, two passes
+            (between(params, optim), trained * compute),  # all-gather of updated parameters
         )
         for run, num_bytes in moves:
             for axis in run:
@@ -136,12 +136,12 @@ def traffic_per_step(
 
 
 def strategy_of(unit: UnitSize, strategy: Strategy) -> Strategy:
-    """How the states of a unit are spread under a strategy."""
+    """How a unit's states are sharded: replicated units keep params and grads whole."""
     return replicated(strategy) if unit.replicated else strategy
 
 
 def _sent_along(axis: Axis, num_bytes: int) -> int:
-    """What a rank sends when a buffer whole at degree 1 is gathered or reduced along an axis."""
+    """Bytes a rank sends to gather or reduce along an axis; `num_bytes` is the whole buffer."""
     assert num_bytes % axis.outer == 0, f"{num_bytes} bytes are not padded for {axis}"
     return num_bytes // axis.inner - num_bytes // axis.outer
 
@@ -149,7 +149,7 @@ def _sent_along(axis: Axis, num_bytes: int) -> int:
 def model_state_bytes(
     strategy: Strategy, units: Iterable[UnitSize], precision: PrecisionConfig
 ) -> ModelStateBytes:
-    """Shards of parameters, gradient accumulators, master parameters and Adam's two moments."""
+    """Bytes per rank of parameters, gradient accumulators, master parameters and Adam moments."""
     params = grads = optim = 0
     for unit in units:
         placed = strategy_of(unit, strategy)
@@ -162,9 +162,9 @@ def model_state_bytes(
 
 
 def merged(units: Iterable[UnitSize]) -> tuple[UnitSize, ...]:
-    """One unit with the elements of all, one more of all that are replicated: equal model states.
+    """One unit for all sharded units and one for all replicated ones, with equal model states.
 
-    Padded units are multiples of every degree, so that sums may be cut instead of each.
+    Padded units are multiples of every degree, so the sums can be divided instead of each unit.
     """
     found: dict[bool, UnitSize] = {}
     for unit in units:
@@ -180,7 +180,7 @@ def merged(units: Iterable[UnitSize]) -> tuple[UnitSize, ...]:
 def describe_placement(
     strategy: Strategy, topology: Topology, states: ModelStateBytes
 ) -> tuple[str, ...]:
-    """A table of where every state lies: its degree, the ranks of each full copy, bytes a rank."""
+    """A table of the states: degree, number of copies, ranks of each full copy, MB per rank."""
     letters = {1: "N", topology.group_size: "I", topology.world_size: "G"}
     rows = [("state", "level", "degree", "copies", "a full copy on ranks", "MB per rank")]
     for state, degree in zip(("params", "grads", "optim"), strategy.degrees, strict=True):
@@ -202,7 +202,7 @@ def describe_placement(
 
 
 def _copies(degree: int, world_size: int) -> str:
-    """The ranks of the first copies, and of the last: `0-3 4-7 .. 28-31`."""
+    """The ranks of the first full copies, and of the last: `0-3 4-7 .. 28-31`."""
     copies = [
         f"{first}-{first + degree - 1}" if degree > 1 else str(first)
         for first in range(0, world_size, degree)

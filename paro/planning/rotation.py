@@ -1,8 +1,8 @@
-"""What LLaMA's units hold, and how often they travel, where weights rotate."""
+"""Sizes of LLaMA's units, and how often they are sent round the ring, where weights rotate."""
 
 # A pass carries every slice to every rank of the ring: d - 1 shifts of a slice. A matrix makes one
-# in forward, one in backward, and its gradient one; one more where its block is computed again. The
-# embedding's backward reads no weight. A tied head uses the embedding's.
+# pass in forward, one in backward, and its gradient one; one more if its block is recomputed. The
+# embedding's backward reads no weight. A tied head uses the embedding's slices.
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from paro.strategy import FLAG, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """A part of the model and the matrices that it reads, in forward order."""
+    """A part of the model and the matrices that it reads."""
 
     unit: str
-    matrices: Mapping[str, int]  # and biases: their names, by the dim along which they are cut
+    matrices: Mapping[str, int]  # and biases: name to the dim along which it is cut
     beside: tuple[str, ...]
-    shares: int | None = None  # it is cut between these alone
+    shares: int | None = None  # it can only be cut between these (query groups)
     returns: bool = True  # backward reads them
     recomputed: bool = False
 
@@ -38,9 +38,9 @@ class _Use:
 def why_not_rotating(
     strategy: Strategy, config: LlamaConfig, *, world_size: int, group_size: int
 ) -> str | None:
-    """What keeps a model's weights from rotating under a strategy, and what to do; None: nothing.
+    """Why a model's weights cannot rotate under a strategy, and what to change; None if they can.
 
-    They rotate only within groups, and only if every rank there gets a slice of each.
+    They rotate only inside groups, and only if every rank of the ring gets a slice of each matrix.
     """
     degree = strategy.params
     if not 1 < degree == strategy.grads <= group_size:
@@ -77,17 +77,17 @@ def rotating_units_of(
     is_trained: Callable[[str], bool] = lambda _name: True,
     in_place: bool = False,
 ) -> tuple[UnitSize, ...]:
-    """All norms, embedding, attentions and MLPs, an untied head, over rings of `degree` ranks.
+    """Units for rings of `degree` ranks: all norms, embedding, attentions, MLPs, an untied head.
 
-    Parameters train unless `is_trained` denies their name; below the first that does there is no
+    A parameter trains unless `is_trained(name)` is false; below the first that trains there is no
     backward. Names are those of sharding: `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2`
-    `in_place`, where slices travel by halves.
+    `in_place`, where slices are sent in halves.
     """
     shapes = parameter_shapes(config)
     passes: dict[str, int] = {}
     reductions: dict[str, int] = {}
     uses: dict[str, _Use] = {}
-    follows = False  # whether backward comes as far as the part
+    follows = False  # whether backward reaches the part
     for use in _uses(config):
         follows = follows or any(map(is_trained, (*use.matrices, *use.beside)))
         num_passes = 1 + (follows and use.returns) + (follows and use.recomputed)

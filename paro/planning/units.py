@@ -1,21 +1,21 @@
-"""What LLaMA's units hold, and which tensors they keep for backward."""
+"""Sizes of LLaMA's units, and the activations that each keeps for backward."""
 
-# Letters as in model/llama.py, T = B * S tokens of a micro-batch. A block keeps
+# Letters as in model/llama.py, T = B * S tokens of a micro-batch. A block keeps for backward
 #
 #     compute type   x, q, k, v, attention's output, x + attention, gate, up
 #                                                             T * (2 D + (2 N + 2 K) H + 2 F)
 #     fp32           log-sum-exp per token and query head
 #
-# where x is the output of the unit before. q and k are kept turned, the attention's output serves
-# the attention and the output projection; normalized inputs and the product of gate and up are
-# made again. With --qk-layernorm q and k are also kept as they were before their norms, and an fp32
-# scale of each head. That is for attention that keeps no scores (flash; in fp32 with grouped heads
-# CUDA has none, and all scores are kept, which is not counted here).
+# where x is the previous unit's output. q and k are kept after RoPE; attention and the output
+# projection share the attention's output; normalized inputs and the product of gate and up are
+# recomputed. With --qk-layernorm q and k are also kept before their norms, with one fp32 scale per
+# head. This holds for attention kernels that do not keep the scores (flash). CUDA has none for fp32
+# with grouped heads: there all scores are kept, which is not counted here.
 #
-# The head keeps its input, an fp32 scale per token and, as the loss makes its gradients in forward,
-# the gradients of its normalized input and of the output weight. A block recomputed whole keeps its
-# input alone, a run of blocks recomputed together one input; recomputing attention's core saves the
-# log-sum-exp.
+# The head keeps its input, an fp32 scale per token and, since the loss computes gradients in
+# forward, the gradients of its normalized input and of the output weight. A fully recomputed block
+# keeps only its input, blocks recomputed together keep one input; recomputing core attention saves
+# the log-sum-exp.
 # Blocks with frozen parameters are counted as if all were trained; below the first trained unit
 # nothing is kept.
 
@@ -31,12 +31,12 @@ from paro.planning.rotation import rotating_units_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The tokens that a rank computes at a time, and with what kernels."""
+    """Size and data type of one micro-batch on a rank, and the device type that computes it."""
 
     size: int
     seq_length: int
-    compute_bytes: int  # of an element
-    device_type: str  # which kernels there are
+    compute_bytes: int  # per element
+    device_type: str  # decides which kernels exist
 
     @property
     def num_tokens(self) -> int:
@@ -45,15 +45,15 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitActivations:
-    """Bytes that a unit's computation holds; transients are what it needs at most beside `kept`."""
+    """Activation bytes of a unit; the transients are its peaks in addition to `kept`."""
 
     kept: int  # from forward to the end of the unit's backward
     recomputed: int = 0  # from recomputation to the end of the unit's backward
     recomputed_from: int  # the index of the unit with which the recomputation begins
     in_forward: int
-    before_gradients: int  # in backward, until the first of the unit's gradients is there
-    in_backward: int  # from then on
-    kept_to_the_end: int = 0  # of `kept`: until the end of the whole backward
+    before_gradients: int  # in backward, until the unit's first gradient exists
+    in_backward: int  # after that
+    kept_to_the_end: int = 0  # part of `kept`: until the end of the whole backward
 
 
 def units_of(
@@ -64,10 +64,10 @@ def units_of(
     rotated_over: int = 1,
     in_place: bool = False,
 ) -> tuple[UnitSize, ...]:
-    """Embedding, blocks and head, as they are sharded over `world_size` ranks.
+    """The model's units, sharded over `world_size` ranks: embedding, blocks and head.
 
-    Where weights rotate, over 2 or more ranks, a block is two units, or three `in_place`, and norms
-    make one of their own.
+    Where weights rotate, over 2 or more ranks, a block is two units, or three `in_place`, and all
+    norms form one more unit.
     """
     if rotated_over > 1:
         return rotating_units_of(
@@ -93,7 +93,7 @@ def units_of(
 def activations_of(
     config: LlamaConfig, batch: MicroBatch, *, first_trained: int = 0
 ) -> tuple[UnitActivations, ...]:
-    """What each of `units_of` holds of a micro-batch; none trains before `first_trained`."""
+    """Activations of each unit of `units_of`; units before `first_trained` do not train."""
     blocks = (_block(config, batch, layer, first_trained) for layer in range(config.num_layers))
     return (_embedding(config, batch), *blocks, _head(config, batch))
 
@@ -106,19 +106,19 @@ def _embedding(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
         recomputed_from=0,
         in_forward=0,
         before_gradients=_residual(config, batch) + gradient,
-        in_backward=0 if tied else gradient,  # added to the head's, which waits for it
+        in_backward=0 if tied else gradient,  # tied: added to the head's, which is kept until then
     )
 
 
 def _block(
     config: LlamaConfig, batch: MicroBatch, layer: int, first_trained: int
 ) -> UnitActivations:
-    index = layer + 1  # behind the embedding
+    index = layer + 1  # after the embedding
     residual = _residual(config, batch)
     ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
     weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
-    # Backward holds most at the start of the MLP: the gradient of w_down, of gate and up and of
-    # their product. Gate and up, then given up, make room for the gradients of what made them.
+    # Backward peaks at the start of the MLP: the gradients of w_down, of gate and up and of their
+    # product. Gate and up are then freed, which makes room for the gradients of their producers.
     transients = {
         "before_gradients": residual + 3 * ffn + weight,
         "in_backward": max(residual + weight, norm_backward(config, batch) + 2 * weight),
@@ -147,7 +147,7 @@ def _block(
 
 
 def _recomputed_from(recompute: RecomputeConfig | None, layer: int) -> int | None:
-    """The layer with which the recomputation of this one begins; None where it keeps all."""
+    """The layer at which this one's recomputation begins; None if it is not recomputed."""
     if recompute is None or recompute.granularity == "selective":
         return None
     if recompute.method == "uniform":
@@ -156,12 +156,12 @@ def _recomputed_from(recompute: RecomputeConfig | None, layer: int) -> int | Non
 
 
 def _residual(config: LlamaConfig, batch: MicroBatch) -> int:
-    """One tensor as wide as the residual stream."""
+    """Bytes of one tensor of the residual stream's width."""
     return batch.num_tokens * config.hidden_size * batch.compute_bytes
 
 
 def block_activations(config: LlamaConfig, batch: MicroBatch, *, with_core: bool) -> int:
-    """What a block keeps that is not recomputed; `with_core`: nor is its attention's core."""
+    """Bytes kept by a block that is not recomputed; `with_core`: nor is its core attention."""
     query = config.num_attention_heads * config.kv_channels
     key = config.num_query_groups * config.kv_channels
     width = 2 * config.hidden_size + 2 * query + 2 * key + 2 * config.ffn_hidden_size
@@ -173,10 +173,10 @@ def block_activations(config: LlamaConfig, batch: MicroBatch, *, with_core: bool
 
 
 def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
-    """What the backward of a norm and the linear layers behind it needs, but for their weights.
+    """Bytes for the backward of a norm and the linear layers after it, without their weights.
 
-    The gradients of the block's output, of the normalized input and of the input, and the
-    normalized input; on a CPU the norm computes with two fp32 tensors instead of the last one.
+    These are the gradients of the block's output, of the normalized input and of the input, and the
+    normalized input; on a CPU, below fp32, the norm uses two fp32 tensors instead of the last one.
     """
     residual = _residual(config, batch)
     if batch.device_type == "cpu" and batch.compute_bytes < 4:
@@ -193,18 +193,18 @@ def _head(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
         in_forward=residual + _cross_entropy_transient(config, batch),
         before_gradients=residual,
         in_backward=residual,
-        # The gradient of a tied weight waits for that of the embedding.
+        # A tied weight's gradient is kept until the embedding's gradient exists.
         kept_to_the_end=weight if config.tie_embeddings_and_output_weights else 0,
     )
 
 
 def _cross_entropy_transient(config: LlamaConfig, batch: MicroBatch) -> int:
-    """What the loss needs at most beside the gradients that it keeps."""
+    """Peak bytes of the loss in addition to the gradients that it keeps."""
     chunk = min(batch.num_tokens, loss_chunk_tokens(batch.device_type))
-    logits = 4 * chunk * config.vocab_size  # fp32, and again as probabilities
+    logits = 4 * chunk * config.vocab_size  # fp32; the probabilities take as much again
     gradient = logits * batch.compute_bytes // 4
     kept = config.vocab_size * config.hidden_size * batch.compute_bytes
-    if chunk == batch.num_tokens:  # the weight's gradient comes last
+    if chunk == batch.num_tokens:  # the weight's gradient is computed last
         return max(2 * logits - kept, gradient)
     if batch.compute_bytes == 4:
         return 2 * logits

@@ -1,1 +1,1 @@
-"""What one sees of a run: log line, metrics, dashboards, memory."""
+"""Reporting of a run: log lines, metrics file, dashboards, memory, profiles, watchdog."""

@@ -1,4 +1,4 @@
-"""What a run reports, how often and where to."""
+"""The logging flags as a dataclass: what a run reports, how often and where."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def run_record_path(metrics_file: str | Path) -> Path:
-    """Where the record beside a metrics file lies."""
+    """The path of the run record next to a metrics file."""
     return Path(f"{metrics_file}.run.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportConfig:
-    """The logging flags."""
+    """The values of the logging flags."""
 
     log_interval: int = 100
     logging_level: int | None = None
@@ -50,5 +50,5 @@ class ReportConfig:
             raise ValueError(f"--peak-tflops {self.peak_tflops} must be a positive number")
 
     def without_records(self) -> ReportConfig:
-        """The same, but all is printed and nothing is kept in files and dashboards."""
+        """A copy that prints everything and writes no files or dashboards."""
         return replace(self, metrics_file=None, tensorboard_dir=None, wandb_project=None)

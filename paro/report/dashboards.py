@@ -1,8 +1,8 @@
-"""TensorBoard and Weights & Biases, each on its own, under Megatron's tags."""
+"""TensorBoard and Weights & Biases, each written by its own thread, under Megatron's tags."""
 
-# Both packages are optional and both talk to disks and networks. Each is written to by a thread of
-# its own, from a bounded queue: one that fails or hangs costs one printed line and that dashboard,
-# never the training.
+# Both packages are optional and both use disks and networks. Each has its own writer thread with a
+# bounded queue: a dashboard that fails or hangs costs one printed line and that dashboard, but
+# never stops the training.
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paro.report.log import Log
 Scalars = Mapping[str, float]
 
 _QUEUE_LENGTH = 1000  # writes that a dashboard may lag behind
-_CLOSE_SECONDS = 60.0  # for what is still to be written, or uploaded, at the end
+_CLOSE_SECONDS = 60.0  # for the writes and uploads that remain at the end
 RUN_ID_FILE = "wandb_run_id.txt"
-_LOCAL_MODES = ("offline", "dryrun", "disabled")  # of wandb: nothing is sent
+_LOCAL_MODES = ("offline", "dryrun", "disabled")  # wandb modes that send nothing
 
 
 class Dashboard(Protocol):
-    """What the report needs of either service."""
+    """The interface that the report needs from either service."""
 
     name: str
 
@@ -35,7 +35,7 @@ class Dashboard(Protocol):
 
 
 class TensorBoard:
-    """Each tag over iterations, and as `<tag> vs samples` over samples."""
+    """Writes each tag over iterations, and as `<tag> vs samples` over samples."""
 
     name = "TensorBoard"
 
@@ -54,10 +54,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Each tag over iterations, with the samples beside it.
+    """Writes each tag over iterations, together with the number of samples.
 
-    A run that goes on after `start_iteration` is the run whose id lies in `place`; what it has of
-    later iterations stays as it is, since they come out the same.
+    A run that resumes after `start_iteration` continues the wandb run whose id is stored in
+    `place`. Values already logged for later iterations are kept, since the resumed run reproduces
+    them.
     """
 
     name = "Weights & Biases"
@@ -81,7 +82,7 @@ class WeightsAndBiases:
             config=dict(arguments),
             id=known,
             resume=None if known is None else "allow",
-            # No thread of its own reads what ranks print: it would break with the service.
+            # No wandb thread captures what ranks print: the output would fail with the service.
             settings=wandb.Settings(console="off"),
         )
         if place is not None:
@@ -98,7 +99,7 @@ class WeightsAndBiases:
 
 
 def read_run_id(place: Path | None) -> str | None:
-    """The id that an earlier start of the run left, if it did."""
+    """The wandb run id stored by an earlier start of the run; None if there is none."""
     try:
         return None if place is None else place.read_text(encoding="utf-8").strip() or None
     except OSError:
@@ -106,7 +107,7 @@ def read_run_id(place: Path | None) -> str | None:
 
 
 def run_id_place(config: ReportConfig, save: str | None) -> Path | None:
-    """Where the id of a run lies: with its checkpoints, else with wandb's own files."""
+    """The file of the wandb run id: with the checkpoints, else with wandb's own files."""
     folder = save or config.wandb_save_dir
     return None if folder is None else Path(folder) / RUN_ID_FILE
 
@@ -115,7 +116,7 @@ _Write = tuple[Scalars, int, int]
 
 
 class _Writer:
-    """A thread that writes to one dashboard, and what went wrong there."""
+    """A thread that writes to one dashboard, and its error if it failed."""
 
     def __init__(self, board: Dashboard) -> None:
         self.name = board.name
@@ -151,7 +152,7 @@ class _Writer:
 
 
 class Dashboards:
-    """The dashboards that opened; one that fails is named once and left out from then on."""
+    """The open dashboards; one that fails is reported once and then no longer used."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -162,7 +163,7 @@ class Dashboards:
         return bool(self._open)
 
     def open(self, flag: str, make: Callable[[], Dashboard]) -> None:
-        """Add what `make` returns, or say why `flag` has no effect."""
+        """Adds the dashboard that `make` returns, or prints why `flag` has no effect."""
         try:
             self._open.append(_Writer(make()))
         except Exception as error:
@@ -174,7 +175,7 @@ class Dashboards:
         self._leave_out_failed()
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
-        """Waits until all is written, for so long at most."""
+        """Waits until everything is written, for at most `seconds`."""
         for writer in self._open:
             writer.close(seconds)
         self._leave_out_failed()
@@ -195,7 +196,7 @@ def open_dashboards(
     start_iteration: int = 0,
     save: str | None = None,
 ) -> Dashboards:
-    """The dashboards that were asked for; they live on the rank that prints the log line."""
+    """Opens the configured dashboards, on the rank that prints the log line."""
     dashboards = Dashboards(log)
     if not log.is_last:
         return dashboards
@@ -214,9 +215,10 @@ def open_dashboards(
 
 
 def check_login(config: ReportConfig, log: Log) -> None:
-    """`ValueError` where the rank that writes to Weights & Biases has no key for it.
+    """`ValueError` if the rank that writes to Weights & Biases has no API key.
 
-    Asks the environment, wandb's settings and netrc, as wandb itself does, and no server.
+    Like wandb itself it looks in the environment, wandb's settings and netrc. It contacts no
+    server.
     """
     if config.wandb_project is None or not log.is_last:
         return
@@ -224,7 +226,7 @@ def check_login(config: ReportConfig, log: Log) -> None:
 
     try:
         from wandb.sdk.lib.wbauth import check_api_key, read_netrc_auth
-    except ImportError:  # they are not documented; without them wandb's own start has to tell
+    except ImportError:  # undocumented API; without it wandb's own start reports the error
         return
     flag = f"--wandb-project {config.wandb_project}"
     try:
@@ -244,5 +246,5 @@ def check_login(config: ReportConfig, log: Log) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """An exception of someone else's code, with its kind."""
+    """A third-party exception as one line: its type and message."""
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,8 +1,8 @@
-"""The peak of one device, for MFU: typed by the user, from a table, or timed here."""
+"""Peak TFLOP/s of one device, for MFU: given by the user, from a table, or measured."""
 
-# Dense TFLOP/s (half of the figure that data sheets give "with sparsity"), tensor cores with fp32
-# accumulation for bf16 and fp16, plain CUDA cores for fp32 since matmuls run without TF32. A type
-# that a device lacks, or a device that no row matches, is timed instead of guessed.
+# Dense TFLOP/s (half of the data sheets' figure "with sparsity"): tensor cores with fp32
+# accumulation for bf16 and fp16, plain CUDA cores for fp32 since matmuls run without TF32. A dtype
+# that a device lacks, or a device that no row matches, is measured instead of guessed.
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    pattern: str  # against torch.cuda.get_device_name()
+    pattern: str  # matched against torch.cuda.get_device_name()
     tensor: float  # bf16 and fp16
     fp32: float
     sheet: str
     has_bf16: bool = True
 
 
-# The first row that matches counts: variants come before the plain name.
+# The first matching row counts: variants come before the plain name.
 _DEVICES = (
     _Device(r"\bB200\b", 2250.0, 75.0, "NVIDIA HGX B200 data sheet"),
     _Device(r"\bH200 NVL\b", 835.5, 60.0, "NVIDIA H200 data sheet"),
@@ -51,10 +51,10 @@ _DEVICES = (
 def find_peak(
     device: torch.device, *, compute: str, peak_tflops: float | None, control: Control
 ) -> Peak:
-    """The peak for matmuls in type `compute`, with the source as text for the start of the run.
+    """The peak for matmuls in dtype `compute`, with its source as text for the run's first lines.
 
-    Collective: the first rank finds it for all while they wait, so that what is timed does not
-    share its cores, and every rank counts with the same number.
+    Collective: the first rank finds it while the others wait, so that a measurement does not share
+    its cores and every rank uses the same number.
     """
     found = None
     if control.world.rank == 0:
@@ -74,7 +74,7 @@ def _find_peak(device: torch.device, *, compute: str, peak_tflops: float | None)
 
 
 def listed_peak(device_name: str, compute: str) -> Peak | None:
-    """The table's figure for a device and a type, if it has one."""
+    """The table's peak for a device and a dtype; None if it has none."""
     for row in _DEVICES:
         if re.search(row.pattern, device_name):
             if compute == "bf16" and not row.has_bf16:
@@ -86,7 +86,7 @@ def listed_peak(device_name: str, compute: str) -> Peak | None:
 
 
 def _timed_peak(device: torch.device, compute: str) -> Peak:
-    """The best of a few square matmuls, grown until one takes long enough to be timed well."""
+    """The best of a few square matmuls, whose size grows until one runs long enough to time."""
     size, largest = (2048, 8192) if device.type == "cuda" else (256, 4096)
     seconds = _time_matmul(size, device, compute)
     while seconds < 0.02 and size < largest:
@@ -103,7 +103,7 @@ def _timed_peak(device: torch.device, compute: str) -> Peak:
 def _time_matmul(size: int, device: torch.device, compute: str) -> float:
     matrix = torch.ones(size, size, dtype=_TYPES[compute], device=device)
     out = torch.empty_like(matrix)
-    torch.mm(matrix, matrix, out=out)  # the first call of a shape also sets the library up
+    torch.mm(matrix, matrix, out=out)  # warm-up: the first call also initializes the library
     _wait(device)
     start = time.perf_counter()
     torch.mm(matrix, matrix, out=out)

@@ -1,7 +1,7 @@
-"""A run on a terminal: progress, loss, throughput, memory and where states lie, kept in place."""
+"""Live terminal view of a run: progress, loss, throughput, memory and where states are placed."""
 
-# It stands for the log lines on one node whose ranks share a terminal. One process draws, the first
-# rank, or ranks would write over each other; whatever else is printed scrolls by above it.
+# It replaces the log lines on one node whose ranks share a terminal. Only the first rank draws, or
+# ranks would overwrite each other; all other output scrolls above the view.
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from paro.report.record import IterationRecord, Metrics, RunFacts
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 60
-_LEAST_SECONDS = 0.25  # between two drawings: more is seen by nobody
-_MEMORY = 0.9  # of the mean time of an iteration, that the past has in it
+_LEAST_SECONDS = 0.25  # between two redraws: faster ones are not visible
+_MEMORY = 0.9  # weight of past iterations in the running mean of the iteration time
 
 
 def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
-    """Values as blocks from the least to the largest; more than `width` in means."""
+    """Values as block characters, scaled from minimum to maximum; averaged down to `width`."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -41,7 +41,7 @@ def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:02:03, days in front where there are any."""
+    """Seconds as 1:02:03, preceded by the days if there are any."""
     whole = max(0, round(seconds))
     days, rest = divmod(whole, 86400)
     text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
@@ -49,7 +49,7 @@ def duration(seconds: float) -> str:
 
 
 class LiveView:
-    """Hears of every iteration and redraws at most a few times a second."""
+    """Takes every iteration and redraws at most a few times a second."""
 
     def __init__(
         self,
@@ -63,19 +63,19 @@ class LiveView:
         self._facts = facts
         self._title = title
         self._placement = tuple(placement)
-        self._bytes_before = bytes_before  # of a process on the CPU, before the model was built
+        self._bytes_before = bytes_before  # on a CPU: of the process before the model was built
         self._losses: list[float] = []
-        self._seconds: float | None = None  # of an iteration, in a running mean
+        self._seconds: float | None = None  # per iteration, running mean
         self._drawn = -math.inf
         self._latest: tuple[IterationRecord, Metrics] | None = None
         self._is_below = False
         self.console = console or Console()
         self._live = Live(console=self.console, auto_refresh=False, transient=False)
         self._live.start()
-        self.console.show_cursor(True)  # or it would stay hidden after a run that was killed
+        self.console.show_cursor(True)  # else it would stay hidden after the run is killed
 
     def show(self, message: str) -> None:
-        """Prints above the view."""
+        """Prints a message above the view."""
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def iteration(self, record: IterationRecord, metrics: Metrics) -> None:
@@ -89,9 +89,9 @@ class LiveView:
             self._draw()
 
     def begin_below(self) -> None:
-        """Leaves what is drawn as it is, once: a launcher wrote below it that it was interrupted.
+        """Starts the view again below, once: a launcher printed below it at an interrupt.
 
-        The next drawing takes the place of these empty lines, as many as the view has.
+        It writes as many empty lines as the view has; the next redraw overwrites them.
         """
         if self._latest is not None and not self._is_below:
             lines = self.console.render_lines(self.render(*self._latest))
@@ -99,7 +99,7 @@ class LiveView:
             self._is_below = True
 
     def close(self) -> None:
-        """Leaves the last state on the terminal."""
+        """Draws the last state and leaves it on the terminal."""
         self._draw()
         self._live.stop()
 
@@ -109,7 +109,7 @@ class LiveView:
             self._live.update(self.render(*self._latest), refresh=True)
 
     def render(self, record: IterationRecord, metrics: Metrics) -> Panel:
-        """The view as it stands after an iteration."""
+        """The view after an iteration."""
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="bold cyan", no_wrap=True)
         rows.add_column(overflow="fold")

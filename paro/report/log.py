@@ -1,4 +1,4 @@
-"""The one way to print: on the first rank, or on the last as Megatron's log line does."""
+"""The only way to print: on the first rank, or on the last one like Megatron's log line."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 
 def print_line(message: str) -> None:
-    """Print to standard output."""
-    # One write: with a separate one for the end of the line, ranks' lines would run together.
+    """Prints one line to standard output and flushes it."""
+    # One write: with a separate write for the newline, lines of different ranks would mix.
     print(message + "\n", end="", flush=True)
 
 
 def set_logging_level(level: int | None) -> None:
-    """Makes Python's root logger print messages from `level` on, which libraries log to."""
+    """Makes Python's root logger, which libraries log to, print messages from `level` on."""
     if level is not None:
-        logging.basicConfig()  # a handler, where nobody has set one
+        logging.basicConfig()  # adds a handler if there is none
         logging.getLogger().setLevel(level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Made once from this process's place among the ranks, and handed to whoever has to speak."""
+    """Prints depending on this process's rank; made once and passed to all code that prints."""
 
     rank: int = 0
     world_size: int = 1
-    one_speaker: bool = False  # the first rank prints what the last one would, too
+    one_speaker: bool = False  # the first rank also prints the last rank's lines
     show: Callable[[str], None] = print_line
 
     @property
@@ -35,11 +35,11 @@ class Log:
         return self.rank == (0 if self.one_speaker else self.world_size - 1)
 
     def log0(self, message: str) -> None:
-        """Print on the first rank."""
+        """Prints on the first rank."""
         if self.rank == 0:
             self.show(message)
 
     def log_last(self, message: str) -> None:
-        """Print on the last rank, which is where scripts look for the log line."""
+        """Prints on the last rank, where scripts look for the log line."""
         if self.is_last:
             self.show(message)

@@ -1,4 +1,4 @@
-"""The lines a run prints: Megatron's, letter for letter, with tokens/s and MFU appended."""
+"""The printed lines of a run: Megatron's exact format, with tokens/s and MFU appended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME_WIDTH = 48
 
 
 def arguments_block(arguments: Mapping[str, object]) -> str:
-    """All arguments by name, each name dotted out to one column."""
+    """All arguments sorted by name, with dots up to one column."""
     lines = [
         f"  {name} {'.' * (_NAME_WIDTH - len(name))} {value}"
         for name, value in sorted(arguments.items(), key=lambda item: item[0].lower())
@@ -30,7 +30,7 @@ def iteration_line(
     with_throughput: bool,
     now: datetime,
 ) -> str:
-    """The log line of an interval; parsers of Megatron's line find every field where it was."""
+    """The log line of an interval; parsers of Megatron's line find every field in its position."""
     last = interval[-1]
     fields = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.train_iters:8d}",
@@ -41,7 +41,7 @@ def iteration_line(
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_device:.1f}")
     fields.append(f"learning rate: {last.learning_rate:.6E}")
     fields.append(f"global batch size: {last.global_batch_size:5d}")
-    if metrics.lm_loss >= 0.0:  # no number: every iteration of the interval was skipped
+    if metrics.lm_loss >= 0.0:  # NaN: every iteration of the interval was skipped
         fields.append(f"lm loss: {metrics.lm_loss:.6E}")
     fields.append(f"loss scale: {last.loss_scale:.1f}")
     fields.append(f"grad norm: {last.grad_norm:.3f}")
@@ -57,12 +57,12 @@ def iteration_line(
 
 
 def perplexity(lm_loss: float) -> float:
-    """exp of the loss, bounded so that an untrained model prints a number."""
+    """exp of the loss, bounded so that an untrained model gives a finite number."""
     return math.exp(min(20.0, lm_loss))
 
 
 def validation_block(*, iteration: int, lm_loss: float, data_set: str | None) -> str:
-    """The validation line between two rules; `data_set` names it in the final evaluations."""
+    """The validation line between two rules; `data_set` is its name in the final evaluations."""
     where = f"iteration {iteration}" + (f" on {data_set} set" if data_set else "")
     line = (
         f" validation loss at {where} | lm loss value: {lm_loss:.6E} | "

@@ -1,4 +1,4 @@
-"""Memory as measured: what the CUDA allocator handed out, or how large a CPU process has been."""
+"""Measured memory: allocations of the CUDA allocator, or resident size of a CPU process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIB = 2**20
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has used so far: allocated on CUDA, resident on CPU."""
+    """Peak memory of this rank so far, in bytes: allocated on CUDA, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -20,7 +20,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def allocator_bytes(device: torch.device) -> dict[str, int]:
-    """What Megatron shows of CUDA's allocator beside the peak; nothing on a CPU."""
+    """The allocator statistics that Megatron shows in addition to the peak; empty on a CPU."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
@@ -32,23 +32,23 @@ def allocator_bytes(device: torch.device) -> dict[str, int]:
 
 
 def resident_bytes(device: torch.device) -> int:
-    """What this process takes already: nothing on a GPU, interpreter and libraries on CPU."""
+    """Memory this process already uses: 0 on a GPU; on a CPU, interpreter and libraries."""
     return 0 if device.type == "cuda" else peak_memory_bytes(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryForecast:
-    """What a run should need on top of what the process had before its model was built."""
+    """Predicted memory of a run, on top of the process's memory before the model was built."""
 
-    predicted_bytes: int  # the largest live set of a step, by formula
-    states_bytes: int  # of which stays throughout
-    bytes_before: int  # interpreter and libraries, where they count as this rank's memory
+    predicted_bytes: int  # peak of a step, by formula
+    states_bytes: int  # the part that is allocated throughout the step
+    bytes_before: int  # interpreter and libraries, if they count as this rank's memory
 
 
 def memory_line(
     device: torch.device, *, rank: int, iteration: int, forecast: MemoryForecast
 ) -> str:
-    """Megatron's memory line, followed by what was predicted for the same figure."""
+    """Megatron's memory line, followed by the prediction for the same figure."""
     predicted = (
         f"model states: {forecast.states_bytes / _MIB:.1f} | "
         f"predicted peak: {(forecast.bytes_before + forecast.predicted_bytes) / _MIB:.1f}"

@@ -1,9 +1,9 @@
 """The metrics file: one JSON object per logged iteration, flushed as it is written."""
 
-# A run that resumes from iteration k appends to the file of the run before it. Lines after k are
-# then of a future that will be written again, so they leave the file, as does a last line that a
-# crash cut short: no iteration appears twice. What leaves is kept in FILE.previous, so that a fresh
-# run that is given an old file (k = 0) destroys nothing either.
+# A run that resumes from iteration k appends to the existing file. Lines after k will be written
+# again, so they are removed first, as is a last line that a crash cut short: no iteration appears
+# twice. The old content is kept in FILE.previous, so that a fresh run (k = 0) with an existing file
+# destroys nothing either.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BEGINNING = '{"iteration": '
 
 
 class MetricsFile:
-    """Appends lines; opened by the first rank alone. Full float precision, no number as null."""
+    """Appends lines, on the first rank only. Floats in full precision; NaN is written as null."""
 
     def __init__(self, path: str, *, start_iteration: int) -> None:
         place = Path(path)
@@ -34,7 +34,7 @@ class MetricsFile:
             ) from error
 
     def write(self, metrics: Metrics) -> None:
-        """Add one line and hand it to the operating system at once."""
+        """Appends one line and flushes it."""
         values = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(metrics).items()
@@ -47,7 +47,7 @@ class MetricsFile:
 
 
 def _drop_lines_after(path: Path, iteration: int) -> None:
-    """Rewrite the file without what lies after `iteration`, if there is anything."""
+    """Rewrites the file without the lines after `iteration`, if there are any."""
     content = path.read_bytes()
     lines = content.splitlines(keepends=True)
     kept = [line for line in lines if _iteration_of(line, path) <= iteration]
@@ -60,7 +60,7 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
 
 
 def _iteration_of(line: bytes, path: Path) -> float:
-    """The iteration of a line; beyond all for a beginning of one that a crash left."""
+    """The iteration of a line; infinity for a line that a crash cut short."""
     try:
         if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)].encode():
             return math.inf

@@ -1,16 +1,16 @@
-"""What may watch a training loop: told what begins, and when all is over."""
+"""Interface for observers of the training loop: called when a phase begins and at the end."""
 
 from __future__ import annotations
 
 
 class Observer:
-    """Called by the training thread; must cost next to nothing."""
+    """Its methods are called by the training thread and must cost almost nothing."""
 
     def begins(self, what: str, iteration: int) -> None:
-        """`what` is training, evaluating or saving; so many iterations are done."""
+        """Phase `what` (training, evaluating or saving) begins after `iteration` iterations."""
 
     def goes_on(self) -> None:
-        """The next micro-batch of what has begun."""
+        """The next micro-batch of the current phase begins."""
 
     def ends(self) -> None:
-        """Nothing follows."""
+        """The run is over; no further call follows."""

@@ -1,4 +1,4 @@
-"""Profiles of some iterations on some ranks, and records of a GPU's memory, by Megatron's flags."""
+"""Profiles of chosen iterations and ranks, and CUDA memory history, by Megatron's flags."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ class ProfileConfig:
 
 
 class Profiler(Observer):
-    """Profiles iterations start + 1 to end on the ranks that were named.
+    """Profiles iterations start + 1 to end on the selected ranks.
 
-    torch's profiler writes a trace that chrome://tracing and TensorBoard read. Without it the
-    range is marked for a profiler that watches from outside: nsys profile --capture-range
-    cudaProfilerApi.
+    torch's profiler writes a trace for chrome://tracing and TensorBoard. Without it the range is
+    marked for an external profiler: nsys profile --capture-range cudaProfilerApi.
     """
 
     def __init__(self, config: ProfileConfig, log: Log, *, folder: str | None) -> None:
@@ -63,7 +62,7 @@ class Profiler(Observer):
         elif iteration == self._config.profile_step_end:
             self._stop(iteration)
         elif self._profile is not None:
-            self._profile.step()  # torch's own mark, ProfilerStep#N, which readers look for
+            self._profile.step()  # marks ProfilerStep#N, which trace viewers look for
 
     def ends(self) -> None:
         self._stop(self._config.profile_step_end)
@@ -78,7 +77,7 @@ class Profiler(Observer):
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(
             activities=activities,
-            schedule=lambda _: torch.profiler.ProfilerAction.RECORD,  # with one, steps are marked
+            schedule=lambda _: torch.profiler.ProfilerAction.RECORD,  # step marks need a schedule
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         )
         self._profile.start()
@@ -104,7 +103,7 @@ class Profiler(Observer):
 
 
 class MemoryHistory(Observer):
-    """Every allocation of a GPU, written when the run ends, when memory runs out, or at the end."""
+    """Records every allocation of a GPU; written at saves, at out-of-memory and at the end."""
 
     def __init__(self, config: ProfileConfig, log: Log, device: torch.device) -> None:
         here = config.record_memory_history and log.rank in config.profile_ranks
@@ -113,7 +112,7 @@ class MemoryHistory(Observer):
             log.show("--record-memory-history has no effect without a GPU")
         self._log = log
         name = Path(config.memory_snapshot_path)
-        # Ranks must not write over each other.
+        # One file per rank.
         self._place = name if log.rank == 0 else name.with_name(f"rank{log.rank}.{name.name}")
         if self._is_on:
             torch.cuda.memory._record_memory_history()

@@ -1,8 +1,8 @@
-"""progress.txt beside the checkpoints: every start and every save of a run, and its throughput."""
+"""progress.txt next to the checkpoints: every start and save of a run, with its throughput."""
 
-# Megatron-LM's lines, field by field, so that what reads its file reads this one: time, job, ranks,
-# what happened; and of a save the iteration, the throughput of this job and that since the first
-# job on as many ranks (time between jobs included), the FLOPs and the tokens so far.
+# The lines have Megatron-LM's fields, so that tools for its file can read this one: time, job,
+# ranks, event; for a save also the iteration, the throughput of this job and that since the first
+# job on as many ranks (including time between jobs), the FLOPs and the tokens so far.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLOPS = "Floating-point operations: "
 
 
 class ProgressFile:
-    """What the first rank writes down; a disk that fails costs one line and the file."""
+    """Written by the first rank; an I/O error prints one line and stops writing the file."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ProgressFile:
             self._append(_START)
 
     def saved(self, iteration: int, samples: int, *, is_async: bool = False) -> None:
-        """A save that is complete, or that goes on beside the training."""
+        """Adds a complete save, or an asynchronous one that still runs during training."""
         if not self._is_open:
             return
         flops = self._flops(samples)
@@ -61,7 +61,7 @@ class ProgressFile:
         )
 
     def finished(self, iteration: int) -> None:
-        """The end of a save beside the training; from the thread that made it."""
+        """Adds the end of an asynchronous save; called by the thread that saved."""
         if self._is_open:
             self._append(f"Saved async checkpoint\tIteration: {iteration}")
 
@@ -69,12 +69,12 @@ class ProgressFile:
         return samples * self._facts.seq_length * self._facts.flops_per_token
 
     def _tflops(self, flops: float, *, since: datetime) -> float:
-        """Per second and device."""
+        """TFLOP/s per device."""
         seconds = (self._clock() - since).total_seconds()
         return flops / (seconds * 1e12 * self._facts.world_size) if seconds > 0 else 0.0
 
     def _first_start(self) -> tuple[datetime, float]:
-        """When the first of the latest jobs on as many ranks began, and the FLOPs until then."""
+        """Start time of the first of the latest jobs on as many ranks, and the FLOPs before it."""
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -94,7 +94,7 @@ class ProgressFile:
 
 
 def first_start(lines: Sequence[str], world_size: int) -> tuple[datetime, float] | None:
-    """The first start in the last run of jobs on `world_size` ranks, with the FLOPs before it."""
+    """First start among the last consecutive jobs on `world_size` ranks, and the FLOPs before."""
     start: tuple[datetime, float] | None = None
     flops = 0.0
     for line in lines:
@@ -105,7 +105,7 @@ def first_start(lines: Sequence[str], world_size: int) -> tuple[datetime, float]
             if fields[3] in _SAVES:
                 flops = float(fields[7].removeprefix(_FLOPS))
         except (ValueError, IndexError):
-            continue  # half a line, of a job that was killed
+            continue  # an incomplete line of a job that was killed
         if ranks != world_size:
             start = None
         elif fields[3] == _START and start is None:

@@ -1,4 +1,4 @@
-"""What the ranks spent their time on: Megatron's timer lines, and the rank others wait for."""
+"""Time breakdown over the ranks: Megatron's timer lines, and the straggler line."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from statistics import median
 
 _WIDTH = 48
-_NOTICEABLE = 0.02  # of an iteration
+_NOTICEABLE = 0.02  # fraction of an iteration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Seconds of one rank since the last line."""
+    """Seconds that one rank spent since the last log line, by kind."""
 
     step: float = 0.0
     data: float = 0.0  # waiting for batches
-    communication: float = 0.0  # exposed gathers, reductions and publishing
-    agreement: float = 0.0  # until all ranks had come to the end of the step
+    communication: float = 0.0  # exposed gathers, reductions, all-gather of updated parameters
+    agreement: float = 0.0  # waiting for all ranks to reach the end of the step
 
     def __add__(self, other: RankTimes) -> RankTimes:
         return RankTimes(
@@ -29,12 +29,12 @@ class RankTimes:
 
     @property
     def compute(self) -> float:
-        """All that was not waiting."""
+        """The step time without all waiting."""
         return max(0.0, self.step - self.data - self.communication - self.agreement)
 
 
 def timer_lines(everywhere: Sequence[Mapping[str, float]], *, option: str, iterations: int) -> str:
-    """Megatron's block: every timer a line, in ms per iteration, over the ranks."""
+    """Megatron's timer block: one line per timer, in ms per iteration, over the ranks."""
     to_ms = 1000.0 / iterations
     names = list(dict.fromkeys(name for timers in everywhere for name in timers))
     title = {
@@ -57,10 +57,10 @@ def timer_lines(everywhere: Sequence[Mapping[str, float]], *, option: str, itera
 
 
 def straggler_line(everywhere: Sequence[RankTimes], *, iterations: int) -> str:
-    """Which rank the others wait for, and why: computing, data, or communication alone.
+    """Which rank the others wait for, and why: compute, data, or only communication.
 
-    All ranks come to the end of a step together, so the slowest is the one that waits least for
-    the others: the one with most computing and waiting for data of its own.
+    All ranks reach the end of a step together, so the straggler is the rank that waits least for
+    the others: the one with the most compute and data time.
     """
     to_ms = 1000.0 / iterations
     busy = [times.compute + times.data for times in everywhere]

@@ -1,4 +1,4 @@
-"""What the training loop measures, and what the log line and the metrics file make of it."""
+"""Measurements of the training loop, and their summary for the log line and the metrics file."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from paro.distributed.exposed_time import Exposed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationRecord:
-    """One iteration as the training loop saw it; every iteration yields one, logged or not."""
+    """Measurements of one iteration; every iteration makes one, whether it is logged or not."""
 
     iteration: int  # 1 for the first
-    consumed_samples: int  # this iteration's included
+    consumed_samples: int  # including this iteration's
     global_batch_size: int
-    lm_loss: float  # mean over the global batch; may be no number
-    grad_norm: float  # before clipping; may be no number
+    lm_loss: float  # mean over the global batch; may be NaN
+    grad_norm: float  # before clipping; may be NaN
     learning_rate: float
     loss_scale: float
     iteration_time_ms: float
-    skipped: bool  # the update was left out, since a gradient was not finite
-    intra_bytes: int  # sent by this rank in this iteration over links inside its group
-    inter_bytes: int  # and over links between groups
-    num_zeros: float | None = None  # of the gradients' elements; None: not counted, or skipped
+    skipped: bool  # no update, since a gradient was not finite
+    intra_bytes: int  # sent by this rank in this iteration inside its group
+    inter_bytes: int  # the same between groups
+    num_zeros: float | None = None  # among the gradients' elements; None: not counted, or skipped
     params_norm: float | None = None  # after the update; None: not computed
-    data_wait_ms: float = 0.0  # how long a rank waited for its batches, in the mean over ranks
-    exposed: Exposed = field(default_factory=Exposed)  # for which a rank stood still, in the mean
+    data_wait_ms: float = 0.0  # time waiting for batches, mean over ranks
+    exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
     held: Mapping[str, int] = field(default_factory=dict)  # bytes on this rank by kind
-    allocator: Mapping[str, int] = field(default_factory=dict)  # CUDA's own figures
+    allocator: Mapping[str, int] = field(default_factory=dict)  # CUDA allocator statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most that one device could compute, and where the number comes from."""
+    """Peak throughput of one device, and where the number comes from."""
 
     flops_per_second: float
     source: str
@@ -42,21 +42,21 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What does not change while a run goes on and turns seconds into throughput."""
+    """Constants of a run that convert seconds into throughput."""
 
     world_size: int
     seq_length: int
     train_iters: int
-    flops_per_token: float  # forward and backward, attention counted in full
+    flops_per_token: float  # forward and backward, with attention counted in full
     flops_per_token_causal: float  # the same with causal attention counted half
     peak: Peak
-    model_state_bytes: int  # parameters, gradients, master parameters and moments of this rank
+    model_state_bytes: int  # this rank's parameters, gradients, master parameters and moments
     predicted: Mapping[str, int] = field(default_factory=dict)  # bytes by kind, at the peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """A line of the metrics file: these fields, in this order."""
+    """One line of the metrics file: these fields, in this order."""
 
     iteration: int
     consumed_samples: int
@@ -83,7 +83,7 @@ class Metrics:
 
 
 def mean_loss(interval: Sequence[IterationRecord]) -> float:
-    """The mean over the iterations that were not skipped; no number where all were."""
+    """The mean over the iterations that were not skipped; NaN if all were."""
     losses = [record.lm_loss for record in interval if not record.skipped]
     return math.fsum(losses) / len(losses) if losses else math.nan
 
@@ -91,9 +91,9 @@ def mean_loss(interval: Sequence[IterationRecord]) -> float:
 def summarize(
     interval: Sequence[IterationRecord], facts: RunFacts, *, peak_memory_bytes: int
 ) -> Metrics:
-    """The iterations since the last logged one as one line.
+    """Summarizes the iterations since the last logged one.
 
-    Loss and speed are means over the interval, everything else is the last iteration's.
+    Loss and speed are means over the interval; everything else is from the last iteration.
     """
     last = interval[-1]
     seconds = math.fsum(record.iteration_time_ms for record in interval) / 1000.0

@@ -1,4 +1,4 @@
-"""Turns what the training loop measures into log lines, the metrics file and dashboards."""
+"""Turns the training loop's measurements into log lines, the metrics file and dashboards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paro.report.tags import scalars_of
 
 
 class View(Protocol):
-    """What shows a run on a terminal instead of log lines."""
+    """Interface of the live view that replaces log lines on a terminal."""
 
     def iteration(self, record: IterationRecord, metrics: Metrics) -> None: ...
 
@@ -31,7 +31,7 @@ class View(Protocol):
 
 
 class Records:
-    """The files that the first rank writes; one that fails is named once and left out."""
+    """The files that the first rank writes; one that fails is reported once, then not used."""
 
     def __init__(self, log: Log, metrics: MetricsFile | None, run: RunRecord | None) -> None:
         self._log = log
@@ -43,7 +43,7 @@ class Records:
             return
         try:
             self._metrics.write(metrics)
-        except OSError as error:  # a full disk: the model matters more than its metrics
+        except OSError as error:  # e.g. a full disk: this must not stop the training
             self._log.log0(f"--metrics-file is left out from here on: {error}")
             self._metrics = None
 
@@ -62,10 +62,10 @@ class Records:
 
 
 class Report:
-    """One per rank; hears of every iteration, prints on the last rank, writes on the first.
+    """One per rank; takes every iteration, prints on the last rank, writes files on the first.
 
-    An iteration is logged when it is a multiple of --log-interval, and when it is the first that
-    this process runs. Nothing here communicates, so ranks call at their own pace.
+    An iteration is logged if it is a multiple of --log-interval or the first that this process
+    runs. Nothing here communicates, so ranks need not call it at the same time.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Report:
     ) -> None:
         self.log = log
         self.config = config
-        self.view: View | None = None  # on the rank that draws
+        self.view: View | None = None  # set on the rank that draws
         self.is_live = False
         self._facts = facts
         self._device = device
@@ -91,7 +91,7 @@ class Report:
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
 
     def start(self, choices: Mapping[str, str]) -> None:
-        """Print the choices a reader needs to judge the numbers, one line each."""
+        """Prints the choices a reader needs to judge the numbers, one per line."""
         facts = self._facts
         lines = {
             **choices,
@@ -108,11 +108,11 @@ class Report:
             self.log.log0(f"> {name}: {text}")
 
     def is_due(self, iteration: int) -> bool:
-        """Whether an iteration that comes next is logged; the same on all ranks."""
+        """Whether the given next iteration will be logged; the same on all ranks."""
         return self._is_first or iteration % self.config.log_interval == 0
 
     def iteration(self, record: IterationRecord) -> None:
-        """Take in one iteration; print and write where that is due."""
+        """Records one iteration; prints and writes if that is due."""
         self._interval.append(record)
         due = self.is_due(record.iteration)
         alone = self._summarize([record])
@@ -145,7 +145,7 @@ class Report:
         times: Sequence[RankTimes],
         iterations: int,
     ) -> None:
-        """Print what all ranks measured since the last line, as far as it was asked for."""
+        """Prints what all ranks measured since the last line, as far as flags enable it."""
         config = self.config
         if any(timers):
             option = config.timing_log_option
@@ -165,7 +165,7 @@ class Report:
     def validation(
         self, *, iteration: int, samples: int, lm_loss: float, data_set: str | None = None
     ) -> None:
-        """Print an evaluation; `data_set` names it where there are several, or after training."""
+        """Prints an evaluation; `data_set` is its name if there are several, or after training."""
         self.log.log_last(validation_block(iteration=iteration, lm_loss=lm_loss, data_set=data_set))
         name = data_set or "validation"
         scalars = {f"lm loss {name}": lm_loss, f"lm loss {name} ppl": perplexity(lm_loss)}
@@ -173,20 +173,20 @@ class Report:
         self._records.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
 
     def memory(self, *, iteration: int, forecast: MemoryForecast) -> None:
-        """Print memory as measured beside what was predicted, on the first rank."""
+        """Prints measured and predicted memory, on the first rank."""
         rank = self.log.rank
         self.log.log0(memory_line(self._device, rank=rank, iteration=iteration, forecast=forecast))
 
     def interrupted(self) -> None:
-        """Keeps the view and what a launcher writes at a signal from overwriting each other."""
+        """Keeps the view and a launcher's output at a signal from overwriting each other."""
         try:
             if self.view is not None:
                 self.view.begin_below()
-        except Exception:  # of a terminal that is gone
+        except Exception:  # the terminal may be closed
             self.view = None
 
     def close(self) -> None:
-        """Finish files and dashboards; nothing is written afterwards."""
+        """Closes files and dashboards; nothing is written afterwards."""
         if self.view is not None:
             self.view.close()
         self._records.close()
@@ -196,7 +196,7 @@ class Report:
         try:
             if self.view is not None:
                 self.view.iteration(record, alone)
-        except Exception as error:  # of a terminal that is gone, say
+        except Exception as error:  # for example: the terminal is closed
             self.view = None
             self.log.log_last(f"--terminal live is left out from here on: {one_line(error)}")
 
@@ -222,7 +222,7 @@ def open_report(
     start_iteration: int,
     arguments: Mapping[str, object],
 ) -> Report:
-    """The report of a run that goes on after `start_iteration`; 0 for a fresh one."""
+    """The report of a run that resumes after `start_iteration`; 0 for a fresh run."""
     metrics_file = run_record = None
     if log.rank == 0 and config.metrics_file is not None:
         metrics_file = MetricsFile(config.metrics_file, start_iteration=start_iteration)

@@ -1,8 +1,8 @@
-"""What a metrics file does not repeat in every line, beside it: FILE.run.json."""
+"""FILE.run.json next to a metrics file: arguments, environment and evaluations of the run."""
 
 # {"starts": [{"iteration", "time", "arguments", "facts", "environment"}, ...],
 #  "validations": [{"iteration", "data_set", "lm_loss"}, ...]}
-# A run that resumes adds its start, and drops evaluations of iterations that it runs again.
+# A resumed run adds its start, and removes evaluations of iterations that it will run again.
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paro.report.record import RunFacts
 
 
 class RunRecord:
-    """Written by the first rank, whole at every change."""
+    """Written by the first rank; every change rewrites the whole file."""
 
     def __init__(self, path: Path, *, start_iteration: int) -> None:
         self._path = path
@@ -63,7 +63,7 @@ class RunRecord:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What the figures of a run depend on beside its flags."""
+    """What a run's measurements depend on in addition to its flags."""
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,

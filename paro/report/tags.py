@@ -1,10 +1,10 @@
-"""What a dashboard shows of an iteration: Megatron's tags, and ours by panel: `panel/figure`."""
+"""Dashboard tags of an iteration: Megatron's, and ours as `panel/figure`."""
 
 from __future__ import annotations
 
 from paro.report.record import IterationRecord, Metrics, RunFacts
 
-# Ours, by panel. Two conventions of MFU are in use, so both names say which they are.
+# Ours, by panel. Two conventions of MFU are in use, so both names state the convention.
 TOKENS_PER_SECOND = "throughput/tokens-per-second"
 TOKENS_PER_SECOND_PER_DEVICE = "throughput/tokens-per-second-per-device"
 TFLOPS_PER_DEVICE = "throughput/tflops-per-device"
@@ -15,7 +15,7 @@ MFU_CAUSAL = "throughput/mfu-causal-attention-halved"
 def scalars_of(
     record: IterationRecord, metrics: Metrics, facts: RunFacts, *, totals: dict[str, int]
 ) -> dict[str, float]:
-    """Tags and values of one iteration; what was not measured has no tag."""
+    """Tags and values of one iteration; values that were not measured have no tag."""
     return {
         **_training(record, facts),
         **_throughput(record, metrics, facts),

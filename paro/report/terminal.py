@@ -1,4 +1,4 @@
-"""Where a run's output goes: lines that scroll, or a view that stays, drawn by the first rank."""
+"""Terminal output of a run: scrolling lines, or a live view drawn by the first rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paro.report.record import RunFacts
 
 
 def live_is_wanted(choice: str, control: Control) -> bool:
-    """Whether to draw: by itself on a terminal that one node's ranks share. Collective."""
+    """Whether to draw the live view; by default on a terminal shared by one node. Collective."""
     world = control.world
     if choice == "lines" or importlib.util.find_spec("rich") is None:
         return False
@@ -25,7 +25,7 @@ def live_is_wanted(choice: str, control: Control) -> bool:
 
 
 class Terminal:
-    """Prints lines, above the view once there is one."""
+    """Prints lines; above the view once it is open."""
 
     def __init__(self) -> None:
         self._view: Any = None
@@ -39,7 +39,7 @@ class Terminal:
     def open_view(
         self, facts: RunFacts, *, title: str, placement: Sequence[str], bytes_before: int
     ) -> Any:
-        """The view, on this rank."""
+        """Opens the live view on this rank and returns it."""
         module = importlib.import_module("paro.report.live_view")
         self._view = module.LiveView(
             facts, title=title, placement=placement, bytes_before=bytes_before

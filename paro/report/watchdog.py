@@ -1,8 +1,8 @@
-"""A heartbeat file, and where every thread of a rank stands when nothing goes on."""
+"""Heartbeat file, and a dump of all threads' stacks when a rank makes no progress."""
 
-# A thread of its own looks at what the training thread noted last, so that a beat costs training
-# nothing. While it runs it also puts off Python's own dump of all stacks: that one comes when no
-# Python runs at all, since a library hangs and keeps the interpreter's lock.
+# A separate thread reads the last state noted by the training thread, so that a heartbeat costs
+# training nothing. While this thread runs it also postpones Python's own dump of all stacks, which
+# therefore only fires when no Python code runs: a library hangs and holds the GIL.
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from paro.distributed.flight_recorder import FLIGHT_PREFIX, recorded_collectives
 from paro.report.observer import Observer
 
 _BEAT_SECONDS = 1.0
-_State = tuple[str, int, float]  # what is done, after how many iterations, since when
+_State = tuple[str, int, float]  # current phase, iterations done, time of the last progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchConfig:
-    """How a standstill is seen from outside and from inside."""
+    """How a hang is reported: heartbeat file and stack dump."""
 
     heartbeat_file: str | None = None
     hang_dump_minutes: float | None = None  # None: half of --distributed-timeout-minutes
@@ -39,7 +39,7 @@ class WatchConfig:
 
 
 class Watchdog(Observer):
-    """Watches one rank; the first one writes the heartbeat."""
+    """Watches one rank; the first rank also writes the heartbeat."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Watchdog(Observer):
             if stood > self._limit and state is not self._told:
                 self._told = state
                 self._stream.write(self._standstill(state, stood))
-                self._stream.flush()  # what comes next may stand still as well
+                self._stream.flush()  # the next call may hang as well
                 if self._flights is not None:
                     self._write_flights(self._flights)
         if self._limit:
@@ -129,7 +129,7 @@ class Watchdog(Observer):
         self._stream.flush()
 
     def _standstill(self, state: _State, stood: float) -> str:
-        """Where each thread stands, in one text so that ranks do not mix."""
+        """The stacks of all threads, as one text so that output of ranks does not mix."""
         what, iteration, _ = state
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         lines = [

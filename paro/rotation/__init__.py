@@ -1,1 +1,1 @@
-"""Weights that travel round a ring of ranks instead of being gathered (RTP)."""
+"""Weight slices sent around a ring of ranks instead of being all-gathered (RTP)."""

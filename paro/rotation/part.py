@@ -1,18 +1,18 @@
-"""A part of the model that is computed slice by slice while its weights rotate."""
+"""A part of the model, such as an MLP, computed slice by slice while its weights rotate."""
 
 # [Note: backward of a pass]
-# Hooks on the output of a step and on its own view of the input tell in backward when the gradients
-# of the one are there and those of the other have been made (or left to a later step, where slices
-# share a norm). Autograd runs what was computed last first, and passes leaves their gradients at
-# once: so the steps come back in the opposite order, each with all its gradients before the next
-# begins. A step also ends where the one before it begins, or backward as a whole, since not every
-# step has an input that needs gradients.
+# In backward a hook on the output of a step fires when the output gradient has arrived, and a hook
+# on the step's own view of the input fires when the input gradient is computed (or left to a later
+# step, if slices share a norm). Autograd runs the most recent operations first and accumulates leaf
+# gradients immediately: so steps run in reverse order, and all gradients of a step arrive before
+# the next begins. A step also ends when the step before it begins or backward ends, since the input
+# of a step may not need gradients.
 #
-# Where a forward is computed again (non-reentrant recomputation) backward runs the hooks of the
-# first one, whose leaves get the gradients; the second one fills in what that did not keep.
+# If a forward is recomputed (non-reentrant checkpointing), backward runs the hooks of the first
+# forward, whose leaves get the gradients; the second one restores the tensors that were not saved.
 #
-# The leaves of a step are made once for every slot that its slice may lie in: a slot's storage
-# comes and goes, its views stay.
+# The leaves of a step are created once per slot that its slice may be stored in: the slot's
+# storage is freed and reallocated, its views stay valid.
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from paro.sharding.distributed_model import Phase
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatchState:
-    """Where the micro-batch that runs has come to; shared by all parts of a model."""
+    """The phase of the current micro-batch; shared by all parts of a model."""
 
     phase: Phase = Phase.IDLE
-    last: bool = False  # of its step
+    last: bool = False  # whether it is the last one of its step
 
 
 class PartSpec(Protocol):
-    """What a model says of a part that may be computed slice by slice."""
+    """A model's description of a part that can be computed slice by slice."""
 
     @property
     def method(self) -> str: ...
@@ -61,24 +61,24 @@ class PartSpec(Protocol):
     def shares(self) -> int | None: ...
 
 
-# The units that hold a part's matrices, trainable and frozen ones, or half of every slice of them.
+# The units of a part's trainable and frozen matrices, or of half of every slice of them.
 Half = tuple[RotatingUnit, ...]
-Position = tuple[int, int]  # the number of a lap, and a step of it
+Position = tuple[int, int]  # the index of a half, and a step of its rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotationPlan:
-    """How a part's weights travel, beside what its spec says."""
+    """How a part's weights rotate, in addition to its spec."""
 
     returns: bool  # backward reads the weights
     recomputed: bool  # forward runs again in backward
-    completes: bool  # no other part brings gradients to its units after it
+    completes: bool  # no other part adds gradients to its units after it in backward
 
 
 class RotatingPart:
-    """Takes the place of a method of a module; `halves` hold the method's matrices.
+    """Replaces a method of a module; `halves` hold the method's matrices.
 
-    Slices, or their halves, travel lap by lap; in backward the last lap comes first.
+    If slices are halved, the halves rotate one after the other; in backward the last half is first.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class RotatingPart:
         self._of_slice = getattr(module, spec.of_slice)
         self._whole = {name: getattr(module, name) for name in spec.cuts}
         for name in spec.cuts:
-            if name not in module._parameters:  # a tied head's is an attribute
+            if name not in module._parameters:  # a tied head's weight is a plain attribute
                 delattr(module, name)
                 module.register_parameter(name, None)
         self._parameters = module._parameters
-        self._leaves: dict[tuple[Position, int], dict[str, nn.Parameter]] = {}  # by place and slot
+        self._leaves: dict[tuple[Position, int], dict[str, nn.Parameter]] = {}  # by position, slot
         self._beside = [module.get_parameter(name) for name in spec.beside]
         self._trains_beside = any(parameter.requires_grad for parameter in self._beside)
         self._trains = any(unit.trainable for half in halves for unit in half)
@@ -137,7 +137,7 @@ class RotatingPart:
     def _run(self, position: Position, x: Tensor, *rest: Any) -> Any:
         try:
             return self._run_slice(position, x, *rest)
-        finally:  # computing again stops where it has all it needs
+        finally:  # recomputation is stopped by an exception once it has all it needs
             self._parameters.update(self._whole)
 
     def _run_slice(self, position: Position, x: Tensor, *rest: Any) -> Any:
@@ -162,8 +162,8 @@ class RotatingPart:
         return out
 
     def _put(self, unit: RotatingUnit, position: Position, slot: Tensor) -> None:
-        """Puts the boxes of a slice in the place of the whole parameters."""
-        key = position, id(slot)  # slots live as long as their unit
+        """Replaces the module's whole parameters by the boxes of a slice."""
+        key = position, id(slot)  # the id is stable: slots live as long as their unit
         leaves = self._leaves.get(key)
         if leaves is None:
             leaves = self._leaves[key] = self._make_leaves(unit, position, slot)
@@ -176,7 +176,7 @@ class RotatingPart:
     ) -> dict[str, nn.Parameter]:
         leaves = {}
         for name, box in unit.boxes(position[1], slot).items():
-            # `data`: the slot is written while autograd keeps the leaf, on purpose.
+            # `data`: the slot is overwritten while autograd holds the leaf, on purpose.
             leaf = nn.Parameter(box.data, requires_grad=unit.trainable)
             if unit.trainable:
                 leaf.register_post_accumulate_grad_hook(
@@ -208,14 +208,14 @@ class RotatingPart:
         self._end_step_if_through()
 
     def _input_grad_made(self, _gradient: Tensor | None) -> None:
-        """Runs when what a step adds to the gradient of its input has been made."""
+        """Runs when a step's contribution to the input gradient is computed."""
         self._input_done = True
         self._end_step_if_through()
 
     def _end_step_if_through(self) -> None:
         assert self._in_backward is not None, f"{self._name} is not in backward"
         number, step = self._in_backward
-        # Where the input needs no gradient, but a norm does, nothing tells when that has been made.
+        # If the input needs no gradient but a norm does, no hook fires when the norm's is computed.
         all_here = all(unit.has_all(step) for unit in self._halves[number])
         if all_here and (self._input_done if self._input_needs_grad else not self._trains_beside):
             self._end_step()
@@ -233,9 +233,9 @@ class RotatingPart:
                     unit.step_reduce()
 
     def finish_backward(self) -> None:
-        """Backward is through, whatever is left."""
+        """Ends the last open step; call it when backward has finished."""
         self._end_step()
 
     def close(self) -> None:
-        """Drops what autograd would keep alive: leaves whose hooks know this part."""
+        """Drops the leaves: autograd keeps them alive, and their hooks reference this part."""
         self._leaves.clear()

@@ -1,4 +1,4 @@
-"""Cuts a model into parts whose weights rotate, and units of what lies whole beside them."""
+"""Partitions a model into parts whose weights rotate and units that are replicated (norms)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from paro.topology import AxisSpan, Topology
 
 
 class UnitSpec(wrap.UnitSpec, Protocol):
-    """What a model says of one of its units, in forward order."""
+    """A model's description of one of its units; specs are listed in forward order."""
 
     @property
     def parts(self) -> Sequence[PartSpec]:
-        """Its methods that may be computed slice by slice; matrices belong to one of them."""
+        """Methods that can be computed slice by slice; every matrix belongs to one of them."""
 
     @property
     def recomputed(self) -> bool: ...
 
 
 def runs_beside_rotation(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
-    """The runs that states are moved along where weights rotate: all that is done once a step."""
+    """The axis spans of the collectives of a rotated model: only those that run once a step."""
     runs: dict[Use, frozenset[AxisSpan]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
     for comm_plan in (
         make_comm_plan(strategy, topology),
@@ -52,7 +52,7 @@ def runs_beside_rotation(strategy: Strategy, topology: Topology) -> dict[Use, fr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A model whose parts rotate, and the units that hold its parameters."""
+    """The rotating parts of a model, and the units that hold its parameters."""
 
     parts: tuple[RotatingPart, ...]
     rotating: tuple[RotatingUnit, ...]
@@ -68,15 +68,15 @@ def cut_into_parts(
     *,
     in_place: bool,
 ) -> Parts:
-    """The parts of a model built on the meta device; nothing is allocated but the shards.
+    """The parts of a model built on the meta device; only the shards are allocated.
 
-    The matrices of a part lie in units of their own, slice by slice. A part of a unit that borrows
-    has those of the borrowed one, as a tied head does. What belongs to no part is replicated.
-    In place slices travel in two halves, one after the other, so that half as much is beside them.
+    The matrices of a part are stored slice by slice in their own units. A part of a unit that
+    borrows parameters, such as a tied head, uses the borrowed unit's. Other parameters are
+    replicated. With `in_place` slices rotate in two halves, which halves the spare memory.
     """
     original = dict(model.named_parameters())
     bound = wrap.bind_empty(model, context)
-    units: dict[str, tuple[Half, ...]] = {}  # by the first of a part's parameters
+    units: dict[str, tuple[Half, ...]] = {}  # by the name of a part's first parameter
     parts = []
     for spec in specs:
         for part in spec.parts:
@@ -120,7 +120,7 @@ def _make_halves(
     ring: Ring,
     in_place: bool,
 ) -> Iterator[Half]:
-    """The units of a part's slices, or of their halves one after the other."""
+    """The units of a part's slices, or of their first and then their second halves."""
     for half in halves:
         units = []
         for trainable, shapes in _by_training(matrices):

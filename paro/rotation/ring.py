@@ -1,10 +1,10 @@
-"""A ring of point-to-point transfers along one axis: what a rank holds, its neighbour gets."""
+"""A point-to-point ring along one axis: a shift sends each rank's slice to its neighbour."""
 
-# Ranks along the axis stand at places 0 .. d - 1. Clockwise, a rank sends to the next place and
-# receives from the one before; counter-clockwise the other way round. Four places, each with its
-# own slice at first, and what they hold after one and two shifts clockwise:
+# Ranks along the axis have positions 0 .. d - 1. Clockwise, a rank sends to the next position and
+# receives from the previous one; counter-clockwise the opposite. The slices held at four positions
+# at the start and after one and two clockwise shifts:
 #
-#     place        0  1  2  3
+#     position     0  1  2  3
 #     at first     0  1  2  3
 #     clockwise    3  0  1  2
 #     clockwise    2  3  0  1
@@ -26,27 +26,27 @@ from paro.distributed.groups import Groups, Use, make_groups
 from paro.layout import chunk_numel
 from paro.topology import Axis, AxisSpan, Topology
 
-_TAGS = 1 << 31  # what a backend's tag can hold
+_TAGS = 1 << 31  # tags of a backend are below this
 
 
 class Turn(Enum):
-    """Which way slices travel: by how many places a shift moves them."""
+    """Direction of a shift; the value is the change of a slice's position."""
 
     CLOCKWISE = 1
     COUNTER_CLOCKWISE = -1
 
 
 class _Underway:
-    """A shift whose messages the backend's own threads carry; `step_reduce` is what ends it."""
+    """A shift in flight on the backend's own threads; `finish` is called to complete it."""
 
-    def __init__(self, stream: Hashable, step_reduce: Callable[[], None]) -> None:
+    def __init__(self, stream: Hashable, finish: Callable[[], None]) -> None:
         self._stream = stream
-        self._finish: Callable[[], None] | None = step_reduce
+        self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
-        step_reduce, self._finish = self._finish, None
-        if step_reduce is not None:
-            step_reduce()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
     def stages(self) -> Iterator[Stage]:
         if self._finish is not None:
@@ -54,10 +54,10 @@ class _Underway:
 
 
 class Ring:
-    """This rank's place among those along `axis`, with a lane and a process group of its own.
+    """This rank's end of the ring along `axis`, with its own comm stream and process group.
 
-    Every rank calls `shift` alike and in one order, and waits for the events that it returns in
-    that order. Buffers belong to the ring from the call to the end of the event; after an exception
+    All ranks must call `shift` with matching arguments in the same order and wait for the events in
+    that order. Buffers belong to the ring until their event has completed. After an exception
     the ring is unusable.
     """
 
@@ -75,11 +75,11 @@ class Ring:
         self.position = axis.digit(groups.rank)
 
     def home_of(self, num_shifts: int) -> int:
-        """The place whose slice is here after so many shifts clockwise."""
+        """The position whose slice this rank holds after `num_shifts` clockwise shifts."""
         return (self.position - num_shifts) % self.size
 
     def shift(self, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
-        """Starts one step: `outgoing` to the one neighbour, into `incoming` from the other."""
+        """Starts a shift: sends `outgoing` to one neighbour, fills `incoming` from the other."""
         assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs room beside"
         tag = self._take_tags(1)
         if not self._streams.runs_concurrently:
@@ -88,17 +88,17 @@ class Ring:
             )
         messages = self._receive(incoming, turn, tag), self._send(outgoing, turn, tag)
 
-        def step_reduce() -> None:
+        def finish() -> None:
             for message in messages:
                 message.wait()
 
-        return _Underway(self._stream, step_reduce)
+        return _Underway(self._stream, finish)
 
     def shift_in_place(self, values: Tensor, beside: Tensor, turn: Turn) -> Event:
-        """Starts one step within one buffer, in chunks that land in `beside`, two at a time.
+        """Starts a shift within `values`, in chunks received into the scratch `beside`.
 
-        A chunk is overwritten when it has left. Where jobs have threads, all chunks set out at
-        once and the next one lands while one is copied; on streams each is one grouped exchange.
+        A chunk is overwritten after it has been sent; `beside` holds two. With threads all sends
+        start at once and receives overlap copies; on CUDA streams a chunk is one grouped exchange.
         """
         step = beside.numel() // 2
         chunks = values.split(step)
@@ -127,7 +127,7 @@ class Ring:
             self._send(chunk, turn, first_tag + number) for number, chunk in enumerate(chunks)
         ]
 
-        def step_reduce() -> None:
+        def finish() -> None:
             for number, chunk in enumerate(chunks):
                 arriving.popleft().wait()
                 leaving[number].wait()
@@ -135,10 +135,10 @@ class Ring:
                 if number + 2 < len(chunks):
                     arriving.append(receive(number + 2))
 
-        return _Underway(self._stream, step_reduce)
+        return _Underway(self._stream, finish)
 
     def close(self) -> None:
-        """Gives the process group back; its lane ends with the others'."""
+        """Destroys the process group; the comm stream is closed with the others."""
         self._groups.close()
 
     def _send(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
@@ -156,7 +156,7 @@ class Ring:
         )
 
     def _neighbours(self, turn: Turn) -> tuple[int, int]:
-        """To whom, and from whom."""
+        """The ranks to send to and to receive from."""
         to = self._members[(self.position + turn.value) % self.size]
         return to, self._members[(self.position - turn.value) % self.size]
 
@@ -177,7 +177,7 @@ def make_ring(
 ) -> Ring:
     """The ring of the ranks that hold one full copy at `degree`; collective over the world.
 
-    Without a timeout nothing is connected: that is for a rank which is planned and never runs.
+    With `timeout` None no process group is created: for planning a rank that never runs.
     """
     run = topology.axes_between(1, degree)
     assert len(run) == 1, f"{degree} ranks are no axis of {topology}"
@@ -187,5 +187,5 @@ def make_ring(
 
 
 def room_beside(numel: int, dtype: torch.dtype) -> int:
-    """How many elements an exchange in place takes beside a buffer of so many: two chunks."""
+    """Elements of scratch for an in-place shift of a buffer of `numel` elements: two chunks."""
     return 2 * chunk_numel(numel, dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Runs a model whose weights rotate: every part slice by slice, forwards and back."""
+"""Runs a model whose weights rotate: each part is computed slice by slice."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paro.sharding.shards import UnitShards
 
 
 class RotatedModel:
-    """A model of which no rank ever holds more than slices, and its norms.
+    """A model of which each rank holds only slices and the replicated norms.
 
-    A rank computes its own micro-batch with the slice of a part that it has, and passes it on; the
-    parts see to that themselves, wherever the model calls them. After an exception the model is
+    A rank computes its own micro-batch with its current slice of a part and passes the slice on.
+    The parts do this themselves when the model calls them. After an exception the model is
     unusable.
     """
 
@@ -36,8 +36,8 @@ class RotatedModel:
     ) -> None:
         self.model = model
         self.units: list[UnitShards] = [*parts.rotating, *parts.beside]
-        self.context = self.units[0].context  # norms have one of their own: replicated
-        # Norms are updated, and published, first: a step begins when they are whole again.
+        self.context = self.units[0].context  # norms have a separate, replicated context
+        # Norms are updated and all-gathered first: the next step needs all of them at its start.
         first = (*parts.beside, *parts.rotating)
         self.trainable_units = [unit for unit in first if unit.trainable]
         self._parts = parts.parts
@@ -52,7 +52,7 @@ class RotatedModel:
                 self._hook_gradient(unit, span.box.name, parameters[span.box.name])
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """Says how many micro-batches make the step that starts now."""
+        """Starts a step of `num_micro_batches` micro-batches."""
         self._assert_idle()
 
     def forward_backward(
@@ -66,7 +66,7 @@ class RotatedModel:
     ) -> Tensor:
         """Accumulates the gradients of one micro-batch and returns its weighted loss.
 
-        `documents` is what the model takes by name.
+        `documents` are keyword arguments of the model.
         """
         self._begin(Phase.FORWARD)
         self._state.last = last
@@ -81,7 +81,7 @@ class RotatedModel:
         return loss.detach()
 
     def finish_gradients(self) -> None:
-        """Waits until every gradient is summed in the optimizer's range of its unit."""
+        """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
         self._assert_idle()
         for unit in self.trainable_units:
             unit.wait_reduced()
@@ -90,22 +90,21 @@ class RotatedModel:
     def evaluate(
         self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any
     ) -> Tensor:
-        """The weighted loss of a batch; keeps no gradient."""
+        """The weighted loss of a batch, computed without gradients."""
         self._begin(Phase.EVALUATION)
         loss: Tensor = self.model(tokens_BS, labels_BS, weights_BS, **documents)
         self._state.phase = Phase.IDLE
         return loss
 
     def wait_for_updated_params(self) -> None:
-        """Waits until every rank's `param_shard` holds the last update."""
+        """Waits until `param_shard` of every unit holds the last update."""
         for unit in self.units:
             unit.wait_for_updated_params()
 
     def close(self) -> None:
-        """Ends the lanes and groups; every rank calls it when nothing is under way.
+        """Closes comm streams and process groups; call it on every rank with no work in flight.
 
-        The hooks on parameters end with it: autograd keeps them alive, and they would keep all
-        of this.
+        Also removes the parameter hooks: autograd keeps them alive, and they reference this object.
         """
         self.context.collectives.close()
         self._ring.close()

@@ -1,31 +1,33 @@
-"""One rotating unit's slices: their way round the ring forwards, and back with their gradients."""
+"""The slice buffers of one rotating unit, and the ring shifts of its weights and gradients."""
 
 # [Note: the slots of a slice]
-# Step t of a pass computes with the slice of the rank t places before. `param_shard` is the slot S
-# that is always there; E and F are spare slots, X and Y those of the gradients that travel.
+# Step t of a pass computes with the slice of the rank t positions before. `param_shard` is the slot
+# S, always allocated; E and F are spare weight slots; X and Y are the slots of rotating gradients.
 #
-# A forward that backward will follow moves the slices themselves: after it the slice of the next
-# rank lies in S, and backward brings this rank's own one home, d - 1 shifts each way. Autograd
-# keeps the slices as views of their slots, so backward finds each one in the slot of its forward:
-# S at the last step and every second before it, E at the others. An even d copies the first slice
-# from S to E, and back at the end.
+# A forward that is followed by a backward shifts the slices themselves: after it the slice of the
+# next rank is in S, and backward returns this rank's own, d - 1 shifts each way for d ranks.
+# Autograd saves the slices as views of their slots, so backward needs each slice in the slot of its
+# forward: S at the last step and every second step before it, E at the others. With an even d the
+# first slice is copied from S to E, and back at the end.
 #
-# A forward that nothing follows (evaluation; blocks that will be computed again; below the first
-# trained parameter; the embedding, whose backward reads no weight) leaves S alone, and copies of
-# the slices travel through E and F.
+# A forward without a backward (evaluation; blocks that will be recomputed; below the first trained
+# parameter; the embedding, whose backward reads no weight) does not modify S: copies of the slices
+# pass through E and F.
+#
+# Slots used, and memory needed in addition to S (scratch is 2 chunks, a chunk 1/4 slice or less):
 #
 #                    out of place                            in place
-#   forward          S E (S E ..)  1 slice                   S              room for 2 chunks
-#   forward, copies  S E F (E F ..)  2 slices                S E (E ..)     1 slice and room
-#   backward         E X Y  3 slices                         X              1 slice and room
+#   forward          S E (S E ..)    1 slice                 S              scratch
+#   forward, copies  S E F (E F ..)  2 slices                S E (E ..)     1 slice and scratch
+#   backward         E X Y           3 slices                X              1 slice and scratch
 #
-# (room for each where weights and gradients travel in different types; a chunk is 1/4 slice, or
-# less). In place a unit holds half of every slice of its part where that has halves, which take
-# their way one after the other: 1 slice and room are then less than one slice of the part.
+# Weights and gradients have separate scratch if their communication dtypes differ. In place, a unit
+# holds half of every slice of its part if the slices can be halved, and the halves rotate one after
+# the other: 1 slice and scratch are then less than one slice of the part.
 #
-# Out of place a shift runs under the computation with the slice that it takes away. In backward the
-# lane carries, in this order, the gradients that come with slice t, and the weights of step t - 1:
-# the former are waited for when the first gradient of step t is there to be added to them.
+# Out of place, a shift overlaps with the computation that reads the slice being sent. In backward
+# the comm stream carries, in this order, the gradients that arrive with slice t and the weights of
+# step t - 1; the gradients are waited for when the first gradient of step t is added to them.
 
 from __future__ import annotations
 
@@ -41,11 +43,11 @@ from paro.sharding.shards import ShardingContext, UnitShards
 
 
 class RotatingUnit(UnitShards):
-    """The trainable, or the frozen, matrices of a part of the model, of which one slice is here.
+    """One slice of either the trainable or the frozen matrices of a part of the model.
 
     Forward: `begin`, then for every step `arrive` and `depart`, then `end`. Backward, from the
-    last step to the first: `return_to`, `receive` for every gradient, `leave`. What lies in a slot
-    may be read from `arrive` to `depart`, and from `return_to` to `leave`.
+    last step to the first: `return_to`, `receive` for every gradient, `leave`. A slot may be read
+    from `arrive` to `depart`, and from `return_to` to `leave`.
     """
 
     def __init__(
@@ -80,13 +82,13 @@ class RotatingUnit(UnitShards):
         self._beside_grads = self._beside  # they are exchanged one after the other
         if wire != compute:
             self._beside_grads = self._spare(room_beside(numel, wire), wire)
-        self._grad_boxes: dict[int, dict[str, Tensor]] = {}  # by step: its place in X or Y
-        self._moves_home = False  # whether this forward moves the slices, and backward brings back
+        self._grad_boxes: dict[int, dict[str, Tensor]] = {}  # by step: views of X or Y
+        self._moves_home = False  # forward shifts the slices themselves; backward returns them
         self._is_away = False  # S holds the slice of the next rank
         self._arrived: Event = DONE
         self._grads_arrived: Event = DONE
-        self._leaving_for: int | None = None  # the step whose weights are on their way back
-        self._num_received = 0  # gradients of this step of backward
+        self._leaving_for: int | None = None  # the step whose weights are being shifted back
+        self._num_received = 0  # gradients of the current backward step
 
     def _spare(self, numel: int, dtype: torch.dtype) -> ElasticBuffer:
         context = self.context
@@ -94,7 +96,7 @@ class RotatingUnit(UnitShards):
         return ElasticBuffer(numel, dtype=dtype, tally=tally, device=context.device)
 
     def _shift(self, kind: WaitKind, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
-        with self.context.exposure.submitting(kind):  # where nothing overlaps, it is carried out
+        with self.context.exposure.submitting(kind):  # without overlap the shift runs here
             return self._ring.shift(outgoing, incoming, turn)
 
     def _shift_in_place(
@@ -108,7 +110,7 @@ class RotatingUnit(UnitShards):
     # Forward #
 
     def begin(self, *, moves_home: bool) -> None:
-        """Starts a forward; one with `moves_home` is followed by a backward that needs slices."""
+        """Starts a forward; with `moves_home` a backward that reads the slices follows it."""
         assert not self._is_away, f"{self.name} has not come home"
         self.wait_for_updated_params()
         self._moves_home = moves_home
@@ -125,7 +127,7 @@ class RotatingUnit(UnitShards):
             self._E.values.copy_(self.param_shard)
 
     def arrive(self, step: int) -> Tensor:
-        """The slot in which this step's slice lies now."""
+        """Waits for this step's slice and returns its slot; out of place, starts the next shift."""
         self.context.exposure.wait(WaitKind.GATHER, self._arrived)
         self._arrived = DONE
         if self._moves_home and step + 1 == self.num_steps:
@@ -137,7 +139,7 @@ class RotatingUnit(UnitShards):
         return slot
 
     def depart(self, step: int) -> None:
-        """The computation with this step's slice is through."""
+        """Call when the computation with this step's slice is done; in place, shifts the slices."""
         if not self._in_place or step + 1 == self.num_steps:
             return
         slot, next_slot = self._slot(step), self._slot(step + 1)
@@ -148,7 +150,7 @@ class RotatingUnit(UnitShards):
             self.context.exposure.wait(WaitKind.GATHER, moved)
 
     def end(self) -> None:
-        """Gives the spare slots up."""
+        """Frees the spare weight slots."""
         for spare in (self._E, self._F, self._beside):
             if spare.alive:
                 spare.free()
@@ -162,7 +164,7 @@ class RotatingUnit(UnitShards):
         return self._E.values if self._in_place or step % 2 else self._F.values
 
     def boxes(self, step: int, slot: Tensor) -> dict[str, Tensor]:
-        """Views of this step's slice, by parameter; they stay valid while the slot is alive."""
+        """Views of this step's slice, by parameter name; valid while the slot is allocated."""
         index = self._ring.home_of(step)
         begin = index * slot.numel()
         return {
@@ -173,21 +175,21 @@ class RotatingUnit(UnitShards):
         }
 
     def first_row(self, step: int) -> int:
-        """The row of its parameter that this step's slice begins with."""
+        """The index in the whole parameter of the first row of this step's slice."""
         return self._pieces[self._ring.home_of(step)][0].box.start[0]
 
     # Backward #
 
     def return_to(self, step: int) -> None:
-        """This step's slice may be read; the one before sets out.
+        """Waits for this step's slice; out of place, starts the shift of the previous step's.
 
-        Does nothing as long as the forward is still to be computed again.
+        Does nothing while the forward has not been recomputed yet.
         """
         if not self._is_away or self._leaving_for == step - 1:
             return
         if step + 1 == self.num_steps:
             spare = self._beside if self._in_place else self._E
-            if not spare.alive:  # else its forward was computed again, and stopped short
+            if not spare.alive:  # alive if a recomputed forward stopped early
                 spare.alloc()
         self.context.exposure.wait(WaitKind.GATHER, self._arrived)
         self._arrived = DONE
@@ -197,7 +199,7 @@ class RotatingUnit(UnitShards):
             self._arrived = self._shift(WaitKind.GATHER, slot, before, Turn.COUNTER_CLOCKWISE)
 
     def receive(self, step: int, name: str, gradient: Tensor) -> None:
-        """Adds this rank's gradient of a box to what the slice has brought along."""
+        """Adds this rank's gradient of a box to the sum that rotates with the slice."""
         if self._num_received == 0:
             self._meet_gradients(step, self._ring.home_of(step))
         if step not in self._grad_boxes:
@@ -230,8 +232,8 @@ class RotatingUnit(UnitShards):
         return self._X.values if in_x else self._Y.values
 
     def leave(self, step: int) -> None:
-        """The backward of this step is through: its gradients set out, or are at home."""
-        self.return_to(step)  # where nothing else has said so
+        """Ends the backward of this step: sends its gradients on, or stores them at step 0."""
+        self.return_to(step)  # if no gradient of this step has called it
         self._num_received = 0
         if step == 0:
             self._settle()
@@ -248,7 +250,7 @@ class RotatingUnit(UnitShards):
             self._grads_arrived = self._shift(WaitKind.REDUCE, slot, before, turn)
 
     def _settle(self) -> None:
-        """Weights and gradients have come home."""
+        """Restores `param_shard`, accumulates into `grad_shard`, frees the spare slots."""
         if self._is_away:
             if self._slot(0) is self._E.values:
                 self.param_shard.copy_(self._E.values)
@@ -267,7 +269,7 @@ class RotatingUnit(UnitShards):
                 spare.free()
 
     def step_reduce(self) -> None:
-        """Queues what is left to sum once a step, when the last gradients have come home."""
+        """Queues the step's gradient reduction, after the last gradients are in `grad_shard`."""
         with self.context.exposure.submitting(WaitKind.REDUCE):
             self._reduced = self._sum_over_world(DONE)
         self._fresh = True

@@ -1,1 +1,1 @@
-"""Units of a model: their layout, buffers and life."""
+"""Sharded units: flat buffers and shards, all-gather and reduce-scatter around each use."""

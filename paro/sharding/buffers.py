@@ -1,4 +1,4 @@
-"""Flat buffers that give up and regain their storage, and the ledger of what is alive."""
+"""Flat buffers whose storage can be freed and reallocated, and counters of live buffers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from paro.layout import UnitLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatShard:
-    """A range of a unit's flat order as this rank holds it: what a checkpoint reads and fills."""
+    """This rank's contiguous range of a unit's flat buffer, as checkpoints save and load it."""
 
     layout: UnitLayout
-    start: int  # the element of the unit that values[0] is
+    start: int  # index of values[0] in the unit's flat buffer
     values: Tensor  # 1-D
     state: str  # "param", "exp_avg" or "exp_avg_sq"
     rank: int = 0
-    replicas: Sequence[int] = (0,)  # the ranks that hold this same range, this one among them
+    replicas: Sequence[int] = (0,)  # the ranks that hold this range, including this one
 
     @property
     def is_primary_replica(self) -> bool:
-        """True on one of the replicas: for sums in which each element counts once."""
+        """True on exactly one replica, for sums that must count each element once."""
         return self.rank == self.replicas[0]
 
     def own_part(self, among: Collection[int] | None = None) -> tuple[int, int]:
-        """The elements of `values` that this rank writes, so that the replicas write each once.
+        """The range [begin, end) of `values` that this rank writes; replicas divide the work.
 
-        With `among` only these ranks share the work, and the others write for themselves.
+        With `among`, only the ranks in it divide the work; the other replicas write separately.
         """
         sharing = [rank for rank in self.replicas if among is None or rank in among]
         numel, index = self.values.numel(), sharing.index(self.rank)
@@ -39,7 +39,7 @@ class FlatShard:
 
 @dataclass(slots=True)
 class Tally:
-    """How many buffers of one kind are alive, and at most were."""
+    """Current and peak number and bytes of the live buffers of one kind."""
 
     count: int = 0
     num_bytes: int = 0
@@ -55,17 +55,17 @@ class Tally:
 
 @dataclass(slots=True)
 class Ledger:
-    """Buffers that come and go on this rank, counted where storage is taken and given up."""
+    """Counters of this rank's temporary buffers, updated on every alloc and free."""
 
     whole_params: Tally = field(default_factory=Tally)
     whole_grads: Tally = field(default_factory=Tally)
-    slices: Tally = field(default_factory=Tally)  # of parameters or gradients, while they rotate
+    slices: Tally = field(default_factory=Tally)  # spare slices of rotating parameters, gradients
 
 
 class ElasticBuffer:
-    """A 1-D tensor whose storage comes and goes while every view of it stays valid.
+    """A 1-D tensor whose storage can be freed and reallocated while every view stays valid.
 
-    Tensors that autograd saved are views of one storage object, so the storage is resized and
+    Tensors saved by autograd are views of one storage object, so the storage is resized and
     never replaced. Between `free` and `alloc` reading any view is an error.
     """
 
@@ -79,7 +79,7 @@ class ElasticBuffer:
         layout: UnitLayout | None = None,
     ) -> None:
         self.values = torch.empty(numel, dtype=dtype, device=device)
-        # Made now: a view needs storage to be made.
+        # Created while the storage exists: a view cannot be created without it.
         self.boxes = {} if layout is None else box_views(self.values, layout)
         self._num_bytes = self.values.untyped_storage().nbytes()
         self._tally = tally
@@ -90,20 +90,20 @@ class ElasticBuffer:
         return self.values.untyped_storage().nbytes() > 0
 
     def alloc(self) -> None:
-        """Allocates the storage; its contents are undefined."""
+        """Allocates the storage; its contents are uninitialized."""
         assert not self.alive, "storage taken twice"
         self.values.untyped_storage().resize_(self._num_bytes)
         self._tally.change(1, self._num_bytes)
 
     def free(self) -> None:
-        """Gives the storage up."""
+        """Frees the storage."""
         assert self.alive, "storage dropped twice"
         self.values.untyped_storage().resize_(0)
         self._tally.change(-1, -self._num_bytes)
 
 
 def box_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
-    """The boxes of a unit as views of its whole flat buffer, by parameter."""
+    """The boxes of a unit as views of its whole flat buffer, keyed by parameter name."""
     return {
         span.box.name: whole[span.offset : span.stop].view(span.box.extent) for span in layout.spans
     }

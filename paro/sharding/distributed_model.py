@@ -1,4 +1,4 @@
-"""What a model is whose states are spread over ranks, however its parameters get to their use."""
+"""The interface of a distributed model: sharded (gathered parameters) or rotated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Phase(Enum):
 
 
 class DistributedModel(Protocol):
-    """Trains and evaluates this rank's batches; its units hold this rank's shards."""
+    """A model that trains and evaluates this rank's batches; its units hold this rank's shards."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -36,7 +36,7 @@ class DistributedModel(Protocol):
     def trainable_units(self) -> Sequence[UnitShards]: ...
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """Says how many micro-batches make the step that starts now."""
+        """Starts a step of `num_micro_batches` micro-batches."""
 
     def forward_backward(
         self,
@@ -50,15 +50,15 @@ class DistributedModel(Protocol):
         """Accumulates the gradients of one micro-batch and returns its weighted loss."""
 
     def finish_gradients(self) -> None:
-        """Waits until every gradient is summed in the optimizer's range of its unit."""
+        """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
 
     def evaluate(
         self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any
     ) -> Tensor:
-        """The weighted loss of a batch; keeps no gradient."""
+        """The weighted loss of a batch, computed without gradients."""
 
     def wait_for_updated_params(self) -> None:
-        """Waits until every rank's `param_shard` holds the last update."""
+        """Waits until `param_shard` of every unit holds the last update."""
 
     def close(self) -> None:
-        """Ends the lanes and groups; every rank calls it when nothing is under way."""
+        """Closes comm streams and process groups; call it on every rank with no work in flight."""

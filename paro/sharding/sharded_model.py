@@ -1,4 +1,4 @@
-"""Runs a model made of sharded units: gathers ahead, releases behind, reduces under backward."""
+"""Runs a sharded model: prefetches all-gathers, frees after use, reduces during backward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paro.sharding.wrap import UnitModule
 
 
 class ShardedModel:
-    """A model whose nodes are whole only while they run.
+    """A model whose unit modules have whole parameters only while they run.
 
-    In a step the nodes run in an order known beforehand: all forward, then back, for every
-    micro-batch. Up to `1 + prefetch_units` of them are live (gathered, or being gathered) at once,
-    or as many as are recomputed together; with 0 ahead nothing overlaps. A node is released in
-    backward when the gradient of its input has been made and all its own gradients have arrived.
-    Gradients of at most two units wait whole for their reduction. After an exception the model is
-    unusable.
+    The order of a step is known in advance: for every micro-batch all unit modules forward, then
+    backward in reverse. Up to `1 + prefetch_units` of them are live (gathered or being gathered) at
+    once, or as many as are recomputed together; with `prefetch_units` 0 nothing overlaps. In
+    backward a unit module is released when its input gradient is computed and all its parameter
+    gradients have arrived. At most two units hold whole gradients that wait to be reduced. After
+    an exception the model is unusable.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class ShardedModel:
         for module in modules:
             self._hook(module, parameters)
 
-    # What the training loop calls #
+    # Called by the training loop #
 
     def begin_step(self, num_micro_batches: int) -> None:
-        """Says how many micro-batches make the step that starts now."""
+        """Starts a step of `num_micro_batches` micro-batches."""
         self._assert_idle()
         backward = [module for module in reversed(self.modules[:-1]) if module.in_backward]
         for _ in range(num_micro_batches):
@@ -72,7 +72,7 @@ class ShardedModel:
     ) -> Tensor:
         """Accumulates the gradients of one micro-batch and returns its weighted loss.
 
-        `documents` is what the model takes by name.
+        `documents` are keyword arguments of the model.
         """
         assert self._phase is Phase.IDLE, f"a micro-batch begins in {self._phase}"
         self._phase, self._last = Phase.FORWARD, last
@@ -92,7 +92,7 @@ class ShardedModel:
         return loss.detach()
 
     def finish_gradients(self) -> None:
-        """Waits until every gradient is summed in the optimizer's range of its unit."""
+        """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
         self._assert_idle()
         assert not self._upcoming, f"the step has more to run: {self._upcoming}"
         while self._reducing:
@@ -104,7 +104,7 @@ class ShardedModel:
     def evaluate(
         self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any
     ) -> Tensor:
-        """The weighted loss of a batch; keeps no gradient."""
+        """The weighted loss of a batch, computed without gradients."""
         self._assert_idle()
         self._phase = Phase.EVALUATION
         self._upcoming.extend(self.modules)
@@ -113,14 +113,14 @@ class ShardedModel:
         return loss
 
     def wait_for_updated_params(self) -> None:
-        """Waits until every rank's `param_shard` holds the last update."""
+        """Waits until `param_shard` of every unit holds the last update."""
         for unit in self.units:
             unit.wait_for_updated_params()
 
     def close(self) -> None:
-        """Ends the lanes and groups; every rank calls it when nothing is under way.
+        """Closes comm streams and process groups; call it on every rank with no work in flight.
 
-        The model's hooks end with it: autograd keeps them alive, and they would keep all of this.
+        Also removes the model's hooks: autograd keeps them alive, and they reference this object.
         """
         self.context.collectives.close()
         while self._handles:
@@ -130,7 +130,7 @@ class ShardedModel:
         assert self._phase is Phase.IDLE, f"the model is in {self._phase}"
         assert not self._live, f"live outside a step: {[module.name for module in self._live]}"
 
-    # What autograd and the modules call #
+    # Called by autograd and module hooks #
 
     def _hook(self, module: UnitModule, parameters: dict[str, nn.Parameter]) -> None:
         before = module.wrapped.register_forward_pre_hook(lambda *_: self._before_forward(module))
@@ -155,7 +155,7 @@ class ShardedModel:
     def _before_forward(self, module: UnitModule) -> None:
         assert self._phase is not Phase.IDLE, f"{module.name} runs outside a step"
         self._require(module)
-        if self._phase is Phase.BACKWARD:  # activations of several blocks are recomputed at once
+        if self._phase is Phase.BACKWARD:  # activation recomputation, maybe of several blocks
             module.held_for_backward = True
 
     def _after_forward(self, module: UnitModule, output: Tensor) -> None:
@@ -163,13 +163,13 @@ class ShardedModel:
             return
         if output.requires_grad:
             output.register_hook(lambda _grad: self._output_grad_made(module))
-            if module is self.modules[-1]:  # its backward follows at once
+            if module is self.modules[-1]:  # its backward runs next
                 module.held_for_backward = True
                 return
         self._release(module)
 
     def _output_grad_made(self, module: UnitModule) -> None:
-        """Runs right before the backward of `module`, when the one after it is through."""
+        """Runs right before the backward of `module`, after that of the next unit module."""
         if module.index + 1 < len(self.modules):
             next_unit = self.modules[module.index + 1]
             next_unit.input_grad_made = True
@@ -182,7 +182,7 @@ class ShardedModel:
 
     def _receive(self, module: UnitModule, unit: ShardedUnit, name: str, gradient: Tensor) -> None:
         if unit.begins_whole_grad:
-            # Its own of the last micro-batch may still be read too, where units are few.
+            # With few units, its own buffer of the last micro-batch may also still be in use.
             while unit in self._reducing or len(self._reducing) >= self._max_whole_grads:
                 self._reducing.popleft().free_whole_grad()
             unit.alloc_whole_grad()
@@ -193,12 +193,12 @@ class ShardedModel:
             module.num_units_to_arrive -= 1
             self._release_if_through(module)
 
-    # Gathering ahead and releasing behind #
+    # Prefetch and release #
 
     def _require(self, module: UnitModule) -> None:
-        """Makes a node's parameters readable, and gathers ahead while it runs."""
+        """Makes the parameters of `module` readable and prefetches while it runs."""
         if module not in self._live:
-            self._upcoming.remove(module)  # the next one, or further on when recomputing
+            self._upcoming.remove(module)  # not always the first one when recomputing
             self._gather(module)
         self._top_up()
         for unit in module.needed:
@@ -207,7 +207,7 @@ class ShardedModel:
     def _top_up(self) -> None:
         while self._upcoming and len(self._live) < self._max_live:
             module = self._upcoming[0]
-            # A unit that is still held is released before it is gathered anew, however near.
+            # A unit that is still held must be released before it is gathered again.
             if module in self._live or any(unit.held for unit in module.needed):
                 return
             self._gather(self._upcoming.popleft())

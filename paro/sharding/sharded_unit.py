@@ -1,16 +1,16 @@
-"""One unit's life: gather, use, release, receive gradients, reduce, publish."""
+"""One sharded unit: all-gather parameters, use, release, collect gradients, reduce-scatter."""
 
 # [Note: buffer lifetime]
-# Names tell the redundancy: `_U` is whole, `param_shard` and `grad_shard` are this rank's shards
-# at the degrees of params and grads, and the optimizer's range of each is a view inside them.
+# `_U` buffers are whole; `param_shard` and `grad_shard` are this rank's shards at the degrees of
+# params and grads, and the optimizer's range of each is a view of them.
 #
-#   param_shard  always        compute type, params degree
-#   param_U      gather..release   compute type, whole; at params degree 1 it is param_shard
-#   grad_U       first gradient..reduced   wire type, whole; none at grads degree 1
-#   grad_shard   always        accumulator type, grads degree
+#   param_shard  always                     compute        1 / params degree
+#   param_U      gather..release            compute        whole; is param_shard at params degree 1
+#   grad_U       first gradient..reduced    communication  whole; none at grads degree 1
+#   grad_shard   always                     accumulation   1 / grads degree
 #
-# Buffers are taken and dropped by the training thread alone, and dropped only after it waited for
-# the last job that uses them.
+# Only the training thread allocates and frees buffers; it frees one only after waiting for the
+# last job that uses it.
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paro.sharding.shards import ShardingContext, UnitShards
 
 
 class UnitState(Enum):
-    """What of a unit's parameters this rank holds."""
+    """Which parameter buffers of a unit hold storage on this rank."""
 
     SHARDED = "param_shard"
     GATHERING = "param_shard and param_U, which is being filled"
@@ -35,12 +35,12 @@ class UnitState(Enum):
 
 
 class ShardedUnit(UnitShards):
-    """The flat buffers of a unit's trainable, or of its frozen, parameters.
+    """The flat buffers of either the trainable or the frozen parameters of a unit.
 
-    The parameters given to `bind` are views of `param_U` for ever; they may be read between `use`
-    and `release`. Gradients are handed in by `receive`; when all have arrived `reduce` queues
-    their way to this rank's shard, and `wait_reduced` ends it. After an exception the unit is
-    unusable.
+    The parameters passed to `bind` stay views of `param_U`; they may be read between `use` and
+    `release`. Pass each gradient to `receive`; when all have arrived, `reduce` queues their
+    reduction into this rank's shard and `wait_reduced` waits for it. After an exception the unit
+    is unusable.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class ShardedUnit(UnitShards):
     # Binding #
 
     def bind(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Makes each parameter a view of the whole buffer, now and whenever it is gathered."""
+        """Makes each parameter a permanent view of the whole buffer."""
         for name, box in self._boxes(self.param_shard, self._param_U).items():
-            # Not nn.Parameter(box): that would share the buffer's version counter, and autograd
-            # would take a later gather for a change of what it saved.
+            # Not nn.Parameter(box): that shares the buffer's version counter, so autograd would
+            # treat a later gather as an in-place change of a saved tensor.
             parameters[name].data = box
 
     def _boxes(self, shard: Tensor, buffer_U: ElasticBuffer | None) -> dict[str, Tensor]:
@@ -89,11 +89,11 @@ class ShardedUnit(UnitShards):
 
     @property
     def held(self) -> bool:
-        """Whether a whole copy is alive that `release` would give up."""
+        """Whether `release` would free a whole copy of the parameters."""
         return self._param_U is not None and self.state is not UnitState.SHARDED
 
     def gather(self) -> None:
-        """Queues the gather of the whole parameters, behind their publishing."""
+        """Queues the all-gather of the whole parameters, after that of the updated parameters."""
         if self._param_U is None:
             return
         assert self.state is UnitState.SHARDED, f"gather of {self.name}, which is {self.state}"
@@ -120,10 +120,10 @@ class ShardedUnit(UnitShards):
             self.state = UnitState.WHOLE
 
     def release(self) -> None:
-        """Gives the whole parameters up."""
+        """Frees the whole parameters."""
         if self._param_U is None:
             return
-        self.use()  # a gather that nobody used still fills the buffer
+        self.use()  # an unused gather may still be writing the buffer
         self._param_U.free()
         self.state = UnitState.SHARDED
 
@@ -131,7 +131,7 @@ class ShardedUnit(UnitShards):
 
     @property
     def begins_whole_grad(self) -> bool:
-        """Whether the next gradient is the first of a micro-batch that needs a whole buffer."""
+        """Whether the next gradient needs a newly allocated whole gradient buffer."""
         return self._grad_U is not None and self.num_arrived == 0
 
     def alloc_whole_grad(self) -> None:
@@ -141,7 +141,7 @@ class ShardedUnit(UnitShards):
             self._grad_U.values[begin:end].zero_()
 
     def receive(self, name: str, gradient: Tensor) -> bool:
-        """Takes one parameter's gradient; True when it was the last of this backward."""
+        """Stores or adds one parameter's gradient; True when it is the last of this backward."""
         box = self._grad_boxes[name]
         if self._grad_U is not None or self._fresh:
             box.copy_(gradient)
@@ -151,7 +151,7 @@ class ShardedUnit(UnitShards):
         return self.num_arrived == len(self._grad_boxes)
 
     def reduce(self, *, last: bool) -> None:
-        """Queues the reduction of this micro-batch; of the whole step where it is the last."""
+        """Queues the gradient reduction of this micro-batch; if `last`, also that of the step."""
         with self.context.exposure.submitting(WaitKind.REDUCE):
             self._reduced = self._queue_reduction(last=last)
         self._fresh = last
@@ -183,7 +183,7 @@ class ShardedUnit(UnitShards):
         return event
 
     def free_whole_grad(self) -> None:
-        """Gives the whole gradient buffer up once it has been read."""
+        """Frees the whole gradient buffer after waiting until it has been reduced."""
         assert self._grad_U is not None
         self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)
         self._grad_U.free()

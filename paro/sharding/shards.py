@@ -1,4 +1,4 @@
-"""What a rank always holds of a unit: its shards of parameters and gradients, and their ranges."""
+"""Persistent shards of a unit's parameters and gradients, and a strategy's communication plan."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from paro.topology import AxisSpan, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommPlan:
-    """The runs of axes that a strategy moves states along (design: levels and moves)."""
+    """The axis spans of a strategy's collectives; a span is empty if its degrees are equal."""
 
     gather: AxisSpan  # params: from their degree to 1, before every use
-    reduce: AxisSpan  # grads: from 1 to their degree, every micro-batch
-    step_reduce: AxisSpan  # grads: on to the optimizer's degree, once a step
-    replicas: AxisSpan  # what is left: ranks with the same optimizer range, summed once a step
+    reduce: AxisSpan  # grads: reduce-scatter from 1 to their degree, every micro-batch
+    step_reduce: AxisSpan  # grads: reduce-scatter to the optimizer's degree, once a step
+    replicas: AxisSpan  # grads: all-reduce over ranks with the same optimizer range, once a step
     gather_updated: AxisSpan  # params: from the optimizer's degree to theirs, once a step
 
     def runs(self) -> dict[Use, frozenset[AxisSpan]]:
-        """The runs that need process groups."""
+        """The axis spans that need process groups, by use."""
         return {
             Use.GATHER: frozenset({self.gather, self.gather_updated}),
             Use.REDUCE: frozenset({self.reduce, self.step_reduce, self.replicas}),
@@ -37,7 +37,7 @@ class CommPlan:
 
 
 def make_comm_plan(strategy: Strategy, topology: Topology) -> CommPlan:
-    """The moves of a strategy; a run is empty where its two degrees are equal."""
+    """The communication plan of a strategy on `topology`."""
     return CommPlan(
         gather=topology.axes_between(1, strategy.params),
         reduce=topology.axes_between(1, strategy.grads),
@@ -49,7 +49,7 @@ def make_comm_plan(strategy: Strategy, topology: Topology) -> CommPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingContext:
-    """What all units of a model share."""
+    """Settings and services that all units of a model share."""
 
     topology: Topology
     rank: int
@@ -65,11 +65,10 @@ class ShardingContext:
 
 
 class UnitShards:
-    """The flat shards of a unit's trainable, or of its frozen, parameters.
+    """The flat shards of either the trainable or the frozen parameters of a unit.
 
-    They stay for as long as the run; how the parameters get to where they are used, and their
-    gradients from there to `grad_shard`, is told by who inherits. After an exception the unit is
-    unusable.
+    They stay allocated for the whole run. Subclasses define how parameters are brought to their
+    use and how gradients get into `grad_shard`. After an exception the unit is unusable.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class UnitShards:
             dtype=context.accumulate_dtype,
             device=device,
         )
-        self._fresh = True  # the next gradient starts a step: it replaces what is accumulated
+        self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
         self._updated: Event = DONE
         self._reduced: Event = DONE
 
@@ -96,17 +95,17 @@ class UnitShards:
 
     @property
     def param_start(self) -> int:
-        """The element of the unit that `param_shard` begins with."""
+        """Offset of `param_shard` in the unit's flat buffer, in elements."""
         return self._start_at(self.context.strategy.params)
 
     @property
     def grad_start(self) -> int:
-        """The element of the unit that `grad_shard` begins with."""
+        """Offset of `grad_shard` in the unit's flat buffer, in elements."""
         return self._start_at(self.context.strategy.grads)
 
     @property
     def optim_start(self) -> int:
-        """The element of the unit that the optimizer's range begins with."""
+        """Offset of the optimizer's range in the unit's flat buffer, in elements."""
         return self._start_at(self.context.strategy.optim)
 
     def _start_at(self, degree: int) -> int:
@@ -115,18 +114,18 @@ class UnitShards:
 
     @property
     def optim_param(self) -> Tensor:
-        """The optimizer's range inside `param_shard`."""
+        """The optimizer's range of `param_shard`, as a view."""
         return shard_in(self.param_shard, self.context.comm_plan.gather_updated, self.context.rank)
 
     @property
     def optim_grad(self) -> Tensor:
-        """The optimizer's range inside `grad_shard`."""
+        """The optimizer's range of `grad_shard`, as a view."""
         return shard_in(self.grad_shard, self.context.comm_plan.step_reduce, self.context.rank)
 
-    # Moves that are made once a step #
+    # Communication once a step #
 
     def gather_updated(self) -> None:
-        """Queues the spreading of the optimizer's range of `param_shard` to the whole of it."""
+        """Queues the all-gather of updated parameters: optimizer ranges fill `param_shard`."""
         with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
             self._updated = self.context.collectives.all_gather(
                 self.param_shard, self.context.comm_plan.gather_updated
@@ -137,7 +136,7 @@ class UnitShards:
         self._updated = DONE
 
     def _sum_over_world(self, event: Event) -> Event:
-        """Queues the last of a step's moves of gradients, behind `event`."""
+        """Queues, after `event`, the step's gradient reduce-scatter and replica all-reduce."""
         context, comm_plan = self.context, self.context.comm_plan
         collectives, comm_dtype = context.collectives, context.reduce_dtype
         event = collectives.reduce_scatter(

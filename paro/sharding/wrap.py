@@ -1,4 +1,4 @@
-"""Cuts a model into sharded units and gives its parameters their places in them."""
+"""Wraps a model's modules as sharded units and binds its parameters to their flat buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paro.sharding.shards import ShardingContext
 
 
 class UnitSpec(Protocol):
-    """What a model says of one of its units, in forward order."""
+    """A model's description of one of its units; specs are listed in forward order."""
 
     @property
     def name(self) -> str: ...
@@ -25,7 +25,7 @@ class UnitSpec(Protocol):
 
     @property
     def borrows(self) -> tuple[str, ...]:
-        """Units whose parameters this one's forward and backward read too (a tied head)."""
+        """Other units whose parameters this one reads in forward and backward (a tied head)."""
 
     @property
     def backward_needs_weight(self) -> bool: ...
@@ -33,17 +33,17 @@ class UnitSpec(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UnitModule:
-    """A module that runs as a whole, and the units that it needs for that."""
+    """A wrapped module and the units whose parameters it reads."""
 
     index: int
     name: str
     wrapped: nn.Module
-    own: tuple[ShardedUnit, ...]  # trainable and frozen parameters lie in units of their own
+    own: tuple[ShardedUnit, ...]  # separate units for trainable and frozen parameters
     needed: tuple[ShardedUnit, ...]  # own and borrowed
     in_backward: bool  # whether its backward reads weights
     input_needs_grad: bool  # whether anything before it is trained
 
-    # What has happened in the micro-batch that runs:
+    # State of the current micro-batch:
     held_for_backward: bool = False
     input_grad_made: bool = False
     num_units_to_arrive: int = 0
@@ -55,9 +55,9 @@ class UnitModule:
 def make_unit_modules(
     model: nn.Module, specs: Sequence[UnitSpec], context: ShardingContext
 ) -> list[UnitModule]:
-    """The nodes of a model built on the meta device, its parameters bound to their buffers.
+    """The unit modules of a model built on the meta device, with parameters bound to buffers.
 
-    Parameters keep their names and `requires_grad`; nothing is allocated but the shards.
+    Parameters keep their names and `requires_grad`; only the shards are allocated.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own_units: dict[str, tuple[ShardedUnit, ...]] = {}
@@ -80,7 +80,7 @@ def make_unit_modules(
             wrapped=spec.module,
             own=own_units[spec.name],
             needed=tuple(u for name in (spec.name, *spec.borrows) for u in own_units[name]),
-            # Below the first trained unit no gradient flows, so nothing is gathered there.
+            # Below the first trained unit no gradient flows, so backward gathers nothing there.
             in_backward=spec.backward_needs_weight and index >= first_trained,
             input_needs_grad=index > first_trained,
         )
@@ -106,7 +106,7 @@ def _layout_of(parameters: dict[str, nn.Parameter], world_size: int) -> UnitLayo
 
 
 def bind_empty(model: nn.Module, context: ShardingContext) -> dict[str, nn.Parameter]:
-    """Replaces every parameter by an empty one of its name that units may bind."""
+    """Replaces every parameter by an empty one that units can bind; returns these by name."""
     bound: dict[str, nn.Parameter] = {}
     for name, old in list(model.named_parameters()):
         empty = torch.empty(0, dtype=context.compute_dtype, device=context.device)
@@ -120,4 +120,4 @@ def _first_trained(units_of_node: list[tuple[ShardedUnit, ...]]) -> int:
     for index, units in enumerate(units_of_node):
         if any(unit.trainable for unit in units):
             return index
-    return len(units_of_node)  # nothing is trained: the model is evaluated alone
+    return len(units_of_node)  # nothing is trained: evaluation only

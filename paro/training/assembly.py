@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its configuration, in the order in which they need each other."""
+"""Builds model, optimizer, communication and data of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def build_training(
 ) -> Training:
     """Model, optimizer and schedules with their initial values; no data yet.
 
-    Parameters whose name `is_trained` denies are frozen. Bytes are counted in `traffic`. On the
-    meta device everything has its size and nothing its storage, nor has it process groups.
+    Parameters for whose name `is_trained` is false are frozen. Sent bytes are counted in
+    `traffic`. On the meta device there are shapes only: no storage and no process groups.
     """
     device = control.device
     traffic = traffic or ByteCounter()
@@ -82,14 +82,14 @@ def build_training(
 
 
 def start_state(config: RunConfig) -> TrainState:
-    """Where a run begins that loads nothing."""
+    """The state of a run that starts at iteration 0."""
     return TrainState(loss_scale=start_loss_scale(config.loss_scale))
 
 
 def _spread(
     model: Llama, config: RunConfig, control: Control, traffic: ByteCounter, timers: Timers
 ) -> DistributedModel:
-    """The model with its states over the ranks, and its parameters gathered or rotating."""
+    """Shards the model's states over the ranks; its parameters are gathered or rotated."""
     sharding, strategy, rank = config.sharding, config.strategy, control.world.rank
     device, backend = control.device, config.runtime.distributed_backend
     topology = make_topology(
@@ -148,7 +148,10 @@ def _spread(
 
 
 def _algorithm(config: RunConfig, control: Control) -> str | AlgorithmChoice:
-    """The name of a collective, or a choice that every rank makes alike."""
+    """The name of a collective algorithm, or for auto a choice per message from --paro-machine.
+
+    Compares digests of the file: ranks that choose different algorithms would deadlock.
+    """
     machine = config.sharding.machine
     if config.sharding.collective != "auto" or machine is None:
         return config.sharding.collective
@@ -171,8 +174,8 @@ def _initializer(config: RunConfig) -> Initializer:
 def count_samples(config: RunConfig, state: TrainState | None = None) -> SplitCounts:
     """How many samples of each split the run draws, counted as Megatron counts them.
 
-    A run that goes on from `state` with another global batch may need more, except of training
-    samples where --train-samples says how many: then their order is what it was.
+    A run that continues from `state` with another global batch may need more, except of training
+    samples with --train-samples: then their number, and so their order, stays the same.
     """
     train, eval_iters = config.train, config.train.eval_iters
     last = last_iteration(train, config.batches, state)
@@ -197,7 +200,7 @@ def count_samples(config: RunConfig, state: TrainState | None = None) -> SplitCo
 def build_sources(
     config: RunConfig, datasets: Datasets, training: Training, state: TrainState
 ) -> Sources:
-    """This rank's micro-batches of every split, from where `state` has come to."""
+    """This rank's micro-batches of every split, from the sample at which `state` is."""
 
     batches = config.batches
 
@@ -237,7 +240,7 @@ def build_sources(
 
 
 def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
-    """The data sets of a run that begins, or goes on from `state`."""
+    """The data sets of a run that starts, or continues from `state`."""
     counts = count_samples(config, state)
     return build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
 
@@ -249,9 +252,9 @@ def run_facts(
     *,
     state: TrainState | None = None,
 ) -> RunFacts:
-    """What turns seconds into throughput, and what memory was `predicted`; collective.
+    """The constants that turn step times into throughput, and the `predicted` bytes; collective.
 
-    `state` is where the run goes on.
+    `state` is where the run continues, if it does.
     """
     seq_length = config.data.seq_length
     return RunFacts(

@@ -1,4 +1,4 @@
-"""Which flags changed between the run that saved and the one that continues, and what follows."""
+"""Finds flags that changed since a checkpoint and alter the sample order or the schedules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paro.config.run import RunConfig
 
 Record = Mapping[str, Any]
 
-_SHOWN = 3  # corpora of a blend that a line names
-_DIGITS = 12  # of a weight: 0.3 A 0.7 B and 3 A 7 B are the same blend
+_SHOWN = 3  # how many corpora of a blend a line names
+_DIGITS = 12  # blend weights are rounded: 0.3 A 0.7 B and 3 A 7 B are the same blend
 
-# The flags of a schedule's fields. A length may also follow from how long the run trains.
+# The flags behind a schedule's fields. A length may also be derived from the length of the run.
 _LENGTHS = {
     "lr_decay_samples": "--lr-decay-iters (or -samples)",
     "lr_warmup_samples": "--lr-warmup-iters (or -samples, -fraction)",
@@ -28,11 +28,11 @@ _WEIGHT_DECAY = {
     "start_weight_decay": "--start-weight-decay (or --weight-decay)",
     "end_weight_decay": "--end-weight-decay (or --weight-decay)",
 }
-_TOTAL = "weight_decay_incr_samples"  # always all samples that a run trains on
+_TOTAL = "weight_decay_incr_samples"  # always the number of samples the run trains on
 
 
 def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
-    """What decides which training samples are read and in which order, for a checkpoint."""
+    """What determines which training samples are read, and their order; for a checkpoint."""
     data = config.data
     blend = None if data.mock_data else data.blends()["train"]
     record = {
@@ -60,9 +60,9 @@ def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
 
 
 def order_changes(common: Record, config: RunConfig, datasets: Datasets) -> Iterator[str]:
-    """A line for every flag by which the training samples come in another order than when saved.
+    """A line for every flag that changed the order of training samples since the save.
 
-    Older checkpoints have no record: of those the number of epochs alone is known, or nothing.
+    Older checkpoints have no such record, at most the number of epochs.
     """
     saved = common.get("order") or {"epochs": common.get("train_order")}
     now = _as_read(order_record(config, datasets))
@@ -79,7 +79,7 @@ def order_changes(common: Record, config: RunConfig, datasets: Datasets) -> Iter
 
 
 def schedule_change(common: Record, config: RunConfig) -> str | None:
-    """The flag by which the learning rate or weight decay schedule changed; None where none did."""
+    """The flag that changed the learning rate or weight decay schedule; None if none did."""
     saved, now = common.get("schedule") or {}, _as_read(asdict(config.schedule))
     differ = [name for name in now if name in saved and saved[name] != now[name]]
     for name in differ:
@@ -96,7 +96,7 @@ def schedule_change(common: Record, config: RunConfig) -> str | None:
 
 
 def _length_record(config: RunConfig) -> dict[str, Any]:
-    """What decides how many samples the run trains on."""
+    """The flags that determine how many samples the run trains on."""
     return {
         "train_iters": None if config.train.train_samples else config.train.train_iters,
         "train_samples": config.train.train_samples,
@@ -131,20 +131,20 @@ def _data_changes(saved: Record, now: Record) -> Iterator[str]:
 
 
 def _is_same(before: Any, after: Any) -> bool:
-    """Whether two seeds or lengths are one, or two splits cut at the same places."""
+    """Whether two values are equal; splits are equal if they cut at the same positions."""
     if isinstance(before, str) and isinstance(after, str):
         return parse_split(before) == parse_split(after)
     return bool(before == after)
 
 
 def _contents(record: Record) -> list[tuple[Any, ...]]:
-    """The corpora without their names: a folder that moved holds the same data."""
+    """The corpora without their paths: data in a folder that was moved are the same data."""
     names = ("weight", "tokens", "sequence_lengths_crc32")
     return [tuple(corpus[name] for name in names) for corpus in record["corpora"]]
 
 
 def _corpora_text(record: Record, other: Record) -> str:
-    """The flag and the corpora that the other record does not have, or all in their order."""
+    """The data flag and the corpora that `other` lacks; all corpora if it lacks none."""
     contents = _contents(other)
     pairs = list(zip(record["corpora"], _contents(record), strict=True))
     own = [corpus for corpus, content in pairs if content not in contents]
@@ -161,7 +161,7 @@ def _corpora_text(record: Record, other: Record) -> str:
 
 
 def _follows_total(name: str, saved: Record, now: Record) -> bool:
-    """Whether a length changed as all samples of the run did, and by nothing else."""
+    """Whether a length changed in proportion to the run's samples, so it was derived from them."""
     before, after = saved[name], now[name]
     if before is None or after is None or saved[_TOTAL] == now[_TOTAL]:
         return False
@@ -175,6 +175,6 @@ def _given(value: Any) -> str:
 
 
 def _as_read(record: Record) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """The record after a JSON round trip (tuples become lists), to compare with a saved one."""
     read: dict[str, Any] = json.loads(json.dumps(record))
     return read

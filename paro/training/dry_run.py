@@ -1,4 +1,4 @@
-"""Checks a launch without starting it: what one rank of it would hold, compute, send and read."""
+"""The dry run: what one rank would hold, compute, send and read, without starting the launch."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from paro.training.step import Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A run that is not started, and its first rank, which has sizes and no storage."""
+    """A run that is not started, and its rank 0 on the meta device: shapes without storage."""
 
     config: RunConfig
     world: World
     training: Training
     memory: MemorySnapshot
-    workload: Workload | None  # on the device of --paro-machine, if that names one
-    launch: Estimate | None  # there; steps that train nothing are not timed
-    consumed: int = 0  # the training samples behind which a run goes on that loads
+    workload: Workload | None  # None unless --paro-machine names a device
+    launch: Estimate | None  # on that device; None with --skip-train
+    consumed: int = 0  # training samples consumed before a resumed run
 
     @property
     def num_micro_batches(self) -> int:
@@ -56,7 +56,7 @@ class PlannedRun:
 
     @property
     def limit(self) -> MemoryLimit | None:
-        """What can be used of a device that was named, if one was."""
+        """The usable device memory; None where neither flag names a device."""
         gigabytes = self.config.launch.device_memory_gb
         if self.workload is not None:
             return self.workload.limit
@@ -68,7 +68,7 @@ class PlannedRun:
 
     @property
     def units(self) -> tuple[UnitSize, ...]:
-        """The units as the formulas know them, with what was built to be trained."""
+        """The units for the cost model; the built model says which parameters are trained."""
         trained = {
             span.box.name
             for unit in self.training.model.trainable_units
@@ -90,12 +90,12 @@ def plan_run(config: RunConfig, world: World) -> PlannedRun:
     control = PlannedControl(world, torch.device("meta"))
     on_meta = build_training(config, control, is_trained=lambda _name: is_trained)
     device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
-    training = replace(on_meta, device=torch.device(device))  # which kernels there will be
+    training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
     memory = predict_memory(config, training)
     workload, launch = _case(config, device), None
     if workload is not None and is_trained:
         launch = Estimator(workload).estimate(workload.candidate(config.strategy))
-        # The planner knows steps alone; larger micro-batches of evaluations may need more.
+        # The planner models training steps only; larger evaluation micro-batches may need more.
         evaluates_more = batches.eval_micro_batch > batches.micro_batch_size
         same = launch.memory_bytes == memory.total
         assert same or evaluates_more, f"{launch.memory_bytes} and {memory.total} B"
@@ -126,7 +126,7 @@ def _case(config: RunConfig, device_type: str) -> Workload | None:
 
 
 def run_dry(config: RunConfig, world: World) -> None:
-    """Prints the answer and all that it follows from; `ValueError` where the launch would fail."""
+    """Prints a summary and the details; `ValueError` if the launch would fail."""
     plan = plan_run(config, world)
     found = None if plan.workload is None or plan.launch is None else search(plan.workload)
     details: list[str] = []
@@ -154,11 +154,11 @@ def run_dry(config: RunConfig, world: World) -> None:
         raise ValueError("; ".join(mistakes))
 
 
-# The answer
+# The summary
 
 
 def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str]) -> Iterator[str]:
-    """First of all: does it start, does it fit, what does it send, how long does a step take."""
+    """The first lines: does it start, does it fit, what does it send, how long is a step."""
     world, backend = plan.world, plan.config.runtime.distributed_backend
     ranks = count_text(world.size, "rank")
     nodes = count_text(world.size // world.ranks_per_node, "node")
@@ -210,7 +210,7 @@ def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
 
 
 def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
-    """What a launch that does not fit needs, and what would help."""
+    """How much memory a launch that does not fit needs, and what would make it fit."""
     assert plan.limit is not None, "it fits"
     if found is not None and plan.workload is not None and found.best is None:
         return why_nothing_fits(plan.workload, found)
@@ -227,7 +227,7 @@ def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
     )
 
 
-# What it follows from, in this order
+# The details, in this order
 
 
 def _batch(plan: PlannedRun) -> Iterator[str]:
@@ -277,7 +277,7 @@ def _placement(plan: PlannedRun) -> Iterator[str]:
 
 
 def _units(plan: PlannedRun) -> Iterator[str]:
-    """The units of the first rank as they were built, those alike in one line."""
+    """The units of rank 0 as they were built, units of equal size in one line."""
     units = plan.training.model.units
     yield f"> rank 0 on the meta device, {len(units)} units: elements of each state that it holds"
     alike: dict[tuple[int, ...], list[str]] = {}
@@ -294,7 +294,7 @@ def _units(plan: PlannedRun) -> Iterator[str]:
 
 
 def _held_by(unit: UnitShards) -> tuple[int, int, int, int]:
-    """Elements of a unit, and of each of its states on this rank."""
+    """Elements of the whole unit, and of its parameters, gradients and optimizer on this rank."""
     return (
         unit.layout.numel,
         unit.param_shard.numel(),
@@ -312,7 +312,7 @@ def _memory(plan: PlannedRun) -> Iterator[str]:
 
 
 def _data(plan: PlannedRun) -> Iterator[str]:
-    """Corpora that lie on this machine, opened and checked; the others by name."""
+    """Opens and checks the corpora on this machine; lists the others by name."""
     config = plan.config
     if config.data.mock_data:
         yield "> data: synthetic tokens"
@@ -339,13 +339,13 @@ def _checkpoints(plan: PlannedRun) -> Iterator[str]:
     if checkpoint.save is not None:
         every = checkpoint.save_interval
         when = "at the end" if every is None else f"every {every} iterations"
-        size = size_text(12 * num_parameters(plan.config.model))  # fp32 parameters and two moments
+        size = size_text(12 * num_parameters(plan.config.model))  # fp32 parameters, two moments
         yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
         check_overwriting(checkpoint, plan.config.train)
 
 
 def _planner(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
-    """What the launch waits for on --paro-machine, and what would be faster there."""
+    """Where the launch spends its time on --paro-machine, and what would be faster there."""
     if plan.launch is None or found is None:
         return
     yield f"> plan: {describe_launch(plan.launch)}"

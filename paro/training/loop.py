@@ -1,4 +1,4 @@
-"""The loop around the training step: evaluates, saves, reports, and knows when to leave."""
+"""The training loop: steps, evaluations, saves and reports, and the reasons to exit early."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from paro.training.step import (
     train_step,
 )
 
-_STARTED = time.monotonic()  # when the script was loaded, from which a run's time counts
+_STARTED = time.monotonic()  # --exit-duration-in-mins counts from here, when the script was loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """One set of held-out data and how much of it an evaluation reads."""
+    """One held-out data set and how many micro-batches an evaluation reads of it."""
 
-    name: str | None = None  # where there are several sets
-    batches: Iterator[Batch]  # every evaluation reads on
-    num_micro_batches: int | None = None  # of all of it; None: --eval-iters global batches
+    name: str | None = None  # set where there are several data sets
+    batches: Iterator[Batch]  # every evaluation continues where the last one ended
+    num_micro_batches: int | None = None  # None: --eval-iters global batches; else the whole set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """This rank's micro-batches of every split; none where there is nothing to draw."""
+    """This rank's micro-batches of every split; `valid` and `test` may be empty."""
 
     train: Iterator[Batch]
     valid: tuple[HeldOut, ...]
@@ -51,20 +51,20 @@ class Sources:
 
 @dataclass(slots=True, kw_only=True)
 class Saving:
-    """How and when the run is saved, and what is saved already."""
+    """How and when the run is saved, and the last iteration that was."""
 
-    write: Callable[[TrainState], bool]  # False: it failed, and training goes on
+    write: Callable[[TrainState], bool]  # False: it failed, and training continues
     interval: int | None
-    saved_iteration: int | None = None  # a run that was loaded from where it saves begins saved
-    settle: Callable[[], bool] = lambda: True  # waits for what goes on beside the training
-    failed: Callable[[], bool] = lambda: False  # something did, on this rank
+    saved_iteration: int | None = None  # set at start if loaded from --save
+    settle: Callable[[], bool] = lambda: True  # waits for an async save; False: it failed
+    failed: Callable[[], bool] = lambda: False  # whether an async save failed on this rank
 
     def save(self, state: TrainState) -> None:
         if self.saved_iteration != state.iteration and self.write(state):
             self.saved_iteration = state.iteration
 
     def finish(self, state: TrainState) -> None:
-        """Saves the end of a run; there is nothing for which a failure could be overlooked."""
+        """Saves the final state; here a failed save is always an error (`UserMistakeError`)."""
         if not self.settle():
             self.saved_iteration = None
         self.save(state)
@@ -76,9 +76,9 @@ class Saving:
 
 
 class ExitSignal:
-    """Remembers the first exit signal that this process got, once `listen` was called.
+    """Remembers the first exit signal that this process received after `listen` was called.
 
-    Those after it change nothing: torchrun and a terminal may both send one.
+    Later ones are ignored: torchrun and a terminal may both send one.
     """
 
     def __init__(self) -> None:
@@ -93,9 +93,9 @@ class ExitSignal:
 
 
 class Loop:
-    """Trains from `state` to the end of the run, or to the first reason to leave before.
+    """Trains from `state` to the end of the run, or to the first reason to exit early.
 
-    With --skip-train it evaluates as at the end of a run, and does nothing else.
+    With --skip-train it only runs the evaluation that ends a run.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class Loop:
         self._observers = observers
         self._forecast = forecast
         self._is_first = True
-        self._times = RankTimes()  # since the last line
+        self._times = RankTimes()  # since the last log line
         self._num_timed = 0
         self._signal = ExitSignal()
         self._states = training.optimizer.state_bytes()
 
     def run(self) -> bool:
-        """Trains, saves the end state, and evaluates it; False where the run was cut short."""
+        """Trains, saves the final state and evaluates it; False if the run exited early."""
         config = self.training.config
         if config.skip_train:
             self._report.log.log0("skipping training (--skip-train is on) ...")
@@ -159,7 +159,7 @@ class Loop:
             observer.begins(what, self.state.iteration)
 
     def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same, of which observers hear one by one: a step may take minutes."""
+        """The same batches; observers are notified of each one, as a step may take minutes."""
         for batch in batches:
             for observer in self._observers:
                 observer.goes_on()
@@ -214,7 +214,7 @@ class Loop:
         if due:
             self._report_ranks(record)
         interval = self._report.config.log_memory_interval
-        # After the first iteration all buffers have been.
+        # After the first iteration every buffer has been allocated once.
         if self._is_first or (interval and state.iteration % interval == 0):
             self._report.memory(iteration=state.iteration, forecast=self._forecast)
         self._is_first = False
@@ -222,7 +222,10 @@ class Loop:
         return result
 
     def _stop_if_wrong(self, result: StepResult) -> None:
-        """Ends a run that goes wrong, without saving: it resumes from before the trouble."""
+        """Ends a diverging run without saving, so that it resumes from an earlier, good state.
+
+        Raises `UserMistakeError` on all ranks: the verdict is the same on all of them.
+        """
         training, state = self.training, self.state
         reason = reason_to_stop(
             training.checks, state.expected, result.verdict, iteration=state.iteration
@@ -263,7 +266,7 @@ class Loop:
             timers.add(name, exposed, level=1)
 
     def _report_ranks(self, record: IterationRecord) -> None:
-        """Collective where timers or the slowest rank are asked for."""
+        """Logs times per rank; collective with --timing-log-level above 0 or --log-straggler."""
         config, timers = self._report.config, self.training.timers.take()
         if config.timing_log_level > 0 or config.log_straggler:
             everywhere = self.training.control.gather((timers, self._times))
@@ -287,7 +290,7 @@ class Loop:
         self._evaluate(self._sources.test, data_set="test")
 
     def _evaluate(self, sets: tuple[HeldOut, ...], *, data_set: str | None) -> bool:
-        """Whether anything was evaluated of which the next evaluation reads another part."""
+        """Evaluates every set; whether any of them is read further by the next evaluation."""
         if self.training.config.eval_iters == 0:
             return False
         for held_out in sets:
@@ -329,7 +332,7 @@ class Loop:
         config, iteration = self.training.config, self.state.iteration
         if result.num_unsaved:
             assert self._saving is not None, "nothing can have failed"
-            self._saving.settle()  # tells what failed, on all ranks alike
+            self._saving.settle()  # waits for it on all ranks, then logs or raises the failure
         if result.num_signalled:
             return f"receiving {self._signal.received or 'a signal on another rank'}."
         if result.num_late:

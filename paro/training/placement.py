@@ -1,4 +1,4 @@
-"""Says where every state lies, checks that it lies there, and predicts the memory of a rank."""
+"""Describes and checks where every model state is stored; predicts a rank's peak memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paro.training.step import Training
 
 
 def placement_lines(config: RunConfig, training: Training) -> list[str]:
-    """The table of states for the start of a run."""
+    """The placement table that is logged at the start: which ranks hold which state."""
     context = training.model.context
     strategy, topology = context.strategy, context.topology
     states = model_state_bytes(strategy, measured_units(training), config.precision)
@@ -38,13 +38,13 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
 
 
 def measured_units(training: Training) -> tuple[UnitSize, ...]:
-    """The sizes of the units as they were built."""
+    """The unit sizes of the model as built."""
     return tuple(
         UnitSize(
             name=unit.name,
             trainable_numel=unit.layout.numel if unit.trainable else 0,
             frozen_numel=0 if unit.trainable else unit.layout.numel,
-            gathers_per_micro_batch=0,  # sizes alone are asked for here
+            gathers_per_micro_batch=0,  # only sizes are used here
             replicated=isinstance(training.model, RotatedModel) and isinstance(unit, ShardedUnit),
         )
         for unit in training.model.units
@@ -52,10 +52,10 @@ def measured_units(training: Training) -> tuple[UnitSize, ...]:
 
 
 def check_placement(config: RunConfig, training: Training) -> None:
-    """Fails unless what every rank holds, and where, is what the strategy asks for.
+    """Asserts that every rank holds exactly the shards that the strategy assigns to it.
 
-    Collective. Every rank reports the range of each state that it really allocated; a state of
-    degree d must come in d different ranges that tile the unit, each on n / d ranks.
+    Collective. Every rank reports the range of each state that it allocated; a state of sharding
+    degree d must be in d ranges that tile the unit, each on n / d of n ranks.
     """
     sizes = measured_units(training)
     everywhere = training.control.gather([_held(unit) for unit in training.model.units])
@@ -80,7 +80,7 @@ def _degrees(unit: UnitShards, strategy: Strategy) -> dict[str, int]:
 
 
 def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
-    """(first element, number of elements) of what this rank has allocated of each state."""
+    """(first element, number of elements) of the shard of each state that this rank allocated."""
     held = {"params": (unit.param_start, unit.param_shard.numel())}
     if unit.trainable:
         held["grads"] = (unit.grad_start, unit.grad_shard.numel())
@@ -89,8 +89,7 @@ def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
 
 
 def predict_memory(config: RunConfig, training: Training) -> MemorySnapshot:
-    """The moment at which a rank needs most, and what it needs then: of a step, or an evaluation
-    where that takes larger micro-batches."""
+    """The memory snapshot at a rank's peak, in a step or in an evaluation if that needs more."""
     trained = {
         span.box.name for unit in training.model.trainable_units for span in unit.layout.spans
     }
@@ -139,6 +138,6 @@ def _predict_memory(
 
 
 def predicted_bytes(snapshot: MemorySnapshot) -> dict[str, int]:
-    """The parts of a moment under the names of dashboards."""
+    """The parts of a memory snapshot in bytes, under the names that dashboards use."""
     parts = {name.replace(" ", "-"): size for name, size in snapshot.parts().items()}
     return {**parts, "total": snapshot.total}

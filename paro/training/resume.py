@@ -1,4 +1,4 @@
-"""What of a run a checkpoint keeps beside the shards, and how a run starts from one."""
+"""Saves a run, now or in the background, and resumes one from a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from paro.report.progress import ProgressFile
 from paro.training.changed_flags import order_changes, schedule_change
 from paro.training.step import Training, TrainState
 
-# What may differ between the run that saved and the one that loads.
+# The model fields that may differ between the run that saved and the one that loads.
 _FREE_MODEL_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
 
 
 class Saver:
-    """Saves a run under --save, at once or beside the training; collective in every method.
+    """Saves a run under --save, synchronously or in the background; every method is collective.
 
-    Saves have process groups of their own, so that with --async-save a thread may use them while
-    the training thread uses the others.
+    Saves use their own process groups: with --async-save a thread issues collectives on them
+    while the training thread uses the others.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save beside the training has failed on this rank, and training is to stop."""
+        """Whether an async save failed on this rank and --on-save-failure is stop."""
         return self._background.failed and self._config.checkpoint.on_save_failure == "stop"
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank's thread still writes."""
+        """Whether this rank's save thread is still writing."""
         return self._background.is_running
 
     def _set_aside(self) -> None:
-        """Empties --save of another run's checkpoints, under one name in every folder of that."""
+        """Moves another run's checkpoints in --save aside, under the same name on every node."""
         number = max(self._ranks.gather(next_earlier(self._root)))
         with user_mistakes():
             earlier = self._ranks.first_decides(
@@ -98,7 +98,7 @@ class Saver:
             self._log.log0(f"--start-over: what --save {self._root} held is in {earlier} now")
 
     def save(self, state: TrainState) -> bool:
-        """Saves the run, or begins to; False where it failed and training goes on."""
+        """Saves the run, or starts an async save; False if it failed and training continues."""
         if not self.settle():
             self._log.log0(f"trying again at iteration {state.iteration}")
         config, training = self._config, self._training
@@ -125,13 +125,13 @@ class Saver:
             return True
         try:
             write()
-        except CheckpointError as error:  # a full disk, say, on which all ranks agree
+        except CheckpointError as error:  # such as a full disk; raised on all ranks
             return self._give_up(error)
         self._note(state, is_async=False)
         return True
 
     def settle(self) -> bool:
-        """Waits for a save that is under way; False where it failed and training goes on."""
+        """Waits for an async save in progress; False if it failed and training continues."""
         failure = self._background.wait()
         if failure is None:
             return True
@@ -145,7 +145,7 @@ class Saver:
             self._progress.saved(state.iteration, samples, is_async=is_async)
 
     def _finish(self, write: Callable[[], None], iteration: int) -> None:
-        """On the thread beside the training."""
+        """Runs on the save thread."""
         write()
         if self._progress is not None:
             self._progress.finished(iteration)
@@ -179,7 +179,7 @@ class Saver:
 
 
 def save_run(config: RunConfig, training: Training, state: TrainState, log: Log) -> None:
-    """Saves the run under --save now; collective."""
+    """Saves the run under --save and waits until it is written; collective."""
     with user_mistakes():
         saver = Saver(config, training, log)
         saver.save(state)
@@ -187,9 +187,9 @@ def save_run(config: RunConfig, training: Training, state: TrainState, log: Log)
 
 
 def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Control) -> None:
-    """Refuses a --load that is on no rank's disk; collective.
+    """Raises `ValueError` if no rank finds the folder of --load; collective.
 
-    That of a run that will save there is missing before the first save.
+    A folder that is also --save may be missing: it is created by the first save.
     """
     if checkpoint.load is None or (checkpoint.continues and not train.skip_train):
         return
@@ -202,7 +202,7 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | None:
-    """Fills the run from --load and says where it goes on; None if it starts at the beginning."""
+    """Fills the run from --load; the state to continue from, or None to start at iteration 0."""
     flags = config.checkpoint
     assert flags.load is not None, "nothing to load"
     moments = not (flags.finetune or flags.no_load_optim)
@@ -218,7 +218,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
     num_steps = common.get("num_optimizer_steps", 0) if moments else 0
     with training.traffic.paused():
         training.optimizer.loaded(num_steps=num_steps)
-    training.exposure.take()  # what loading waited for is no part of a step
+    training.exposure.take()  # waits while loading belong to no step
     if common.get("parameters_only"):
         log.log0(f"--load {flags.load} is a converted model: training begins with it")
         return None
@@ -229,7 +229,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
 
 
 def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: Log) -> None:
-    """Says by which flags training data come in another order than in the run that was saved."""
+    """Logs which flags changed the order of training samples since the checkpoint was saved."""
     assert config.checkpoint.load is not None, "nothing was loaded"
     common = read_common(config.checkpoint.load, loaded.iteration)
     assert common is not None, "nothing was loaded"
@@ -238,7 +238,7 @@ def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: L
 
 
 def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainState:
-    """Where the run goes on; with --no-load-optim the schedule and the loss scale start anew."""
+    """The state to continue from; --no-load-optim restarts the schedule and the loss scale."""
     saved: dict[str, Any] = common["state"]
     saved |= {
         "loss_scale": _loss_scale_of(common, config.loss_scale),
@@ -266,14 +266,14 @@ def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainSt
 
 
 def _loss_scale_of(common: Mapping[str, Any], config: LossScaleConfig) -> LossScaleState:
-    """What was found in training, where it is searched for in both runs; else the flags'."""
+    """The saved loss scale if both runs scale dynamically; else the flags' initial one."""
     if config.dynamic and common.get("dynamic_loss_scale", True):
         return LossScaleState(**common["state"]["loss_scale"])
     return start_loss_scale(config)
 
 
 def _check_schedule(common: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuses a schedule that changed, unless a flag says which of the two is meant."""
+    """Raises `CheckpointError` for a changed schedule, unless a flag says which one to use."""
     change = schedule_change(common, config)
     if change is not None and not config.checkpoint.override_opt_param_scheduler:
         raise CheckpointError(

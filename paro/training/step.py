@@ -1,4 +1,4 @@
-"""The training step and the loop around it; TrainState is the only thing that changes."""
+"""One training step and one evaluation over held-out data; TrainState is all the mutable state."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from paro.sharding.distributed_model import DistributedModel
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """Exactly what a checkpoint restores beside the model's and the optimizer's shards."""
+    """Everything a checkpoint restores in addition to the model and optimizer shards."""
 
     loss_scale: LossScaleState
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    scheduled_samples: int = 0  # what the learning rate has seen: skipped steps do not count
+    scheduled_samples: int = 0  # position in the learning rate schedule; skipped steps excluded
     expected: Expectation = field(default_factory=Expectation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTimes:
-    """What this rank spent a step on, in seconds; the rest of it is computing."""
+    """Where this rank's step time went, in seconds; the rest of the step is compute."""
 
-    data: float = 0.0  # waiting for batches
+    data: float = 0.0  # waiting for the data loader
     exposed: Exposed = field(default_factory=Exposed)
-    agreement: float = 0.0  # until all ranks had come to the sum of their gradient norms
+    agreement: float = 0.0  # in the all-reduce of the step's sums, waiting for the slowest rank
     loss_is_finite: bool = True
 
 
 def last_iteration(config: TrainConfig, batches: BatchSchedule, state: TrainState | None) -> int:
-    """The iteration that ends a run which goes on from `state`, maybe with other batches.
+    """The last iteration of a run that continues from `state`, maybe with other batch sizes.
 
-    With --train-samples it is the samples that are counted, in whatever batches they came.
+    With --train-samples the samples left decide, whatever batch sizes were used before.
     """
     if state is None or config.train_samples is None:
         return config.train_iters
@@ -61,30 +61,30 @@ def last_iteration(config: TrainConfig, batches: BatchSchedule, state: TrainStat
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step came to."""
+    """The result of one optimizer step."""
 
     loss: float
     grad_norm: float
     verdict: Verdict  # the same on all ranks
     sent: Sent
-    num_zeros: float | None = None  # of the gradients' elements, where asked for and not skipped
-    params_norm: float | None = None  # of all parameters after the step, where asked for
-    num_signalled: int = 0  # ranks that got the exit signal
-    num_late: int = 0  # ranks whose time is over
-    num_unsaved: int = 0  # ranks that know of a save beside the training that failed
-    data_wait_seconds: float = 0.0  # how long a rank waited for its batches, in the mean
-    exposed: Exposed = field(default_factory=Exposed)  # for which a rank stood still, in the mean
+    num_zeros: float | None = None  # zero gradient elements; None unless logged and finite
+    params_norm: float | None = None  # L2 norm after the step; None unless logged
+    num_signalled: int = 0  # ranks that received the exit signal
+    num_late: int = 0  # ranks past --exit-duration-in-mins
+    num_unsaved: int = 0  # ranks on which an async save failed
+    data_wait_seconds: float = 0.0  # waiting for batches, mean over ranks
+    exposed: Exposed = field(default_factory=Exposed)  # mean over ranks
     own: OwnTimes = field(default_factory=OwnTimes)
 
     @property
     def skipped(self) -> bool:
-        """Whether no rank updated."""
+        """Whether the parameter update was skipped, on all ranks."""
         return self.verdict is not Verdict.FINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The parts of a run, built once; nothing here is replaced while it goes on."""
+    """The parts of a run, built once and never replaced during it."""
 
     config: TrainConfig
     batches: BatchSchedule
@@ -103,21 +103,21 @@ class Training:
         return self.model.context.exposure
 
     def close(self) -> None:
-        """Ends what goes on beside the training thread; every rank calls it after its last step."""
+        """Waits for queued communication and ends it; collective, after the last step."""
         self.model.wait_for_updated_params()
         self.model.close()
 
 
 class Reasons(NamedTuple):
-    """Why a rank wants to leave, as far as it knows."""
+    """Why this rank wants to exit early; only its own view."""
 
     signalled: bool = False
     late: bool = False
-    unsaved: bool = False  # what goes on beside the training has failed to save
+    unsaved: bool = False  # an async save failed
 
 
 class _Sums(NamedTuple):
-    """What a step adds up over the ranks, in one message."""
+    """The scalars that a step sums over the ranks, in one all-reduce."""
 
     square_sum: float
     loss: float
@@ -141,9 +141,10 @@ def train_step(
     *,
     reasons: Callable[[], Reasons] = Reasons,
 ) -> StepResult:
-    """One optimizer step: micro-batches, sums over the ranks, and the update unless it is skipped.
+    """One optimizer step: micro-batches, sums over the ranks, and the update unless skipped.
 
-    This rank's `reasons` to leave travel with the sums; they are asked for just before.
+    This rank's `reasons` to exit are part of the summed scalars, so that all ranks agree on them
+    without another collective; `reasons` is called just before.
     """
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
@@ -160,7 +161,7 @@ def train_step(
     verdict = judge(
         training.checks, state.expected, loss=loss, grad_norm=grad_norm, scale_can_fall=can_fall
     )
-    sent = training.traffic.take()  # publishing, queued below, belongs to the step that reads it
+    sent = training.traffic.take()  # before the all-gather of updated parameters: the next step's
     if verdict is Verdict.FINE:
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
         state.scheduled_samples += batch_size
@@ -195,12 +196,12 @@ def _add_up(
     data_wait: float,
     reasons: Callable[[], Reasons],
 ) -> tuple[_Sums, Exposed, OwnTimes]:
-    """The sums over all ranks, exposed communication in the mean, and this rank's own times."""
+    """The sums over all ranks, mean exposed communication times, and this rank's own times."""
     optimizer, num_ranks = training.optimizer, training.control.world.size
     zeros = optimizer.local_num_zeros() if training.config.log_num_zeros_in_grad else 0.0
     with training.timers.measure("optimizer-clip-main-grad"):
         square_sum = optimizer.local_square_sum()
-    own_loss = float(loss_sum)  # a GPU has come to here now
+    own_loss = float(loss_sum)  # synchronizes: the GPU has finished the step
     own = training.exposure.take()
     mine = _Sums(
         square_sum=square_sum,
@@ -247,7 +248,7 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
 def _forward_backward(
     training: Training, micro_batches: Iterator[Batch], weigh: _Weights, num_micro_batches: int
 ) -> Tensor:
-    """This rank's weighted loss; every gradient is summed over the ranks afterwards."""
+    """This rank's weighted loss, a float32 scalar; afterwards all gradients are reduced."""
     model = training.model
     model.begin_step(num_micro_batches)
     loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
@@ -268,7 +269,7 @@ def _forward_backward(
 
 def _empty_cache(training: Training, *, from_level: int) -> None:
     if training.config.empty_unused_memory_level >= from_level:
-        torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+        torch.cuda.empty_cache()  # a no-op where CUDA is not in use
 
 
 def _params_norm(training: Training) -> float:
@@ -277,7 +278,7 @@ def _params_norm(training: Training) -> float:
 
 
 class _TimedBatches(Iterator[Batch]):
-    """Micro-batches on their device, and how long the training thread has waited for them."""
+    """Micro-batches on the device; `seconds` is how long the training thread waited for them."""
 
     def __init__(self, source: Iterator[Batch], device: torch.device, timers: Timers) -> None:
         self._source = source
@@ -290,7 +291,7 @@ class _TimedBatches(Iterator[Batch]):
         try:
             with self._timers.measure("batch-generator", level=2):
                 batch = next(self._source)
-        # An id above the vocabulary, say, in a file too large to scan; or a worker that is gone.
+        # A token id above the vocabulary, in a file too large to scan, or a worker that died.
         except (ValueError, ChildProcessError) as error:
             raise UserMistakeError(one_line(error), on_this_rank=True) from error
         self.seconds += time.perf_counter() - begin
@@ -302,7 +303,7 @@ class _Weights:
 
     Megatron's loss is the mean over micro-batches of their token means. With
     --calculate-per-token-loss it is the mean over all tokens of the global batch, whose number is
-    known only when the step is over: until then a full batch is assumed.
+    known only at the end of the step: until then a full batch is assumed; `unscale` corrects it.
     """
 
     def __init__(
@@ -329,11 +330,14 @@ class _Weights:
         return mask_BS * (self._factor / tokens)
 
     def num_tokens(self) -> float:
-        """Unmasked tokens of this rank so far."""
+        """Unmasked tokens of this rank in this step so far; synchronizes with the GPU."""
         return float(torch.stack(self._masks).double().sum())
 
     def unscale(self, num_tokens: float) -> float:
-        """The factor from the accumulated loss and gradients to the true ones."""
+        """The factor from the accumulated loss and gradients to the true ones.
+
+        `num_tokens` is the number of unmasked tokens over all ranks.
+        """
         if not self._per_token:
             return 1.0 / self._scale
         return self._num_parts * self._nominal_tokens / max(num_tokens, 1.0) / self._scale
@@ -346,9 +350,9 @@ def evaluate(
     *,
     per_token: bool | None = None,
 ) -> float:
-    """The mean loss over micro-batches of held-out data; no traffic is counted.
+    """The mean loss over micro-batches of held-out data; sent bytes are not counted.
 
-    A mean over micro-batches or tokens, as training has it unless `per_token` says.
+    A mean over micro-batches or, with `per_token`, over tokens; None: the same as in training.
     """
     model = training.model
     model.wait_for_updated_params()
@@ -362,7 +366,7 @@ def evaluate(
             loss_sum += model.evaluate(
                 batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents()
             )
-            training.exposure.take()  # what an evaluation waits for is no part of a step
+            training.exposure.take()  # waits of an evaluation belong to no step
     loss, num_tokens = training.control.sum([float(loss_sum), weigh.num_tokens()])
-    training.exposure.take()  # the rest, which a GPU has come to now
+    training.exposure.take()  # the rest: the GPU has finished by now
     return loss * weigh.unscale(num_tokens)

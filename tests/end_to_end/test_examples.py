@@ -16,7 +16,7 @@ from model.config import LLAMA_PRESETS, num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig, take_world
 from paro.distributed.world import World
-from paro.training.dry_run import Plan, plan_run
+from paro.training.dry_run import PlannedRun, plan_run
 from tests.end_to_end.test_training import run_main
 from tests.helpers.ranks import ROOT
 from tools.train_tokenizer import main as train_tokenizer
@@ -82,7 +82,7 @@ def start(recorders: Path, script: str, *args: object, **environment: object) ->
     return Started(words, dict(setting.split("=", 1) for setting in settings))
 
 
-def planned(started: Started) -> Plan:
+def planned(started: Started) -> PlannedRun:
     args = parse_args(started.flags)
     world = take_world(args)
     return plan_run(RunConfig.from_args(args, world), world)

@@ -1,10 +1,11 @@
-"""The README says what the code does: commands, flags, tables and the list of files."""
+"""README and docs/ say what the code does: commands, flags, tables, links and the list of files."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -23,14 +24,20 @@ from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy
 from paro.topology import make_topology
 from tests.helpers.ranks import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Every page by its path, the README first.
+PAGES = {
+    path: path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+README = PAGES[ROOT / "README.md"]
+TEXT = "\n".join(PAGES.values())
 MEASURED = (ROOT / "examples" / "measured" / "README.md").read_text(encoding="utf-8")
-MOST_LINES = 960  # that are seen at once; what is behind a fold comes on top
+MOST_LINES, MOST_COLUMNS = 300, 100  # of the README; tables and links may be wider
 
 # Folders whose files are listed one by one; of tests/ the folder alone.
 LISTED = ("paro", "model", "data", "tools", "examples", "docs")
 FOLDERS = {  # without a package's docstring
-    "docs": "Pages that are too long for the README.",
+    "docs": "A page for each subject.",
     "examples": "One launch script per story.",
     "shipped": "Clusters to plan for, every figure with its source.",
     "measured": "What was measured: every figure, and the files as the tools wrote them.",
@@ -55,7 +62,7 @@ OTHER_FLAGS = {"--nodes", "--ntasks-per-node"}  # sbatch's
 
 def fenced(heading: str) -> list[str]:
     """The contents of the code blocks of the section under a heading."""
-    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.M)
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.M)
     assert found is not None, f"no section {heading!r}"
     return re.findall(FENCED, found[1], re.DOTALL | re.M)
 
@@ -92,8 +99,8 @@ def test_the_plain_commands_are_those_of_quickstart() -> None:
 
 
 def test_every_make_target_exists() -> None:
-    blocks = re.findall(FENCED, README, re.DOTALL | re.M)
-    inline = re.findall(r"`[^`]+`", re.sub(FENCED, "", README, flags=re.DOTALL | re.M))
+    blocks = re.findall(FENCED, TEXT, re.DOTALL | re.M)
+    inline = re.findall(r"`[^`]+`", re.sub(FENCED, "", TEXT, flags=re.DOTALL | re.M))
     named = set(re.findall(r"^make ([a-z]+)", "".join(blocks), re.M))
     named |= set(re.findall(r"\bmake ([a-z]+)", "".join(inline)))
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -106,7 +113,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_every_flag_exists() -> None:
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README + MEASURED))
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", TEXT + MEASURED))
     known = TORCHRUN_FLAGS | OTHER_FLAGS | flags_of(build_parser())
     for tool in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', tool.read_text(encoding="utf-8")))
@@ -121,23 +128,37 @@ def anchors(text: str) -> set[str]:
     return names | set(re.findall(r'<a id="([^"]+)">', text))
 
 
-def test_every_link_inside_leads_somewhere() -> None:
-    for text in (README, MEASURED):
-        assert set(re.findall(r"\]\(#([\w-]+)\)", text)) <= anchors(text)
-    assert set(re.findall(r"measured/README\.md#([\w-]+)", README)) <= anchors(MEASURED)
+def test_every_link_leads_somewhere() -> None:
+    pages = PAGES | {ROOT / "examples" / "measured" / "README.md": MEASURED}
+    checked = 0
+    for page, text in pages.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(FENCED, "", text, flags=re.S | re.M)):
+            if target.startswith("http"):
+                continue
+            name, _, anchor = target.partition("#")
+            path = (page.parent / name).resolve() if name else page
+            assert path.exists(), f"{page.name}: {target}"
+            if anchor:
+                checked += 1
+                assert anchor in anchors(path.read_text(encoding="utf-8")), f"{page.name}: {target}"
+    assert checked > 10
 
 
-def test_a_reader_sees_the_end() -> None:
-    seen = re.sub(r"<details>.*?</details>", "", README, flags=re.DOTALL)
-    assert len(seen.splitlines()) <= MOST_LINES
+def test_the_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= MOST_LINES
+    wide = [line for line in lines if len(line) > MOST_COLUMNS and "|" not in line]
+    assert not [line for line in wide if "](" not in line]
+
+
+def test_every_page_is_in_the_readmes_table() -> None:
+    for page in PAGES:
+        assert page.name == "README.md" or f"](docs/{page.name})" in README, page
 
 
 def test_every_file_that_is_named_exists() -> None:
-    path = r"`((?:paro|model|data|tools|examples|tests)/[\w./]*)`"
-    named = set(re.findall(path, README + MEASURED))
-    named |= set(re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", README))
-    beside = re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", MEASURED)
-    named |= {f"examples/measured/{name}" for name in beside}
+    path = r"`((?:paro|model|data|tools|examples|tests|docs)/[\w./]*)`"
+    named = set(re.findall(path, TEXT + MEASURED))
     assert len(named) > 5
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
@@ -187,19 +208,17 @@ def strategy_row(letters: str) -> str:
 
 def test_the_table_of_strategies_is_what_the_formulas_say() -> None:
     expected = [strategy_row(letters) for letters in legal_letters()]
-    assert re.findall(r"^\| `[NIG]{3}` \|.*$", README, re.M) == expected, "\n".join(expected)
+    assert re.findall(r"^\| `[NIG]{3}` \|.*$", TEXT, re.M) == expected, "\n".join(expected)
 
 
 def test_the_names_of_strategies_are_all_told() -> None:
     for name, letters in NAMED_STRATEGIES.items():
-        assert re.search(rf"`{name}`[^|\n]*`{letters}`|`{name}`", README), name
+        assert re.search(rf"`{name}`[^|\n]*`{letters}`|`{name}`", TEXT), name
 
 
 def test_the_fields_of_the_metrics_file_are_all_told_in_order() -> None:
     table = next(
-        block
-        for block in re.findall(r"(?:^\|.*\n)+", README, re.M)
-        if "`iteration_time_ms`" in block
+        block for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.M) if "`iteration_time_ms`" in block
     )
     told = [name for cell in re.findall(r"^\| ([^|]*) \|", table, re.M) for name in code(cell)]
     assert told == [field.name for field in fields(Metrics)]
@@ -207,6 +226,21 @@ def test_the_fields_of_the_metrics_file_are_all_told_in_order() -> None:
 
 def code(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
+
+
+# The architecture's walks
+
+
+def test_walks_name_what_exists_in_few_stops() -> None:
+    text = PAGES[ROOT / "docs" / "architecture.md"]
+    walks = re.findall(r"^## From (.*?)(?=^## )", text, re.M | re.S)
+    assert len(walks) == 2
+    for walk in walks:
+        stops = re.findall(r"^\| (\d+) \| `([\w.]+)` \|", walk, re.M)
+        assert [int(number) for number, _ in stops] == [*range(1, len(stops) + 1)]
+        assert 5 < len(stops) <= 10
+        for _, name in stops:
+            pkgutil.resolve_name(name)
 
 
 # Files

@@ -1,4 +1,4 @@
-"""Every command that the README prints is run, as it is printed, here or by what CI calls.
+"""Every command that README and docs/ print is run, as it is printed, here or by what CI calls.
 
 A section's commands run in one shell, in a scratch copy of the repository, where small stand-ins
 lie under the names of what a reader would bring. A command that is in no list below fails a test.
@@ -30,7 +30,8 @@ QUICK = (
     ("Train on your own text",),
     ("Continue from a Hugging Face model", "Checkpoints"),
     ("Launch on a cluster",),
-    ("Dashboards and long runs",),
+    ("A page of several runs",),
+    ("Launch",),
     ("Planning",),
 )
 # Sections whose commands take minutes: `make verify` runs them.
@@ -41,6 +42,9 @@ BY_VERIFY = (
     "make quickstart",
     '.venv/bin/python -m pytest -m "not ranks and not root and not verify"',
 )
+
+# Commands that need a checkout of another project; tests/tools/bench tries what they run.
+BY_HAND = ("python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",)
 
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\S*python\d?|torchrun|make|bash|sbatch|srun|sudo|pytest|pip) "
 
@@ -86,8 +90,11 @@ def commands(text: str) -> list[Command]:
     ]
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = commands(README)
+TEXT = "\n".join(
+    path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+)
+COMMANDS = commands(TEXT)
 
 
 def of(*sections: str) -> str:
@@ -124,23 +131,23 @@ def type_in(folder: Path, lines: str, *, seconds: int, **environment: str) -> st
 def test_every_command_is_run_by_somebody() -> None:
     sections = {section for group in QUICK for section in group} | set(LONG)
     left = [command for command in COMMANDS if command.section not in sections]
-    others = [command.text for command in left if command.text not in (*BY_CI, *BY_VERIFY)]
+    others = [
+        command.text for command in left if command.text not in (*BY_CI, *BY_VERIFY, *BY_HAND)
+    ]
     assert not others, f"{others} of the README are run by nobody: see {Path(__file__).name}"
     assert sections <= {command.section for command in COMMANDS}
-    assert {*BY_CI, *BY_VERIFY} == {command.text for command in left}
+    assert {*BY_CI, *BY_VERIFY, *BY_HAND} == {command.text for command in left}
 
 
 def test_what_looks_like_a_command_is_fenced_as_one() -> None:
-    for section, language, content in blocks(README):
+    for section, language, content in blocks(TEXT):
         if language != "bash":
             found = re.search(rf"^(?:\$ )?{PROGRAMS}.*", content, re.M)
             assert found is None or section == "Files", f"{section}: {found} is not in ```bash"
 
 
 def test_a_new_command_would_be_noticed() -> None:
-    text = (
-        README + "\n## New\n\n```bash\npython tools/new.py \\\n    --flag 1  # why\nmake x\n```\n"
-    )
+    text = TEXT + "\n## New\n\n```bash\npython tools/new.py \\\n    --flag 1  # why\nmake x\n```\n"
     assert commands(text)[-2:] == [
         Command("New", "python tools/new.py \\\n    --flag 1"),
         Command("New", "make x"),

@@ -71,7 +71,7 @@ def layers_text() -> str:
     found = layers(package_graph(sources(*PRODUCT)))
     lines = []
     for number, packages in reversed([*enumerate(found)]):
-        names = ", ".join(f"`{package.replace('.', '/')}`" for package in packages)
+        names = ", ".join(f"`{package}`" for package in packages)
         lines.append(f"| {number} | {names} |")
     return "\n".join(["| layer | packages and loose files |", "|---|---|", *lines]) + "\n"
 

@@ -45,11 +45,11 @@ def test_dropped_buffers_give_memory_back() -> None:
         tally=Tally(),
     )
     before = torch.cuda.memory_allocated()
-    buffer.take()
+    buffer.alloc()
     buffer.boxes["w"].fill_(3.0)
     assert torch.cuda.memory_allocated() - before == 2 * 1024 * 1024
     assert buffer.values[-1].item() == 3.0
-    buffer.drop()
+    buffer.free()
     assert torch.cuda.memory_allocated() == before
 
 

@@ -1,1 +1,1 @@
-"""The project's own evidence: what is measured, counted and recorded of it."""
+"""The project's own evidence: benchmarks and studies whose results are recorded."""

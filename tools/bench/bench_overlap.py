@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 tools/bench/bench_overlap.py --inter-bandwidth 100mbit
 
-Every rank sleeps, in the lane that sends, for as long as its bytes would take on a link of the
-given bandwidth. So the figures show what overlap hides and nothing of a real network; the sleeping
-lane leaves the cores to the computation, as a network card does.
+Every rank sleeps, in the communication stream that sends, for as long as its bytes would take on a
+link of the given bandwidth. So the figures show what overlap hides, but nothing of a real network.
+A sleeping communication stream leaves the cores to the computation, as a network card does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODEL = (
 
 
 class SlowTraffic(ByteCounter):
-    """Takes as long as the bytes that are counted would take on their link."""
+    """Sleeps for as long as the counted bytes would take on their link."""
 
     def __init__(self, seconds_per_byte: dict[Link, float]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class SlowTraffic(ByteCounter):
 
 
 def seconds_per_byte(bandwidth: str) -> float:
-    """From tc's spelling: 100mbit, 8gbit."""
+    """Seconds per byte of a bandwidth in tc's notation: 100mbit, 8gbit."""
     match = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", bandwidth)
     if match is None:
         raise ValueError(f"bandwidth {bandwidth!r} must look like 100mbit or 8gbit")
@@ -59,7 +59,7 @@ def seconds_per_byte(bandwidth: str) -> float:
 
 
 def time_steps(flags: list[str], control: Control, options: argparse.Namespace) -> list[float]:
-    """Seconds of each step of one run, the first left out."""
+    """Seconds of each step of one run, without the first step."""
     config = RunConfig.from_args(parse_args(flags), control.world)
     slow = {Link.INTER: seconds_per_byte(options.inter_bandwidth)}
     if options.intra_bandwidth:
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def measure(strategy: str, control: Control, options: argparse.Namespace) -> dict[str, object]:
-    """Medians over interleaved runs of one strategy, printed as a line."""
+    """Medians over interleaved runs of one strategy; also prints them as a line."""
     global_batch = options.micro_batches * control.world.size
     common = f"{MODEL} --paro-strategy {strategy} --paro-group-size {options.group_size}"
     times: dict[int, list[float]] = {0: [], 1: []}

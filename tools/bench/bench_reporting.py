@@ -1,10 +1,10 @@
-"""What dashboards and the terminal's view cost a training step: in turns with a bare report."""
+"""What dashboards and the terminal view cost a training step, compared with a bare report."""
 
-# The quickstart's model trains in one process, once, and its report changes from step to step:
-# none, all of it, all of it, none ... So neighbours in time are compared, either first in turns,
-# and the machine's drift falls out.
-# CPU time counts all threads of the process, those that write to the dashboards included. wandb's
-# service is a process of its own beside it: it shows in the wall clock where cores are short.
+# The quickstart's model trains in one process, once, and its report alternates from step to step:
+# none, all of it, all of it, none ... Each comparison is between neighbouring steps, with either
+# kind first in turn, so the machine's drift cancels out.
+# CPU time counts all threads of the process, including those that write to the dashboards. wandb's
+# service is a separate process: it shows in the wall clock where cores are short.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
@@ -56,11 +56,11 @@ class Cost:
     clock: str
     bare: list[float]
     reported: list[float]
-    in_report: list[float]  # what the training thread itself spent there
+    in_report: list[float]  # spent by the training thread itself on reporting
 
     @property
     def part(self) -> float:
-        """By which part a step takes longer: the median over rounds of neighbours."""
+        """By what fraction a reported step is longer: the median over pairs of neighbours."""
         pairs = zip(self.bare, self.reported, strict=True)
         return median(reported / bare - 1.0 for bare, reported in pairs)
 
@@ -70,7 +70,7 @@ class Cost:
 
 
 class Alternating(Report):
-    """A bare report that hands every other iteration to one with everything, and times both."""
+    """A bare report that passes every other iteration to a full one, and times both kinds."""
 
     full: Report
 
@@ -97,12 +97,12 @@ def _now() -> dict[str, float]:
 
 
 def is_reported(number: int) -> bool:
-    """Whether a step is one with everything: of each two, in turns the second and the first."""
+    """Whether a step has the full report: of each two, the second and the first in turn."""
     return number % 4 in (1, 2)
 
 
 def costs(steps: Sequence[dict[str, float]]) -> list[Cost]:
-    """By each clock, the first round left out: it sets everything up."""
+    """The costs by each clock, without the first round, which does the set-up."""
     numbers = range(2, len(steps) // 2 * 2)
     bare = [steps[number] for number in numbers if not is_reported(number)]
     reported = [steps[number] for number in numbers if is_reported(number)]
@@ -118,7 +118,7 @@ def costs(steps: Sequence[dict[str, float]]) -> list[Cost]:
 
 
 def measure(rounds: int, folder: Path) -> list[Cost]:
-    """Trains two steps a round, one of them with all reporting."""
+    """Trains two steps a round, one of them with full reporting."""
     flags = f"{MODEL} --global-batch-size 4 --train-iters {2 * rounds + 2}"
     boards = f"--tensorboard-dir {folder}/board --wandb-project bench --wandb-save-dir {folder}"
     config = RunConfig.from_args(parse_args([*flags.split(), *boards.split()]), World())
@@ -128,7 +128,7 @@ def measure(rounds: int, folder: Path) -> list[Cost]:
     state = start_state(config)
     forecast = MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        # Printing itself is paid for.
+        # Printing is part of the cost.
         log = Log(show=lambda message: print(message, file=nowhere, flush=True))
         bare = Alternating(
             config.report,

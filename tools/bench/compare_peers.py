@@ -3,15 +3,15 @@
     torchrun --nproc-per-node 8 tools/bench/compare_peers.py --group-size 4 --plot peers.png
 
 Contenders: ddp, zero-redundancy, fsdp2, fsdp2-hybrid, deepspeed-1, -2, -3 and -hpz, and this
-project's strategies as paro:IIG, paro:4/4/8 or, with a collective of their own, paro:GGG@ho-ring;
-with weights that rotate, out of place or in place, paro:IIG+rotate and paro:IIG+in-place.
-fsdp2-kept, fsdp2-hybrid-kept and deepspeed-3-kept give memory for speed: they keep parameters whole
-where they can. fsdp2-ahead and fsdp2-hybrid-ahead start gathers early where no CUDA streams do.
+project's strategies as paro:IIG, paro:4/4/8 or, with a collective named, paro:GGG@ho-ring; with
+rotating weights, out of place or in place, paro:IIG+rotate and paro:IIG+in-place.
+fsdp2-kept, fsdp2-hybrid-kept and deepspeed-3-kept trade memory for speed: they keep parameters
+whole where they can. fsdp2-ahead and fsdp2-hybrid-ahead prefetch where there are no CUDA streams.
 
 All train the same model from the same weights on the same tokens, and must agree in losses and
-gradient norms. They take turns, in an order that moves on from round to round, each in processes of
-its own; a ratio is the median over rounds, because a shared machine's speed drifts. What counts as
-model state is said in tools/bench/peers/task.py, as memory and as sent in
+gradient norms. They take turns, in an order that rotates from round to round, each in its own
+processes; a ratio is the median over rounds, because a shared machine's speed drifts. What counts
+as model state is defined in tools/bench/peers/task.py; what counts as memory and as sent bytes, in
 tools/shared/meters.py.
 """
 
@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
@@ -63,7 +63,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of leaving, so that one rank says what is wrong."""
+    """Raises instead of exiting, so that only one rank reports the error."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -120,7 +120,7 @@ def _add_task_args(parser: argparse.ArgumentParser) -> None:
 
 
 def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
-    """The command line of pretrain_llama.py for what is trained, without a strategy."""
+    """The arguments of pretrain_llama.py for the common training job, without a strategy."""
     sizes = {} if args.llama_preset else dict(SHAPE)
     sizes |= {flag: size for flag in SHAPE if (size := getattr(args, flag.replace("-", "_")))}
     flags: dict[str, object] = {
@@ -153,7 +153,7 @@ def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
 
 
 def task_of(args: argparse.Namespace, world: World) -> Task:
-    """What is trained; `ValueError` for what cannot be."""
+    """The training job; `ValueError` if it is impossible."""
     least = {"rounds": 1, "warmup_steps": 2, "steps": 1, "micro_batches": 1, "micro_batch_size": 1}
     for flag, smallest in least.items():
         if getattr(args, flag) < smallest:
@@ -181,7 +181,7 @@ def task_of(args: argparse.Namespace, world: World) -> Task:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Who competes, and who is left out for what reason."""
+    """The contenders, and those left out with the reason."""
 
     names: list[str]
     baselines: list[str]
@@ -189,7 +189,7 @@ class Comparison:
 
 
 def plan_of(args: argparse.Namespace, task: Task, world: World) -> Comparison:
-    """The contenders that this machine can run; `ValueError` for names that mean nothing."""
+    """The contenders that this machine can run; `ValueError` for unknown names."""
     asked = list(dict.fromkeys(filter(None, args.contenders.split(","))))
     for name in asked:
         check_name(task, name, world)
@@ -208,7 +208,7 @@ def plan_of(args: argparse.Namespace, task: Task, world: World) -> Comparison:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Raises `ValueError` for files that could not be written at the end."""
+    """Raises `ValueError` for output files that could not be written at the end."""
     for flag in ("json", "plot"):
         path: Path | None = getattr(args, flag)
         if path is not None and not path.absolute().parent.is_dir():
@@ -218,7 +218,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def race(args: argparse.Namespace, task: Task, plan: Comparison, world: World) -> Rounds:
-    """All turns of all rounds; every rank returns the same."""
+    """Runs all turns of all rounds; every rank returns the same figures."""
     rounds: Rounds = {name: [] for name in plan.names}
     tolerance = args.tolerance or TOLERANCE[args.dtype]
     reference = None

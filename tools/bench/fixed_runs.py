@@ -1,10 +1,10 @@
 """Records what the steps of a fixed set of runs compute and send, or compares it bit for bit."""
 
-# A change that must not alter behaviour is tried so:
+# To check that a change does not alter behaviour:
 #   python tools/bench/fixed_runs.py record before.json    (before it)
 #   python tools/bench/fixed_runs.py compare before.json   (after it, on the same machine)
 # Every run is pretrain_llama.py under torchrun on CPU ranks. Bits depend on the machine and on
-# torch, so a record says which they were.
+# torch, so a record names both.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a script: the packages of the repository are not on the path
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
@@ -32,7 +32,7 @@ FIELDS = (
     *("iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate"),
     *("model_state_bytes", "intra_bytes", "inter_bytes"),
 )
-# Odd sizes, so that shards are padded and cut through parameters.
+# Odd sizes, so that shards are padded and split inside parameters.
 SHARED = (
     "--distributed-backend gloo --mock-data --vocab-size 90 --make-vocab-size-divisible-by 7 "
     "--num-layers 3 --hidden-size 24 --ffn-hidden-size 44 --num-attention-heads 4 "
@@ -41,23 +41,23 @@ SHARED = (
     "--log-interval 1 --eval-iters 1 --eval-interval 2 --num-workers 0 --peak-tflops 1 "
     "--terminal lines"
 )
-# As many heads, columns and rows of the vocabulary as rotation can cut.
+# Numbers of heads, columns and vocabulary rows that rotation can divide.
 ROTATED = "--vocab-size 95 --make-vocab-size-divisible-by 4 --paro-materialize rotate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedRun:
-    """One training: its name, its flags after `SHARED`, and whether it saves or loads."""
+    """One training: its name, its flags in addition to `SHARED`, and whether it saves or loads."""
 
     name: str
     flags: str
     num_ranks: int = 4
     save: bool = False
-    load: bool = False  # what the last run with `save` saved
+    load: bool = False  # what the previous run with `save` saved
 
 
 def fixed_runs() -> Iterator[FixedRun]:
-    """All of them, in their order; a run that loads comes after the one that saves."""
+    """All runs, in order; a run that loads follows the one that saves."""
     grouped = "--paro-group-size 2"
     yield FixedRun(name="one process", flags="", num_ranks=1)
     for letters in legal_letters():
@@ -89,7 +89,7 @@ def fixed_runs() -> Iterator[FixedRun]:
 
 
 def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
-    """What every step of a run came to, `FIELDS` alone; `ValueError` where it fails."""
+    """The `FIELDS` of every step of a run; `ValueError` if the run fails."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     flags = [*SHARED.split(), *run.flags.split(), "--metrics-file", str(metrics)]
@@ -114,8 +114,8 @@ def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, str]:
-    """What the bits of a record depend on."""
-    import torch  # only here: the flags are read at once
+    """What the bits of a record depend on: machine and torch."""
+    import torch  # imported late, so that flags are parsed without waiting for torch
 
     return {
         "torch": torch.__version__,
@@ -126,7 +126,7 @@ def machine() -> dict[str, str]:
 
 
 def train_all(only: str) -> dict[str, list[dict[str, Any]]]:
-    """Every run whose name contains `only`, and those that save; progress on standard error."""
+    """Trains every run whose name contains `only`, and those that save; progress goes to stderr."""
     runs = [run for run in fixed_runs() if only in run.name or run.save]
     results = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +139,7 @@ def train_all(only: str) -> dict[str, list[dict[str, Any]]]:
 def differences(
     before: dict[str, list[dict[str, Any]]], after: dict[str, list[dict[str, Any]]]
 ) -> Iterator[str]:
-    """A line for every figure that is not the same, and for every run that only one side has."""
+    """A line for every figure that differs, and for every run that only one side has."""
     for name in before.keys() | after.keys():
         if name not in before or name not in after:
             yield f"{name}: only {'after' if name in after else 'before'}"

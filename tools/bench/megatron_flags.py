@@ -3,8 +3,8 @@
     python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md
 
 reads the flags and values of the functional tests of dense GPT models in a checkout of Megatron-LM,
-checks each as a launch would be, leaves out what is refused or unknown, and makes a dry run of the
-rest on the ranks that are left to data parallelism. No GPU, nothing of Megatron-LM is run.
+checks each as a launch would, drops those that are refused or unknown, and makes a dry run of the
+rest on the ranks that are left for data parallelism. Needs no GPU and runs no Megatron-LM code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml
 
-if not __package__:  # started as a script: the repository's packages are two folders up
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
@@ -33,15 +33,15 @@ from paro.training.dry_run import run_dry
 from tools.bench.megatron_page import Count, page
 
 CONFIGURATIONS = "tests/functional_tests/test_cases/gpt/gpt3*/model_config.yaml"
-RANKS = 8  # of a functional test, which has one node
+RANKS = 8  # of a functional test, which runs on one node
 PARALLEL = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
     "--context-parallel-size",
 )
-# What the environment of a test would give; other variables stand for themselves.
+# Variables that a test's environment defines; all others are left as they are written.
 ENVIRONMENT = {"REPEAT": "1"}
-# Tokenizers' files are not in a checkout: a vocabulary of GPT-2's size stands in for all.
+# A checkout has no tokenizer files: a vocabulary of GPT-2's size replaces all of them.
 TOKENIZER = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file")
 STAND_IN = ("--tokenizer-type", "NullTokenizer")
 VOCABULARY = ("--vocab-size", "50257")
@@ -49,13 +49,13 @@ VOCABULARY = ("--vocab-size", "50257")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of a configuration."""
+    """The outcome for one configuration."""
 
     name: str
     words: tuple[str, ...]
     unknown: tuple[str, ...]  # flags
-    refused: Mapping[str, Sequence[str]]  # flags with their values, by what to do instead
-    failure: str | None  # of the dry run without them
+    refused: Mapping[str, Sequence[str]]  # flags with their values, by the advice
+    failure: str | None  # of the dry run without those flags
 
     @property
     def is_untouched(self) -> bool:
@@ -63,12 +63,12 @@ class Trial:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether it asks for whole models on every rank."""
+        """Whether the configuration keeps the whole model on every rank."""
         return degree_of(self.words) == 1
 
 
 def read_configurations(checkout: Path) -> dict[str, tuple[str, ...]]:
-    """The command lines of the configurations by name; `ValueError` where there are none."""
+    """The command lines of the configurations by name; `ValueError` if there are none."""
     found = {}
     for path in sorted(checkout.glob(CONFIGURATIONS)):
         arguments = yaml.safe_load(path.read_text(encoding="utf-8"))["MODEL_ARGS"]
@@ -90,7 +90,7 @@ def command_line(arguments: Mapping[str, object]) -> Iterator[str]:
 
 
 def degree_of(words: Sequence[str]) -> int:
-    """Over how many ranks a configuration cuts the model or its sequences."""
+    """Over how many ranks a configuration splits the model or its sequences."""
     degree = 1
     for flag, *values in by_flag(words):
         if flag in PARALLEL:
@@ -99,7 +99,7 @@ def degree_of(words: Sequence[str]) -> int:
 
 
 def try_configuration(name: str, words: Sequence[str]) -> Trial:
-    """One configuration: what is refused and unknown at once, and a dry run without that."""
+    """Checks one configuration for refused and unknown flags, and makes a dry run without them."""
     mistakes: list[str] = []
     args, extra = parse_known(build_parser(), words, mistakes)
     unknown = tuple(flag.split("=")[0] for flag, *_ in by_flag(extra))
@@ -107,7 +107,7 @@ def try_configuration(name: str, words: Sequence[str]) -> Trial:
     gone = {given.split()[0] for flags in instead.values() for given in flags} | {*unknown}
     ranks = RANKS // degree_of(words)
     while args.global_batch_size and args.global_batch_size % (args.micro_batch_size * ranks):
-        ranks //= 2  # as many as the batch feeds
+        ranks //= 2  # largest number of ranks that divides the batch
     failure = "; ".join(mistakes) or why_no_dry_run(without(words, gone), ranks)
     return Trial(name, tuple(words), unknown, instead, failure)
 
@@ -118,7 +118,7 @@ def without(words: Sequence[str], flags: set[str]) -> list[str]:
 
 
 def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
-    """Why a dry run of a command line fails, if it does; `STAND_IN` is its tokenizer."""
+    """Why a dry run of a command line fails, or None; uses the tokenizer `STAND_IN`."""
     kept = without(words, {*TOKENIZER})
     size = () if "--vocab-size" in kept else VOCABULARY
     plan = ("--dry-run", "--world-size", str(world_size))
@@ -143,11 +143,11 @@ def commit_of(checkout: Path) -> tuple[str, str]:
 
 
 def count_of(trials: Sequence[Trial], commit: str, date: str) -> Count:
-    """The trials in figures."""
+    """The totals over all trials."""
     by_advice: dict[str, dict[str, set[str]]] = {}
     for trial in trials:
         for advice, flags in trial.refused.items():
-            # Advice that repeats the value is one advice.
+            # Advice that differs only in the value counts as the same advice.
             advice = re.sub(r"(--paro-group-size) \d+", r"\1 X", advice)
             for given in flags:
                 by_advice.setdefault(advice, {}).setdefault(given, set()).add(trial.name)

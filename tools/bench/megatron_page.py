@@ -1,4 +1,4 @@
-"""The page of Megatron-LM's flags: what becomes of each, and of its own configurations."""
+"""The page of Megatron-LM's flags: how each is treated here, and its own configurations."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ MOST_CHARACTERS = 60  # of a flag with its value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """What became of Megatron-LM's configurations."""
+    """The outcomes for Megatron-LM's configurations."""
 
     commit: str
     date: str
     configurations: int
-    data_parallel: int  # those that cut neither model nor sequences
+    data_parallel: int  # those that split neither model nor sequences
     untouched: int  # pass a dry run as they are
-    without_refused: int  # pass it without what is refused or unknown
+    without_refused: int  # pass it without refused and unknown flags
     data_parallel_without_refused: int
     refused: Mapping[str, Mapping[str, set[str]]]  # configurations by flag with value, by advice
-    unknown: Sequence[str]  # a flag for each configuration that has it
+    unknown: Sequence[str]  # one entry per configuration that has the flag
     given: Sequence[str]
     failures: Mapping[str, str]
 
     def lines(self) -> Iterator[str]:
-        """The figures as Markdown."""
+        """The counts as Markdown."""
         outcomes = Counter(_outcome(flag, {*self.unknown}) for flag in set(self.given))
         yield "| | configurations | of them with whole models on every rank |"
         yield "|---|---|---|"
@@ -75,7 +75,7 @@ class Count:
 
 
 def page(count: Count) -> str:
-    """The whole page."""
+    """The whole page in Markdown."""
     lines = [
         HEAD,
         *rule_lines(),
@@ -97,7 +97,7 @@ def page(count: Count) -> str:
 
 
 def rule_lines() -> Iterator[str]:
-    """The tables of flags that have no setting here."""
+    """The tables of flags that have no effect of their own here: accepted, ignored, refused."""
     yield from ("## Accepted: it happens anyway", "", "| flag | because |", "|---|---|")
     yield from _rows(Outcome.ACCEPTED)
     yield from ("", "## Accepted without effect", "")
@@ -110,7 +110,7 @@ def rule_lines() -> Iterator[str]:
 
 
 def _rows(outcome: Outcome) -> Iterator[str]:
-    """A row for each reason, and in it the flags that share it."""
+    """A row for each reason, with all the flags that share it."""
     by_reason: dict[str, list[str]] = {}
     for rule in RULES:
         if rule.outcome is outcome:
@@ -140,7 +140,7 @@ def _outcome(flag: str, unknown: set[str]) -> str:
 
 
 def _short(given: str) -> str:
-    """A flag with its value, or without one that is long."""
+    """A flag with its value; without the value if that is long."""
     return given if len(given) <= MOST_CHARACTERS else given.split()[0]
 
 

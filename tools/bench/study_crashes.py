@@ -1,9 +1,9 @@
-"""Kills ranks of a training inside saves and elsewhere, and sees what is left of it."""
+"""Kills ranks of a training inside saves and elsewhere, and checks that it recovers."""
 
-# One training under torchrun --max-restarts: whenever it trains, a random rank is killed, torchrun
-# starts all of them again, and they resume by themselves. What must hold: every start goes on from
-# a whole checkpoint, every loss that is ever written is that of the same training undisturbed, the
-# survivors are gone soon, and at the end no process is left.
+# One training under torchrun --max-restarts: while it trains, a random rank is killed, torchrun
+# restarts all ranks, and they resume by themselves. What must hold: every start continues from a
+# complete checkpoint, every loss that is ever written is that of the same training undisturbed, the
+# survivors exit soon, and at the end no process is left.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.checkpoint.directory import TRACKER
@@ -32,31 +32,31 @@ from paro.distributed.user_errors import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SAVE_INTERVAL = 3
-# About 15 MB of state: a save takes long enough to be met.
+# About 15 MB of state: a save takes long enough to be interrupted.
 MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4096 "
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 "
     "--micro-batch-size 1 --lr 0.001 --log-interval 1 --num-workers 0 --eval-iters 0 "
     "--peak-tflops 1 --distributed-timeout-minutes 1"
 )
-# Saves last fractions of a second, so that one looks often.
+# Saves take fractions of a second, so poll often.
 _LOOK_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """What one kill did."""
+    """The result of one kill."""
 
     rank: int
     inside_save: bool
     asynchronous: bool
     survivors_gone_seconds: float
-    trains_again_seconds: float | None  # None: it was the last thing that the training did
+    trains_again_seconds: float | None  # None: the training did nothing after it
 
 
 @dataclass(slots=True, kw_only=True)
 class Study:
-    """What has come of it."""
+    """The results so far."""
 
     kills: list[Kill] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Study:
 
 
 class Launched:
-    """A training under torchrun in a folder of its own, and what it has printed."""
+    """A training under torchrun in its own folder, and what it has printed."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, *, asynchronous: bool) -> None:
         self.folder = folder
@@ -96,11 +96,11 @@ class Launched:
         return self.log.read_text(errors="replace")
 
     def num_iterations(self) -> int:
-        """Iterations that were printed, by all lives together."""
+        """The number of printed iterations, over all restarts."""
         return len(re.findall(r"\] iteration +\d+/", self.text()))
 
     def ranks(self) -> list[int]:
-        """The processes of this life, by rank."""
+        """The rank processes since the last restart, by rank."""
         pid = self.process.pid
         try:
             words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -109,7 +109,7 @@ class Launched:
         return [int(word) for word in words]
 
     def unfinished(self) -> dict[tuple[str, int, int], int]:
-        """The iterations of the folders of unfinished saves, by what tells one from another."""
+        """The iterations of the folders of unfinished saves; the keys identify the folders."""
         found = {}
         for path in self.checkpoints.glob("iter_*.partial"):
             try:
@@ -120,7 +120,7 @@ class Launched:
         return found
 
     def is_saving(self) -> int | None:
-        """The iteration that is being written; what kills before cut short is none."""
+        """The iteration being written, or None; saves cut short by earlier kills do not count."""
         for key, iteration in self.unfinished().items():
             if key not in self.cut_short:
                 return iteration
@@ -154,7 +154,7 @@ def launched(folder: Path, args: argparse.Namespace, *, asynchronous: bool) -> I
 
 
 def losses(path: Path) -> list[tuple[int, float]]:
-    """Every loss that was ever written, by iteration; a line that a kill cut short is none."""
+    """(iteration, loss) for every loss written; skips lines that a kill cut short."""
     found = []
     for line in path.read_text().splitlines():
         try:
@@ -166,7 +166,7 @@ def losses(path: Path) -> list[tuple[int, float]]:
 
 
 def wait_for_training(training: Launched, behind: int, limit: float) -> bool:
-    """Until one more iteration was printed; False once the training has ended."""
+    """Waits until more than `behind` iterations were printed; False once the training has ended."""
     deadline = time.monotonic() + limit
     while training.num_iterations() <= behind:
         if training.process.poll() is not None:
@@ -180,7 +180,7 @@ def wait_for_training(training: Launched, behind: int, limit: float) -> bool:
 def wait_for_the_moment(
     training: Launched, drawn: random.Random, *, inside: bool, save_seconds: float
 ) -> int | None:
-    """A random moment; inside a save, the iteration that is being written."""
+    """Waits for a random moment; for one inside a save, returns the iteration being written."""
     if not inside:
         time.sleep(drawn.uniform(0.0, 1.5))
         return None
@@ -196,7 +196,7 @@ def wait_for_the_moment(
 def kill_one(
     training: Launched, drawn: random.Random, args: argparse.Namespace, *, writing: int | None
 ) -> tuple[int, bool, float] | None:
-    """Kills a random rank: which, whether a save was cut short, and how long survivors stayed."""
+    """Kills a random rank; returns it, whether a save was cut short, and the survivors' seconds."""
     ranks = training.ranks()
     if len(ranks) != args.ranks or training.process.poll() is not None:
         return None
@@ -215,7 +215,7 @@ def kill_one(
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -230,7 +230,7 @@ def disturb(
     *,
     asynchronous: bool,
 ) -> None:
-    """Kills until the training has ended or there were enough kills of either kind."""
+    """Kills until the training has ended or there were enough kills of both kinds."""
     limit = 60.0 * args.patience_minutes
     if not wait_for_training(training, 0, limit):
         return
@@ -262,7 +262,7 @@ def disturb(
 
 
 def wanted_kinds(study: Study, args: argparse.Namespace, *, asynchronous: bool) -> list[bool]:
-    """Which kills are still missing: inside a save, or at any moment."""
+    """Which kills are still missing: inside a save (True), or at any moment (False)."""
     mine = [kill for kill in study.kills if kill.asynchronous == asynchronous]
     num_inside = sum(kill.inside_save for kill in mine)
     half, inside = args.kills // 2, args.inside // 2
@@ -277,7 +277,7 @@ def wanted_kinds(study: Study, args: argparse.Namespace, *, asynchronous: bool) 
 
 
 def judge(training: Launched, study: Study, undisturbed: dict[int, float]) -> None:
-    """Holds what a training left against what must be true."""
+    """Checks what a training left against what must be true."""
     complaints = study.complaints
     if training.process.wait(600) != 0:
         complaints.append(f"the training failed: {training.text()[-2000:]}")
@@ -326,7 +326,7 @@ def make_study(args: argparse.Namespace) -> Study:
 
 
 def describe(study: Study, args: argparse.Namespace) -> dict[str, object]:
-    """The figures of a study."""
+    """The figures of a study, for a report."""
     again = [k.trains_again_seconds for k in study.kills if k.trains_again_seconds is not None]
     gone = [kill.survivors_gone_seconds for kill in study.kills]
     return {

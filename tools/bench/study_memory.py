@@ -1,4 +1,4 @@
-"""How much memory a rank needs under each way to spread a model, and how large a model may be."""
+"""Memory that a rank needs under each way to shard a model, and the largest model that fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
@@ -36,7 +36,7 @@ those of the trainer, which tests hold against what a rank allocates.
 
   python tools/bench/study_memory.py --world-size 8 --llama-preset 7B --memory-gb 80
 """
-# Contenders: the strategy, and how its parameters come to where they are used.
+# Contenders: the strategy, and how its weights rotate (empty: parameters are gathered).
 CONTENDERS = {
     "DDP (NNN)": ("NNN", ""),
     "III, gathered": ("III", ""),
@@ -57,7 +57,7 @@ class Setting:
     precision: PrecisionConfig
 
     def peak(self, name: str, model: LlamaConfig) -> MemorySnapshot:
-        """The moment at which a rank needs most under a contender."""
+        """The memory snapshot at a rank's peak under a contender."""
         letters, rotation = CONTENDERS[name]
         strategy = parse_strategy(letters, world_size=self.world_size, group_size=self.group_size)
         batch = MicroBatch(
@@ -87,7 +87,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table; bytes."""
+    """A line of the table; sizes in bytes."""
 
     contender: str
     states: int
@@ -98,7 +98,7 @@ class Row:
 
 
 def largest(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, 0 if none does; what is larger fits less."""
+    """The largest number that fits, 0 if none does; assumes that all smaller ones fit too."""
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
@@ -109,7 +109,7 @@ def largest(fits: Callable[[int], bool]) -> int:
 
 
 def study(setting: Setting, model: LlamaConfig, memory: int) -> list[Row]:
-    """All contenders; III and GGG are the same on one group."""
+    """The rows of all contenders; III and GGG are the same on one group."""
     rows = []
     for name in CONTENDERS:
         moment = setting.peak(name, model)

@@ -1,8 +1,8 @@
-"""Writes the page that sets the papers' figures beside the planner's, with a picture.
+"""Writes the page that compares the papers' figures with the planner's, and a plot.
 
     python tools/bench/study_papers.py --output examples/measured
 
-writes papers.md and papers.png there. No ranks, no GPU, no torch.
+writes papers.md and papers.png there. Needs no ranks, no GPU and no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
@@ -55,7 +55,7 @@ InternEvo's table; *ours* is `paro/planning/` under one set of assumptions:
 
 @cache
 def figures() -> tuple[Figure, ...]:
-    """All of them, in the order of the page."""
+    """All figures, in the order of the page."""
     return (*paro_figures(), *amsp_figures())
 
 
@@ -123,7 +123,7 @@ def _choices() -> Iterator[str]:
 
 
 def _notes(rows: Sequence[Figure]) -> Iterator[str]:
-    """Each note once, with all figures that it is about."""
+    """Each note once, with all figures that it applies to."""
     about: dict[str, list[Figure]] = {}
     for row in rows:
         if row.note and row.holds:

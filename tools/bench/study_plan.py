@@ -1,4 +1,4 @@
-"""Measures training steps in emulated clusters and sets the planner's predictions beside them."""
+"""Measures training steps in emulated clusters and compares them with the planner's predictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
@@ -61,7 +61,7 @@ TRAIN_FLAGS = (
 )
 COUNTS = (1, 4)
 NODES, RANKS_PER_NODE = 2, 4
-NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # of a row's own figures
+NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # identify a row
 MOST_ELSEWHERE = 0.12  # the kernel's own threads take 0.03 to 0.08
 SIZES = "64K,256K,1M,4M"
 TOOLS = Path(__file__).resolve().parent
@@ -85,7 +85,7 @@ class StudyPart:
         return sorted(folder.glob(f"steps-{self.name}-*.json"))
 
     def inter(self, speed: str) -> str:
-        """The speed of a NIC: one of a node is as fast as those of its ranks together."""
+        """The speed of a NIC; a NIC per node is as fast as the NICs of its ranks together."""
         sharing = RANKS_PER_NODE if self.nic == "shared" else 1
         return rate_text(sharing * bits_per_second(speed))
 
@@ -101,9 +101,9 @@ def parts() -> Iterator[StudyPart]:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """What was measured so far, in each round the last time that no other program was busy.
+    """All rows measured so far; of each round the last attempt with no other program busy.
 
-    A line that was cut off counts as none.
+    A truncated line is skipped.
     """
     path = folder / "steps.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -119,7 +119,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def busy_elsewhere(row: dict[str, Any]) -> float:
-    """The part of a step's processor time that no rank took: the kernel's, and other programs'."""
+    """The fraction of a step's processor time used by no rank: the kernel and other programs."""
     return 1.0 - row["cpu_seconds"] * NODES * RANKS_PER_NODE / row["machine_seconds"]
 
 
@@ -130,7 +130,7 @@ def missing(
     turns: int,
     rows: Sequence[dict[str, Any]],
 ) -> list[str]:
-    """The settings of which half the turns of a part's round, or more, are not there yet."""
+    """The candidates for which at least half the turns of a part's round are missing."""
     done = Counter(
         (row["setting"], row["micro_batches"])
         for row in rows
@@ -140,9 +140,9 @@ def missing(
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measures what is missing, round by round, until the time is over.
+    """Measures what is missing, round by round, until the time is up.
 
-    A round of a part is measured again as a whole: what is compared is measured in turns.
+    A round of a part is repeated as a whole, because only figures of the same turns are comparable.
     """
     end = time.monotonic() + 60 * args.minutes
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def take_settings(text: str | None, part: StudyPart) -> list[str]:
-    """Those of --settings, or all by native that the part's model can be trained under."""
+    """Those of --settings, or all with native collectives that the part's model can train under."""
     if text is None:
         settings = [f"{name}@native" for name in legal_letters()]
         heads = training_config(part.train_flags, "gloo").model.num_query_groups
@@ -198,7 +198,7 @@ def take_settings(text: str | None, part: StudyPart) -> list[str]:
 
 
 def _check_speed(part: StudyPart, folder: Path, speed: str) -> None:
-    """Figures of other links are another study."""
+    """Raises `ValueError` if the folder has figures of links of another speed."""
     try:
         wanted = part.inter(speed)
     except ValueError as error:
@@ -219,7 +219,7 @@ def _inter_of(machine: Machine) -> str:
 def _measure_machine(
     made: Cluster, part: StudyPart, path: Path, settings: Sequence[str], inter: str
 ) -> None:
-    """The machine file of a part: what a collective takes beside computing differs by shape."""
+    """Measures a part's machine file; a collective's cost during computing differs by shape."""
     names = ",".join(dict.fromkeys(parse_setting(candidate).collective for candidate in settings))
     bench = str(TOOLS / "bench_collectives.py")
     flags = ["--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"]
@@ -240,7 +240,7 @@ def _steps_flags(
 
 
 def chapters_of(folder: Path) -> list[Chapter]:
-    """All that was measured, medians over rounds, beside what the planner says now."""
+    """All that was measured, medians over rounds, and the planner's current predictions."""
     rows = rows_of(folder)
     if not rows:
         raise ValueError(f"--folder {folder}: there are no rows: measure first")
@@ -274,7 +274,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
 
 
 class Key(NamedTuple):
-    """What the settings of a chapter have in common."""
+    """What the candidates of a chapter have in common."""
 
     collective: str
     micro_batches: int
@@ -287,7 +287,7 @@ class Key(NamedTuple):
 
 
 def _rounds_of(part: StudyPart, rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """A part's rows, those of all rounds of a setting together."""
+    """A part's rows, one list per candidate with all its rounds."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
         if (row["nic"], row["shape"]) == (part.nic, part.shape):
@@ -296,7 +296,7 @@ def _rounds_of(part: StudyPart, rows: Sequence[dict[str, Any]]) -> list[list[dic
 
 
 def case_of(part: StudyPart, machine: Machine, collective: str, count: int) -> Workload:
-    """What was measured as the planner sees it."""
+    """The measured training as a workload of the planner."""
     config = training_config(part.train_flags, "gloo")
     return Workload(
         model=config.model,

@@ -1,10 +1,10 @@
-"""How much HO-Ring gains over Ring and H-Ring, from links all alike to links that differ widely."""
+"""How much HO-Ring gains over Ring and H-Ring, from equal links to links that differ widely."""
 
 # The model (papers of PaRO and HO-Ring; ours, derived from the schedules): a buffer of V bytes on
 # g groups of m, n = m g ranks. B bytes per second leave a rank inside its group, b between groups;
 # a flat ring has one flow between two groups, which gets b with a NIC per rank and m b with one NIC
 # for all of a group's ranks. An emulated node has one loopback of m B for all its ranks, and a flat
-# ring has m - 1 flows there: each gets m / (m - 1) B. (Where each rank has links of its own: B.)
+# ring has m - 1 flows there: each gets m / (m - 1) B. (With links per rank it would be B.)
 #
 #     ring      (n - 1) / n * V / min(m / (m - 1) B, b or m b)
 #     h-ring    (g - 1) / n * V / b  +  (m - 1) / m * V / B
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
@@ -70,7 +70,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One ratio: what each algorithm took, in the median, and what the model says."""
+    """One ratio: the median time measured for each algorithm, and the model's time."""
 
     nic: NicSetting
     ratio: float
@@ -79,7 +79,7 @@ class Point:
     gains_by_round: dict[str, tuple[float, ...]]  # of ho-ring over the others, round by round
 
     def gain(self, other: str) -> float:
-        """By which part HO-Ring takes less time than `other`, in the median of rounds."""
+        """By what fraction HO-Ring takes less time than `other`, the median over rounds."""
         return median(self.gains_by_round[other])
 
     def model_gain(self, other: str) -> float:
@@ -99,7 +99,7 @@ def model_seconds(shape: Shape, ratio: float, nic: NicSetting) -> dict[str, floa
 
 
 def point_of(shape: Shape, ratio: float, nic: NicSetting, rows: Sequence[dict[str, Any]]) -> Point:
-    """What the benchmark's rows of one ratio come to."""
+    """Summarizes the benchmark's rows of one ratio."""
     by_name = {row["algorithm"]: row for row in rows}
     ours = by_name["ho-ring"]["seconds_by_round"]
     return Point(
@@ -134,7 +134,7 @@ def measure(shape: Shape, ratio: float, nic: NicSetting, rounds: int) -> Point:
 
 
 def table(points: Sequence[Point]) -> str:
-    """Measured times, and HO-Ring's gains as measured (as the model says)."""
+    """Measured times, and HO-Ring's gains as measured (as the model predicts)."""
     lines = ["nic       ratio   ring ms  h-ring ms  ho-ring ms   less than ring   less than h-ring"]
     for point in points:
         times = "  ".join(f"{point.seconds[name] * 1e3:9.0f}" for name in ALGORITHMS)

@@ -1,1 +1,1 @@
-"""A cluster on one machine: nodes as network namespaces, with slow links of real kernel queues."""
+"""A cluster on one machine: nodes as network namespaces, with links shaped by kernel queues."""

@@ -9,13 +9,13 @@ from tools.cluster import network, state
 from tools.cluster.spec import ClusterSpec, nic, port
 from tools.cluster.state import Cluster
 
-# Of `tc -statistics qdisc show`, which has no JSON for every queue in older versions.
+# Matches `tc -statistics qdisc show`, which in older versions has no JSON for every queue.
 _QUEUE = re.compile(r"^qdisc tbf \S+ dev (\S+) root .*\n Sent (\d+) bytes", re.M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicBytes:
-    """What a NIC sent and what came to it, with Ethernet's, IP's and TCP's headers."""
+    """Bytes that a NIC sent and received, including Ethernet, IP and TCP headers."""
 
     node: int
     nic: int
@@ -32,14 +32,14 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        """Sent by all NICs."""
+        """Bytes sent by all NICs."""
         return sum(nic.sent for nic in self.nics)
 
 
 def traffic(cluster: Cluster) -> Traffic:
-    """What crossed the links since `up`, or since `reset_traffic`."""
+    """The bytes that crossed the links since `up`, or since `reset_traffic`."""
     spec = cluster.spec
-    # Another process may have set them to zero since this cluster was opened.
+    # Another process may have reset the counters since this cluster was opened.
     baseline = state.open_cluster(spec.name).baseline
     now = counters(spec)
     since = {name: count - baseline.get(name, 0) for name, count in now.items()}
@@ -58,24 +58,24 @@ def traffic(cluster: Cluster) -> Traffic:
 
 
 def nic_bytes(cluster: Cluster) -> dict[tuple[int, int], int]:
-    """The bytes that each NIC sent, by node and NIC; see `traffic` for all that is counted."""
+    """The bytes that each NIC sent, by node and NIC; see `traffic` for what is counted."""
     return {(nic.node, nic.nic): nic.sent for nic in traffic(cluster).nics}
 
 
 def reset_traffic(cluster: Cluster) -> None:
-    """Counts from zero from now on."""
+    """Sets the counters to zero."""
     current = state.open_cluster(cluster.spec.name)
     state.save(replace(current, baseline=counters(cluster.spec)))
 
 
 def counters(spec: ClusterSpec) -> dict[str, int]:
-    """What the kernel has counted so far, by namespace and device."""
+    """The kernel's counts so far, by namespace and device."""
     counted = {}
     for namespace in spec.namespaces:
         shown = network.run_tool(["tc", "-n", namespace, "-statistics", "qdisc", "show"])
         for device, sent in _QUEUE.findall(shown):
             counted[f"{namespace}/{device}"] = int(sent)
-    # A loopback that is not shaped has no queue; its own counters are the same for both kinds.
+    # An unshaped loopback has no queue; the device's own counters serve shaped and unshaped ones.
     for node in map(spec.node, range(spec.nodes)):
         counted[f"{node}/lo"] = _loopback_bytes(node)
     return counted

@@ -1,4 +1,4 @@
-"""Signals that end a program: turned into exceptions, so that it cleans up, or held off."""
+"""Signals that end a program: turned into exceptions, so that it cleans up, or deferred."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Handler = Callable[[int, FrameType | None], Any] | int
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Handles the ending signals so for a block; signals that are ignored already stay so.
+    """Installs a handler for the ending signals during a block; ignored signals stay ignored.
 
-    Only the main thread may do that: in another one nothing changes.
+    Only the main thread can do that: in any other thread this has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -31,21 +31,21 @@ def handling(handler: Handler) -> Iterator[None]:
         yield
     finally:
         for number in handled:
-            # What was not installed from Python is None and cannot be put back.
+            # A handler that was not installed from Python is None and cannot be restored.
             signal.signal(number, before[number] or signal.SIG_DFL)
 
 
 def exit_by_signal(number: int, frame: FrameType | None) -> None:
-    """Ends the program as a shell would report it, but through every `finally`."""
+    """Ends the program with the status a shell would report, running every `finally`."""
     sys.exit(128 + number)
 
 
 @contextmanager
 def noting() -> Iterator[Callable[[], None]]:
-    """Only notes ending signals for a block, which asks for them by calling what it gets.
+    """Only records ending signals during a block; the block calls the yielded function to check.
 
-    An exception out of a handler can come while a process is being started, and then nobody knows
-    of the process.
+    An exception from a signal handler could arrive while a process is being started, which would
+    then be lost track of.
     """
     noted: list[int] = []
 

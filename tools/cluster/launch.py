@@ -19,19 +19,19 @@ from tools.cluster.processes import RUN_VARIABLE, end_processes
 from tools.cluster.spec import ClusterSpec, address, nic
 from tools.cluster.state import Cluster
 
-_PORT = 29500  # no other program lives in node 0's namespace
+_PORT = 29500  # no other program runs in node 0's namespace
 _POLL_SECONDS = 0.1
-# After a node failed, the others get this long to say what they think of it.
+# After a node failed, the others have this long to print their errors.
 _LAST_WORDS_SECONDS = 1.0
-# From SIGTERM to SIGKILL after a failure; and after a signal of the user, on which a script may
+# From SIGTERM to SIGKILL after a failure; and after a signal from the user, on which a script may
 # save its work: torchrun kills it after 30 s.
 _CLEANUP_SECONDS = 10.0
 _SAVING_SECONDS = 40.0
 
 _LAST_OUTPUT_SECONDS = 2.0
 
-# `ip netns exec` gives a process mounts of its own. torch looks up the name of every address that
-# it connects to and complains if there is none.
+# `ip netns exec` gives a process its own mount namespace. torch looks up the name of every address
+# that it connects to and warns if there is none.
 _WITH_HOSTS = '[ ! -e /etc/hosts ] || mount --bind "$1" /etc/hosts; shift; exec "$@"'
 _GIVE_NIC = 'GLOO_SOCKET_IFNAME=nic$LOCAL_RANK exec "$@"'
 
@@ -42,10 +42,10 @@ _LIBC = ctypes.CDLL(None)
 def run(cluster: Cluster, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
     """Runs a script with its arguments on every rank and returns its status.
 
-    That is the first failing rank's, as a shell reports it. SIGINT, SIGTERM and SIGHUP are passed
-    on, to return 128 and their number once all has ended; a second one kills. What node 0 prints
-    appears as it is, lines of other nodes after their node's name. No process is left. `env` is
-    added to this process's environment.
+    The status is that of the first failing rank, as a shell reports it. SIGINT, SIGTERM and SIGHUP
+    are forwarded; then it returns 128 plus their number once all processes have ended; a second one
+    kills. Node 0's output appears as it is, lines of other nodes follow their node's name. No
+    process is left. `env` is added to this process's environment.
     """
     network.check_system()
     name = cluster.spec.name
@@ -69,7 +69,7 @@ def run(cluster: Cluster, argv: Sequence[str], *, env: Mapping[str, str] | None 
 
 def _run(spec: ClusterSpec, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> int:
     namespaces = list(map(spec.node, range(spec.nodes)))
-    end_processes(namespaces, started_by_run=spec.name)  # of a run that was killed
+    end_processes(namespaces, started_by_run=spec.name)  # left over from a run that was killed
     signals: list[int] = []
     nodes: dict[int, subprocess.Popen[bytes]] = {}
     with handling(lambda number, _: signals.append(number)):
@@ -112,13 +112,13 @@ def _node_command(spec: ClusterSpec, node: int, argv: Sequence[str], folder: Pat
 
 
 def hosts_file(spec: ClusterSpec) -> str:
-    """The machine's own names of hosts, and one for each NIC."""
+    """The machine's own host names, and one for each NIC."""
     own = Path("/etc/hosts")
     lines = own.read_text(encoding="utf-8").splitlines() if own.exists() else []
     for node in range(spec.nodes):
         for index in range(spec.nics):
             host = f"node{node}-{nic(index)}"
-            # torch asks for the name of an IPv4 address in IPv6's clothes.
+            # torch also looks up IPv4 addresses in their IPv4-mapped IPv6 form.
             lines += [f"{address(node, index)} {host}", f"::ffff:{address(node, index)} {host}"]
     return "\n".join(lines) + "\n"
 
@@ -133,7 +133,7 @@ def _start(node: int, command: list[str], env: Mapping[str, str]) -> subprocess.
         stdout=pipe,
         stderr=pipe,
         env=dict(env),
-        start_new_session=True,  # so that a terminal's Ctrl-C comes once, passed on from here
+        start_new_session=True,  # so that a terminal's Ctrl-C arrives once, forwarded from here
         preexec_fn=_end_with_parent,
     )
 
@@ -146,7 +146,7 @@ def _end_with_parent() -> None:
 def _watch(
     nodes: Mapping[int, subprocess.Popen[bytes]], output: NodeOutput, signals: list[int]
 ) -> int:
-    """Waits until all nodes have ended, which one failure or one signal brings about."""
+    """Waits until all nodes have ended; one failure or one signal ends them all."""
     running = dict(nodes)
     status = 0
     signals_seen = 0
@@ -180,7 +180,7 @@ def _watch(
 
 
 def _let_leave(node: subprocess.Popen[bytes]) -> None:
-    """Tells node 0, whose store the others use, that they have all ended."""
+    """Signals node 0, whose store the other nodes use, that they have all ended."""
     if node.stdin is not None:
         node.stdin.close()
 

@@ -1,4 +1,4 @@
-"""A cluster comes up whole or not at all, and goes down with everything in it."""
+"""Brings a cluster up, completely or not at all, and takes it down with everything in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATIENCE_SECONDS = 15.0
 
 
 def up(spec: ClusterSpec) -> Cluster:
-    """Makes a cluster; whatever stops that, also a signal, removes what was made so far."""
+    """Makes a cluster; on any failure or signal, removes what was made so far."""
     network.check_system()
     made: list[str] = []
     with noting() as end_if_noted:
@@ -43,9 +43,9 @@ def up(spec: ClusterSpec) -> Cluster:
 
 
 def down(name: str = "default") -> list[str]:
-    """Ends all that runs in a cluster and removes it, also what a crash left of it.
+    """Ends all processes in a cluster and removes it, including what a crash left of it.
 
-    Returns the namespaces that are named like its own but that it did not make, which stay.
+    Returns the namespaces with names like the cluster's that it did not make; they stay.
     """
     network.check_system()
     check_name(name)
@@ -53,7 +53,7 @@ def down(name: str = "default") -> list[str]:
     unfinished = claimed and _is_unfinished(name)
     ours, others = network.namespaces_of(name, unfinished=unfinished)
     if not claimed and not ours:
-        state.open_cluster(name)  # says that there is none
+        state.open_cluster(name)  # raises if there is none
     if claimed:
         _remove_when_idle(name, ours, unfinished=unfinished)
     else:
@@ -63,7 +63,7 @@ def down(name: str = "default") -> list[str]:
 
 @contextmanager
 def cluster(spec: ClusterSpec) -> Iterator[Cluster]:
-    """A cluster for as long as the block lasts; a signal ends the block and the cluster."""
+    """A cluster for the duration of the block; a signal ends the block and the cluster."""
     with handling(exit_by_signal):
         made = up(spec)
         try:
@@ -77,7 +77,7 @@ def _is_unfinished(name: str) -> bool:
     try:
         found = state.load(name)
     except ValueError:
-        return False  # damaged: only what bears the mark is ours
+        return False  # damaged: only namespaces with the mark are ours
     return found is None or found.status != "up"
 
 

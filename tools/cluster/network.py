@@ -1,4 +1,4 @@
-"""Makes the namespaces and links of a cluster and removes them, and nothing that others made."""
+"""Makes and removes the namespaces and links of a cluster; never touches those of others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NETNS = Path("/run/netns")  # where iproute2 keeps names of namespaces
 
 
 def check_system() -> None:
-    """Says what this machine or user lacks for a cluster."""
+    """Raises `OSError` with what this machine or user lacks for a cluster."""
     if os.geteuid() != 0:
         raise OSError("needs root, to make network namespaces and shape links")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -26,9 +26,9 @@ def check_system() -> None:
 
 
 def run_tool(command: Sequence[str], text: str = "") -> str:
-    """What a command prints; a failure is one line with the command and its complaint.
+    """Returns what a command prints; raises `OSError` in one line with the command and its error.
 
-    A terminal's Ctrl-C does not reach the command: it is done whole or not at all.
+    A terminal's Ctrl-C does not reach the command, so it is never interrupted.
     """
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, start_new_session=True
@@ -40,7 +40,7 @@ def run_tool(command: Sequence[str], text: str = "") -> str:
 
 
 def build(spec: ClusterSpec, made: list[str]) -> Iterator[None]:
-    """Makes a cluster step by step: its namespaces, noted in `made`, and all that is in them."""
+    """Makes a cluster step by step: its namespaces, recorded in `made`, and all that is in them."""
     for namespace in spec.namespaces:
         _make_namespace(namespace, mark_of(spec.name), made)
         yield
@@ -73,13 +73,13 @@ def _run_batch(batch: Batch) -> None:
 
 
 def remove(namespace: str) -> None:
-    """Removes a namespace with all links in it, if it is there."""
+    """Removes a namespace with all links in it, if it exists."""
     if (NETNS / namespace).exists():
         run_tool(["ip", "netns", "delete", namespace])
 
 
 def links(namespace: str) -> list[dict[str, Any]]:
-    """The links of a namespace as `ip -json` tells them; none for a name that leads nowhere."""
+    """The links of a namespace as `ip -json` lists them; none for a dangling name."""
     try:
         found: list[dict[str, Any]] = json.loads(
             run_tool(["ip", "-n", namespace, "-json", "-statistics", "link", "show"])
@@ -90,10 +90,10 @@ def links(namespace: str) -> list[dict[str, Any]]:
 
 
 def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], list[str]]:
-    """The namespaces of a cluster, and those that are named like it but bear no mark of it.
+    """The namespaces of a cluster, and those with names like its own but without its mark.
 
-    One without a mark counts as ours if it is still empty and `unfinished` says that the making
-    was cut off.
+    One without a mark counts as the cluster's if it is still empty and `unfinished`: its creation
+    was interrupted.
     """
     ours: list[str] = []
     others: list[str] = []
@@ -108,7 +108,7 @@ def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], li
 
 
 def check_namespaces(spec: ClusterSpec) -> None:
-    """Says which part of a cluster somebody has removed."""
+    """Raises `FileNotFoundError` with the parts of a cluster that were removed from outside."""
     missing = [namespace for namespace in spec.namespaces if not (NETNS / namespace).exists()]
     if missing:
         raise FileNotFoundError(

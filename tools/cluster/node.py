@@ -1,8 +1,8 @@
 """One node of a cluster: torchrun, which ends with the status of the first rank that failed."""
 
-# A script of its own, started by launch.py in the node's network namespace. It differs from
-# torchrun in three ways. torchrun makes 1 of every status, but a user's mistake is a 2. Its node 0
-# may leave while others still ask its store whether all have finished, and they complain at length:
+# A separate script, started by launch.py in the node's network namespace. It differs from torchrun
+# in three ways. torchrun turns every status into 1, but a user's mistake is a 2. torchrun's node 0
+# may exit while others still ask its store whether all have finished, and they print long errors:
 # here it stays until launch.py closes its standard input. And ranks have no standard input.
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the nodes of a run print: node 0 as it is, every line of another after the node's name."""
+"""What the nodes of a run print: node 0 as it is, every other node's lines after its name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Stream:
 
 
 class NodeOutput:
-    """Passes on what nodes write into pipes, line by line, so that lines of two never mix."""
+    """Forwards what nodes write into pipes, line by line, so that lines of two never mix."""
 
     def __init__(self, nodes: Mapping[int, subprocess.Popen[bytes]]) -> None:
         self._selector = selectors.DefaultSelector()
@@ -37,7 +37,7 @@ class NodeOutput:
                     self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def forward(self, seconds: float) -> None:
-        """Waits for so long at most and passes on what comes first."""
+        """Waits up to `seconds` for output and forwards what arrives first."""
         if not self._selector.get_map():
             time.sleep(seconds)
         else:
@@ -45,7 +45,7 @@ class NodeOutput:
                 self._forward_from(key.data)
 
     def finish(self, seconds: float) -> None:
-        """Passes on what is still in the pipes, for so long at most, and closes them."""
+        """Forwards for up to `seconds` what is still in the pipes, and closes them."""
         deadline = time.monotonic() + seconds
         while self._selector.get_map() and (left := deadline - time.monotonic()) > 0:
             self.forward(left)
@@ -73,5 +73,5 @@ def _write(stream: _Stream, lines: list[bytes]) -> None:
     while data:
         try:
             data = data[os.write(stream.target, data) :]
-        except BrokenPipeError:  # nobody reads any more; the run goes on
+        except BrokenPipeError:  # the reader is gone; the run continues
             return

@@ -9,16 +9,16 @@ from typing import Literal
 from paro.planning.machine.machine import bits_per_second
 from tools.cluster.spec import ClusterSpec, address, nic, port
 
-# Each namespace answers for an address from the NIC that has it and from no other, and takes
-# packets as they come: replies may leave by another NIC. What a connection learned about a path
-# does not reach the next one, or the order of runs would matter. No IPv6, whose housekeeping
-# would be counted; `lo` keeps it, since it exists already.
+# Each namespace answers for an address from the NIC that has it and from no other, and accepts
+# packets on any NIC, since replies may leave by another one. What a connection learned about a path
+# is not passed to the next one, or the order of runs would matter. No IPv6, whose housekeeping
+# traffic would be counted; `lo` keeps it, since it exists already.
 #
-# How TCP fills a link must not depend on the machine's own settings. BBR, where that is usual,
+# How TCP fills a link must not depend on the machine's own settings. BBR, where it is the default,
 # takes the token bucket's first bytes for the path's delay and then leaves a link of 25 Mbit/s idle
-# for a fifth of the time; Reno, which every kernel has, fills it to 0.95. And what waits on the
-# loopback should fit a core's cache: with receive buffers that grow without bound an all-gather of
-# 32 MB by 8 ranks costs 470 to 690 ms of CPU time, with these 180.
+# for a fifth of the time; Reno, which every kernel has, fills it to 0.95. And the data queued on
+# the loopback should fit a core's cache: with unbounded receive buffers an all-gather of 32 MB by 8
+# ranks costs 470 to 690 ms of CPU time, with these 180.
 SETTINGS = {
     "net/ipv4/conf/all/arp_ignore": 1,
     "net/ipv4/conf/all/arp_announce": 2,
@@ -26,7 +26,7 @@ SETTINGS = {
     "net/ipv4/conf/default/rp_filter": 0,
     "net/ipv4/tcp_congestion_control": "reno",
     "net/ipv4/tcp_no_metrics_save": 1,
-    "net/ipv4/tcp_rmem": "4096 65536 131072",  # least, first and most bytes of a connection
+    "net/ipv4/tcp_rmem": "4096 65536 131072",  # minimum, initial and maximum bytes of a connection
     "net/ipv6/conf/default/disable_ipv6": 1,
 }
 
@@ -41,7 +41,7 @@ class Batch:
 
 
 def batches(spec: ClusterSpec) -> Iterator[Batch]:
-    """All that is done in the namespaces, which exist, in order."""
+    """The batches for the namespaces, which must exist, in order."""
     yield Batch("ip", spec.switch, tuple(_cables(spec)))
     yield Batch("tc", spec.switch, tuple(_port_rates(spec)))
     for node in range(spec.nodes):
@@ -60,10 +60,10 @@ def _cables(spec: ClusterSpec) -> Iterator[str]:
 
 
 def _addresses(spec: ClusterSpec, node: int) -> Iterator[str]:
-    """The NICs' addresses, and to NIC k of another node a route through the own NIC k.
+    """The NICs' addresses, and to NIC k of another node a route through this node's NIC k.
 
-    gloo listens on its own NIC's address but connects from anywhere, so that it is the
-    destination that has to say by which NIC to leave.
+    gloo listens on its own NIC's address but connects from any, so the destination has to determine
+    the outgoing NIC.
     """
     yield "link set dev lo up"
     for index in range(spec.nics):
@@ -76,7 +76,7 @@ def _addresses(spec: ClusterSpec, node: int) -> Iterator[str]:
 
 
 def _port_rates(spec: ClusterSpec) -> Iterator[str]:
-    """Shapes what comes to a NIC: else many could send to one faster than its link."""
+    """Shapes what a NIC receives: else many could send to one faster than its link."""
     for node, index in _nics(spec):
         yield shaped(port(node, index), bits_per_second(spec.inter))
 
@@ -92,7 +92,7 @@ def _node_rates(spec: ClusterSpec) -> Iterator[str]:
 def shaped(device: str, bits: int) -> str:
     """A token bucket that holds a millisecond, and at least two of the largest packets.
 
-    A packet that is larger than the bucket is cut up on a NIC but lost on the loopback.
+    A packet larger than the bucket is segmented on a NIC but dropped on the loopback.
     """
     burst = max(2 * 65536 if device == "lo" else 65536, bits // 8 // 1000)
     return f"qdisc add dev {device} root tbf rate {bits}bit burst {burst}b latency 500ms"

@@ -1,4 +1,4 @@
-"""The processes that live in a cluster's namespaces, and their end."""
+"""Finds and ends the processes that run in a cluster's namespaces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tools.cluster.network import NETNS
 
-# In the environment of all that `run` starts, and so of their children.
+# In the environment of all processes that `run` starts, inherited by their children.
 RUN_VARIABLE = "PARO_CLUSTER_RUN"
 
 
@@ -30,7 +30,7 @@ def processes_in(namespaces: Iterable[str], *, started_by_run: str | None = None
 def end_processes(
     namespaces: Iterable[str], *, started_by_run: str | None = None, seconds: float = 10.0
 ) -> None:
-    """Kills them, and what they start meanwhile, and waits until they are gone."""
+    """Kills them and any processes they start meanwhile; waits until all are gone."""
     namespaces = list(namespaces)
     deadline = time.monotonic() + seconds
     while pids := list(processes_in(namespaces, started_by_run=started_by_run)):

@@ -1,8 +1,8 @@
-"""What a cluster on one machine is to be: sizes, rates, and all names and addresses in it."""
+"""The specification of a cluster on one machine: sizes, rates, and all names and addresses."""
 
-# Nothing of a cluster lives in the host's own network: the bridge has a namespace of its own beside
-# one for each node, so that neither names nor addresses can clash with the host's, or with those of
-# another cluster. On 2 nodes with 2 NICs each:
+# Nothing of a cluster is in the host's own network: the bridge has a namespace of its own in
+# addition to one for each node, so that neither names nor addresses can clash with the host's, or
+# with those of another cluster. On 2 nodes with 2 NICs each:
 #
 #     paro-NAME-node0          paro-NAME-switch          paro-NAME-node1
 #     nic0  10.77.0.1  ----  n0nic0 .--------. n1nic0  ----  nic0  10.77.1.1
@@ -19,8 +19,8 @@ from paro.planning.machine.machine import bits_per_second
 
 NAME = r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
 MAX_NODES = 256  # a byte of an address
-MAX_RANKS = 254  # another one, from 1
-MAX_PORTS = 1023  # of the kernel's bridge
+MAX_RANKS = 254  # another byte, from 1
+MAX_PORTS = 1023  # limit of the kernel's bridge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ClusterSpec:
     nodes: int
     ranks_per_node: int
     inter: str
-    intra: str | None = None  # unshaped
+    intra: str | None = None  # None: unshaped
     nic: Literal["per-rank", "shared"] = "per-rank"
     name: str = "default"
 
@@ -57,12 +57,12 @@ class ClusterSpec:
 
     @property
     def nics(self) -> int:
-        """NICs of a node."""
+        """Number of NICs of a node."""
         return self.ranks_per_node if self.nic == "per-rank" else 1
 
     @property
     def switch(self) -> str:
-        """The namespace of the bridge."""
+        """The name of the bridge's namespace."""
         return f"paro-{self.name}-switch"
 
     @property
@@ -70,7 +70,7 @@ class ClusterSpec:
         return (self.switch, *map(self.node, range(self.nodes)))
 
     def node(self, node: int) -> str:
-        """The namespace of a node."""
+        """The name of a node's namespace."""
         return f"paro-{self.name}-node{node}"
 
     def describe(self) -> str:
@@ -83,7 +83,7 @@ class ClusterSpec:
 
 
 def check_name(name: str) -> None:
-    """Refuses what cannot be part of a namespace's name."""
+    """Raises `ValueError` for a name that cannot be part of a namespace's name."""
     if not re.fullmatch(NAME, name):
         raise ValueError(
             f"--name {name!r}: give up to 32 small letters, digits and hyphens, no hyphen at an end"
@@ -91,12 +91,12 @@ def check_name(name: str) -> None:
 
 
 def mark_of(name: str) -> str:
-    """What tells a namespace of this cluster from one that somebody else made: lo's alias."""
+    """The alias of lo that distinguishes this cluster's namespaces from those made by others."""
     return f"paro-cluster:{name}"
 
 
 def is_namespace_of(name: str, namespace: str) -> bool:
-    """Whether a cluster so called would name a namespace like this."""
+    """Whether a namespace has a name that a cluster `name` would use."""
     return re.fullmatch(rf"paro-{re.escape(name)}-(switch|node\d+)", namespace) is not None
 
 

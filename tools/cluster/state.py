@@ -1,4 +1,4 @@
-"""What is known of a cluster between two commands: its folder, its state file and its lock."""
+"""A cluster's state between commands: its folder, its state file and its lock."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Cluster:
 
 
 def folder_of(name: str) -> Path:
-    """Where a cluster's files lie for as long as it exists; to make it is to claim the name."""
+    """The folder of a cluster's files while it exists; creating it claims the name."""
     return RUNTIME / f"{PREFIX}{name}"
 
 
 def claim(name: str) -> None:
-    """Makes the folder of a new cluster, or says why that name cannot be had."""
+    """Makes the folder of a new cluster; `ValueError` says why a name is not available."""
     try:
         folder_of(name).mkdir()
     except FileExistsError:
@@ -64,7 +64,7 @@ def save(cluster: Cluster) -> None:
 
 
 def load(name: str) -> Cluster | None:
-    """What the state file says; None where there is none."""
+    """The content of the state file; None if there is no file."""
     path = folder_of(name) / "state.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ def load(name: str) -> Cluster | None:
 
 
 def open_cluster(name: str = "default") -> Cluster:
-    """The cluster so called, which has to be up."""
+    """The cluster of this name; `ValueError` if it is not up."""
     check_name(name)
     cluster = load(name)
     if cluster is None and not folder_of(name).exists():
@@ -92,9 +92,9 @@ def open_cluster(name: str = "default") -> Cluster:
 
 @contextmanager
 def locked(name: str) -> Iterator[bool]:
-    """Holds the cluster's lock for a block if nobody else does: the block is told which.
+    """Tries to hold the cluster's lock for a block; yields whether it does.
 
-    The kernel lets go of the lock when a process ends, however it does.
+    The kernel releases the lock when a process ends, for whatever reason.
     """
     descriptor = os.open(folder_of(name), os.O_RDONLY | os.O_DIRECTORY)
     try:

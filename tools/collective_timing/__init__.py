@@ -1,1 +1,1 @@
-"""The parts of bench_collectives.py: what is moved, the race, the device, texts and pictures."""
+"""The parts of bench_collectives.py: trials, the race, the device, tables and plots."""

@@ -1,12 +1,11 @@
-"""What a rank computes with, timed while every rank trains a model alone, all at the same time."""
+"""A rank's compute rates, timed while every rank trains a model alone, all at the same time."""
 
 # All at once, because ranks that share cores, memory or a power budget slow each other down.
-# Nothing travels meanwhile: a step is as long as its computing. From the time of one more
-# micro-batch follows FLOP/s, from that of an update alone the speed of what only reads and writes
-# memory; what is left of a step is counted apart. These are the rates by which
-# paro/planning/step/computing.py computes, so a device is right for models like the one that it was
-# timed with. What it costs to cut a part of a model into slices follows from a model that is one
-# slice of that one.
+# There is no communication: a step is as long as its computing. FLOP/s follow from the time of an
+# additional micro-batch, the speed of what only reads and writes memory from the time of an update
+# alone; the rest of a step is counted separately. These are the rates in
+# paro/planning/step/computing.py, so a device is right for models like the one it was timed with.
+# The cost of cutting a part of a model into slices follows from a model that is one such slice.
 
 from __future__ import annotations
 
@@ -40,16 +39,16 @@ from tools.shared.meters import anonymous_bytes
 SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16"
 LARGE = "--llama-preset 7B --num-layers 2 --seq-length 2048 --bf16"
 
-_WARMUP = 4  # steps that are not timed: in a process that is new they take longer
+_WARMUP = 4  # steps that are not timed: the first steps of a process take longer
 _STEPS = 5  # timed
 _MICRO_BATCHES = 4
-_PRODUCT = 1024  # of a square matrix, in the search for the peak
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # which machine this is, in any container
+_PRODUCT = 1024  # size of a square matrix, in the search for the peak
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine, in any container
 _PAGES = Path("/proc/self/statm")
 
 
 def training_config(flags: str, backend: str) -> RunConfig:
-    """One rank's training of one micro-batch a step; `ValueError` for flags that cannot be."""
+    """One rank's training with one micro-batch a step; `ValueError` for invalid flags."""
     words = flags.split()
     if "--micro-batch-size" not in words:
         words += ["--micro-batch-size", "1"]
@@ -95,7 +94,7 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
 
 
 def _rates(config: RunConfig, micro_batch: float, updating: float) -> tuple[float, float]:
-    """FLOP/s and bytes per second with which the planner computes just these times."""
+    """FLOP/s and bytes per second with which the planner computes exactly these times."""
     bytes_by_second = _computed(config, 1.0, 1.0).update / updating
     without_products = _computed(config, math.inf, bytes_by_second).micro_batch
     flops = _computed(config, 1.0, math.inf).micro_batch
@@ -105,7 +104,7 @@ def _rates(config: RunConfig, micro_batch: float, updating: float) -> tuple[floa
 def _piece_seconds(
     config: RunConfig, clock: _Clock, slices: int, micro_batch: float, bytes_by_second: float
 ) -> float:
-    """What a further slice of a part costs, beside adding up what slices give."""
+    """Seconds that a further slice of a part costs, not counting the sum of the slices' results."""
     if slices == 1:
         return 0.0
     cut = replace(config, model=slice_of(config.model, slices))
@@ -118,11 +117,11 @@ def _piece_seconds(
     of_piece = (slices * of_slice - micro_batch) / ((slices - 1) * num_parts)
     residual = config.batches.micro_batch_size * config.data.seq_length * config.model.hidden_size
     num_bytes = 3 * residual * BYTES_OF[config.precision.compute]
-    return max(0.0, of_piece - 2 * num_bytes / bytes_by_second)  # forwards and back
+    return max(0.0, of_piece - 2 * num_bytes / bytes_by_second)  # forward and backward
 
 
 def slice_of(model: LlamaConfig, number: int) -> LlamaConfig:
-    """A model as large as one of so many slices of another."""
+    """A model as large as one of `number` slices of another."""
     return replace(
         model,
         num_attention_heads=model.num_attention_heads // number,
@@ -165,7 +164,7 @@ def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> _Compu
 
 
 def _step_seconds(training: Training, config: RunConfig, clock: _Clock, count: int) -> float:
-    """Of a step of `count` micro-batches."""
+    """Seconds of a step of `count` micro-batches."""
     size = config.batches.micro_batch_size
     batches = BatchSchedule(
         micro_batch_size=size, global_batch_size=size * count, data_parallel_size=1
@@ -176,7 +175,7 @@ def _step_seconds(training: Training, config: RunConfig, clock: _Clock, count: i
 
 
 def same_batches(config: RunConfig, device: torch.device) -> Iterator[Batch]:
-    """One made-up micro-batch, over and over."""
+    """One synthetic micro-batch, repeated forever."""
     size = config.batches.micro_batch_size, config.data.seq_length
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens_BS = torch.randint(0, config.model.vocab_size, size, generator=generator)
@@ -196,16 +195,16 @@ def _product(config: RunConfig, device: torch.device) -> Callable[[], object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Clock:
-    """Times what all ranks do at once."""
+    """Times an action that all ranks do at once."""
 
     control: Control
     cores: float | None
 
     def median(self, action: Callable[[], object]) -> float:
-        """Seconds of an action.
+        """Seconds of an action, the median over steps.
 
-        Of ranks that share cores those that its processor time takes on a rank's share of them:
-        whoever happens to be last has waited for others, who in a training wait for it instead.
+        For ranks that share cores it is the processor time divided by a rank's share of the cores:
+        in wall-clock time the last rank has waited for others, which in training wait for it.
         """
         control, wall, used = self.control, [], []
         for _ in range(_WARMUP + _STEPS):
@@ -224,7 +223,7 @@ class _Clock:
 
 
 def _cores(control: Control) -> float:
-    """An equal part, of the cores that the ranks on this machine may use together."""
+    """An equal share of the cores that the ranks on this machine may use together."""
     machine = _BOOT.read_text().strip()
     everybody = control.gather((machine, frozenset(os.sched_getaffinity(0))))
     here = [usable for where, usable in everybody if where == machine]
@@ -232,7 +231,7 @@ def _cores(control: Control) -> float:
 
 
 def _memory_of_rank(control: Control) -> int:
-    """A GPU's memory, or an equal part of the machine's for all ranks that run on it."""
+    """A GPU's memory, or an equal share of the machine's for all ranks that run on it."""
     if control.device.type == "cuda":
         return int(torch.cuda.get_device_properties(control.device).total_memory)
     machine = _BOOT.read_text().strip()
@@ -241,7 +240,7 @@ def _memory_of_rank(control: Control) -> int:
 
 
 def _bytes_in_use(device: torch.device) -> int:
-    """What a rank takes before it has a model: libraries, the driver, process groups."""
+    """Bytes that a rank uses before it has a model: libraries, the driver, process groups."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free

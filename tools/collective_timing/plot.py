@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Writes the picture of rows of one run of axes."""
+    """Writes the plot of rows of one axis span."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
     with drawing(path, 1, len(ops), size=(5 * len(ops), 4.5)) as (figure, panels):
         figure.suptitle(title, fontsize="medium")
@@ -43,7 +43,7 @@ def _draw(panel: Any, op: str, rows: Sequence[Row]) -> None:
 
 
 def plot_gains(path: Path, title: str, curves: Sequence[Row]) -> None:
-    """Draws by which part HO-Ring takes less time than others, over how unlike the links are.
+    """Draws by what fraction HO-Ring takes less time than others, over the link speeds' ratio.
 
     `curves` has rows of nic, other, ratio, measured and model: a panel per nic, a line per other.
     """

@@ -1,12 +1,12 @@
 """Times collectives against each other, in turns, and checks every result that was timed."""
 
 # A shared machine's speed drifts, so in every round each algorithm has its turn, in an order that
-# moves on, and a figure is the median over rounds of the slowest rank.
+# rotates, and a figure is the median over rounds of the slowest rank.
 #
-# Process groups that wait cost time as well: their threads wake up all the time. On one machine 8
-# idle ranks took 0.015 of a core, with the groups of one algorithm 0.06, with those of all five
-# 0.19: a tenth of its two cores. To make and close them takes a tenth of a second or two. So only
-# the groups in use exist, and an algorithm stays for all sizes of an op before it makes way.
+# Idle process groups cost time as well: their threads wake up all the time. On one machine 8 idle
+# ranks took 0.015 of a core, with the groups of one algorithm 0.06, with those of all five 0.19: a
+# tenth of its two cores. Creating and closing them takes a tenth of a second or two. So only the
+# groups in use exist, and an algorithm runs all sizes of an op before the next one's groups.
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from paro.distributed.groups import Use
 from paro.topology import Topology
 from tools.collective_timing.trial import Move, Trial, make_trial
 
-# A turn of small messages is repeated until it takes about so long, as far as that goes; every
-# repetition has a buffer of its own, so that each result can be checked.
+# A turn of small messages is repeated until it takes about so long, within the limits below; every
+# repetition has its own buffer, so that each result can be checked.
 TURN_SECONDS = 0.02
 MOST_REPEATS = 20
-# Ranks begin as late as they leave a barrier: of one short move alone that would be a good part.
+# Ranks leave a barrier at different times: for a single short collective that would matter.
 LEAST_REPEATS = 3
 SHORT_SECONDS = 0.2
-BUSY_ROUNDS = 1  # the last one: beside computing even little takes a tenth of a second
-MOST_BYTES = 4 << 20  # more of every rank would not stay in a cache that ranks share
+BUSY_ROUNDS = 1  # the last one: next to computing even small messages take a tenth of a second
+MOST_BYTES = 4 << 20  # more per rank would not stay in a cache that ranks share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One move by one algorithm: seconds of the slowest rank in each round."""
+    """One collective by one algorithm: seconds of the slowest rank in each round."""
 
     move: Move
     algorithm: str
     repeats: int
     seconds_by_round: tuple[float, ...]
     correct: bool
-    cpu_seconds: float | None = None  # of a rank's processor time, the mean over ranks
-    busy_seconds: float | None = None  # while every rank computes too
+    cpu_seconds: float | None = None  # a rank's processor time, the mean over ranks
+    busy_seconds: float | None = None  # while every rank also computes
 
     @property
     def seconds(self) -> float:
@@ -65,13 +65,13 @@ class Turn(NamedTuple):
 
     seconds: float
     correct: bool
-    cpu_seconds: float = 0.0  # all threads; of all ranks: the mean
+    cpu_seconds: float = 0.0  # of all threads; over all ranks: the mean
     busy_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """Who races, where, and how often."""
+    """Which algorithms race, on which topology, for how many rounds."""
 
     control: Control
     topology: Topology
@@ -79,12 +79,12 @@ class Race:
     timeout: timedelta
     algorithms: tuple[str, ...]
     rounds: int
-    beside_computing: bool = False  # time every move once more while all ranks compute
+    beside_computing: bool = False  # also time every collective while all ranks compute
 
     def run(self, moves: Sequence[Move]) -> list[Outcome]:
-        """Times every algorithm on moves of one run; the same on all ranks.
+        """Times every algorithm on collectives of one axis span; the same on all ranks.
 
-        A first round is not counted: it tells how often to repeat what takes little time.
+        A first round is not counted: it determines how often to repeat short collectives.
         """
         rank = self.control.world.rank
         trials = [
@@ -131,7 +131,7 @@ class Race:
     def _visit(
         self, name: str, trials: Sequence[Trial], repeats: Sequence[int], *, busy_too: bool
     ) -> list[Turn]:
-        """A turn of one algorithm at every trial, with groups that live no longer."""
+        """A turn of one algorithm at every trial; its process groups exist only during the turn."""
         runs = frozenset(trial.move.run for trial in trials)
         device = self.control.device
         collectives = make_collectives(
@@ -143,8 +143,8 @@ class Race:
             traffic=ByteCounter(),
             timeout=self.timeout,
         )
-        # Starts threads and connects what connects late. What came of it is not looked at: a rank
-        # that has just used its core is served later in the turn that counts.
+        # Starts threads and opens connections that are made lazily. The time is not used: a rank
+        # that has just used its core is scheduled later in the turn that counts.
         self._time(collectives, trials[0], 1)
         pairs = zip(trials, repeats, strict=True)
         own = [self._turn(collectives, trial, times) for trial, times in pairs]
@@ -165,7 +165,7 @@ class Race:
     def _time(
         self, collectives: Collectives, trial: Trial, repeats: int
     ) -> tuple[float, float, list[Tensor]]:
-        """Seconds and processor time of a repetition, and what each has left in its buffer."""
+        """Seconds and processor time of a repetition, and the buffers with the results."""
         device = self.control.device
         move = trial.move
         buffers = [torch.empty(move.numel, dtype=move.dtype, device=device) for _ in range(repeats)]
@@ -182,7 +182,7 @@ class Race:
 
 
 def _of_all(turns: Sequence[Turn]) -> Turn:
-    """The turns of all ranks as one."""
+    """Combines the turns of all ranks."""
     busy = [turn.busy_seconds for turn in turns if turn.busy_seconds is not None]
     return Turn(
         seconds=max(turn.seconds for turn in turns),
@@ -194,7 +194,7 @@ def _of_all(turns: Sequence[Turn]) -> Turn:
 
 @contextmanager
 def computing(device: torch.device) -> Iterator[None]:
-    """Another thread computes meanwhile, as a training's does: products as small as a block's."""
+    """Another thread computes meanwhile, as in training: matrix products as small as a block's."""
     end = threading.Event()
     left, right = (torch.ones(128, 256, device=device), torch.ones(256, 256, device=device))
 
@@ -212,7 +212,7 @@ def computing(device: torch.device) -> Iterator[None]:
 
 
 def start(collectives: Collectives, move: Move, buffer: Tensor) -> Event:
-    """Queues the move; sums travel in the buffer's own type."""
+    """Starts the collective; reductions communicate in the buffer's own type."""
     match move.op:
         case Op.ALL_GATHER:
             return collectives.all_gather(buffer, move.run)
@@ -223,7 +223,7 @@ def start(collectives: Collectives, move: Move, buffer: Tensor) -> Event:
 
 
 def count_repeats(move: Move, turn: Turn) -> int:
-    """How often to repeat a move that took as long as `turn`."""
+    """How often to repeat a collective that took as long as `turn`."""
     room = max(1, MOST_BYTES // move.num_bytes)
     least = LEAST_REPEATS if turn.seconds < SHORT_SECONDS else 1
     return max(least, min(math.ceil(TURN_SECONDS / turn.seconds), MOST_REPEATS, room))

@@ -1,4 +1,4 @@
-"""Rows of bench_collectives.py and their conditions, for people."""
+"""Rows of bench_collectives.py and their conditions as readable text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paro.topology import Link
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of one op along one run, for people."""
+    """Rows of one op along one axis span, as a text table."""
     over = {
         "intra": "inside groups",
         "inter": "between groups",
@@ -30,7 +30,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def told(facts: dict[str, Any]) -> str:
-    """The conditions in a line."""
+    """The conditions in one line."""
     num_nodes = facts["nodes"]
     rates = "".join(
         f"{link.value} links of {rate}, "

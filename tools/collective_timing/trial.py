@@ -1,9 +1,9 @@
-"""What a collective is given and what must come of it, made by every rank for itself."""
+"""The input and the expected result of a collective, computed by every rank independently."""
 
-# The data are random integers, drawn alike wherever they are needed, and so large that sums over
-# all ranks are just exact in their type. So a result is right to the last bit or wrong, in
-# whatever order it was summed, and one that travelled in a smaller type is wrong. (bf16 holds
-# integers up to 256: of more ranks than that each draws from -1, 0, 1, whose sum stays far below.)
+# The data are random integers, drawn identically on every rank, and bounded so that sums over all
+# ranks are just exact in their type. So a result is right to the last bit or wrong, in whatever
+# order it was summed, and one that was communicated in a smaller type is wrong. (bf16 holds
+# integers up to 256: for more ranks than that each draws from -1, 0, 1, whose sum stays far below.)
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 1234
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One collective on a whole buffer of `numel` elements along a run of axes."""
+    """One collective on a whole buffer of `numel` elements along an axis span."""
 
     op: Op
     run: AxisSpan
@@ -39,7 +39,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A move with this rank's input, and with the result that was worked out without it."""
+    """A collective with this rank's input, and with the result computed without it."""
 
     move: Move
     shard: slice
@@ -47,7 +47,7 @@ class Trial:
     expected: Tensor  # a reduce-scatter's: this rank's shard
 
     def fill(self, buffer: Tensor) -> None:
-        """Makes `buffer` ready for the collective; what a gather must write is not a number yet."""
+        """Prepares `buffer` for the collective; elements that an all-gather must write are NaN."""
         if self.move.op is Op.ALL_GATHER:
             buffer.fill_(torch.nan)
             buffer[self.shard].copy_(self.given)
@@ -55,13 +55,13 @@ class Trial:
             buffer.copy_(self.given)
 
     def is_right(self, buffer: Tensor) -> bool:
-        """Whether the collective has left in `buffer` what it must."""
+        """Whether `buffer` has the collective's expected result."""
         result = buffer[self.shard] if self.move.op is Op.REDUCE_SCATTER else buffer
         return torch.equal(result, self.expected)
 
 
 def make_trial(move: Move, members: Sequence[int], rank: int, device: torch.device) -> Trial:
-    """The trial of one rank among the `members` of its run."""
+    """The trial of one rank among the `members` of its axis span."""
     whole = torch.empty(move.numel, dtype=move.dtype)
     if move.op is Op.ALL_GATHER:
         given = draw(move, members, rank, rank)
@@ -84,7 +84,7 @@ def make_trial(move: Move, members: Sequence[int], rank: int, device: torch.devi
 
 
 def draw(move: Move, members: Sequence[int], rank: int, place: int) -> Tensor:
-    """What `rank` has where the shard of rank `place` lies."""
+    """The data of `rank` at the position of the shard of rank `place`."""
     key = f"{SEED}/{move.op.value}/{move.numel}/{move.dtype}/{rank}/{place}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

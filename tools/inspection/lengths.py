@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from data.indexed_dataset import IndexedDataset
 from tools.shared.picture import drawing
 
-BAR = 40  # characters of the longest
+BAR = 40  # characters of the longest bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Bin:
 
 
 def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
-    """Tokens of each document; one may have several sequences, or none."""
+    """Tokens of each document; a document may have several sequences, or none."""
     ends = np.zeros(len(dataset) + 1, dtype=np.int64)
     np.cumsum(dataset.sequence_lengths, out=ends[1:])
     lengths: NDArray[np.int64] = np.diff(ends[dataset.document_indices])
@@ -36,7 +36,7 @@ def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
 
 
 def figures(lengths: NDArray[np.int64]) -> str:
-    """Least, quartiles, mean and most, in a line."""
+    """Minimum, quartiles, mean and maximum, in a line."""
     if len(lengths) == 0:
         return "no documents"
     parts = zip(("least", "25%", "median", "75%", "99%", "most"), (0, 25, 50, 75, 99, 100),
@@ -46,7 +46,7 @@ def figures(lengths: NDArray[np.int64]) -> str:
 
 
 def histogram(lengths: NDArray[np.int64]) -> list[Bin]:
-    """Bins that double in width: 0, 1, 2-3, 4-7, ...; all up to the longest document."""
+    """Bins of doubling width: 0, 1, 2-3, 4-7, ...; all up to the longest document."""
     if len(lengths) == 0:
         return []
     places = np.zeros(len(lengths), dtype=np.int64)
@@ -61,7 +61,7 @@ def histogram(lengths: NDArray[np.int64]) -> list[Bin]:
 
 
 def draw_text(bins: list[Bin]) -> list[str]:
-    """A line per bin with a bar of its share."""
+    """A line per bin, with a bar for its share."""
     width = max((len(item.label) for item in bins), default=0)
     most = max((item.documents for item in bins), default=0) or 1
     return [

@@ -12,10 +12,10 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.training.assembly import count_samples
 
-# What a training needs and its samples do not depend on: set where it is not given.
+# What a training needs but its samples do not depend on: set where it is not given.
 SMALL_MODEL = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}
-# What depends on ranks that are not here, or on other files of the run: not looked at. A dry run of
-# one rank needs no folder and no package.
+# Flags that depend on ranks that do not exist here, or on other files of the run: ignored. A dry
+# run of one rank needs no folder and no package.
 IGNORED = {
     "dry_run": True,
     "world_size": 1,
@@ -40,14 +40,14 @@ CHECKPOINT = {"load": None, "ckpt_step": None}  # unless the tokenizer comes fro
 
 
 def training_samples(args: Namespace) -> tuple[Samples, int]:
-    """The training split alone, and how many samples of it are trained on."""
+    """The training split, and how many of its samples are trained on."""
     settled = vars(args) | IGNORED | ({} if args.use_checkpoint_args else CHECKPOINT)
     if args.llama_preset is None:
         settled |= {name: settled[name] or size for name, size in SMALL_MODEL.items()}
     settled["lr"] = args.lr or 1e-3
     settled["micro_batch_size"] = args.micro_batch_size or 1
     if args.train_samples is not None:
-        # All of them, whatever batches they would come in.
+        # All samples, whatever the batch sizes.
         settled |= {"micro_batch_size": 1, "global_batch_size": 1}
         settled |= dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule"))
     elif args.train_iters is not None and not (
@@ -65,11 +65,11 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
 
 
 def dump(args: Namespace, path: Path) -> str:
-    """Write a line `{"tokens": [...]}` per sample; returns a line on them."""
+    """Writes a line `{"tokens": [...]}` per sample; returns a line of summary."""
     samples, count = training_samples(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary, temporary.open("w", encoding="ascii") as stream:
         for number in range(count):
-            # The last token is only ever a label.
+            # The last token is only a label.
             stream.write(json.dumps({"tokens": samples[number][:-1].tolist()}) + "\n")
     return f"wrote {path}: {count:,} samples of {args.seq_length} tokens; {samples.describe()}"

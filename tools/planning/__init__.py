@@ -1,1 +1,1 @@
-"""Parts of tools/plan.py and of the studies of the papers' figures and of measured steps."""
+"""Helpers of tools/plan.py and of the studies of the papers' figures and of measured steps."""

@@ -1,4 +1,4 @@
-"""Pictures of plans: memory against time, a step's streams, scaling curves, the papers' figures."""
+"""Plots of plans: memory against time, a step's streams, scaling curves, the papers' figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLORS = {
 def draw_front(
     path: Path, workload: Workload, rows: Sequence[Estimate], found: SearchResult
 ) -> None:
-    """Memory against time: the strategies at the flags as given, and the front of all settings."""
+    """Plots memory against time: strategies with the flags as given, and the Pareto front."""
     limit = workload.limit.usable_bytes / 1e9
     with drawing(path, 1, 1, size=(9, 5.5)) as (_, panels):
         axes = panels[0][0]
@@ -42,7 +42,7 @@ def draw_front(
         below = False
         last = 0.0
         for (memory, seconds), names in sorted(_together(rows).items()):
-            below = not below and memory < 1.13 * last  # neighbours' names do not touch
+            below = not below and memory < 1.13 * last  # keeps neighbouring labels apart
             last = memory
             axes.annotate(names, (memory, seconds), xytext=(5, -12 if below else 3),
                           textcoords="offset points", fontsize=8)  # fmt: skip
@@ -57,7 +57,7 @@ def draw_front(
 
 
 def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
-    """The names of strategies that a picture could not tell apart, by the place of the first."""
+    """The names of strategies too close to distinguish, by the position of the first."""
     found: dict[tuple[float, float], str] = {}
     for row in rows:
         memory, seconds, name = row.memory_bytes / 1e9, row.seconds, row.candidate.name
@@ -72,7 +72,7 @@ def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
 
 
 def draw_timeline(path: Path, spans: Sequence[Span], name: str, *, actor: str = "group") -> None:
-    """What every stream does in a step, or in several; spans lie over those before them."""
+    """Plots the spans of every stream in one or more steps; later spans cover earlier ones."""
     streams = sorted({(s.actor, s.stream) for s in spans if s.stream != "wait"}, key=_rank)
     several = len({actor for actor, _ in streams}) > 1
     with drawing(path, 1, 1, size=(14, 0.5 * len(streams) + 1.6)) as (_, panels):
@@ -98,7 +98,7 @@ def _rank(stream: tuple[int, str]) -> tuple[int, bool, str]:
 
 
 def draw_scaling(path: Path, curves: dict[str, list[tuple[int, float]]], name: str) -> None:
-    """MFU over the number of ranks."""
+    """Plots MFU against the number of ranks."""
     with drawing(path, 1, 1, size=(9, 5)) as (_, panels):
         axes = panels[0][0]
         for label, points in curves.items():
@@ -139,7 +139,7 @@ class Pair(Protocol):
 
 
 def draw_pairs(path: Path, pairs: Sequence[Pair]) -> None:
-    """Ours over published, a row each, with the band in which ours is to be."""
+    """Plots ours / published, one row per figure, with its tolerance band."""
     with drawing(path, 1, 1, size=(11, 0.22 * len(pairs) + 1.2)) as (_, panels):
         axes = panels[0][0]
         kinds = {

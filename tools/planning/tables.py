@@ -1,4 +1,4 @@
-"""The results of a plan as tables for people and as fields for programs."""
+"""The results of a plan as text tables and as JSON fields."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def title(workload: Workload) -> str:
 
 
 def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
-    """Rows with their names; those of the same degrees are one, as letters are on one group."""
+    """Rows with their names; rows of equal degrees are merged, as letters are on one group."""
     found: dict[tuple[object, ...], list[Estimate]] = {}
     for row in rows:
         found.setdefault((row.candidate.strategy.degrees, row.candidate.materialize), []).append(
@@ -40,7 +40,7 @@ def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
 
 
 def rows_table(rows: Sequence[Estimate]) -> str:
-    """A row per strategy: what a rank needs, sends and waits for."""
+    """One row per strategy: memory, step time, traffic and exposed communication of a rank."""
     cells = [HEADS]
     for name, row in _alike(rows):
         states = row.memory.states / 1e9
@@ -69,7 +69,7 @@ def rows_table(rows: Sequence[Estimate]) -> str:
 
 
 def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
-    """Why strategies do not fit, a line each."""
+    """One line for each strategy that does not fit, with its peak memory."""
     found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]
     return [f"*: does not fit the {workload.limit.describe()}", *found] if found else []
 
@@ -84,17 +84,17 @@ def front_table(found: SearchResult) -> str:
 
 
 def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
-    """What more memory or more bandwidth between or inside groups would buy.
+    """The speed-up from more memory, or from more bandwidth between or inside groups.
 
-    More memory: from the Pareto front. More bandwidth: another strategy at the micro-batch size
-    and the recomputation of the best setting.
+    More memory: from the Pareto front. More bandwidth: a search with the micro-batch size and the
+    recomputation of the best candidate.
     """
     bought = []
     for factor in (1.25, 1.5, 2.0):
         limit = workload.limit.usable_bytes * factor
         within = [e for e in (*found.front, found.best) if e and e.memory_bytes <= limit]
         bought.append(_purchase(f"memory x {factor:g}", min(within, key=_seconds, default=None)))
-    if workload.machine.measured or found.best is None:  # what was measured follows from no link
+    if workload.machine.measured or found.best is None:  # measured times ignore links
         return _gains(bought, found)
     candidate = found.best.candidate
     search_space = SearchSpace(
@@ -129,7 +129,7 @@ def _purchase(what: str, best: Estimate | None) -> dict[str, Any]:
 
 
 def _gains(bought: list[dict[str, Any]], found: SearchResult) -> list[dict[str, Any]]:
-    """Each with its speed-up; where that is none, the best of the plan stays what it is."""
+    """Adds the speed-up to each row; a row without one shows the plan's best candidate."""
     best = found.best
     for row in bought:
         better = row["step_seconds"]
@@ -156,7 +156,7 @@ def purchase_lines(bought: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
-    """A row or a candidate."""
+    """The JSON fields of a row or a candidate."""
     candidate = estimate.candidate
     recompute = candidate.recompute
     return {

@@ -1,4 +1,4 @@
-"""From the flags of tools/plan.py to a case to plan."""
+"""The command line of tools/plan.py: its flags, and the workload that they describe."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def make_parser() -> Parser:
 
 
 def case_of(args: Namespace) -> Workload:
-    """The case; `ValueError` says which flag to change."""
+    """The workload to plan; a `ValueError` names the flag to change."""
     machine = find_machine(args.paro_machine)
     world_size = machine.world_size if args.world_size is None else args.world_size
     if world_size < 1:
@@ -126,7 +126,7 @@ def case_of(args: Namespace) -> Workload:
 
 
 def check_groups(machine: Machine, group_size: int) -> None:
-    """Raise `ValueError` unless groups of a run and of a machine nest."""
+    """Raises `ValueError` unless the groups of the run and of the machine nest."""
     small, large = sorted((group_size, machine.group_size))
     if large % small != 0:
         raise ValueError(
@@ -141,7 +141,7 @@ def vocab_size_of(args: Namespace) -> int:
             raise ValueError(f"--vocab-size {args.vocab_size} must be at least 1")
         return int(args.vocab_size)
     if args.llama_preset is None:
-        if args.padded_vocab_size is not None:  # the rows are all that is planned with
+        if args.padded_vocab_size is not None:  # planning needs only the number of rows
             return int(args.padded_vocab_size)
         raise ValueError("--vocab-size is missing; --llama-preset gives it too")
     return LLAMA_PRESETS[args.llama_preset].vocab_size

@@ -16,12 +16,12 @@ from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 
-NAMED_BAD = 3  # of the documents that were left out, so many are named
+NAMED_BAD = 3  # how many of the documents that were left out are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingPlan:
-    """What a worker process needs to know."""
+    """What a worker process needs for encoding."""
 
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
@@ -31,7 +31,7 @@ class EncodingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """How much was read: documents, bytes of theirs, bytes of the sources, and what was bad."""
+    """How much was read: documents, their bytes, the sources' bytes, and bad documents."""
 
     documents: int = 0
     num_bytes: int = 0
@@ -50,7 +50,7 @@ class Tally:
 
 
 class EncodedBatch(NamedTuple):
-    """A batch: per key, in the order of the plan, its documents."""
+    """The encoded documents of a batch, per key, in the order of the plan."""
 
     by_key: tuple[EncodedDocuments, ...]
     tally: Tally
@@ -58,12 +58,12 @@ class EncodedBatch(NamedTuple):
 
 @cache
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
-    """One per process and configuration."""
+    """The tokenizer of a configuration, one per process."""
     return build_tokenizer(config)
 
 
 def tasks_of(batches: Iterable[RawBatch]) -> Iterator[list[RawBatch]]:
-    """Batches as workers get them: small texts together, since a task costs time of its own."""
+    """Batches grouped into tasks: small texts together, since each task has an overhead."""
     together: list[RawBatch] = []
     size = 0
     for batch in batches:
@@ -77,12 +77,12 @@ def tasks_of(batches: Iterable[RawBatch]) -> Iterator[list[RawBatch]]:
 
 
 def encode_all(plan: EncodingPlan, batches: Sequence[RawBatch]) -> list[EncodedBatch]:
-    """What a worker does with a task."""
+    """The function that a worker runs on a task."""
     return [encode(plan, batch) for batch in batches]
 
 
 def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
-    """The ids of a batch; `ValueError` names the place of what cannot be encoded."""
+    """The ids of a batch; `ValueError` names the position of what cannot be encoded."""
     bad: list[str] = []
     documents = list(texts_of(batch, plan.keys, bad.append if plan.skip_malformed else None))
     by_key = tuple(
@@ -137,11 +137,11 @@ def _encode_key(
 def _ids(
     sequences: Iterable[list[int]], vocab_size: int, batch: RawBatch
 ) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
-    """All ids behind each other in the type of the data set, each below `vocab_size`."""
+    """All ids concatenated in the type of the data set, each below `vocab_size`."""
     dtype = dtype_for_vocab(vocab_size)
     together = array("q")
     for ids in sequences:
-        together.fromlist(ids)  # the fastest way out of a list
+        together.fromlist(ids)  # the fastest way to convert a list
     wide = np.frombuffer(together, dtype=np.int64)
     for extreme in (int(wide.min(initial=0)), int(wide.max(initial=0))):
         if not 0 <= extreme < min(vocab_size, np.iinfo(dtype).max + 1):
@@ -156,7 +156,7 @@ def _ids(
 def _name_the_bad_one(
     tokenizer: Tokenizer, batch: RawBatch, documents: Sequence[Texts], texts: Sequence[list[str]]
 ) -> None:
-    """Raise for the first document that the tokenizer does not take."""
+    """Raises for the first document that the tokenizer rejects."""
     for document, by_document in zip(documents, texts, strict=True):
         for text in by_document:
             try:

@@ -1,4 +1,4 @@
-"""Partitions of a corpus on disk: each is finished or not there, whoever was killed when."""
+"""Partitions of a corpus on disk: each is complete or absent, even if a process is killed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tools.preprocessing.encode import EncodingPlan, Tally
 
 
 class Partitions:
-    """The folder that holds finished partitions until all are there.
+    """The folder that holds finished partitions until all are complete.
 
-    A run that finds the folder of an equal run goes on from it; a different one is refused.
+    A run that finds the folder of an identical run continues it; a different one is refused.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Partitions:
             temporary.write_text(json.dumps(description, indent=1), encoding="utf-8")
 
     def prefixes(self, number: int) -> list[str]:
-        """Where the data sets of one partition lie, a prefix per key."""
+        """The prefixes of one partition's data sets, one per key."""
         return [str(self.folder / f"{number:05d}_{key}_document") for key in self._keys]
 
     def finished(self, number: int) -> Tally | None:
-        """What was read for a partition, if it is complete."""
+        """What was read for a partition; None if it is not complete."""
         file = self._marker(number)
         if not file.is_file():
             return None
@@ -58,12 +58,12 @@ class Partitions:
         return Tally(**{**fields, "named": tuple(fields["named"])})
 
     def finish(self, number: int, tally: Tally) -> None:
-        """Mark a partition whose files have been written."""
+        """Marks a partition whose files have been written."""
         with replacing(self._marker(number)) as temporary:
             temporary.write_text(json.dumps(asdict(tally)), encoding="utf-8")
 
     def join(self, writers: Sequence[IndexedDatasetWriter]) -> None:
-        """Append all partitions in order to the data sets of the whole corpus."""
+        """Appends all partitions in order to the data sets of the whole corpus."""
         for number in range(self._count):
             for writer, prefix in zip(writers, self.prefixes(number), strict=True):
                 writer.add_dataset(IndexedDataset(prefix))
@@ -83,7 +83,7 @@ class Partitions:
 
 
 def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[str, Any]:
-    """All that decides what is in the files of each partition."""
+    """Everything that determines the content of each partition's files."""
     places = map(Path, plan.tokenizer.files)
     files = [file for place in places for file in (place, *sorted(place.rglob("*")))]
     stamps = {
@@ -94,7 +94,7 @@ def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[
     pieces = [[{**asdict(piece), "kind": piece.kind.name} for piece in share] for share in shares]
     described = asdict(plan)
     if plan.tokenizer.tokenizer_type == "NullTokenizer":
-        # Its end of a document once came on top of --vocab-size; such partitions are others.
+        # Older versions put its end of a document above --vocab-size; such partitions differ.
         described["tokenizer"]["null_tokenizer_eod_id"] = build_tokenizer(plan.tokenizer).eod
     description = {"plan": described, "tokenizer_files": stamps, "partitions": pieces}
     as_read: dict[str, Any] = json.loads(json.dumps(description))
@@ -102,7 +102,7 @@ def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[
 
 
 def _without_none(description: Any) -> Any:
-    """A field that has no value is no difference: earlier versions have fewer fields."""
+    """Drops fields without a value: earlier versions have fewer, which must compare equal."""
     if isinstance(description, dict):
         return {k: _without_none(v) for k, v in description.items() if v is not None}
     if isinstance(description, list):

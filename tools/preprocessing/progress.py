@@ -1,4 +1,4 @@
-"""How far preprocessing got, how fast it is and how long it will take, on standard error."""
+"""Progress, speed and remaining time of preprocessing, on standard error."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Progress:
         self._total = max(1, total_bytes)
         self._interval = interval
         self._begin = time.perf_counter()
-        self._done_before = 0  # bytes of partitions that were finished by an earlier run
+        self._done_before = 0  # bytes of partitions that an earlier run finished
         self._bar = _bar(self._total) if sys.stderr.isatty() else None
 
     def passed_over(self, num_bytes: int) -> None:
-        """What an earlier run has done."""
+        """Adds what an earlier run has done."""
         self._done_before += num_bytes
         if self._bar is not None:
             self._bar.update(num_bytes)

@@ -1,4 +1,4 @@
-"""Worker processes: results in the order of their tasks, few tasks under way, no worker lost."""
+"""Worker processes: results in the order of their tasks, few tasks in flight, no worker lost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-TASKS_PER_WORKER = 4  # under way at once: what bounds memory, and keeps workers busy
+TASKS_PER_WORKER = 4  # in flight at once: bounds memory, and keeps workers busy
 
 
 class Workers:
-    """Maps functions over tasks; in this process if there are none."""
+    """Maps functions over tasks; in this process if there are no workers."""
 
     def __init__(self, executor: ProcessPoolExecutor | None, count: int) -> None:
         self._executor = executor
@@ -54,12 +54,12 @@ class Workers:
 def worker_processes(
     count: int, prepare: Callable[..., Any], *arguments: object
 ) -> Iterator[Workers]:
-    """So many processes, each of which calls `prepare` first; none beside this one if it is 1."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
+    """`workers` processes, each of which calls `prepare` first; no extra process if it is 1."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker uses one core
     if count == 1:
         yield Workers(None, 1)
         return
-    # Started afresh, not forked: tokenizer libraries keep threads that do not survive a fork.
+    # Spawned, not forked: tokenizer libraries keep threads that do not survive a fork.
     with ProcessPoolExecutor(
         count,
         multiprocessing.get_context("spawn"),
@@ -70,7 +70,7 @@ def worker_processes(
 
 
 def _begin(prepare: Callable[..., Any], arguments: tuple[object, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the others
     threading.Thread(target=_leave_with_the_first, daemon=True).start()
     prepare(*arguments)
 

@@ -1,7 +1,7 @@
 """The charts of runs: drawn once by matplotlib, as pictures and as SVG that follows the page."""
 
 # In SVG every colour is a placeholder that the page's style replaces (`var(--ink)`), so that one
-# drawing reads in light, in the dark and on paper. Pictures get the colours of the light page.
+# drawing is readable in light mode, dark mode and on paper. Pictures use the light page's colours.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from tools.run_report.runs import Run
 
-# Light page, dark page; told apart by those who see few colours too, and by their brightness.
+# Light page, dark page; distinguishable also by brightness and by colour-blind readers.
 SERIES = (
     ("#0b5cad", "#6cb2ff"),
     ("#c2410c", "#ff9a5c"),
@@ -44,7 +44,7 @@ class Palette:
 
 
 LIGHT = Palette(INK[0], MUTED[0], GRID[0], tuple(light for light, _ in SERIES))
-# Hexadecimal numbers that no drawing would choose by itself.
+# Hexadecimal numbers that occur in no drawing by themselves.
 PLACEHOLDERS = Palette(
     "#010201", "#010202", "#010203", tuple(f"#0102{16 + i:02x}" for i in range(len(SERIES)))
 )
@@ -60,7 +60,7 @@ Draw = Callable[[Any, Sequence[Run], Palette], None]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart: what it is called, what one should know to read it, and how it is drawn."""
+    """A chart: its name, what a reader should know about it, and the function that draws it."""
 
     name: str
     title: str
@@ -88,7 +88,7 @@ _THIN, _WIDE = 1.6, 5.2  # points
 
 
 def _width(index: int, runs: Sequence[Run]) -> float:
-    """Runs that agree lie on each other: wide ones below, each seen beside the next."""
+    """Curves of equal runs overlap: wider ones go below, so that each shows around the next."""
     step = min(1.2, (_WIDE - _THIN) / max(len(runs) - 1, 1))
     return _THIN + step * (len(runs) - 1 - index)
 
@@ -102,7 +102,7 @@ def _plot(
     label: str,
     width: float,
 ) -> None:
-    """A run's line: dashed where its colour comes round again, a dot where it is a point."""
+    """Draws a run's line: dashed where its colour repeats, a dot if it is a single point."""
     x, y = series
     dot = {"marker": "o", "markersize": 3 + width} if len(x) == 1 else {}
     line = "-" if index < len(SERIES) else "--"
@@ -169,7 +169,7 @@ def _stacked(axis: Any, runs: Sequence[Run], parts: Sequence[Part], palette: Pal
 def _legend(axis: Any, palette: Palette) -> None:
     handles, labels = axis.get_legend_handles_labels()
     columns = min(len(handles), 3)
-    # matplotlib fills columns; one reads rows.
+    # matplotlib fills columns, but legends are read by rows.
     order = [i for column in range(columns) for i in range(column, len(handles), columns)]
     axis.legend(
         [handles[i] for i in order],
@@ -323,7 +323,7 @@ def _figure(chart: Chart, runs: Sequence[Run], palette: Palette) -> Iterator[Any
 
 
 def as_png(chart: Chart, runs: Sequence[Run]) -> bytes:
-    """A picture on white, with a title and the names of the runs."""
+    """A PNG on white, with a title and the names of the runs."""
     with _figure(chart, runs, LIGHT) as figure:
         (axis,) = figure.axes
         figure.suptitle(chart.title, fontsize=12)
@@ -344,7 +344,7 @@ def as_svg(chart: Chart, runs: Sequence[Run]) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
-    # Names are the drawing's own; on a page with several they must differ.
+    # Element ids are the drawing's own; on a page with several drawings they must differ.
     text = re.sub(r'\bid="', f'id="{chart.name}-', text)
     text = re.sub(r"url\(#", f"url(#{chart.name}-", text)
     text = re.sub(r'href="#', f'href="#{chart.name}-', text)

@@ -1,4 +1,4 @@
-"""The page: one file of HTML that needs nothing beside it, in light, in the dark and on paper."""
+"""The page: one HTML file with everything inside, for light mode, dark mode and paper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _variables(dark: int) -> str:
 
 
 def _style() -> str:
-    """The colours of both pages as variables, and the layout."""
+    """The colours of both modes as variables, and the layout."""
     return f"""
 :root {{ color-scheme: light dark; {_variables(0)} }}
 @media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }}
@@ -67,7 +67,7 @@ summary {{ cursor: pointer; color: var(--muted); }}
 
 
 def _paper_style() -> str:
-    """What differs on paper: the light page, smaller, with nothing cut off."""
+    """What differs on paper: the light colours, smaller, with nothing cut off."""
     return f"""
 @media print {{
   @page {{ margin: 14mm; }}
@@ -122,7 +122,7 @@ def page(runs: Sequence[Run], title: str) -> str:
 
 
 def _chip(index: int) -> str:
-    """A run's colour; broken, as its lines are, where colours come round again."""
+    """A run's colour sample; broken, as its lines are, where colours repeat."""
     again = " again" if index >= len(SERIES) else ""
     colour = f"var(--c{index % len(SERIES)})"
     return f'<span class="chip{again}" style="background-color: {colour}"></span>'
@@ -187,7 +187,7 @@ def _figures(runs: Sequence[Run]) -> str:
 
 
 def _last_loss(run: Run) -> str:
-    """The last loss that is a number, and its iteration where it is not the last."""
+    """The last loss that is a number, with its iteration if that is not the last one."""
     iterations, losses = run.series("lm_loss")
     if not losses:
         return "-"
@@ -196,7 +196,7 @@ def _last_loss(run: Run) -> str:
 
 
 def _left_out(run: Run) -> str:
-    """How many steps a run skipped, in a sentence; empty where none."""
+    """How many steps a run skipped, in a sentence; empty if none."""
     skipped, not_finite = (
         int(sum(run.series(name)[1])) for name in ("skipped_iterations", "nan_iterations")
     )
@@ -264,7 +264,7 @@ def _code(text: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: bool = False) -> str:
-    """Cells are HTML already."""
+    """An HTML table; cells are HTML already."""
     head = "".join(f"<th>{cell}</th>" for cell in heads)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     kind = ' class="text"' if text else ""

@@ -1,4 +1,4 @@
-"""Runs as their metrics files and the records beside them have them."""
+"""Reads runs from their metrics files and the record files next to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from paro.report.config import run_record_path
 
 _NEEDED = ("iteration", "lm_loss", "tokens_per_second", "iteration_time_ms")
-_SETTLING = 0.1  # of the lines, at the start, that figures of speed leave out
+_SETTLING = 0.1  # fraction of the lines, at the start, that speed figures leave out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Run:
         return dict(self.start.get("environment", {}))
 
     def series(self, name: str, *, scale: float = 1.0) -> tuple[list[float], list[float]]:
-        """Iterations and values, gaps left out."""
+        """Iterations and values, without gaps."""
         pairs = [
             (line["iteration"], line[name] * scale)
             for line in self.lines
@@ -48,7 +48,7 @@ class Run:
         return [x for x, _ in pairs], [y for _, y in pairs]
 
     def typical(self, name: str, *, scale: float = 1.0) -> float | None:
-        """The median once a run has settled; None where the figure was not measured."""
+        """The median after the start-up; None if the figure was not measured."""
         _, values = self.series(name, scale=scale)
         settled = values[math.ceil(len(values) * _SETTLING) :] or values
         return median(settled) if settled else None
@@ -58,7 +58,7 @@ class Run:
         return values[-1] if values else None
 
     def validations(self) -> dict[str, tuple[list[float], list[float]]]:
-        """Iterations and losses of the evaluations on the way, by validation set."""
+        """Iterations and losses of the evaluations during training, by validation set."""
         found: dict[str, dict[float, float]] = {}
         for at in self.evaluations:
             if at["lm_loss"] is not None and at["data_set"] != "test":
@@ -70,7 +70,7 @@ class Run:
 
 
 def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
-    """The runs of metrics files, each under its own name; `ValueError` for what is none."""
+    """The runs of metrics files, each with its own name; `ValueError` for any other file."""
     if names and len(names) != len(files):
         raise ValueError(f"--names gives {len(names)} names for {len(files)} metrics files")
     runs = [_read_run(path) for path in files]
@@ -90,7 +90,7 @@ def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
 
 
 def _names_of(runs: Sequence[Run], files: Sequence[Path]) -> list[str]:
-    """By strategy where each run has another, else by file."""
+    """Names by strategy if every run has a different one, else by file."""
     strategies = [run.arguments.get("paro_strategy") or "" for run in runs]
     if all(strategies) and len(set(strategies)) == len(strategies):
         return strategies
@@ -108,7 +108,7 @@ def _read_run(path: Path) -> Run:
     lines = []
     written = text.splitlines()
     if written and not text.endswith("\n") and not written[-1].endswith("}"):
-        del written[-1]  # of a run that was killed, or that is just writing
+        del written[-1]  # of a run that was killed, or that is still writing
     for number, line in enumerate(written, start=1):
         try:
             values = json.loads(line)
@@ -141,7 +141,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """The flags in which runs differ, with each run's value; files that a run writes aside."""
+    """The flags in which runs differ, with each run's value, except the files that a run writes."""
     written = {
         "metrics_file",
         "tensorboard_dir",

@@ -1,1 +1,1 @@
-"""What several tools share: how they read flags, and how they draw pictures."""
+"""What several tools share: parsing flags, reading the machine's meters, and drawing plots."""

@@ -1,4 +1,4 @@
-"""How tools that start without torch read their flags: a mistake is one line and status 2."""
+"""Flag parsing for tools that start without torch: a mistake is one line and status 2."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, under the name of the program."""
+    """Reports a mistake in one line, with the name of the program."""
 
     def error(self, message: str) -> NoReturn:
-        program = self.prog.split()[0]  # without the command of a program that has several
+        program = self.prog.split()[0]  # without the subcommand, where there is one
         self.exit(2, f"{program}: error: {' '.join(message.split())}\n")

@@ -1,4 +1,4 @@
-"""What a rank reads off its machine: bytes over network interfaces, memory, processor time."""
+"""Meters that a rank reads on its machine: network interface bytes, memory, processor time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def watched_interfaces(names: str | None) -> tuple[str, ...]:
 
 
 def sent_bytes(interfaces: tuple[str, ...], table: str | None = None) -> dict[str, int]:
-    """Bytes that left each interface since it exists; `table` is the text of /proc/net/dev."""
+    """Bytes sent by each interface since it was created; `table` is the text of /proc/net/dev."""
     if not interfaces:
         return {}
     lines = (_COUNTERS.read_text() if table is None else table).splitlines()[2:]
@@ -38,9 +38,9 @@ def sent_bytes(interfaces: tuple[str, ...], table: str | None = None) -> dict[st
 
 
 def add_up_sent(ranks: list[tuple[str, dict[str, int]]]) -> int | None:
-    """Bytes of a cluster: each node's interfaces once, however many ranks watch them.
+    """Bytes sent by a cluster: each node's interfaces once, however many ranks watch them.
 
-    A rank says which node it is on and what its interfaces sent; None where none is watched.
+    Each rank gives its node and what its interfaces sent; None where none is watched.
     """
     by_interface: dict[tuple[str, str], int] = {}
     for node, sent in ranks:
@@ -51,17 +51,17 @@ def add_up_sent(ranks: list[tuple[str, dict[str, int]]]) -> int | None:
 
 
 def node_name() -> str:
-    """What tells this node from the others: torchrun's number of it."""
+    """The name that identifies this node: torchrun's number of it."""
     return os.environ.get("GROUP_RANK", "0")
 
 
 class MemoryMeter:
     """Peak memory of a contender above what the process held before it was built.
 
-    On CUDA: bytes that the caching allocator handed out, at the most, from the start of the first
-    warm-up step on. On a CPU: anonymous resident pages (libraries, which are read from files, left
-    out), sampled every 5 ms in the warm-up steps, so that timed steps are not disturbed. None where
-    the system does not tell.
+    On CUDA: the peak bytes that the caching allocator handed out, from the start of the first
+    warm-up step. On a CPU: anonymous resident pages (without libraries, which are read from files),
+    sampled every 5 ms in the warm-up steps, so that timed steps are not disturbed. None where the
+    system does not report it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class MemoryMeter:
         self._in_use_before = bytes_in_use() or 0
 
     def start(self) -> None:
-        """When the contender is built and has not trained."""
+        """Call when the contender is built and has not trained."""
         _give_back_freed_memory()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -83,7 +83,7 @@ class MemoryMeter:
             self._thread.start()
 
     def again(self) -> MemoryMeter:
-        """One for another contender's way of using what was built, above the same beginning."""
+        """A new meter with the same baseline, for another contender that uses what was built."""
         other = MemoryMeter(self._device)
         other._before, other._in_use_before = self._before, self._in_use_before
         return other
@@ -94,15 +94,15 @@ class MemoryMeter:
             self._thread.join()
 
     def peak(self) -> int | None:
-        """Bytes; after the last step."""
+        """The peak in bytes; call after the last step."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._before
         return self._peak - self._before if self._peak else None
 
     def peak_in_use(self) -> int | None:
-        """The same without what the allocator keeps for later; after the last warm-up step.
+        """The same without freed memory that the allocator keeps; call after the last warm-up step.
 
-        On CUDA it is the peak itself; None where the C library does not tell.
+        On CUDA it is the peak itself; None where the C library does not report it.
         """
         if self._device.type == "cuda":
             return self.peak()
@@ -121,7 +121,7 @@ class MemoryMeter:
 
 
 def anonymous_bytes(pages: str) -> int:
-    """Resident bytes without those that files or other processes share: /proc/self/statm."""
+    """Resident bytes without those shared with files or other processes, from /proc/self/statm."""
     _, resident, shared, *_ = map(int, pages.split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
@@ -139,7 +139,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def bytes_in_use() -> int | None:
-    """What the process has from malloc and has not freed; None where glibc cannot tell."""
+    """Bytes that the process got from malloc and has not freed; None where glibc has no count."""
     told = getattr(_LIBC, "mallinfo2", None)
     if told is None:
         return None
@@ -149,7 +149,7 @@ def bytes_in_use() -> int | None:
 
 
 def _give_back_freed_memory() -> None:
-    """What was freed is nobody's; Python and glibc keep it until told."""
+    """Returns freed memory to the system; otherwise Python and glibc keep it."""
     gc.collect()
     trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Pictures of figures: which files can be drawn, and a drawing that is written whole or not."""
+"""Plots of figures: which files can be drawn, and drawings that are written completely or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_can_draw(path: Path, flag: str = "--plot") -> None:
-    """`ValueError` for what would come to light only after everything was measured."""
+    """Raises `ValueError` early for what would otherwise fail after everything was measured."""
     if path.suffix not in FORMATS:
         raise ValueError(f"{flag} {path}: the name must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -26,9 +26,9 @@ def check_can_draw(path: Path, flag: str = "--plot") -> None:
 def drawing(
     path: Path, rows: int, columns: int, *, size: tuple[float, float], **subplots: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure of `size` inches and its panels [rows, columns], written when the block ends well.
+    """A figure of `size` inches and its panels [rows, columns], written when the block succeeds.
 
-    What else matplotlib's `subplots` takes may be given too.
+    Other arguments of matplotlib's `subplots` may be given too.
     """
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("agg")  # no screen is needed

@@ -1,1 +1,1 @@
-"""Megatron's flags that no setting here has: tables of what is accepted, ignored and refused."""
+"""Tables of Megatron's flags without an equivalent in PaRO: accepted, ignored or refused."""

@@ -1,4 +1,4 @@
-"""How a step is computed: kernels, fusions, number formats, and what saves memory."""
+"""Rules for Megatron's compute flags: kernels, fusions, number formats, memory saving."""
 
 from __future__ import annotations
 

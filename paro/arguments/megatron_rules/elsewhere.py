@@ -1,4 +1,4 @@
-"""Flags of Megatron's other programs, which do something else than pre-training a LLaMA."""
+"""Rules for flags of Megatron's other programs, which do not pre-train a LLaMA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes in and what comes out: optimizer, data, tokenizer, checkpoints, what is reported."""
+"""Rules for Megatron's optimizer, data, tokenizer, checkpoint and logging flags."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ JOB_RULES = (
         "--save-params-interval --save-activations-interval --save-tokens-per-expert-interval "
         "--save-wgrads-interval --save-dgrads-interval",
     ),
-    # What is reported.
+    # Logging.
     *accepted("perplexity is always written", "--log-validation-ppl-to-tensorboard"),
     *accepted("memory is always written", "--log-memory-to-tensorboard"),
     *accepted("the number of ranks is always written", "--log-world-size-to-tensorboard"),

@@ -1,4 +1,4 @@
-"""What a LLaMA is: the flags that describe one, and those of other architectures."""
+"""Rules for Megatron's model flags: those that describe a LLaMA, and other architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks, and how ranks talk to each other."""
+"""Rules for Megatron's flags of parallelism, sharding and communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One flag of Megatron's that no setting here has, and how the tables write such flags down."""
+"""The rule for one Megatron flag without an equivalent in PaRO, and helpers to write tables."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from enum import Enum
 
 
 class Outcome(Enum):
-    """What becomes of a flag."""
+    """How a flag is treated."""
 
-    ACCEPTED = "accepted"  # it asks for what happens anyway
-    IGNORED = "ignored"  # it changes no result, and the start of the run says that it does nothing
-    REFUSED = "refused"  # it asks for something else
+    ACCEPTED = "accepted"  # it requests what PaRO does anyway
+    IGNORED = "ignored"  # it changes no result; the run's first lines report that it has no effect
+    REFUSED = "refused"  # it requests something else
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One flag.
+    """How one flag is treated, and why.
 
     An accepted flag is a switch, or takes one of `values`; with `beside` it is a switch that
-    needs that other flag. What is not accepted of it is refused with `instead`. Ignored and
-    refused flags take any values.
+    requires that other flag. Other uses of it are refused, and the error gives `instead`. Ignored
+    and refused flags take any values.
     """
 
     flag: str
@@ -36,28 +36,28 @@ class Rule:
 
 
 def accepted(why: str, flags: str) -> tuple[Rule, ...]:
-    """Switches for what happens anyway."""
+    """Rules for switches that request what PaRO does anyway."""
     return tuple(Rule(flag, Outcome.ACCEPTED, why) for flag in flags.split())
 
 
 def values(
     flag: str, accepts: str | tuple[str | int | float, ...], why: str, instead: str
 ) -> tuple[Rule]:
-    """A flag of which some values ask for what happens anyway; words stand for several."""
+    """A flag with values that request what PaRO does anyway; a string lists several."""
     options = tuple(accepts.split()) if isinstance(accepts, str) else accepts
     return (Rule(flag, Outcome.ACCEPTED, why, values=options, instead=instead),)
 
 
 def beside(flag: str, other: str, why: str, instead: str) -> tuple[Rule]:
-    """A switch that asks for what another flag, given with it, does."""
+    """A switch that requests what another flag, given together with it, does."""
     return (Rule(flag, Outcome.ACCEPTED, why, beside=other, instead=instead),)
 
 
 def ignored(why: str, flags: str) -> tuple[Rule, ...]:
-    """Flags that change no result and are not acted upon."""
+    """Rules for flags that change no result and have no effect."""
     return tuple(Rule(flag, Outcome.IGNORED, why) for flag in flags.split())
 
 
 def refused(instead: str, flags: str) -> tuple[Rule, ...]:
-    """Flags that ask for something else; `instead` says what to do."""
+    """Rules for flags that request something PaRO does not do; `instead` is what to do."""
     return tuple(Rule(flag, Outcome.REFUSED, instead=instead) for flag in flags.split())

@@ -1,1 +1,1 @@
-"""Other formats of checkpoints, read and written tensor by tensor."""
+"""Converters between checkpoint formats, which read and write tensor by tensor."""

@@ -1,4 +1,4 @@
-"""From any format to any other: opened, described, and written whole or not at all."""
+"""Converts a checkpoint between formats; the output is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What is to be converted into what."""
+    """A conversion: formats, folders, dtype and vocabulary padding."""
 
     source_format: str
     target_format: str
     source: Path
     target: Path
     dtype: torch.dtype | None  # None: as it is stored
-    iteration: int | None = None  # of a training's checkpoint; None: the latest one
-    divisible_by: int  # rows of embedding and output layer, where they are padded
-    padded_vocab_size: int | None = None  # their number, whatever the multiple
+    iteration: int | None = None  # of a checkpoint of this project; None: the latest one
+    divisible_by: int  # padded vocabulary rows are a multiple of this
+    padded_vocab_size: int | None = None  # overrides divisible_by
 
     def open(self) -> Source:
-        """The model to convert, in the type it is going to have; nothing has been read of it."""
+        """The model to convert, lazy, in the target dtype; `CheckpointError` for wrong flags."""
         if not self.source.is_dir():
             raise CheckpointError(f"--input {self.source} is no folder")
         if self.target.exists() or self.target.is_symlink():
@@ -63,15 +63,15 @@ class Conversion:
         return replace(source, tensors=tensors)
 
     def _rows(self, source: Source) -> int:
-        """The rows that embedding and output layer get where they are padded."""
+        """The padded number of vocabulary rows of embedding and output layer."""
         return padded_vocab_size(
             source.config.vocab_size, self.divisible_by, self.padded_vocab_size
         )
 
     def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
-        """Writes all under another name and renames it; a failure leaves nothing behind.
+        """Writes under a temporary name, then renames; a failure leaves nothing behind.
 
-        Returns what is to be said of the result.
+        `advance` is called with the bytes of every piece. Returns lines to print about the result.
         """
         notes: list[str] = []
         target = self.target.absolute()

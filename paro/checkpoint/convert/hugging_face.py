@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, safetensors, tokenizer and generation config, in and out."""
+"""Reads and writes Hugging Face folders: config, safetensors, tokenizer and generation config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-MAX_FILE_BYTES = 5 * 10**9  # transformers' own
+MAX_FILE_BYTES = 5 * 10**9  # the limit of transformers
 
 
 def is_hugging_face(directory: Path) -> bool:
@@ -41,7 +41,7 @@ def is_hugging_face(directory: Path) -> bool:
 
 
 def open_hugging_face(directory: Path) -> Source:
-    """A folder that transformers loads; `CheckpointError` names the file or field at fault."""
+    """Opens a folder that transformers can load; `CheckpointError` names the bad file or field."""
     if not is_hugging_face(directory):
         raise CheckpointError(f"{directory} holds no Hugging Face model: it has no {CONFIG}")
     fields = read_json(directory / CONFIG)
@@ -69,13 +69,13 @@ def open_hugging_face(directory: Path) -> Source:
 
 
 def companions_in(directory: Path) -> dict[str, Path]:
-    """The files of a folder that go with the tensors."""
+    """The config and tokenizer files of a folder, by name."""
     names = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
     return {name: directory / name for name in names if (directory / name).is_file()}
 
 
 def tokenizer_of(companions: Mapping[str, Path]) -> dict[str, Any] | None:
-    """The fields of the TokenizerConfig that reads these files."""
+    """The TokenizerConfig fields for these files; None if they have no tokenizer."""
     for name, kind in (
         ("tokenizer.json", "HuggingFaceTokenizer"),
         ("tokenizer.model", "Llama2Tokenizer"),
@@ -89,7 +89,7 @@ def tokenizer_of(companions: Mapping[str, Path]) -> dict[str, Any] | None:
 
 
 def begins_with_bos(companions: Mapping[str, Path]) -> bool:
-    """Whether the tokenizer puts its first token in front of every text."""
+    """Whether the tokenizer puts a BOS token before every text."""
     if "tokenizer_config.json" in companions:
         says = read_json(companions["tokenizer_config.json"]).get("add_bos_token")
         if says is not None:
@@ -99,7 +99,7 @@ def begins_with_bos(companions: Mapping[str, Path]) -> bool:
         steps = step.get("processors", [step])
         firsts = [part["single"][0] for part in steps if part.get("single")]
         return any("SpecialToken" in first for first in firsts)
-    return "tokenizer.model" in companions  # as LLaMA's do
+    return "tokenizer.model" in companions  # LLaMA's SentencePiece tokenizers do
 
 
 def copy_companions(companions: Mapping[str, Path], directory: Path) -> None:
@@ -114,7 +114,7 @@ def write_hugging_face(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[str]:
-    """Fills an empty folder and returns what is to be said of it.
+    """Fills an empty folder; returns lines to print about the result.
 
     `advance` is called with the bytes of every piece written.
     """
@@ -138,7 +138,7 @@ def write_hugging_face(
 
 
 def _write_tokenizer(source: Source, directory: Path) -> list[str]:
-    """A tokenizer.json beside files of another form, and what is to be said of it."""
+    """Adds a tokenizer.json if there are only other tokenizer files; returns lines to print."""
     companions = source.companions
     if "tokenizer.json" in companions:
         return []
@@ -174,7 +174,7 @@ def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:
 
 
 def _superfluous(config: LlamaConfig) -> set[str]:
-    """What older versions stored as well: inverse frequencies, and a tied head a second time."""
+    """Tensors that older versions stored too: inverse frequencies, and a copy of a tied head."""
     layers = range(config.num_layers)
     buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers}
     return buffers | ({"lm_head.weight"} if config.tie_embeddings_and_output_weights else set())
@@ -188,7 +188,7 @@ def _missing_companions(directory: Path, companions: Mapping[str, Path]) -> Iter
 
 
 def _config_fields(source: Source, dtype: str) -> dict[str, Any]:
-    """The config.json it came with, as long as that tells this model; else a new one."""
+    """The source's own config.json if it describes this model; else a new one."""
     if CONFIG in source.companions:
         fields = read_json(source.companions[CONFIG])
         if llama_config(fields) == source.config:
@@ -196,21 +196,21 @@ def _config_fields(source: Source, dtype: str) -> dict[str, Any]:
             return fields | dict.fromkeys(known or ["torch_dtype"], dtype)
     fields = hugging_face_config(replace(source.config, recompute=None))
     rope = fields.pop("rope_parameters")
-    # As transformers 4 has it, which 5 reads as well.
+    # In the form of transformers 4, which version 5 reads too.
     fields["rope_theta"] = rope.pop("rope_theta")
     fields["rope_scaling"] = rope if source.config.use_rope_scaling else None
     return fields | {"torch_dtype": dtype} | _special_ids(source)
 
 
 def _special_ids(source: Source) -> dict[str, int | None]:
-    """Which ids begin and end a text: transformers would take 1 and 2 if nobody said."""
+    """The BOS and EOS ids: without them transformers would assume 1 and 2."""
     unknown: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if source.tokenizer is None:
         return unknown
     try:
         tokenizer = build_tokenizer(TokenizerConfig(**source.tokenizer))
     except (ValueError, OSError) as error:
-        if not source.companions:  # its files are gone, which the source has noted
+        if not source.companions:  # its files are missing; the source's notes say so
             return unknown
         raise CheckpointError(f"the tokenizer cannot be read: {error}") from error
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}

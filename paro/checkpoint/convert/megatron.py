@@ -1,12 +1,12 @@
-"""Megatron-LM's `torch` format of a LLaMA, in from any tensor parallelism and out for one rank."""
+"""Megatron-LM's `torch` format: reads any tensor-parallel size, writes for one rank."""
 
-# Its GPT model (megatron-core) fuses what this project keeps apart. Per query group, the heads of
-# queries, then the one of keys, then the one of values, of weights and of biases:
+# Megatron-core's GPT model fuses tensors that this project keeps separate. Weights and biases have,
+# per query group, the query heads, then the key head, then the value head:
 #
 #     linear_qkv.weight     q q q q k v | q q q q k v | ...      linear_fc1.weight     gate, up
 #
-# Tensor parallelism cuts groups and columns of the MLP, so that every rank's tensors are fused so.
-# Norms have two names: Transformer Engine fuses them into the linear layer behind them.
+# Tensor parallelism splits query groups and columns of the MLP, so every rank's tensors have this
+# layout. Norms have two names: Transformer Engine fuses them into the linear layer after them.
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from paro.checkpoint.errors import CheckpointError
 FILE = "mp_rank_00/model_optim_rng.pt"
 _CUT_BY_COLUMNS = ("wo", "w_down")
 _BY_GROUP = ("wq", "wk", "wv", "bq", "bk", "bv")
-COMPANIONS = "hugging_face"  # what a model converted by this project brought along
+COMPANIONS = "hugging_face"  # tokenizer and config files of a model converted by this project
 
 _OUTSIDE_BLOCKS = {
     "embedding.weight": "embedding.word_embeddings.weight",
@@ -65,7 +65,7 @@ _WITHOUT_TRANSFORMER_ENGINE = {
     "mlp_norm": "pre_mlp_layernorm.weight",
 }
 
-# Our fields by Megatron's arguments, which have the flags' names.
+# Our fields and Megatron's arguments for them, which have the names of the flags.
 _SIZES = {
     "num_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -76,7 +76,7 @@ _SIZES = {
     "norm_epsilon": "norm_epsilon",
 }
 _FEATURES = ("add_qkv_bias", "qk_layernorm")
-# What Megatron takes for granted of --use-rope-scaling.
+# Megatron's hard-coded values under --use-rope-scaling.
 _ROPE_SCALING = {
     "rope_scaling_original_max_position_embeddings": 8192,
     "rope_scaling_low_freq_factor": 1.0,
@@ -101,7 +101,7 @@ _ALIKE = {"rotary_seq_len_interpolation_factor": 1}  # another value that means 
 
 
 def megatron_name(name: str) -> str:
-    """The tensor of Megatron's that holds a parameter."""
+    """The name of the Megatron tensor that holds a parameter."""
     if name in _OUTSIDE_BLOCKS:
         return _OUTSIDE_BLOCKS[name]
     _, layer, part = name.split(".")
@@ -109,12 +109,12 @@ def megatron_name(name: str) -> str:
 
 
 def is_megatron(root: Path) -> bool:
-    """Its tracker has the name of this project's own."""
+    """Whether the folder is Megatron's; its tracker has the same name as ours."""
     return (root / TRACKER).is_file() and any(root.glob("*/mp_rank_*"))
 
 
 def open_megatron(root: Path) -> Source:
-    """A `--ckpt-format torch` checkpoint; `CheckpointError` says why it is none."""
+    """Opens a `--ckpt-format torch` checkpoint; `CheckpointError` if it cannot be read."""
     path = _iteration(root) / FILE
     if not path.is_file():
         raise CheckpointError(
@@ -141,7 +141,7 @@ def open_megatron(root: Path) -> Source:
 def write_megatron(
     source: Source, root: Path, advance: Callable[[int], None], *, rows: int, divisible_by: int
 ) -> None:
-    """Fills an empty folder with a `release` checkpoint of so many rows of embedding and head."""
+    """Fills an empty folder with a `release` checkpoint; embedding and head have `rows` rows."""
     _check_rope_scaling(source.config)
     config = replace(source.config, vocab_size=rows)
     writers: dict[str, list[tuple[Callable[[Tensor], Tensor], LazyTensor]]] = {}
@@ -151,7 +151,7 @@ def write_megatron(
         writers.setdefault(theirs, []).append((_place(config, name), tensor))
         others = shapes.get(theirs, ((0, *shape[1:]), tensor.dtype))[0]
         shapes[theirs] = ((others[0] + shape[0], *shape[1:]), tensor.dtype)
-    # Never touched, so that they take no memory; the file gets room for them and no bytes.
+    # Never written, so they take no memory; `skip_data` reserves their space in the file.
     room = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     path = root / "release" / FILE
     path.parent.mkdir(parents=True)
@@ -178,7 +178,7 @@ def _check_rope_scaling(config: LlamaConfig) -> None:
 
 
 def _fill(view: Tensor, tensor: LazyTensor, advance: Callable[[int], None]) -> None:
-    """Copies a parameter into its view of the file, of Q, K and V group by group."""
+    """Copies a parameter into its view of the mapped file; Q, K and V group by group."""
     for start, stop in tensor.row_ranges():
         rows = tensor.rows(start, stop)
         if view.ndim == len(tensor.shape):
@@ -206,7 +206,7 @@ def _iteration(root: Path) -> Path:
 
 
 def _contents(path: Path) -> tuple[Namespace, Mapping[str, Any]]:
-    """The arguments and tensors in a rank's file."""
+    """The arguments and tensors in a rank's file; `CheckpointError` if it has none."""
     saved = load_torch_file(path)
     if not isinstance(saved, dict) or not isinstance(saved.get("args"), Namespace):
         raise CheckpointError(f"{path} is no checkpoint of Megatron's: it has no args")
@@ -219,7 +219,7 @@ def _contents(path: Path) -> tuple[Namespace, Mapping[str, Any]]:
 def _config(
     path: Path, args: Namespace, ranks: Sequence[Mapping[str, Any]]
 ) -> tuple[LlamaConfig, int]:
-    """The model with its padding, and the vocabulary without."""
+    """The model with padded vocabulary, and the size of the vocabulary without padding."""
     given = vars(args)
     for name, ours in _FIXED.items():
         theirs = given.get(name, ours)
@@ -255,14 +255,14 @@ def _config(
     vocab_size = int(given.get("vocab_size") or config.vocab_size)
     is_null = given.get("tokenizer_type") == "NullTokenizer"
     if is_null and "null_tokenizer_eod_id" not in given:
-        vocab_size += 1  # the end of a document, which the argument left out before core 0.18
+        vocab_size += 1  # before core 0.18 the argument did not count the EOD token
     return config, min(vocab_size, config.vocab_size)
 
 
 def _found(
     path: Path, config: LlamaConfig, names: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]
 ) -> dict[str, LazyTensor]:
-    """The parameters cut out of Megatron's tensors, of which nothing is read."""
+    """The parameters as lazy slices of Megatron's tensors."""
     of_a_rank = replace(
         config,
         num_attention_heads=config.num_attention_heads // len(ranks),
@@ -293,7 +293,7 @@ def _found(
 
 
 def _stored(rank: Mapping[str, Any], name: str, theirs: str) -> Any:
-    """A rank's tensor, norms by either name."""
+    """A rank's tensor; norms are looked up by both names."""
     part = name.rpartition(".")[2]
     if theirs not in rank and part in _WITHOUT_TRANSFORMER_ENGINE:
         layer = name.split(".")[1]
@@ -309,7 +309,7 @@ def _fused_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _place(config: LlamaConfig, name: str) -> Callable[[Tensor], Tensor]:
-    """Which view of Megatron's tensor a parameter is; of Q, K and V [group, row in it, ...]."""
+    """The function from Megatron's tensor to a parameter's view; QKV: [group, row, ...]."""
     part = name.rpartition(".")[2]
     groups, head = config.num_query_groups, config.kv_channels
     queries = config.num_attention_heads // groups * head
@@ -329,7 +329,7 @@ def _place(config: LlamaConfig, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _cut_out(view: Tensor, *, by_group: bool) -> LazyTensor:
-    """Rows of a view that may be cut into groups."""
+    """A view as a lazy tensor; with `by_group`, [group, row, ...] is flattened to rows."""
     if not by_group:
         return lazy(view)
     size = view.shape[1]
@@ -345,7 +345,7 @@ def _cut_out(view: Tensor, *, by_group: bool) -> LazyTensor:
 def _state(
     source: Source, config: LlamaConfig, room: Mapping[str, Tensor], divisible_by: int
 ) -> dict[str, Any]:
-    """What Megatron's file holds beside the bytes of its tensors."""
+    """The contents of Megatron's file, with tensors of the right shape but no values."""
     dtype = next(iter(room.values())).dtype
     args = {
         **_FIXED,

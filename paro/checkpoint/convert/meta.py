@@ -1,4 +1,4 @@
-"""Meta's original folders: params.json and consolidated.*.pth, one file per model-parallel rank."""
+"""Reads Meta's original folders: params.json, and consolidated.*.pth per model-parallel rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _CUT_BY_COLUMNS = ("wo", "w_down")
 
 
 def meta_name(name: str) -> str:
-    """What Meta's code calls a parameter."""
+    """The name of a parameter in Meta's files."""
     if name in _OUTSIDE_BLOCKS:
         return _OUTSIDE_BLOCKS[name]
     _, layer, part = name.split(".")
@@ -57,7 +57,7 @@ def is_meta(directory: Path) -> bool:
 
 
 def open_meta(directory: Path) -> Source:
-    """A folder as Meta published it; `CheckpointError` names the file at fault."""
+    """Opens a folder as Meta published it; `CheckpointError` names the bad file."""
     if not is_meta(directory):
         raise CheckpointError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
     params = read_json(directory / PARAMS)
@@ -89,7 +89,7 @@ def open_meta(directory: Path) -> Source:
 
 
 def half_rotation(weight_RD: Tensor, head: int) -> Tensor:
-    """Rows for a rotation of channels i and i + H/2, from rows for one of 2i and 2i + 1."""
+    """Permutes rows from RoPE on channels (2i, 2i + 1) to RoPE on channels (i, i + H/2)."""
     pairs = weight_RD.unflatten(0, (-1, head // 2, 2))
     return pairs.transpose(1, 2).reshape(weight_RD.shape)
 
@@ -106,7 +106,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:
-    """What of a file may belong to a model."""
+    """The tensors of a file; `CheckpointError` if they are not a model's."""
     content = load_torch_file(path)
     entries = content.items() if isinstance(content, dict) else ()
     tensors = {name: value for name, value in entries if isinstance(value, Tensor)}
@@ -116,7 +116,7 @@ def _tensors_in(path: Path) -> dict[str, Tensor]:
 
 
 def _joined(config: LlamaConfig, name: str, parts: list[Tensor]) -> LazyTensor:
-    """One parameter from its shards, in this project's order of channels."""
+    """One parameter joined from its shards, with this project's order of RoPE channels."""
     part = name.rpartition(".")[2]
     pieces = [lazy(shard) for shard in parts]
     by_columns = part in _CUT_BY_COLUMNS or (
@@ -139,7 +139,7 @@ def _rotated(tensor: LazyTensor, head: int) -> LazyTensor:
 def _config(
     directory: Path, params: Mapping[str, Any], shards: list[Mapping[str, Tensor]]
 ) -> LlamaConfig:
-    """Sizes by params.json, and by the tensors where it is silent."""
+    """Sizes from params.json, or from the tensors where it lacks them."""
     try:
         hidden, layers, heads = (int(params[name]) for name in ("dim", "n_layers", "n_heads"))
         groups = int(params.get("n_kv_heads") or heads)
@@ -151,7 +151,7 @@ def _config(
         raise CheckpointError(f"{directory / PARAMS} is damaged: {error}") from None
     first = shards[0]
     columns = first["tok_embeddings.weight"].shape[1]
-    by_rows = columns == hidden  # LLaMA-3 cuts the vocabulary, the older ones the channels
+    by_rows = columns == hidden  # LLaMA-3 splits the vocabulary, older models the channels
     vocab_rows = [shard["tok_embeddings.weight"].shape[0] for shard in shards]
     gate = "layers.0.feed_forward.w1.weight"
     for needed in ("layers.0.attention.wq.weight", gate):
@@ -180,15 +180,15 @@ def _config(
 
 
 def _positions(params: Mapping[str, Any]) -> int:
-    """How long the model's texts were; params.json does not say."""
+    """The maximum sequence length, which params.json does not have: inferred from RoPE fields."""
     if params.get("use_scaled_rope"):
         return 131072
     return 8192 if float(params.get("rope_theta", 10000.0)) > 10000.0 else 2048
 
 
 def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConfig:
-    """What params.json leaves out, by the preset of the same sizes: LLaMA-3.2's files say neither
-    that its rotation is stretched by 32 nor that its head, which is stored twice, is tied."""
+    """Fills in what params.json lacks from the preset of the same sizes: LLaMA-3.2's files state
+    neither its RoPE scaling factor of 32 nor that its head, which is stored too, is tied."""
     free = ("tie_embeddings_and_output_weights", "rope_scaling_factor", "max_position_embeddings")
     for preset in LLAMA_PRESETS.values():
         if replace(config, **{name: getattr(preset, name) for name in free}) != preset:
@@ -201,6 +201,6 @@ def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConf
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """LLaMA-3's tokenizer.model is lines of text for another library."""
+    """Whether this is a SentencePiece model; LLaMA-3's file is text for another library."""
     with path.open("rb") as file:
         return file.read(1) == b"\n"

@@ -1,4 +1,4 @@
-"""This project's own checkpoints as a source of tensors, and written from tensors nobody holds."""
+"""Reads and writes this project's own checkpoints tensor by tensor, for conversions."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files, read_metadata
 
-COMPANIONS = "hugging_face"  # the folder of files that a converted model brought along
-# What a run may choose anew, so that common.json does not hold it among the model's fields.
+COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
+# Fields that a run may change; common.json does not have them among the model's fields.
 FREE_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
 
 
 def open_native(root: Path, iteration: int | None = None) -> Source:
-    """A checkpoint of a training or a converted one; `CheckpointError` says what is wrong."""
+    """Opens a checkpoint of a run or of a conversion; `CheckpointError` says what is wrong."""
     directory = find_checkpoint(root, iteration)
     if directory is None:
         raise CheckpointError(f"{root} holds no checkpoint: it has no {TRACKER}")
@@ -78,10 +78,9 @@ def open_native(root: Path, iteration: int | None = None) -> Source:
 def write_native(
     source: Source, root: Path, final: Path, advance: Callable[[int], None], *, rows: int
 ) -> None:
-    """Fills an empty folder, which is going to be `final`, with a checkpoint of the parameters.
+    """Fills an empty folder, later renamed to `final`, with a checkpoint of the parameters.
 
-    Embedding and output layer get `rows`; what is padding is zero, as nothing is ever drawn from
-    it.
+    Embedding and output layer get `rows` rows; padding rows are zero, as their ids never occur.
     """
     partial_directory = begin_checkpoint(root, 0)
     states, reads = _lazy_states(source, rows)
@@ -110,7 +109,7 @@ def write_native(
 
 
 class LazySavePlanner(BoxSavePlanner):
-    """Plans with shapes alone; the values of a rectangle are read when they are written."""
+    """Plans with shapes only; the values of a rectangle are read when they are written."""
 
     def __init__(
         self, reads: Mapping[tuple[str, int], Callable[[], Tensor]], advance: Callable[[int], None]
@@ -130,7 +129,7 @@ class LazySavePlanner(BoxSavePlanner):
 def _lazy_states(
     source: Source, vocab_rows: int
 ) -> tuple[dict[str, BoxedState], dict[tuple[str, int], Callable[[], Tensor]]]:
-    """Every parameter in runs of rows: their shapes, on no device, and how each is read."""
+    """Every parameter as ranges of rows: meta tensors, and the functions that read them."""
     states: dict[str, BoxedState] = {}
     reads: dict[tuple[str, int], Callable[[], Tensor]] = {}
     for parameter, tensor in source.tensors.items():
@@ -198,14 +197,14 @@ def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _true_vocab_size(common: Mapping[str, Any], rows: int) -> int:
-    """Without padding, where the checkpoint says so or its tokenizer does."""
+    """The vocabulary size without padding, if the checkpoint or tokenizer has it, else `rows`."""
     if "vocab_size" in common:
         return int(common["vocab_size"])
     return int(saved_tokenizer(common).get("vocab_size") or rows)
 
 
 def _begins_with_bos(common: Mapping[str, Any]) -> bool:
-    """Whether texts began so, in a training by its type of tokenizer."""
+    """Whether texts began with BOS; for a checkpoint of a run, by its type of tokenizer."""
     tokenizer = common.get("tokenizer") or {}
     trained = tokenizer.get("tokenizer_type") == "Llama2Tokenizer"
     return bool(common.get("begins_with_bos", trained))
@@ -214,7 +213,7 @@ def _begins_with_bos(common: Mapping[str, Any]) -> bool:
 def _companions(
     root: Path, common: Mapping[str, Any]
 ) -> tuple[dict[str, Path], dict[str, Any] | None, tuple[str, ...]]:
-    """The files beside the tensors, the tokenizer's configuration, and what is to be said."""
+    """The tokenizer and config files, the tokenizer's configuration, and lines to print."""
     own = companions_in(root / COMPANIONS)
     if own:
         return own, tokenizer_of(own), ()
@@ -239,7 +238,7 @@ def _companions(
 
 
 def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:
-    """The tokenizer as the checkpoint will name it: its own copy, or token ids."""
+    """The tokenizer for the checkpoint's common.json: the copy in `folder`, or token ids."""
     there = tokenizer_of({name: folder / name for name in source.companions})
     if there is not None:
         return {"vocab_size": None, **there}

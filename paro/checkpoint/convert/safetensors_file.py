@@ -1,7 +1,7 @@
-"""One safetensors file: opened without reading its tensors, and written piece by piece."""
+"""Opens a safetensors file without reading its tensors; writes one in pieces."""
 
-# The library writes dicts of tensors that are all in memory; the format is a length of 8 bytes, a
-# header of JSON and the tensors' bytes, so that a file of any size can be written in pieces.
+# The library only writes tensors that are all in memory. The format is a length of 8 bytes, a JSON
+# header and the tensors' bytes, so a file of any size can be written in pieces.
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file, each read when it is asked for.
+    """The tensors of a file, each read when its rows are requested.
 
-    The library checks that header and size agree, so a truncated file is refused here.
+    The library checks the header against the file size, so `CheckpointError` for a truncated file.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {}
-            for name in file.keys():  # noqa: SIM118 - it is no dict
+            for name in file.keys():  # noqa: SIM118 - not a dict
                 view = file.get_slice(name)
                 kind = view.get_dtype()
                 if kind not in _DTYPES:
@@ -55,8 +55,8 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 def write_safetensors(
     path: Path, tensors: Mapping[str, LazyTensor], advance: Callable[[int], None]
 ) -> None:
-    """Writes the file that the library would, with one piece of one tensor in memory at a time."""
-    # In its order: wide types first, for the sake of alignment, then by name.
+    """Writes the same file as the library, with one piece of one tensor in memory at a time."""
+    # In the library's order: wide types first, for alignment, then by name.
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -78,7 +78,7 @@ def write_safetensors(
 
 
 def _read_rows(path: Path, name: str, start: int, stop: int) -> Tensor:
-    """Opened anew, so that what was read before does not stay mapped."""
+    """Reads rows [start, stop); reopens the file, so that earlier reads do not stay mapped."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:

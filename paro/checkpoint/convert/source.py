@@ -1,4 +1,4 @@
-"""A model that is to be converted: its sizes, and its tensors, unread until they are asked for."""
+"""Source: a model to convert, with its configuration and lazily read tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model.config import LlamaConfig, parameter_shapes
 from paro.checkpoint.errors import CheckpointError, describe
 from paro.layout import Shape
 
-# How much of a tensor is read at once; a conversion holds a few times as much.
+# How much of a tensor is read at once; a conversion holds a few times as much in memory.
 PIECE_BYTES = 2**27
 
 
@@ -33,21 +33,21 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def row_ranges(self) -> Iterator[tuple[int, int]]:
-        """Runs of rows of about `PIECE_BYTES`, one behind the other."""
+        """Consecutive [start, stop) ranges of rows of about `PIECE_BYTES` each."""
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         step = max(1, PIECE_BYTES // max(1, row_bytes))
         for start in range(0, self.shape[0], step):
             yield start, min(start + step, self.shape[0])
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """All of it in memory, in this type."""
+        """The whole tensor in memory, in this dtype."""
         values = torch.empty(self.shape, dtype=dtype)
         for start, stop in self.row_ranges():
             values[start:stop] = self.rows(start, stop)
         return values
 
     def first_rows(self, count: int) -> LazyTensor:
-        """Without the rows behind, such as a padded vocabulary's."""
+        """The first `count` rows; drops the padding of a vocabulary, for example."""
         return LazyTensor(shape=(count, *self.shape[1:]), dtype=self.dtype, rows=self.rows)
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
@@ -65,20 +65,20 @@ class LazyTensor:
 class Source:
     """A model to convert: tensors under this project's names, nothing padded.
 
-    `companions` are files beside the tensors by their name in a Hugging Face folder: tokenizer,
-    generation_config.json and, where there was one, config.json.
+    `companions` are its other files by their name in a Hugging Face folder: tokenizer,
+    generation_config.json and, if the source has one, config.json.
     """
 
     config: LlamaConfig
     tensors: Mapping[str, LazyTensor]
     companions: Mapping[str, Path] = field(default_factory=dict)
-    tokenizer: Mapping[str, Any] | None = None  # as TokenizerConfig has it, where that is known
-    begins_with_bos: bool = False  # whether every text it learned from did
+    tokenizer: Mapping[str, Any] | None = None  # fields of TokenizerConfig, if known
+    begins_with_bos: bool = False  # whether training texts began with BOS
     notes: tuple[str, ...] = ()
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that end a text beside the tokenizer's, by the generation config."""
+        """The ids that end a text in addition to the tokenizer's, from the generation config."""
         path = self.companions.get("generation_config.json")
         if path is None:
             return frozenset()
@@ -91,7 +91,7 @@ class Source:
 
 
 def below_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """One tensor of the rows of several."""
+    """Several tensors concatenated along their rows."""
     if len(parts) == 1:
         return parts[0]
 
@@ -109,7 +109,7 @@ def below_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def beside_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """One matrix of the columns of several."""
+    """Several matrices concatenated along their columns."""
     return LazyTensor(
         shape=(parts[0].shape[0], sum(part.shape[1] for part in parts)),
         dtype=parts[0].dtype,
@@ -120,9 +120,9 @@ def beside_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
 def checked_tensors(
     config: LlamaConfig, found: Mapping[str, LazyTensor], where: Path, names: Mapping[str, str]
 ) -> dict[str, LazyTensor]:
-    """The model's tensors in its order; `names` are what the file calls them.
+    """The model's tensors in model order; `names` are their names in the file.
 
-    Raises `CheckpointError` that names what is missing or has another shape.
+    Raises `CheckpointError` for a tensor that is missing or has another shape.
     """
     tensors = {}
     for name, shape in parameter_shapes(config).items():
@@ -139,7 +139,7 @@ def checked_tensors(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object of JSON; `CheckpointError` names the file that holds none."""
+    """The JSON object in a file; `CheckpointError` if there is none."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

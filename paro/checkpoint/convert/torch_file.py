@@ -1,4 +1,4 @@
-"""Files of torch.save from strangers: tensors mapped from disk, and nothing in them ever runs."""
+"""Opens untrusted files of torch.save: tensors are memory-mapped, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paro.checkpoint.errors import CheckpointError, describe
 
 
 class _Inert:
-    """What stands in for any class that a file names: it takes everything and does nothing."""
+    """Replaces every class that a file names: accepts all arguments and does nothing."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -33,10 +33,10 @@ class _Inert:
 
 
 def load_torch_file(path: Path) -> Any:
-    """What lies in a file, its tensors as maps of it.
+    """The contents of a file, with its tensors memory-mapped.
 
-    torch's own unpickler for weights alone makes plain data, tensors and namespaces. Whatever else
-    the file names, functions included, becomes an object that does nothing.
+    torch's weights-only unpickler makes plain data, tensors and namespaces. Everything else that
+    the file names, functions included, becomes an inert object. `CheckpointError` for bad files.
     """
     try:
         names = get_unsafe_globals_in_checkpoint(str(path))
@@ -47,7 +47,7 @@ def load_torch_file(path: Path) -> Any:
         raise CheckpointError(
             f"{path} names code that cannot be left out: nothing of it was run, and it is not read"
         ) from None
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damage causes many kinds of errors
         raise CheckpointError(f"{path} is missing, truncated or damaged ({describe(error)})") from (
             None
         )
@@ -55,13 +55,13 @@ def load_torch_file(path: Path) -> Any:
 
 @contextmanager
 def fill_torch_file(path: Path) -> Iterator[Any]:
-    """What lies in a file of our own, its tensors as maps of it whose changes reach the file."""
+    """The contents of our own file; its tensors are mapped, and writes to them change the file."""
     with safe_globals([Namespace]), set_default_mmap_options(mmap.MAP_SHARED):
         yield torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def lazy(tensor: Tensor) -> LazyTensor:
-    """A tensor that is mapped from a file, or a view of one: its rows are copied when read."""
+    """A lazy tensor over a mapped tensor or a view of one; its rows are copied when read."""
     return LazyTensor(
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,

@@ -1,1 +1,1 @@
-"""A cluster as data, and how long its collectives take."""
+"""A cluster as data, and the time of its collectives."""

@@ -1,4 +1,4 @@
-"""The fastest algorithm for every size of a collective, of those that were measured."""
+"""Chooses the fastest measured algorithm for every collective and size."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paro.topology import Axes
 
 
 def choice_by(machine: Machine) -> AlgorithmChoice:
-    """The fastest of what was measured on a machine.
+    """The choice of the fastest algorithm, by the measurements of a machine.
 
-    Raises `ValueError` where it names unknown algorithms, or lacks a collective over some axes.
+    Raises `ValueError` if these name unknown algorithms, or lack a collective over some axes.
     """
     names = tuple(dict.fromkeys(row.algorithm for row in machine.measured))
     unknown = sorted(set(names) - set(COLLECTIVES))

@@ -1,21 +1,22 @@
-"""How long a collective takes on a machine, and what it keeps busy meanwhile, job by job."""
+"""Time of a collective on a machine, and the links and cores that it keeps busy, job by job."""
 
-# A move is a list of phases, one after the other; a phase is the jobs that run at the same time,
-# each in a lane of its own. That is how collectives/ carries moves out:
+# A collective is a list of phases, one after the other; a phase is a set of jobs that run at the
+# same time, each in its own communication stream. This is how collectives/ runs them:
 #
-#     native                one phase an axis, gathers from the outside in, reductions inside out
+#     native                one phase per axis: gathers outermost first, reductions innermost first
 #     flat                  one phase of one job over all axes
-#     ring, h-ring, ho-ring one phase, a job for each kind of links
+#     ring, h-ring, ho-ring one phase, one job per kind of link
 #
-# Times are those that were measured, where they were. Else they follow from the links, by the ring
+# Times are the measured ones where there are any. Otherwise they follow from the links, by the ring
 # formulas at the head of collectives/ring.py, h_ring.py and ho_ring.py (papers.md: T = steps *
-# latency + bytes / bandwidth). s ranks along an axis at whose coarse end a rank has a buffer of V:
+# latency + bytes / bandwidth). For s ranks along an axis, with a buffer of V at its coarse end:
 #
 #     inside a group    (s - 1) latency + (s - 1) / s * V / a rank's link
 #     between groups    (s - 1) latency + flows * (s - 1) / s * V / a group's NICs together
 #
-# where every rank of a group that is a flow of its own sends as much; an axis that begins below the
-# group size has fewer flows. A large all-reduce of few bytes goes through a tree: 2 log2(s) hops.
+# where all flows of a group, one per sending rank, have the same size; an axis that begins below
+# the group size has fewer flows. An all-reduce of few bytes on many ranks uses a tree of 2 log2(s)
+# hops.
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ from paro.layout import chunk_numel
 from paro.planning.machine.machine import LinkSpeed, Machine, Nic, measured_at, seconds
 from paro.topology import Axes, Axis, AxisSpan, Link
 
-StreamAxes = tuple[int, ...]  # the axes that a lane serves
+StreamAxes = tuple[int, ...]  # the axes that a comm stream serves
 
 
 class Job(NamedTuple):
-    """Work for one lane. `intra`, `inter` and `cpu` are parts of its time, from 0 to 1.
+    """Work for one comm stream. `intra`, `inter` and `cpu` are shares of its time, from 0 to 1.
 
-    Jobs that want a kind of links at the same time share it; what a job takes of a CPU rank's
-    processor time is missing to computing, and while ranks compute it takes `slowed` times as long.
+    Jobs that use one kind of link at the same time share it; compute loses the processor time that
+    jobs take on CPU ranks, and while ranks compute a job takes `slowed` times as long.
     """
 
     lane: StreamAxes
@@ -52,13 +53,13 @@ Phase = tuple[Job, ...]
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimes:
-    """The collectives of one machine by one algorithm, or by the fastest for every size (auto)."""
+    """Times of a machine's collectives by one algorithm, or the fastest for every size (auto)."""
 
     machine: Machine
     algorithm: str
 
     def phases(self, op: Op, run: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
-        """The jobs of a collective along a run, for a whole buffer of `num_bytes`."""
+        """The jobs of a collective along an axis span, for a whole buffer of `num_bytes`."""
         if not run or num_bytes == 0:
             return ()
         algorithm = self.algorithm
@@ -71,16 +72,16 @@ class CollectiveTimes:
         return (self._rings(op, run, num_bytes, algorithm),)
 
     def seconds(self, op: Op, run: AxisSpan, num_bytes: int) -> float:
-        """The whole of a collective that has all links for itself."""
+        """Time of a whole collective that shares links with nothing else."""
         return math.fsum(
             max(job.seconds for job in phase) for phase in self.phases(op, run, num_bytes)
         )
 
     def shifts(self, run: AxisSpan, num_bytes: int, *, in_place: bool = False) -> tuple[Phase, ...]:
-        """A pass of slices round the ring of a run, one shift of a slice after another.
+        """A pass of slices round the ring of an axis span, one shift of a slice after another.
 
-        A ring gathers by the same messages: as long as its steps take, shifts do. In place two
-        chunks of a slice are under way at a time, and the next two when those have landed.
+        A ring all-gather sends the same messages, so a shift takes as long as one of its steps. In
+        place two chunks of a slice are in flight at a time, the next two after those have arrived.
         """
         if not run or num_bytes == 0:
             return ()
@@ -103,7 +104,7 @@ class CollectiveTimes:
         return min(times, key=times.__getitem__)
 
     def _native(self, op: Op, run: AxisSpan, num_bytes: int) -> list[Job]:
-        """A job per axis in the order of time; an all-reduce goes in, across and back."""
+        """One job per axis in time order; an all-reduce goes inwards, across and back."""
         sizes = [num_bytes]
         for axis in run:
             sizes.append(sizes[-1] // axis.size)
@@ -120,7 +121,7 @@ class CollectiveTimes:
         return [self._whole(kind, (axis,), size, "native") for kind, axis, size in steps]
 
     def _whole(self, op: Op, run: AxisSpan, num_bytes: int, algorithm: str) -> Job:
-        """One job over all axes of a run."""
+        """One job over all axes of a span."""
         axes = _axes(self.machine, run)
         found = self._measured(op, run, num_bytes, algorithm)
         time, cpu, slowed = found or _Found(_ring_seconds(self.machine, op, run, num_bytes))
@@ -137,7 +138,7 @@ class CollectiveTimes:
         )
 
     def _rings(self, op: Op, run: AxisSpan, num_bytes: int, algorithm: str) -> Phase:
-        """A job per kind of links, each as long as the whole, busy for its own part."""
+        """One job per kind of link, each as long as the whole, busy for its own share."""
         parts = _parts(self.machine, run)
         if algorithm == "ring" or len(parts) == 1:
             return (self._whole(op, run, num_bytes, algorithm),)
@@ -164,16 +165,16 @@ class CollectiveTimes:
         )
 
     def _last_piece(self, op: Op, inner: AxisSpan, outer: AxisSpan, num_bytes: int) -> float:
-        """What is left inside a group when the last piece has come across."""
+        """Time inside a group after the last piece has arrived from another one."""
         pieces = count_pieces(num_bytes // _size(inner) // _size(outer))
         piece_bytes = num_bytes // _size(outer) // pieces
         return _ring_seconds(self.machine, op, inner, piece_bytes)
 
     def _measured(self, op: Op, run: AxisSpan, num_bytes: int, algorithm: str) -> _Found | None:
-        """A collective by what was measured.
+        """The time of a collective from measurements; None if the machine has none.
 
-        An axis of another size than the one that was measured takes as long as the buffer of which
-        each rank of that one would send as much.
+        An axis of another size than the measured one takes as long as the measured one with a
+        buffer for which each rank sends as many bytes.
         """
         machine = self.machine
         if not machine.measured:
@@ -198,7 +199,7 @@ class CollectiveTimes:
 
 
 class _Found(NamedTuple):
-    """What a collective takes alone, of a rank's share of the cores, and beside computing."""
+    """A collective's time alone, its share of a rank's cores, its slowdown during compute."""
 
     seconds: float
     cpu: float = 0.0
@@ -210,7 +211,7 @@ def _size(run: AxisSpan) -> int:
 
 
 def _link_of(machine: Machine, axis: Axis) -> Link:
-    """The links that an axis really runs over, whatever group size a strategy goes by."""
+    """The links that an axis uses on the machine, whatever group size the strategy has."""
     return Link.INTRA if axis.outer <= machine.group_size else Link.INTER
 
 
@@ -220,7 +221,7 @@ def _axes(machine: Machine, run: AxisSpan) -> Axes:
 
 
 def _parts(machine: Machine, run: AxisSpan) -> list[AxisSpan]:
-    """The levels of a run, innermost first: neighbouring axes of one kind are one."""
+    """The levels of a span, innermost first: neighbouring axes of one kind are merged."""
     kinds = [
         tuple(axis for axis in run if _link_of(machine, axis) is link)
         for link in (Link.INTRA, Link.INTER)
@@ -229,16 +230,16 @@ def _parts(machine: Machine, run: AxisSpan) -> list[AxisSpan]:
 
 
 class Ring(NamedTuple):
-    """One ring through all ranks of a run; it is as slow as its slowest links."""
+    """One ring through all ranks of a span; it is as slow as its slowest links."""
 
     size: int
-    lap_seconds: float  # of nothing, from the first rank to the last
-    hop_seconds: float  # of nothing, over the slowest links
-    seconds_per_byte: float  # over the slowest links, which all rings of the run's kind share
+    lap_seconds: float  # latency from the first rank to the last
+    hop_seconds: float  # latency of a hop over the slowest links
+    seconds_per_byte: float  # on the slowest links, shared by all such rings
 
 
 def ring_of(machine: Machine, run: AxisSpan) -> Ring:
-    """The ring of a run that is not empty, neighbours of a group being neighbours in it."""
+    """The ring of a non-empty span, in which the ranks of a group are neighbours."""
     size = _size(run)
     if run[-1].outer <= machine.group_size:
         speed = speed_of(machine, Link.INTRA)
@@ -246,7 +247,7 @@ def ring_of(machine: Machine, run: AxisSpan) -> Ring:
         return Ring(size, lap, speed.latency_seconds, 8 / speed.bits_per_second)
     speed = speed_of(machine, Link.INTER)
     flows = min(run[0].inner, machine.group_size)
-    inside = machine.group_size // flows  # of the ring's ranks are neighbours in a group
+    inside = machine.group_size // flows  # ring ranks per group, which are neighbours
     crossings = size // inside - 1
     lap = crossings * speed.latency_seconds
     if inside > 1:
@@ -261,7 +262,7 @@ def _ring_seconds(machine: Machine, op: Op, run: AxisSpan, num_bytes: int) -> fl
 
 
 def _ring(machine: Machine, op: Op, run: AxisSpan, num_bytes: int) -> tuple[float, float]:
-    """Its latencies, and for how long it keeps its slowest links busy."""
+    """A ring's total latency, and the time for which it keeps its slowest links busy."""
     ring = ring_of(machine, run)
     passes = 2 if op is Op.ALL_REDUCE else 1
     latency = passes * ring.lap_seconds
@@ -271,7 +272,7 @@ def _ring(machine: Machine, op: Op, run: AxisSpan, num_bytes: int) -> tuple[floa
 
 
 def _has_links(machine: Machine, axes: Axes) -> bool:
-    """Whether the speed of all the links that these axes lead over is known."""
+    """Whether the speed of all links that these axes use is known."""
     needed = [machine.intra] * (axes is not Axes.INTER) + [machine.inter] * (axes is not Axes.INTRA)
     return None not in needed
 
@@ -287,12 +288,12 @@ def speed_of(machine: Machine, link: Link) -> LinkSpeed:
 
 
 def scalar_seconds(machine: Machine) -> float:
-    """How long the ranks take to agree on a few numbers."""
+    """Time of an all-reduce of a few numbers over all ranks."""
     kinds = [link for link, ranks in _ranks(machine) if ranks > 1]
     if not kinds:
         return 0.0
     rows = [row for row in machine.measured if row.op is Op.ALL_REDUCE]
-    if rows:  # of the widest axes: all ranks have to come
+    if rows:  # of the widest axes: all ranks take part
         widest = max((row.axes for row in rows), key=list(Axes).index)
         return min(row.seconds for row in rows if row.axes is widest)
     hops = {link: 2 * math.ceil(math.log2(ranks)) for link, ranks in _ranks(machine)}

@@ -1,4 +1,4 @@
-"""A machine as a JSON file, typed by hand or written by tools/bench_collectives.py."""
+"""Reads and writes machine files: JSON, typed by hand or from tools/bench_collectives.py."""
 
 #     {"format": "paro-machine-1",
 #      "name": "two-nodes",
@@ -18,8 +18,8 @@
 #      "uneven": [{"num_groups": 1, "compute": 0.8, "intra": 1, "inter": 0.5}],
 #      "sources": {"device.peak_flops": "NVIDIA A100 data sheet, bf16 dense"}
 #
-# What each field means is said in machine.py. Unknown fields are refused, since a misspelt one
-# would go unnoticed.
+# machine.py documents the fields. Unknown fields are rejected, since a misspelt one would go
+# unnoticed.
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ _UNEVEN_MORE: Types = {"compute": _NUMBER, "intra": _NUMBER, "inter": _NUMBER}
 
 
 def shipped_machines() -> tuple[str, ...]:
-    """The names of the machines that come with the project."""
+    """The names of the machines that ship with the project."""
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
 def find_machine(text: str) -> Machine:
-    """The machine of a shipped name, or else of a file."""
+    """The shipped machine of this name, or the machine in this file; `ValueError` if neither."""
     if text in shipped_machines():
         return read_machine(SHIPPED / f"{text}.json")
     path = Path(text)
@@ -106,7 +106,7 @@ def find_machine(text: str) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine in a file; `ValueError` that names file and field where something is wrong."""
+    """The machine in a file; a `ValueError` names the file and the wrong field."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -117,7 +117,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def machine_from_json(text: str, where: str) -> Machine:
-    """The machine that `machine_to_json` wrote; what a mistake says begins with `where`."""
+    """The machine in the text of a machine file; a `ValueError` begins with `where`."""
     try:
         return _machine(json.loads(text, object_pairs_hook=_without_repeats))
     except json.JSONDecodeError as error:
@@ -129,7 +129,7 @@ def machine_from_json(text: str, where: str) -> Machine:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; of a field that is there twice Python would take the last."""
+    """A JSON object; rejects repeated fields, of which Python would keep the last."""
     fields = dict(pairs)
     names = [name for name, _ in pairs]
     for name in fields:
@@ -139,7 +139,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def machine_to_json(machine: Machine) -> str:
-    """The text of a machine file, a measurement in a line."""
+    """The text of a machine file, one measurement per line."""
     head = {
         "format": FORMAT,
         "name": machine.name,
@@ -156,7 +156,7 @@ def machine_to_json(machine: Machine) -> str:
 
 
 def _planning_fields(machine: Machine) -> dict[str, object]:
-    """What only planning reads, where it is known."""
+    """The fields that only planning reads, if known."""
     found: dict[str, object] = {}
     if machine.device is not None:
         found["device"] = {k: v for k, v in asdict(machine.device).items() if v is not None}
@@ -265,7 +265,7 @@ def _algorithm(name: str) -> str:
 
 @contextmanager
 def _inside(place: str) -> Iterator[None]:
-    """Puts the place in front of what is wrong there."""
+    """Prefixes a `ValueError` with the field that it is about."""
     try:
         yield
     except ValueError as error:
@@ -273,7 +273,7 @@ def _inside(place: str) -> Iterator[None]:
 
 
 def _fields(value: object, types: Types, optional: Types | None = None) -> dict[str, Any]:
-    """A JSON object that has these fields, perhaps the optional, and no others, of these types."""
+    """A JSON object with all of these fields, some optional ones, no others, of these types."""
     known = types | (optional or {})
     if not isinstance(value, dict):
         raise ValueError(f"{value!r} is no object with the fields {', '.join(types)}")

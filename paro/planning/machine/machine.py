@@ -1,9 +1,9 @@
-"""A cluster as data: its ranks, the speed of its links, and how long its collectives take."""
+"""A cluster as data: its ranks, devices and link speeds, and its measured collectives."""
 
-# An intra link is a rank's own inside its group; an inter link is a NIC, of which every rank has
-# one ("per-rank") or the ranks of a group have one together ("shared"). `bytes` are those of the
-# whole buffer: what a gather makes, what a reduce-scatter starts from. What was measured holds for
-# the ranks that it was measured on; links and devices alone hold for any number of groups.
+# An intra link is a rank's own link inside its group; an inter link is a NIC: one per rank
+# ("per-rank") or one per group ("shared"). `bytes` are of the whole buffer: the
+# all-gather's output, the reduce-scatter's input. Measurements hold only for the ranks that they
+# were made on; links and devices alone hold for any number of groups.
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from itertools import pairwise
 from paro.collectives.schedule import Op
 from paro.topology import Axes, Link
 
-MOST_RANKS = 1 << 20  # of a world that one may plan for
+MOST_RANKS = 1 << 20  # the largest world size that can be planned
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class Nic(Enum):
-    """Whose a link between groups is."""
+    """Who owns a link between groups."""
 
     PER_RANK = "per-rank"
-    SHARED = "shared"  # by the ranks of a group
+    SHARED = "shared"  # one for all ranks of a group
 
 
 class BandwidthSource(Enum):
-    """Where a bandwidth comes from."""
+    """Source of a bandwidth."""
 
     TYPED = "typed"  # what the link can do
-    FITTED = "fitted"  # what the fastest collectives make of it
+    FITTED = "fitted"  # what the fastest collectives achieve on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """One kind of links: `latency_seconds` is that of one step of a ring."""
+    """Speed of one kind of link; `latency_seconds` is the latency of one ring step."""
 
     bits_per_second: int
     latency_seconds: float
@@ -56,14 +56,14 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One collective as it was timed: the slowest rank's median."""
+    """The time of one collective: the slowest rank's median."""
 
     axes: Axes
     op: Op
     algorithm: str
     num_bytes: int
     seconds: float
-    cpu_seconds: float | None = None  # of a rank's processor time, the mean over ranks
+    cpu_seconds: float | None = None  # processor time of a rank, mean over ranks
     busy_seconds: float | None = None  # `seconds` while all ranks compute; CPU ranks
 
     def __post_init__(self) -> None:
@@ -75,21 +75,21 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a rank computes with.
+    """The device of a rank.
 
-    FLOPs count attention in full, as MFU does: a kernel that leaves half of a causal attention out
-    is the faster for it.
+    FLOPs count attention in full, as MFU does, so a kernel that skips half of a causal attention
+    gets more FLOP/s.
     """
 
     name: str
     memory_bytes: int
-    reserved_bytes: int  # of those: the driver, the libraries' buffers, fragmentation
-    peak_flops: float  # FLOP/s of the type that one computes in
-    sustained_flops: float  # what training without communication gets of it
-    memory_bytes_per_second: float  # for what only reads and writes: updates, sums
-    step_seconds: float = 0.0  # of a step, whatever its size
-    piece_seconds: float = 0.0  # of a further slice into which a part of a model is cut
-    cores: float | None = None  # CPU ranks: a rank's share, which sending takes from computing
+    reserved_bytes: int  # part of it: driver, library buffers, fragmentation
+    peak_flops: float  # FLOP/s of the compute dtype
+    sustained_flops: float  # FLOP/s of training without communication
+    memory_bytes_per_second: float  # for memory-bound work: updates, sums
+    step_seconds: float = 0.0  # per step, for any model and batch
+    piece_seconds: float = 0.0  # per extra slice of a part of the model
+    cores: float | None = None  # CPU ranks: cores per rank, used by compute and communication
 
     def __post_init__(self) -> None:
         _check_number("device.memory_bytes", self.memory_bytes)
@@ -107,7 +107,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpeed:
-    """How fast some groups are beside what the machine says; a group is as slow as its slowest."""
+    """Speed of some groups relative to the machine's; a group is as slow as its slowest rank."""
 
     num_groups: int
     compute: float = 1.0
@@ -121,7 +121,7 @@ class GroupSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`world_size` ranks in groups of `group_size`, and what is known of them."""
+    """`world_size` ranks in groups of `group_size`: links, measurements and device, if known."""
 
     name: str
     source: str
@@ -132,8 +132,8 @@ class Machine:
     inter: LinkSpeed | None = None
     measured: tuple[Measured, ...] = ()
     device: Device | None = None
-    uneven: tuple[GroupSpeed, ...] = ()  # groups that differ; all others are as the machine says
-    sources: tuple[tuple[str, str], ...] = ()  # a figure's place in the file, and whence it is
+    uneven: tuple[GroupSpeed, ...] = ()  # groups of another speed than the machine's
+    sources: tuple[tuple[str, str], ...] = ()  # (field of the file, source of its value)
 
     def __post_init__(self) -> None:
         possible = 0 < self.world_size <= MOST_RANKS
@@ -151,7 +151,7 @@ class Machine:
             raise ValueError(f"uneven: {num_uneven} groups cannot be, there are {self.num_groups}")
 
     def for_world(self, world_size: int, *, told: str) -> Machine:
-        """The same machine with another number of groups; `told` is what asks for it."""
+        """The same machine with another number of groups; a `ValueError` begins with `told`."""
         if world_size == self.world_size:
             return self
         if self.measured:
@@ -190,7 +190,7 @@ def _check_number(field: str, value: float, *, or_zero: bool = False) -> None:
 
 
 def bits_per_second(text: str) -> int:
-    """From tc's spelling of rates: 100mbit, 2.5gbit."""
+    """Parses a rate as tc writes it: 100mbit, 2.5gbit."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})", text.strip().lower())
     bits = round(Decimal(match[1]) * _UNITS[match[2]]) if match else 0
     if bits <= 0:
@@ -199,16 +199,16 @@ def bits_per_second(text: str) -> int:
 
 
 def rate_text(bits: int) -> str:
-    """The rate as `bits_per_second` reads it, in its largest unit."""
+    """Formats a rate for `bits_per_second`, in its largest unit."""
     unit = next((u for u in reversed(_UNITS) if bits >= _UNITS[u]), "bit")
     return f"{(Decimal(bits) / _UNITS[unit]).normalize():f}{unit}"
 
 
-# How long a collective takes
+# Time of a collective, from measurements
 
 
 def fastest_algorithm(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> str:
-    """The algorithm that takes the least time for a buffer of this size, by what was measured."""
+    """The algorithm with the least time for this buffer size; `ValueError` if none was measured."""
     names = dict.fromkeys(r.algorithm for r in machine.measured if (r.axes, r.op) == (axes, op))
     if not names:
         raise ValueError(
@@ -219,7 +219,7 @@ def fastest_algorithm(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> s
 
 
 def seconds(machine: Machine, op: Op, axes: Axes, algorithm: str, num_bytes: int) -> float:
-    """How long a collective takes on a buffer of this size, from those that were measured."""
+    """Time of a collective at this buffer size; `ValueError` if it was never measured."""
     found = measured_at(machine, op, axes, algorithm, num_bytes)
     if found is None:
         raise ValueError(
@@ -237,10 +237,11 @@ def measured_at(
     num_bytes: int,
     figure: Callable[[Measured], float | None] = lambda row: row.seconds,
 ) -> float | None:
-    """A figure of a collective on a buffer of this size; None where it was never measured.
+    """A measured figure of a collective at this buffer size; None if it was never measured.
 
-    Straight lines between the measured sizes, both on logarithmic scales. Outside it is latency and
-    bandwidth: those of the two smallest sizes below them, that of the two largest beyond.
+    Interpolates linearly on log-log scales between measured sizes. Below the smallest it uses the
+    latency and bandwidth of the two smallest sizes, above the largest the bandwidth of the two
+    largest.
     """
     assert num_bytes >= 0, f"{num_bytes} bytes"
     curve = sorted(
@@ -265,7 +266,7 @@ Curve = list[tuple[int, float]]  # (bytes, seconds), ascending
 
 
 def _below(curve: Curve, num_bytes: int) -> float:
-    """A part of the smallest size's time is latency; all of it where that cannot be told."""
+    """Part of the smallest size's time is latency; all of it if there is only one size."""
     size, at_size = curve[0]
     latency = at_size
     if len(curve) > 1:
@@ -276,9 +277,9 @@ def _below(curve: Curve, num_bytes: int) -> float:
 
 
 def _beyond(curve: Curve, num_bytes: int) -> float:
-    """The bytes beyond the largest size, at the bandwidth between the last two sizes."""
+    """Adds the bytes beyond the largest size, at the bandwidth between the last two sizes."""
     size, at_size = curve[-1]
-    slope = at_size / size  # as if nothing were latency: the most it can be
+    slope = at_size / size  # upper bound: no latency
     if len(curve) > 1:
         smaller, at_smaller = curve[-2]
         between = (at_size - at_smaller) / (size - smaller)
@@ -286,14 +287,14 @@ def _beyond(curve: Curve, num_bytes: int) -> float:
     return at_size + slope * (num_bytes - size)
 
 
-# What the links allow
+# Lower bounds and fits from link speeds
 
 
 def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float | None:
-    """The time that no algorithm can beat, by those links whose speed is known; None if none is.
+    """Lower bound over all algorithms, from the links of known speed; None if there are none.
 
-    Both kinds of links work at the same time, each for as long as its bytes take: what HO-Ring
-    comes close to, and the others do not.
+    Both kinds of links work at the same time, each for as long as its bytes take. HO-Ring gets
+    close to this, the others do not.
     """
     loads = [(machine.link(link), load) for link, load in _loads(machine, axes, num_bytes).items()]
     times = [8 * load / speed.bits_per_second for speed, load in loads if load and speed]
@@ -301,11 +302,11 @@ def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float
 
 
 def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
-    """The bytes that a link of each kind carries at least in one gather or one reduce-scatter.
+    """The least bytes on a link of each kind in one all-gather or one reduce-scatter.
 
-    The volumes X and Y of closed_form.py. For groups of m, ng of them, and a buffer of V bytes,
-    whatever the algorithm: V (m - 1) / m reach a rank inside its group, and V (ng - 1) / ng reach
-    a group, over m NICs or over one. Along inter axes alone every rank has a buffer of its own.
+    The volumes X and Y of closed_form.py. For ng groups of m ranks, a buffer of V bytes and any
+    algorithm: V (m - 1) / m reach a rank inside its group, and V (ng - 1) / ng reach a group, over
+    m NICs or over one. Along inter axes alone every rank has a buffer of its own.
     """
     m, ng = machine.group_size, machine.num_groups
     within = m if axes is not Axes.INTER else 1
@@ -318,16 +319,16 @@ def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
 
 
 def _passes(op: Op) -> int:
-    """An all-reduce is a reduce-scatter and a gather."""
+    """Passes over the data: an all-reduce is a reduce-scatter and an all-gather."""
     return 2 if op is Op.ALL_REDUCE else 1
 
 
 def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpeed | None:
-    """Latency and bandwidth of a kind of links from the collectives along its axes alone.
+    """Latency and bandwidth of one kind of link, fitted to collectives along its axes alone.
 
-    Fitted to the fastest algorithm of every op and size, as a ring that takes the time of its
-    steps and of its bytes; relative errors count. A bandwidth that was typed is taken as it is.
-    Without measurements there is only what was typed, with no latency.
+    Least squares of relative errors over the fastest algorithm of every op and size, modelled as a
+    ring: latency of its steps plus time of its bytes. A `typed` bandwidth is kept as it is. Without
+    measurements the result is the typed bandwidth with no latency, or None.
     """
     axes = Axes(link.value)
     ranks = machine.group_size if link is Link.INTRA else machine.num_groups
@@ -336,7 +337,7 @@ def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpee
         if row.axes is axes:
             key = (row.op, row.num_bytes)
             best[key] = min(row.seconds, best.get(key, math.inf))
-    # Per measured second: seconds = latency * steps + bits / bandwidth becomes 1 = ...
+    # Divided by measured seconds: seconds = latency * steps + bits / bandwidth becomes 1 = ...
     steps = [_passes(op) * (ranks - 1) / time for (op, _), time in best.items()]
     bits = [
         8 * _passes(op) * _loads(machine, axes, num_bytes)[link] / time
@@ -357,17 +358,17 @@ def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpee
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The a >= 0 with the least squares of a x - y."""
+    """The a >= 0 that minimizes the sum of (a x - y)^2."""
     squares = sum(x * x for x in xs)
     return max(0.0, _dot(xs, ys) / squares) if squares else 0.0
 
 
 def _two_slopes(xs: Sequence[float], zs: Sequence[float]) -> tuple[float, float]:
-    """The a >= 0 and b > 0 with the least squares of a x + b z - 1."""
+    """The a >= 0 and b > 0 that minimize the sum of (a x + b z - 1)^2."""
     ones = [1.0] * len(xs)
     xx, xz, zz = _dot(xs, xs), _dot(xs, zs), _dot(zs, zs)
     determinant = xx * zz - xz * xz
-    if determinant > 1e-9 * xx * zz:  # else one size alone tells nothing of latency
+    if determinant > 1e-9 * xx * zz:  # else: one size does not determine the latency
         a = (_dot(xs, ones) * zz - _dot(zs, ones) * xz) / determinant
         b = (_dot(zs, ones) * xx - _dot(xs, ones) * xz) / determinant
         if a >= 0 and b > 0:

@@ -1,1 +1,1 @@
-"""How much memory a rank needs, and how much a device has for it."""
+"""Peak memory of a rank, and the memory limit of a device."""

@@ -1,16 +1,16 @@
-"""The most memory that a rank needs, by walking through a step."""
+"""Peak memory of a rank where parameters are gathered, from a walk through one step."""
 
-# The walk is that of sharding/engine.py: forward through all units, then back, then the update. At
-# each moment it adds up
+# The walk follows sharding/sharded_model.py: forward through all units, then backward, then the
+# update. At each point it adds up
 #
 #   model states   shards that stay throughout
-#   whole params   the unit that runs and those gathered ahead, in the order of use
+#   whole params   the running unit and the prefetched ones, in the order of use
 #   whole grads    unit-sized gradient buffers that wait for their reduction
-#   activations    what the units passed in forward keep for backward
-#   transient      what the computation, the conversion for a reduction or the update needs besides
+#   activations    kept for backward by the units that have run forward
+#   transient      extra memory of the computation, of a reduction's conversion or of the update
 #
-# and the largest sum is the answer. Not counted: the libraries' own workspaces, the allocator's
-# rounding, what a backend stages (gloo some MB, flat collectives a whole unit), the rotations,
+# and the largest sum is the peak. Not counted: library workspaces, the allocator's rounding,
+# staging buffers of a backend (gloo some MB, flat collectives a whole unit), RoPE's rotations,
 # labels and loss weights (16 bytes per token).
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REDUCTION = "the reduction of "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySnapshot:
-    """What is alive on a rank at one point of a step, in bytes."""
+    """Bytes that are alive on a rank at one point of a step."""
 
     name: str
     states: int
@@ -48,7 +48,7 @@ class MemorySnapshot:
         return self.states + whole + self.slices + self.activations + self.transient
 
     def parts(self) -> dict[str, int]:
-        """What the total is made of, in bytes."""
+        """The parts of the total by name, in bytes."""
         whole = {"whole parameters": self.whole_params, "whole gradients": self.whole_grads}
         return {
             "model states": self.states,
@@ -58,7 +58,7 @@ class MemorySnapshot:
         }
 
     def describe(self) -> str:
-        """One line with the parts that there are, in GB, or in MB where all is less than 1 GB."""
+        """One line with all parts that are not 0, in GB, or in MB if the total is below 1 GB."""
         unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
         parts = ((name, size) for name, size in self.parts().items() if size)
         listed = ", ".join(f"{name} {size / scale:.1f}" for name, size in parts)
@@ -75,7 +75,7 @@ def peak_memory(
     prefetch_units: int,
     num_micro_batches: int,
 ) -> MemorySnapshot:
-    """The moment of a step at which a rank needs most memory."""
+    """The memory snapshot of a step with the largest total."""
     walk = _Walk(
         strategy=strategy,
         topology=topology,
@@ -92,9 +92,9 @@ def peak_memory(
 class PeakMemory:
     """`peak_memory` for many strategies of one model and batch, from few walks.
 
-    Beside the model states, only two things at a moment depend on how large a degree is: what is
-    converted for a reduction, and what the update copies. Of moments that are otherwise alike the
-    largest is enough.
+    Apart from the model states, only two parts of a snapshot depend on the size of a degree: the
+    copy converted for a reduction, and the update's copy. Of snapshots that are otherwise equal
+    only the largest is kept.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class PeakMemory:
         self._kinds: dict[tuple[bool, bool], list[tuple[MemorySnapshot, int, int]]] = {}
 
     def of(self, strategy: Strategy, topology: Topology) -> MemorySnapshot:
-        """The moment of a step at which a rank needs most memory."""
+        """The memory snapshot of a step with the largest total."""
         kind = strategy.params > 1, strategy.grads > 1
         if kind not in self._kinds:
             self._kinds[kind] = self._largest(strategy, topology)
@@ -150,7 +150,7 @@ class PeakMemory:
     def _largest(
         self, strategy: Strategy, topology: Topology
     ) -> list[tuple[MemorySnapshot, int, int]]:
-        """Of the moments with the same elements to convert and to update, the largest."""
+        """The largest snapshot for each pair of (elements to convert, elements to update)."""
         largest: dict[tuple[int, int], MemorySnapshot] = {}
         sizes = {unit.name: unit.trainable_numel for unit in self._units}
         for snapshot in self._walk(strategy, topology).moments():
@@ -168,20 +168,20 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Walk:
-    """One micro-batch in the midst of a step, and the update."""
+    """A walk through a micro-batch in the middle of a step, and the update."""
 
     strategy: Strategy
     topology: Topology
     units: tuple[UnitSize, ...]
     precision: PrecisionConfig
     activations: tuple[UnitActivations, ...]
-    num_live: int  # units that are whole, or on the way there
+    num_live: int  # units that are gathered, or being gathered
     num_whole_grads: int
     repeats: bool  # another micro-batch precedes and follows
 
     def moments(self) -> Iterator[MemorySnapshot]:
         states = model_state_bytes(self.strategy, self.units, self.precision).total
-        before = self._trained if self.repeats else ()  # whose gradients came last
+        before = self._trained if self.repeats else ()  # units whose gradients arrived last
         for index, unit in enumerate(self.units):
             yield MemorySnapshot(
                 name=f"the forward of {unit.name}",
@@ -220,25 +220,25 @@ class _Walk:
 
     @cached_property
     def _trained(self) -> tuple[int, ...]:
-        """Units with gradients, in the order in which those arrive."""
+        """Units with gradients, in the order in which the gradients arrive."""
         return tuple(i for i in self._backward if self.units[i].trainable_numel)
 
     @cached_property
     def _backward(self) -> range:
-        """Units that backward passes: from the last to the first that trains."""
+        """Units that run backward: from the last to the first that trains."""
         trained = (i for i, unit in enumerate(self.units) if unit.trainable_numel)
         first = next(trained, len(self.units))
         return range(len(self.units) - 1, first - 1, -1)
 
     @cached_property
     def _order(self) -> tuple[int, ...]:
-        """Units in the order in which they are gathered; the last one's backward needs no more."""
+        """Units in the order of their gathers; the last one's backward needs no second gather."""
         forward = range(len(self.units))
         back = (i for i in self._backward[1:] if self.units[i].gathered_for_backward)
         return (*forward, *back, *(forward if self.repeats else ()))
 
     def _position(self, index: int) -> int:
-        """Where in that order the backward of a unit comes."""
+        """The position in `_order` at which a unit's backward runs."""
         last = len(self.units) - 1
         return (
             last
@@ -248,11 +248,11 @@ class _Walk:
 
     @cached_property
     def _again(self) -> list[int]:
-        """How many of the first units are gathered for backward, by their number."""
+        """Prefix counts: how many of the first n units are gathered for backward."""
         return list(accumulate((u.gathered_for_backward for u in self.units), initial=0))
 
     def _whole_params(self, position: int, num_together: int) -> int:
-        """Units from a position of the order on, up to one that is live already."""
+        """Bytes of the units from a position in `_order` on, up to one that is already live."""
         if self.strategy.params == 1:
             return 0
         live: set[str] = set()
@@ -264,7 +264,7 @@ class _Walk:
         return sum(self._by_name[name].numel for name in live) * BYTES_OF[self.precision.compute]
 
     def _whole_grads(self, arrived: Sequence[int]) -> int:
-        """The buffers that have not been given up when these units' gradients have come in turn."""
+        """Bytes of gradient buffers not yet freed when these units' gradients arrived, in order."""
         if self.strategy.grads == 1:
             return 0
         waiting = set(arrived[-self.num_whole_grads :])
@@ -272,7 +272,7 @@ class _Walk:
         return numel * BYTES_OF[self.precision.wire]
 
     def _kept(self, num_units: int) -> int:
-        """What the first units keep while backward has not come to them."""
+        """Bytes kept by the first units before their backward, and by the others to the end."""
         first = self._backward.stop + 1  # below the first that trains nothing is kept
         kept, to_the_end = self._sums
         return max(0, kept[num_units] - kept[min(first, num_units)]) + (
@@ -281,7 +281,7 @@ class _Walk:
 
     @cached_property
     def _sums(self) -> tuple[list[int], list[int]]:
-        """What the first units keep, and what of it until the end, by their number."""
+        """Prefix sums over the first n units: bytes kept, and the part kept to the end."""
         kept = [unit.kept for unit in self.activations]
         to_the_end = [unit.kept_to_the_end for unit in self.activations]
         return list(accumulate(kept, initial=0)), list(accumulate(to_the_end, initial=0))
@@ -291,11 +291,11 @@ class _Walk:
         return {unit.name: unit for unit in self.units}
 
     def _converted(self, unit: UnitSize) -> int:
-        """The copy in the wire's type of what is reduced after accumulation."""
+        """Bytes of the copy in the communication dtype of what is reduced after accumulation."""
         return unit.trainable_numel // self.strategy.grads * self.conversion_bytes()
 
     def conversion_bytes(self) -> int:
-        """Of an element that is reduced after accumulation: the copy in the wire's type."""
+        """Bytes per element of the copy that is reduced after accumulation; 0 if there is none."""
         grads, optim = self.strategy.grads, self.strategy.optim
         nothing_left = grads == optim == self.topology.world_size
         if nothing_left or self.precision.wire == self.precision.accumulate:
@@ -303,10 +303,10 @@ class _Walk:
         return BYTES_OF[self.precision.wire]
 
     def _fp32_grads(self) -> int:
-        """The copy of a unit's gradients that the update reads."""
+        """Bytes of the fp32 copy of a unit's gradients that the update reads."""
         largest = max(unit.trainable_numel for unit in self.units)
         return largest // self.strategy.optim * self.copy_bytes()
 
     def copy_bytes(self) -> int:
-        """Of an element in the update: the fp32 copy of its gradient."""
+        """Bytes per element of the fp32 gradient copy in the update; 0 if there is none."""
         return 0 if self.precision.accumulate == "fp32" else 4

@@ -1,7 +1,7 @@
-"""How much of a device's memory a rank may fill: one share for planner, dry run and trainer."""
+"""The memory limit of a rank: one usable share for planner, dry run and trainer."""
 
-# What is held against it is a Moment's total (working_memory.py), which counts what the model, its
-# states and its activations take, and which the trainer's log shows beside the measured peak.
+# The limit applies to a MemorySnapshot's total (gathering.py), which counts the model, its states
+# and its activations, and which the trainer logs next to the measured peak.
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ USABLE = 0.9  # of a device: CUDA's context, communication buffers and fragmenta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """A device's memory, and what can be used of it."""
+    """A device's memory, and the usable part of it."""
 
     device_bytes: int
     usable_bytes: int
@@ -25,7 +25,7 @@ class MemoryLimit:
 def memory_limit(
     device_bytes: int, *, reserved_bytes: int = 0, usable: float = USABLE
 ) -> MemoryLimit:
-    """The limit of a device; `reserved_bytes` is known to be taken, and may be more than usual."""
+    """The limit of a device: the usable share, or less if `reserved_bytes` leaves less."""
     share = round(usable * device_bytes)
     return MemoryLimit(
         device_bytes=device_bytes, usable_bytes=min(share, device_bytes - reserved_bytes)

@@ -1,14 +1,14 @@
-"""The most memory that a rank needs where weights rotate."""
+"""Peak memory of a rank where weights rotate, from a walk through one step."""
 
-# As in working_memory.py a walk through a step, from part to part of rotation.py. Beside the model
-# states there are, for a while:
+# As in gathering.py, a walk through a step, here over the parts of planning/rotation.py. In
+# addition to the model states it counts:
 #
-#   slices        those of the part that runs, as the note in rotation/unit.py lists them
-#   activations   of a block what it keeps anyway, whose slices add up: attention keeps x, q, k, v
-#                 and its output, the MLP its input, gate and up. The loss keeps its input and, per
-#                 token and slice, a label's row and a log-sum-exp, but no gradients
-#   transient     gradients of input and output, and what the computation with one slice needs: a
-#                 partial output beside the sum, the MLP's gradients and one matrix's of a slice
+#   slices        those of the running part, as the note in rotation/rotating_unit.py lists them
+#   activations   a block keeps as much as without slices, since those add up: attention keeps x, q,
+#                 k, v and its output, the MLP its input, gate and up. The loss keeps its input and,
+#                 per token and slice, a label's row and a log-sum-exp, but no gradients
+#   transient     gradients of input and output, and the work with one slice: a partial output in
+#                 addition to the sum, the MLP's gradients and one matrix gradient of a slice
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paro.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A part's place in the walk: what it keeps for backward, and what it needs besides."""
+    """A part in the walk: bytes that it keeps for backward, and its transient bytes."""
 
     name: str
     unit: UnitSize
@@ -35,7 +35,7 @@ class _Part:
     in_forward: int
     in_backward: int
     returns: bool = True
-    copies: bool = False  # its first forward leaves this rank's own slice alone
+    copies: bool = False  # its first forward rotates copies, not this rank's own slice
 
 
 def rotating_peak(
@@ -47,7 +47,7 @@ def rotating_peak(
     *,
     in_place: bool,
 ) -> MemorySnapshot:
-    """The moment of a step at which a rank needs most; `units` are those of rotation.py."""
+    """The snapshot of a step with the largest total; `units` are those of planning/rotation.py."""
     walk = _Walk(
         strategy=strategy,
         units=tuple(units),
@@ -81,7 +81,7 @@ class _Walk:
         recomputed = 0
         for index in reversed(range(len(self.parts))):
             part = self.parts[index]
-            if part.name.endswith(".mlp"):  # attention is computed again before it
+            if part.name.endswith(".mlp"):  # attention is recomputed before it
                 recomputed = part.recomputed + self.parts[index - 1].recomputed
             yield MemorySnapshot(
                 name=f"the backward of {part.name}",
@@ -116,7 +116,7 @@ class _Walk:
         return 2 * chunk_numel(slice_bytes, 1)
 
     def _fp32_grads(self) -> int:
-        """The copy of a unit's gradients that the update reads."""
+        """Bytes of the fp32 copy of a unit's gradients that the update reads."""
         if self.precision.accumulate == "fp32":
             return 0
         return max(unit.trainable_numel for unit in self.units) // self.strategy.optim * 4

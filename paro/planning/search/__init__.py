@@ -1,1 +1,1 @@
-"""What may be chosen for a run, and the search for the fastest that fits."""
+"""The search space of a run, and the search for the fastest candidate that fits in memory."""

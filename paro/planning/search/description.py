@@ -1,4 +1,4 @@
-"""A plan in words: what was chosen, why, and what comes next."""
+"""Text for a search result: the best candidate, the reason for it, and the runner-up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from paro.planning.search.planner import TIE, Estimate, SearchResult
 
 
 def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
-    """A few lines for the start of a run; `chose` leads over to the best."""
+    """Lines for the start of a run; `chose` is the verb in front of the best candidate."""
     head = f"planner: {plan.num_settings} settings, {plan.num_simulated} of them simulated"
     return (head,) if plan.best is None else (head, *_choice(plan, plan.best, chose))
 
 
 def describe_time(estimate: Estimate) -> str:
-    """How long a step takes, and what that comes to."""
+    """Step time, tokens per second and MFU as text."""
     return (
         f"takes {seconds_text(estimate.seconds)}, {estimate.tokens_per_second:,.0f} tokens/s, "
         f"MFU {estimate.mfu:.1%}"
@@ -22,7 +22,7 @@ def describe_time(estimate: Estimate) -> str:
 
 
 def describe_launch(estimate: Estimate) -> str:
-    """What a step of a launch does as it is, and what it waits for."""
+    """Compute time and exposed communication of a launch with its flags as given."""
     return (
         f"{estimate.candidate.describe()} computes for "
         f"{seconds_text(estimate.timeline.compute_seconds)} and waits {exposed_text(estimate)}"
@@ -46,7 +46,7 @@ def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
 
 
 def _behind(second: Estimate, best: Estimate) -> str:
-    """By what it comes second."""
+    """Why the runner-up is second: it is slower, or ties and sends more between groups."""
     slower = second.seconds / best.seconds - 1
     if slower > TIE:
         return f"is {slower:.1%} slower"
@@ -72,7 +72,7 @@ def _reason(plan: SearchResult, best: Estimate) -> str:
 
 
 def exposed_text(estimate: Estimate) -> str:
-    """For how long computing waits, by what for."""
+    """Exposed communication of a step by kind, longest first."""
     names = {
         "gather": "gathers",
         "reduce": "reductions",

@@ -1,14 +1,14 @@
-"""The fastest way to train that fits: every legal setting weighed, exactly, by enumeration."""
+"""Searches for the fastest candidate that fits in memory, exactly, by enumeration."""
 
-# AMSP's problem (arXiv 2311.00257v2, section IV): the least step time under a memory limit over the
-# degrees of params, grads and optimizer state, here with micro-batch sizes, collectives and
-# recomputation too. Its sets are small enough to enumerate. What has to be simulated is found by
-# bounds (StepCosts.least_seconds never exceeds the simulation): for the best under a limit what may
-# be as fast as the fastest; for the Pareto front of memory and time what may be faster than all
-# that needs less memory.
+# AMSP's problem (arXiv 2311.00257v2, section IV): minimize step time under a memory limit over the
+# degrees of params, grads and optimizer state; here also over micro-batch sizes, collectives and
+# recomputation. The search space is small enough to enumerate. Bounds decide which candidates are
+# simulated (StepCosts.least_seconds never exceeds the simulated time): for the best under a limit,
+# those that may be as fast as the fastest; for the Pareto front of memory and time, those that may
+# be faster than all candidates that need less memory.
 #
-# The one order of settings is `best_first`: what fits, then time, then bytes between groups, then
-# memory.
+# Candidates have one order, `best_first`: those that fit, then time, then bytes between groups,
+# then memory.
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from paro.planning.units import MicroBatch, activations_of
 from paro.precision import BYTES_OF
 from paro.strategy import legal_letters
 
-RESOLUTION = 0.002  # of a step's time: how close to the fastest a search comes
+RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
 
-# Steps that differ by no more than this share are equally fast. Measured steps of one setting
-# differ by at least 0.3% from turn to turn (examples/measured), so a real run cannot tell them
-# apart. A share of that size would give away time that the simulation has a reason for: on 13B IIG
-# takes 0.3% longer than NIG because it waits for gathers, and would win by its memory.
+# Steps that differ by no more than this share are equally fast. Measured steps of one candidate
+# differ by at least 0.3% between repeats (examples/measured), so a real run cannot distinguish
+# them. A TIE of 0.3% would ignore differences that the simulation can explain: on 13B IIG takes
+# 0.3% longer than NIG because it waits for gathers, and would win by its memory.
 TIE = 0.001
 FRONT_STEP = 0.02
-_FRONT_LIMIT = 4  # times the memory that there is: beyond that nobody looks
+_FRONT_LIMIT = 4  # times the usable memory, at which the front ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a setting needs and takes."""
+    """Predicted memory, step time and traffic of one candidate."""
 
     candidate: Candidate
     num_micro_batches: int
@@ -73,22 +73,22 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search has found."""
+    """The result of a search."""
 
-    best: Estimate | None  # of those that fit, the first of `best_first`
-    runner_up: Estimate | None  # the same of those with another strategy
-    front: tuple[Estimate, ...]  # none needs less memory and is faster; fastest first; fits or not
-    least: Estimate  # that needs least memory of all
+    best: Estimate | None  # the first of `best_first` if it fits
+    runner_up: Estimate | None  # the same among other strategies
+    front: tuple[Estimate, ...]  # Pareto front of memory and time, fastest first; fits or not
+    least: Estimate  # the candidate that needs the least memory
     num_settings: int
     num_simulated: int
     limit: MemoryLimit
 
 
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
-    """What fits before what does not, the faster first, ties by bytes between groups, then memory.
+    """Sorts by: fits or not, step time, then, in a tie, bytes between groups and memory.
 
-    A tie is with the fastest: all that take up to `TIE` longer than that; then the same with
-    the fastest of the rest. So it is an order, which "equally fast" between any two would not be.
+    All that take up to `TIE` longer than the fastest tie with it; then the same for the fastest of
+    the rest. So this is an order; comparing any two with a tolerance would not be transitive.
     """
     found: list[Estimate] = []
     left = sorted(estimates, key=lambda e: (not e.fits, e.seconds))
@@ -102,7 +102,7 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
 
 
 class Estimator:
-    """Estimates settings of one case; what they have in common is computed once."""
+    """Estimates candidates of one workload; parts that they share are computed once."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -113,12 +113,12 @@ class Estimator:
 
     @cached_property
     def units(self) -> tuple[UnitSize, ...]:
-        """Those of gathered parameters."""
+        """The units where parameters are gathered."""
         workload = self.workload
         return workload.trainable.units(workload.model, world_size=workload.world_size)
 
     def units_of(self, candidate: Candidate) -> tuple[UnitSize, ...]:
-        """The units of a setting, as often gathered, or passed on, as it says."""
+        """The units of a candidate, with its gather, or rotation, counts."""
         if not candidate.materialize.rotates:
             return self.units
         workload = self.workload
@@ -136,7 +136,7 @@ class Estimator:
         workload = self.workload
         again = (
             candidate.recompute if candidate.materialize.rotates else None
-        )  # sends weights again
+        )  # recomputation sends weights again
         key = (candidate.strategy.degrees, candidate.collective, candidate.materialize, again)
         if key not in self._moves:
             self._moves[key] = self.moves(candidate)
@@ -160,7 +160,7 @@ class Estimator:
         )
 
     def moves(self, candidate: Candidate) -> CommCosts:
-        """What a setting sends, as this project's engine does; another one's may stand here."""
+        """The communication of a candidate in this project; override it to model other engines."""
         return CommCosts(
             units=self.units_of(candidate),
             strategy=candidate.strategy,
@@ -171,7 +171,7 @@ class Estimator:
         )
 
     def memory(self, candidate: Candidate) -> MemorySnapshot:
-        """The moment of a step at which a rank needs most."""
+        """The memory snapshot of a step with the largest total."""
         computing = self._computing_of(candidate)
         if candidate.materialize.rotates:
             return rotating_peak(
@@ -196,7 +196,7 @@ class Estimator:
         return self._memory[key].of(candidate.strategy, self.costs(candidate).moves.topology)
 
     def sent(self, candidate: Candidate) -> Sent:
-        """What a rank sends in a step."""
+        """Bytes that a rank sends in a step."""
         moves = self.costs(candidate).moves
         return traffic_per_step(
             candidate.strategy,
@@ -207,7 +207,7 @@ class Estimator:
         )
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
-        """A setting's memory, time and traffic; `record` keeps what every stream does."""
+        """Memory, time and traffic of a candidate; `record` keeps the spans of every stream."""
         workload, costs = self.workload, self.costs(candidate)
         memory = self.memory(candidate)
         timeline = simulate(costs, record=record)
@@ -255,12 +255,12 @@ class Estimator:
 
 
 def letter_rows(workload: Workload) -> tuple[Estimate, ...]:
-    """Every legal letter strategy at the flags as given but gathered, best first."""
+    """Every legal letter strategy, gathered, with the other flags as given; best first."""
     return _rows(workload, (Materialize.GATHER,))
 
 
 def rotated_rows(workload: Workload) -> tuple[Estimate, ...]:
-    """Those under which weights may rotate, out of place and in place, best first."""
+    """Letter strategies under which weights may rotate, out of place and in place; best first."""
     return _rows(workload, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
 
 
@@ -275,7 +275,7 @@ def _rows(workload: Workload, ways: Sequence[Materialize]) -> tuple[Estimate, ..
 
 
 class _Search:
-    """The settings of a case, what each needs and takes at least, and those simulated so far."""
+    """A workload's candidates, their memory and least step time, and those simulated so far."""
 
     def __init__(
         self, workload: Workload, search_space: SearchSpace | None, estimator: Estimator | None
@@ -309,9 +309,9 @@ class _Search:
         return min(self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)]))
 
     def best(self, candidates: Sequence[Candidate]) -> Estimate | None:
-        """The first of `best_first` of what is simulated of candidates that all fit.
+        """The first of `best_first` among the simulated candidates, all of which must fit.
 
-        What is not is no more than `RESOLUTION` faster, and not as fast with less to send or hold.
+        One that is not simulated is at most `RESOLUTION` faster, and does not win a tie.
         """
         fastest = self._fastest(candidates)
         while fastest is not None:
@@ -333,7 +333,7 @@ class _Search:
         return min(known, key=lambda e: e.seconds, default=None)
 
     def _least_as_fast(self, candidates: Sequence[Candidate], enough: float) -> Estimate | None:
-        """Of what takes no more than `enough` seconds the one with least to send, then to hold."""
+        """Within `enough` seconds: the one that sends least between groups, then needs least."""
         alike = [
             (self._estimator.sent(s).inter, self._sizes[id(s)], self._least[id(s)], s)
             for s in candidates
@@ -349,7 +349,7 @@ class _Search:
         return found
 
     def front(self) -> tuple[Estimate, ...]:
-        """What is faster than all that needs as little memory; fastest first."""
+        """Candidates faster than all others that need as little memory; fastest first."""
         most = max(_FRONT_LIMIT * self._limit, self._sizes[id(self.smallest())])
         found: list[Estimate] = []
         fastest = float("inf")
@@ -371,13 +371,13 @@ def best_that_fits(
     *,
     estimator: Estimator | None = None,
 ) -> Estimate | None:
-    """The best of a plan, without the rest of it."""
+    """The best candidate of `plan`, without runner-up and front."""
     search = _Search(workload, search_space, estimator)
     return search.best(search.that_fit())
 
 
 def plan(workload: Workload, search_space: SearchSpace | None = None) -> SearchResult:
-    """Solves the case exactly over all that may be chosen."""
+    """Solves the workload exactly over the search space; `ValueError` if that is empty."""
     search = _Search(workload, search_space, None)
     fitting = search.that_fit()
     best = search.best(fitting)

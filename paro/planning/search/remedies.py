@@ -1,4 +1,4 @@
-"""What would do where nothing fits: the least memory, and the changes that would be enough."""
+"""Advice if nothing fits: the least memory, and single changes that would be enough."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from model.config import RecomputeConfig
 from paro.planning.search.planner import Estimator, SearchResult
 from paro.planning.search.settings import Candidate, Materialize, Workload
 
-MOST_RANKS = 16384  # as far as more of them are tried
+MOST_RANKS = 16384  # the largest world size that is tried
 _SMALLER = {
     Materialize.GATHER: (Materialize.ROTATE, "--paro-materialize rotate"),
     Materialize.ROTATE: (Materialize.ROTATE_IN_PLACE, "--paro-rotate-in-place"),
@@ -17,7 +17,7 @@ _SMALLER = {
 
 
 def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
-    """One line: what is the least, and each single change that would make it fit."""
+    """One line: the least memory, and each single change that would make it fit."""
     least = plan.least
     changes = "; or ".join(_changes(workload, least.candidate))
     return (
@@ -28,7 +28,7 @@ def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
 
 
 def _changes(workload: Workload, least: Candidate) -> Iterator[str]:
-    """Flags, and a number of ranks, that would be enough by themselves."""
+    """Flags, and a number of ranks, each of which would be enough alone."""
     if workload.prefetch_units and _fits(replace(workload, prefetch_units=0), least):
         yield "--paro-prefetch-units 0"
     full = RecomputeConfig(granularity="full")
@@ -47,7 +47,7 @@ def _changes(workload: Workload, least: Candidate) -> Iterator[str]:
 
 
 def _smaller_way(workload: Workload, least: Candidate) -> Iterator[str]:
-    """The flag with which weights rotate, or rotate in place."""
+    """The flag that makes weights rotate, or rotate in place, if that is enough."""
     further = _SMALLER.get(least.materialize)
     if further is not None:
         materialize, flag = further
@@ -61,16 +61,16 @@ def _fits(workload: Workload, candidate: Candidate) -> bool:
 
 
 def _largest_micro_batch(workload: Workload, least: Candidate) -> int | None:
-    """The largest that fits and divides the batch as the one given does."""
+    """The largest smaller size that fits and divides the given one, and so the batch."""
     given = least.micro_batch_size
     sizes = (size for size in range(given - 1, 0, -1) if given % size == 0)
     return next((s for s in sizes if _fits(workload, replace(least, micro_batch_size=s))), None)
 
 
 def _fewest_ranks(workload: Workload, least: Candidate) -> int | None:
-    """By doubling, each with as much of the batch as a rank has here; None: unknown, or too many.
+    """The fewest that fit, by doubling at the same batch per rank; None: unknown, or too many.
 
-    What was measured holds for the ranks that it was measured on.
+    Unknown where collectives were measured: measurements hold only for their own ranks.
     """
     if workload.machine.measured:
         return None

@@ -1,4 +1,4 @@
-"""What is to be trained, and where, and all that may be chosen for it."""
+"""The workload to plan for, a candidate, and the search space of candidates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paro.strategy import Strategy, effective_letters, parse_strategy
 
 
 class Materialize(Enum):
-    """How parameters come to where they are used."""
+    """How parameters reach the ranks that compute with them."""
 
     GATHER = "gathered"
     ROTATE = "rotated"
@@ -27,7 +27,7 @@ class Materialize(Enum):
 
     @classmethod
     def of_flags(cls, materialize: str, rotate_in_place: bool) -> Materialize:
-        """What --paro-materialize and --paro-rotate-in-place say."""
+        """The member that --paro-materialize and --paro-rotate-in-place select."""
         if materialize == "gather":
             return cls.GATHER
         return cls.ROTATE_IN_PLACE if rotate_in_place else cls.ROTATE
@@ -43,11 +43,11 @@ class Materialize(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is to be trained, and where; `settings` and the rest of the flags as given."""
+    """The model, machine and batch to plan for, and the other flags as given."""
 
     model: LlamaConfig
-    machine: Machine  # of the world that trains
-    group_size: int  # what I means in letters
+    machine: Machine  # with the world size of the run
+    group_size: int  # the degree of letter I
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
@@ -57,8 +57,8 @@ class Workload:
     materialize: Materialize = Materialize.GATHER
     trainable: Trainable = field(default_factory=Trainable)
     overlap: Overlap | None = None
-    memory_bytes: int | None = None  # of a device, instead of the machine's
-    usable: float = USABLE  # of that memory; studies of other engines have their own share
+    memory_bytes: int | None = None  # per device, instead of the machine's
+    usable: float = USABLE  # share of that memory; studies of other engines have their own
     device_type: str = "cuda"
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Workload:
         )
 
     def micro_batches(self, size: int) -> int:
-        """How many of them a rank takes in a step."""
+        """Micro-batches of this size per rank and step; `ValueError` if it does not divide."""
         if size < 1:
             raise ValueError(f"--micro-batch-size {size} must be at least 1")
         batch, num_ranks = self.global_batch_size, self.world_size
@@ -90,7 +90,7 @@ class Workload:
         return parse_strategy(text, world_size=self.world_size, group_size=self.group_size)
 
     def candidate(self, strategy: Strategy) -> Candidate:
-        """A strategy at the flags as given."""
+        """A strategy with the other flags as given."""
         return Candidate(
             strategy=strategy,
             micro_batch_size=self.micro_batch_size,
@@ -100,7 +100,7 @@ class Workload:
         )
 
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
-        """What keeps parameters from coming so under a strategy; None: nothing does."""
+        """Why a strategy cannot materialize parameters this way; None if it can."""
         if not materialize.rotates:
             return None
         if self.trainable.kind is TrainableKind.ADAPTERS:
@@ -115,14 +115,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What may be chosen."""
+    """One point of the search space."""
 
     strategy: Strategy
     micro_batch_size: int
     collective: str
     recompute: RecomputeConfig | None
     materialize: Materialize = Materialize.GATHER
-    letters: str | None = None  # of degrees that have letters in groups of another size
+    letters: str | None = None  # of degrees that have letters at another group size
 
     @property
     def name(self) -> str:
@@ -131,7 +131,7 @@ class Candidate:
         return self.strategy.name + way
 
     def describe(self) -> str:
-        """One line, in the words of the flags."""
+        """One line, with the values of the flags."""
         recompute = "no recomputation"
         if self.recompute is not None:
             recompute = f"{self.recompute.granularity} recomputation"
@@ -141,7 +141,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """What a search may choose from; None: every possibility, of materializes that of the case."""
+    """Choices of a search; None: every possibility, for materializes only the workload's."""
 
     strategies: tuple[Strategy, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
@@ -151,7 +151,7 @@ class SearchSpace:
 
 
 def all_settings(workload: Workload, search_space: SearchSpace) -> Iterator[Candidate]:
-    """Every combination of what may be chosen."""
+    """Every feasible combination in the search space."""
     strategies = search_space.strategies or tuple(
         legal_strategies(workload.world_size, workload.group_size, workload.machine.group_size)
     )
@@ -182,7 +182,7 @@ def all_settings(workload: Workload, search_space: SearchSpace) -> Iterator[Cand
 
 
 def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
-    """The letters of a strategy of degrees, and the size of the groups in which they hold."""
+    """The letters of a strategy given as degrees, and the group size for which they hold."""
     sizes = {*strategy.degrees} - {1, world_size}
     if "," not in strategy.name or len(sizes) != 1:
         return None
@@ -194,10 +194,10 @@ def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
 def legal_strategies(
     world_size: int, group_size: int, links: int | None = None
 ) -> Iterator[Strategy]:
-    """Every legal triple of degrees, under letters where groups of `group_size` give it some.
+    """Every legal triple of degrees, named by letters where groups of `group_size` give it some.
 
-    Degrees nest with these groups, and with the `links` ranks that fast links join. A group size
-    is a degree: letters in other groups are among the triples.
+    Degrees nest with these groups, and with the groups of `links` ranks that fast links join. Any
+    group size is a degree, so the triples include the letters of other group sizes.
     """
 
     def nests(degree: int, size: int) -> bool:
@@ -220,12 +220,12 @@ def legal_strategies(
 
 
 def micro_batch_sizes(workload: Workload) -> tuple[int, ...]:
-    """All that divide a rank's part of the batch."""
+    """All sizes that divide a rank's share of the global batch."""
     per_rank = workload.global_batch_size // workload.world_size
     return tuple(size for size in range(1, per_rank + 1) if per_rank % size == 0)
 
 
 def collectives_of(machine: Machine) -> tuple[str, ...]:
-    """Those that were measured; else the backend's and the fastest of ours."""
+    """The measured algorithms; without any, the backend's own and the fastest of this project."""
     names = dict.fromkeys(row.algorithm for row in machine.measured)
     return tuple(names) or ("native", "ho-ring")

@@ -1,4 +1,4 @@
-"""Which parameters train: all, the last blocks, or small adapters beside a frozen model."""
+"""Which parameters train: all, the last blocks, or small adapters on a frozen model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paro.planning.units import units_of
 
 
 class TrainableKind(Enum):
-    """How the trained share lies in the model."""
+    """Which part of the model the trained share is."""
 
     FULL = "full"
-    LAST_BLOCKS = "last-blocks"  # as many as the share of all blocks, at least one
-    ADAPTERS = "adapters"  # LoRA-like: every block gets that share of its size beside it
+    LAST_BLOCKS = "last-blocks"  # this share of all blocks, at least one
+    ADAPTERS = "adapters"  # LoRA-like: every block gets this share of its size in addition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,8 @@ class Trainable:
             return unit
         step = ALIGN * world_size
         numel = -(-round(unit.frozen_numel * self.share) // step) * step
-        # A block below which adapters train is gathered for backward, whatever is frozen in it.
+        # Backward passes through every block to reach the adapters below, so frozen blocks are
+        # gathered for it too.
         return replace(
             unit,
             trainable_numel=numel,

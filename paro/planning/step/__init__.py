@@ -1,1 +1,1 @@
-"""How long a training step takes: costs of its parts, and their simulation."""
+"""Step time: costs of a training step's parts, and their simulation."""

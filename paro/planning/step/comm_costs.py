@@ -1,4 +1,4 @@
-"""The moves of a strategy on a machine: what each unit sends, along which axes, for how long."""
+"""Communication costs of a strategy on a machine: bytes, axes and time of every unit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 from paro.topology import AxisSpan, Topology, make_topology
 
-_Alike = tuple[int, int, bool]  # trained and frozen elements of a unit, and whether it lies whole
+_Alike = tuple[int, int, bool]  # a unit's trained and frozen elements; whether it is replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCommCosts:
-    """The moves of one of a unit's two flat buffers, each as the phases that carry it out.
+    """The collectives of one of a unit's two flat buffers, each as its phases.
 
-    Where weights rotate a gather, or a reduction, is a pass round the ring: its phases are shifts.
+    Where weights rotate, a gather, or a reduction, is a pass round the ring: its phases are shifts.
     """
 
     gather: tuple[Phase, ...]
@@ -31,14 +31,14 @@ class UnitCommCosts:
     finish: tuple[Phase, ...] = ()
     replicas: tuple[Phase, ...] = ()
     publish: tuple[Phase, ...] = ()
-    accumulated_bytes: int = 0  # read and written behind every reduction, in its lane
-    converted_bytes: int = 0  # read and written beside the last reductions: into the wire's type
+    accumulated_bytes: int = 0  # read and written after every reduction, in its comm stream
+    converted_bytes: int = 0  # read and written to change dtype around the last reductions
     trainable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """Seconds of a step in which links are busy, and of all moves one after the other."""
+    """Seconds for which a step keeps links busy, and of all its collectives one after the other."""
 
     intra: float
     inter: float
@@ -47,7 +47,7 @@ class Loads:
 
 @dataclass(frozen=True, kw_only=True)
 class CommCosts:
-    """All moves of a model's units under a strategy."""
+    """All collectives of a model's units under a strategy."""
 
     units: tuple[UnitSize, ...]
     strategy: Strategy
@@ -70,7 +70,7 @@ class CommCosts:
 
     @cached_property
     def runs(self) -> dict[str, AxisSpan]:
-        """The runs of axes that states move along; sharding/shards.py's `make_comm_plan`."""
+        """The axis spans of the collectives, as `make_comm_plan` of sharding/shards.py has them."""
         return self._runs(self.strategy)
 
     def _runs(self, strategy: Strategy) -> dict[str, AxisSpan]:
@@ -86,7 +86,7 @@ class CommCosts:
 
     @cached_property
     def per_unit(self) -> tuple[tuple[UnitCommCosts, ...], ...]:
-        """Of every unit: its trainable buffer, its frozen one, where they hold anything."""
+        """For every unit: costs of its trainable buffer and of its frozen one, if not empty."""
         found: dict[_Alike, tuple[UnitCommCosts, ...]] = {}
         for key, unit in zip(self._kinds, self.units, strict=True):
             if key not in found:
@@ -95,17 +95,17 @@ class CommCosts:
 
     @cached_property
     def _kinds(self) -> tuple[_Alike, ...]:
-        """Of every unit: those that are alike move alike."""
+        """A key for every unit; units with equal keys have equal costs."""
         return tuple((u.trainable_numel, u.frozen_numel, u.replicated) for u in self.units)
 
     def loads(self, num_micro_batches: int) -> Loads:
-        """Of a whole step."""
+        """The loads of a whole step."""
         sums = [often * num_micro_batches + once for often, once in self._sums]
         return Loads(intra=sums[0], inter=sums[1], one_by_one=sums[2])
 
     @cached_property
     def _sums(self) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
-        """Seconds of a micro-batch and of the rest of a step: intra, inter, one by one."""
+        """Seconds (per micro-batch, once per step) of: intra links, inter links, one by one."""
         kinds = self._kinds
         gathers, reductions = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
         for key, unit in zip(kinds, self.units, strict=True):
@@ -126,7 +126,7 @@ class CommCosts:
         return total(0), total(1), total(2)
 
     def moving(self, unit: UnitSize) -> Iterator[UnitCommCosts]:
-        """Of a unit: its trainable buffer, its frozen one, where they hold anything."""
+        """Costs of a unit's trainable buffer and of its frozen one, if not empty."""
         compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
         strategy = strategy_of(unit, self.strategy)
         params, grads, optim = strategy.degrees
@@ -136,7 +136,7 @@ class CommCosts:
             accumulate = BYTES_OF[self.precision.accumulate]
             added = numel // grads * (wire + 2 * accumulate)
             converted = 0
-            if wire != accumulate and (runs["finish"] or runs["replicas"]):  # in, and back
+            if wire != accumulate and (runs["finish"] or runs["replicas"]):  # before and after
                 converted = (numel // grads + numel // optim) * (wire + accumulate)
             yield UnitCommCosts(
                 trainable=True,
@@ -153,14 +153,14 @@ class CommCosts:
             yield UnitCommCosts(gather=self._often(Op.ALL_GATHER, runs["gather"], frozen))
 
     def _often(self, op: Op, run: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
-        """A move of every micro-batch: where weights rotate a pass round the ring, either way."""
+        """A collective of every micro-batch; where weights rotate, always a pass round the ring."""
         if self.rotates:
             return self.times.shifts(run, num_bytes, in_place=self.in_place)
         return self.times.phases(op, run, num_bytes)
 
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:
-    """Of phases one after the other that have all links for themselves."""
+    """Duration of phases one after the other that share links with nothing else."""
     return _seconds(phases)[2]
 
 

@@ -1,14 +1,14 @@
-"""What a rank's own work takes in a micro-batch and in an update, unit by unit."""
+"""Compute time of a rank in a micro-batch and in an update, unit by unit."""
 
-# Products are counted as model/config.py's flops_per_token does, attention in full, and go at what
-# the device sustains; what only reads and writes memory goes by its bytes. The loss makes its
-# gradients in forward, so the head's backward is part of its forward. Backward is twice the
-# forward: once for the gradients of inputs, once for those of weights, as far as these train. Below
-# the first trained unit there is none.
+# Matrix products are counted as in model/config.py's flops_per_token, attention in full, and run at
+# the device's sustained FLOP/s; memory-bound work takes its bytes over the memory bandwidth. The
+# loss computes its gradients in forward, so the head's backward is part of its forward. Backward is
+# twice the forward: once for the gradients of inputs, once for those of weights, as far as these
+# train. Below the first trained unit there is none.
 #
-#     take a gradient    read it, write it; where it is added to an accumulator read that as well
-#     update             read the gradient twice (norm, update), read and write master and moments,
-#                        write the parameter
+#     collect a gradient    read it, write it; if it is added to an accumulator, read that too
+#     update                read the gradient twice (norm, update), read and write master and
+#                           moments, write the parameter
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from paro.planning.units import MicroBatch, activations_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
-_TAKES_FIRST = 0.1  # of a block's backward, until the first of its gradients is there
+_TAKES_FIRST = 0.1  # share of a block's backward before its first gradient exists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """What the training thread does for a unit in a micro-batch, gradients' taking left out."""
+    """Training-thread time of a unit in a micro-batch, without collecting its gradients."""
 
     forward: float
     recompute: float = 0.0  # of this unit, in backward
@@ -39,7 +39,7 @@ class UnitSeconds:
 
 
 class Flops(NamedTuple):
-    """Of a forward: products with weights, and of attention those without."""
+    """FLOPs of a forward: products with weights, and attention's products without weights."""
 
     products: float
     attention: float = 0.0
@@ -47,7 +47,7 @@ class Flops(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Computing:
-    """A model's micro-batch on a device."""
+    """Compute time and FLOPs of a model's micro-batch on a device."""
 
     model: LlamaConfig
     units: tuple[UnitSize, ...]
@@ -56,13 +56,13 @@ class Computing:
 
     @cached_property
     def first_trained(self) -> int:
-        """The index of the first unit that trains; the number of units where none does."""
+        """The index of the first unit that trains; the number of units if none does."""
         trained = (i for i, unit in enumerate(self.units) if unit.trainable_numel)
         return next(trained, len(self.units))
 
     @cached_property
     def recomputed_from(self) -> tuple[int | None, ...]:
-        """For every unit that is the last of those recomputed together, the first of them."""
+        """For the last of the units recomputed together, the index of the first; else None."""
         parts = activations_of(self.model, self.batch, first_trained=self.first_trained)
         found: list[int | None] = []
         for index, part in enumerate(parts):
@@ -76,7 +76,7 @@ class Computing:
 
     @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
-        """Of every unit, in forward order."""
+        """The times of every unit, in forward order."""
         blocks = (
             self._block(index, recomputed=index in self._computed_again)
             for index in range(1, len(self.units) - 1)
@@ -94,7 +94,7 @@ class Computing:
 
     @cached_property
     def seconds(self) -> float:
-        """Of one micro-batch."""
+        """Compute time of one micro-batch."""
         return sum(
             part.forward + part.recompute + part.until_first_gradient + part.rest_of_backward
             for part in self.per_unit
@@ -102,9 +102,9 @@ class Computing:
 
     @cached_property
     def flops(self) -> float:
-        """Of one micro-batch: forward, and backward as far as it goes, without recomputation.
+        """FLOPs of one micro-batch: forward and the needed backward, without recomputation.
 
-        Where all is trained: `flops_per_token`, attention in full.
+        If everything trains: `flops_per_token`, attention in full.
         """
         blocks = self.units[1:-1]
         forward = sum(self._of_block) * len(blocks)
@@ -120,13 +120,13 @@ class Computing:
         return self.batch.num_tokens * self.model.hidden_size * self.batch.compute_bytes
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """For what only reads and writes."""
+        """Time of memory-bound work that reads and writes this many bytes."""
         return num_bytes / self.device.memory_bytes_per_second
 
     def taking_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
     ) -> float:
-        """Taking gradients in, one by one, in the training thread."""
+        """Time to collect gradients, one by one, in the training thread."""
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
         written = wire if strategy.grads > 1 else 2 * BYTES_OF[precision.accumulate]
         return self.memory_seconds(trainable_numel * (compute + written))
@@ -150,7 +150,7 @@ class Computing:
 
     @cached_property
     def of_attention(self) -> Flops:
-        """The forward of a block's attention."""
+        """FLOPs of the forward of a block's attention."""
         config, tokens = self.model, self.batch.num_tokens
         query = config.num_attention_heads * config.kv_channels
         return Flops(
@@ -160,12 +160,12 @@ class Computing:
 
     @cached_property
     def of_mlp(self) -> Flops:
-        """The forward of a block's MLP."""
+        """FLOPs of the forward of a block's MLP."""
         return Flops(products=2.0 * self.batch.num_tokens * self._weights(MLP_CUTS))
 
     @cached_property
     def of_logits(self) -> Flops:
-        """The output layer's products in forward."""
+        """FLOPs of the output layer in forward."""
         config = self.model
         return Flops(products=2.0 * self.batch.num_tokens * config.vocab_size * config.hidden_size)
 
@@ -176,9 +176,9 @@ class Computing:
     def forward_and_back(
         self, flops: Flops, *, trained: float | None, recomputed: bool
     ) -> UnitSeconds:
-        """What products and attention take, of whose weights a share is trained.
+        """Times of products and attention; `trained` is the share of the weights that trains.
 
-        None: no backward comes as far.
+        None: backward does not reach them.
         """
         forward = self._seconds(flops.products + flops.attention)
         if trained is None:
@@ -198,7 +198,7 @@ class Computing:
         return Flops(attention.products + mlp.products, attention.attention)
 
     def _share_trained(self, index: int) -> float | None:
-        """Of a block's weights; None: no backward comes as far."""
+        """The share of a block's weights that trains; None: backward does not reach it."""
         unit = self.units[index]
         return unit.trainable_numel / unit.numel if index >= self.first_trained else None
 

@@ -1,4 +1,4 @@
-"""One optimizer step: its computing, its moves, how they overlap, and the least it can take."""
+"""Costs of one optimizer step: compute, communication, their overlap, and a lower bound."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paro.planning.step.computing import Computing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """What goes on beside computing; what does not is waited for where it is submitted."""
+    """What overlaps with compute; all else is waited for where it is submitted."""
 
     gathers: bool = True
     reductions: bool = True
-    finishing: bool = True  # the last micro-batch's way on to the optimizer's shard
-    publishing: bool = True
+    finishing: bool = True  # the step's gradient reduce-scatter and replica all-reduce
+    publishing: bool = True  # the all-gather of updated parameters
 
 
 EVERYTHING = Overlap()
@@ -27,13 +27,13 @@ NOTHING = Overlap(gathers=False, reductions=False, finishing=False, publishing=F
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """A step of a model under a strategy on a machine."""
+    """The costs of a model's step under a strategy on a machine."""
 
     computing: Computing
     moves: CommCosts
     num_micro_batches: int
     prefetch_units: int = 1
-    overlap: Overlap | None = None  # default: everything, or nothing if nothing is gathered ahead
+    overlap: Overlap | None = None  # default: everything, or nothing without prefetch
 
     @property
     def machine(self) -> Machine:
@@ -64,13 +64,13 @@ class StepCosts:
         )
 
     def compute_seconds(self) -> float:
-        """What the training thread does in a step."""
+        """Compute time of the training thread in a step."""
         of_micro_batch = self.computing.seconds + self.taking(self.num_trained)
         update = self.updating(self.num_trained)
         return of_micro_batch * self.num_micro_batches + update + self.device.step_seconds
 
     def least_seconds(self) -> float:
-        """What a step takes at least: no schedule beats its computing, nor its links."""
+        """Lower bound of a step's time: no schedule beats its compute time or its link loads."""
         loads = self.moves.loads(self.num_micro_batches)
         compute = self.compute_seconds()
         exposed = loads.one_by_one if self.overlaps == NOTHING else self._never_hidden()
@@ -81,7 +81,7 @@ class StepCosts:
         return least / max(1.0, fastest) + scalar_seconds(self.machine)
 
     def _never_hidden(self) -> float:
-        """The first unit's gather, and the way of the gradients that come last."""
+        """Seconds of the first unit's gather, and of the reduction of the last gradients."""
         first = self.computing.first_trained
         exposed = sum(seconds_of(part.gather) for part in self.moves.per_unit[0])
         if first < len(self.computing.units):
@@ -93,7 +93,7 @@ class StepCosts:
 
 
 def device_of(machine: Machine) -> Device:
-    """The device of a machine; `ValueError` where the file names none."""
+    """The device of a machine; `ValueError` if its file has none."""
     if machine.device is None:
         raise ValueError(
             f"machine {machine.name}: device is missing, which planning needs: add an object with "

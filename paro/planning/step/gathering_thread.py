@@ -1,4 +1,4 @@
-"""The training thread of sharding/engine.py: units are gathered ahead, and given up."""
+"""Simulated training thread of sharding/sharded_model.py: units are prefetched, used and freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paro.planning.step.thread import Buffer, StepThread
 
 
 class _Node:
-    """A unit as the engine sees it in a micro-batch."""
+    """A unit module's state in a micro-batch."""
 
     def __init__(self, index: int, needed: list[Buffer]) -> None:
         self.index = index
@@ -20,7 +20,7 @@ class _Node:
 
 
 class GatheringThread(StepThread):
-    """Gathers every unit before it is used, and reduces its gradients behind what comes next."""
+    """Gathers every unit before its use, and reduces its gradients while the next units run."""
 
     def __init__(
         self, costs: StepCosts, simulation: Simulation, actor: Actor, speed: GroupSpeed

@@ -1,7 +1,7 @@
-"""One optimizer step where weights rotate: its computing slice by slice, its moves, its least time.
+"""Costs of one step where weights rotate: compute per slice, communication and a lower bound.
 
 Parts, in forward order: the embedding, attention and MLP of every block, the head. A rank computes
-a part with one slice after another, in place with one half of every slice and then the other.
+a part with one slice after another; in place, with one half of every slice, then with the other.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from paro.planning.step.costs import StepCosts
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
-_OF_FORWARD = 1 / 3  # of what a further slice costs; backward has twice the products
+_OF_FORWARD = 1 / 3  # share of an extra slice's cost; backward has twice the products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotatedPart:
-    """A part of the model: where its weights lie, and what all its slices take together."""
+    """A part of the model: the units of its weights, and the time of all its slices together."""
 
     name: str
-    halves: tuple[str, ...]  # its units: slices, or their halves one after the other
+    halves: tuple[str, ...]  # its units: whole slices, or the two halves of them
     seconds: UnitSeconds
     returns: bool = True  # backward reads the weights
-    recomputed_from: int | None = None  # the index of the part with which its recomputation begins
+    recomputed_from: int | None = None  # index of the part at which its recomputation begins
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotatingComputing(Computing):
-    """A model's micro-batch in slices; `units` are those of gathered parameters."""
+    """Compute time of a micro-batch in slices; `units` are those of gathered parameters."""
 
-    rotating: tuple[UnitSize, ...]  # those of rotation.py
+    rotating: tuple[UnitSize, ...]  # the units of planning/rotation.py
     degree: int
 
     @cached_property
     def parts(self) -> tuple[RotatedPart, ...]:
-        """In forward order."""
+        """The model's parts, in forward order."""
         tied = self.model.tie_embeddings_and_output_weights
         parts = [self._part("embedding", super()._embedding(), returns=False)]
         for index in range(1, len(self.units) - 1):
@@ -57,7 +57,7 @@ class RotatingComputing(Computing):
 
     @cached_property
     def first_trained_part(self) -> int:
-        """The index of the first part to which backward comes; their number where none trains."""
+        """Index of the first part that backward reaches; the number of parts if none trains."""
         first = self.first_trained
         if first >= len(self.units) - 1:
             return len(self.parts) - (first < len(self.units))
@@ -75,15 +75,15 @@ class RotatingComputing(Computing):
 
     @property
     def adding_seconds(self) -> float:
-        """For adding what a further slice gives to the output, or to the input's gradient."""
+        """Time to add an extra slice's result to the output, or to the input's gradient."""
         return self.memory_seconds(3 * self.residual_bytes)
 
     def taking_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
     ) -> float:
-        """Adding gradients to those that have come along, and what comes home to the accumulator.
+        """Time to add gradients to the received sums, and complete sums to the accumulator.
 
-        The first rank of a slice's way writes them without reading what was there.
+        The first rank of a pass writes its gradients without reading the buffer's old content.
         """
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
         accumulate = BYTES_OF[precision.accumulate]
@@ -92,12 +92,12 @@ class RotatingComputing(Computing):
         return self.memory_seconds(trainable_numel * (on_the_way + at_home))
 
     def _trained(self, part: str) -> float:
-        """The share of a part's weights that train."""
+        """The share of a part's weights that trains."""
         units = [unit for unit in self.rotating if unit.name.partition(" ")[0] == part]
         return sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
 
     def _loss(self, trained: float) -> UnitSeconds:
-        """The head makes no gradients in forward: backward computes the logits again."""
+        """Head and loss: no gradients in forward, so backward recomputes the logits."""
         if self.first_trained == len(self.units):
             return UnitSeconds(forward=self._seconds(self.of_logits.products))
         seconds = self.forward_and_back(self.of_logits, trained=trained, recomputed=False)
@@ -107,7 +107,7 @@ class RotatingComputing(Computing):
     def _part(
         self, name: str, whole: UnitSeconds, *, returns: bool = True, holder: str | None = None
     ) -> RotatedPart:
-        """A part with what its slices cost beside what the whole does."""
+        """A part whose times include the extra cost of its slices."""
         halves = tuple(
             unit.name for unit in self.rotating if unit.name.partition(" ")[0] == (holder or name)
         )
@@ -126,7 +126,7 @@ class RotatingComputing(Computing):
 
 @dataclass(frozen=True, kw_only=True)
 class RotatingCosts(StepCosts):
-    """A step under a strategy whose params and grads share a degree, over a ring of so many ranks.
+    """The costs of a step if params and grads have the same degree, the number of ranks in a ring.
 
     `moves` are those of rotating units: a gather, or a reduction, is a pass round the ring.
     """
@@ -135,7 +135,7 @@ class RotatingCosts(StepCosts):
     in_place: bool
 
     def landing_seconds(self, num_bytes: int) -> float:
-        """In place: for copying what has landed beside a slice, of a unit of so many bytes."""
+        """In place: time to copy a received slice out of staging, for a unit of `num_bytes`."""
         return self.computing.memory_seconds(2 * num_bytes // self.computing.degree)
 
     def compute_seconds(self) -> float:
@@ -153,9 +153,9 @@ class RotatingCosts(StepCosts):
         return super().compute_seconds() + copying * shifts
 
     def _never_hidden(self) -> float:
-        """What the first part's gradients have to do when they have come home.
+        """Seconds of the last reductions of the first part's gradients, after their pass.
 
-        In place nothing hides: every pass is waited for.
+        In place nothing overlaps: every pass is waited for.
         """
         first = self.computing.first_trained_part
         if first == len(self.computing.parts):

@@ -1,8 +1,8 @@
-"""The training thread of rotation/: every part slice by slice, forwards and back."""
+"""Simulated training thread of rotation/: every part slice by slice, forward and backward."""
 
-# Out of place the next slice comes while this one is computed with. In backward the lane carries
-# weights and gradients in turns; CPU ranks leave messages to the backend's own threads, where both
-# are under way at once. In place every shift is waited for, and what has landed is copied.
+# Out of place, the next slice arrives while the current one is used. In backward the communication
+# stream sends weights and gradients in turn; CPU ranks hand messages to the backend's own threads,
+# which send both at once. In place, every shift is waited for, and the received data is copied.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Events = tuple[Work, ...]
 
 
 class RotatingThread(StepThread):
-    """Computes every part with one slice after another, and passes each on."""
+    """Computes every part with one slice after another, and sends each slice to the next rank."""
 
     costs: RotatingCosts
 
@@ -32,11 +32,11 @@ class RotatingThread(StepThread):
         self.first = costs.computing.first_trained_part
         self.degree = costs.computing.degree
         self.sizes = {unit.name: unit for unit in costs.moves.units}
-        # Whose backward is the last to bring a unit gradients: a tied head uses the embedding's.
+        # The part whose backward adds a unit's last gradients: a tied head uses the embedding's.
         self.lowest_user = {half: p.name for p in reversed(self.parts) for half in p.halves}
         beside = [unit for unit in costs.moves.units if unit.replicated]
         self.norms = [buffer for unit in beside for buffer in self.buffers[unit.name]]
-        self.lowest_norm = max(1, self.first)  # the part; before the embedding there is none
+        self.lowest_norm = max(1, self.first)  # the index of its part; the embedding has none
         self.num_norms = sum(unit.trainable_numel for unit in beside)
 
     def _micro_batch(self, *, last: bool) -> Program:
@@ -110,8 +110,8 @@ class RotatingThread(StepThread):
                 yield from self._finish(buffer, ())
 
     def _shift(self, half: str, rides: _Rides) -> Generator[Compute | Wait, None, _Events]:
-        """Sends a slice on, waits for it where nothing overlaps, and returns what to wait for."""
-        # Messages of CPU ranks do not wait for one another.
+        """Sends a slice to the next rank; waits for it if nothing overlaps; returns its events."""
+        # On CPU ranks messages of weights and of gradients do not wait for each other.
         own_lane = self.costs.device.cores is not None
         use = "gradients" if own_lane and rides == "reduce" else "rotate"
         event: _Events = ()

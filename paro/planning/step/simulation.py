@@ -1,14 +1,15 @@
-"""Discrete events: training threads, lanes of jobs, and links that jobs share."""
+"""Discrete-event simulation of training threads, communication streams and shared links."""
 
-# An actor is the ranks of a group, which all do the same: a training thread that runs a program,
-# and lanes. A program is a generator: it computes for a while, submits work to lanes (which costs
-# no time) and waits for work. A lane runs its work in the order of submission (lanes.py), a piece
-# of work starts when all before it in its lane and all that it depends on is done. Work that joins
-# groups starts when the last of them has come to it, and ends for all at once.
+# An actor stands for the ranks of a group, which all do the same: a training thread that runs a
+# program, and communication streams. A program is a generator: it computes for a while, submits
+# work to streams (at no cost) and waits for work. A stream runs work in the order of submission
+# (distributed/comm_stream.py); work starts when all earlier work of its stream and all its
+# dependencies are done. Work that joins groups starts when it is first in the stream of every group
+# and ends for all at the same time.
 #
-# Jobs that are under way share links: each progresses at 1 / (sum of the parts of time for which
-# they want the link), if that is more than 1. What jobs take of processor time is missing to the
-# thread, and beside a thread that computes they are as slow as was measured.
+# Running jobs share links: each progresses at 1 / (sum of the shares of time for which they use the
+# link), if that sum is more than 1. The thread loses the processor time that jobs use, and while a
+# thread computes, jobs are slowed down by the measured factor.
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from typing import NamedTuple
 
 from paro.planning.machine.collective_time import Job, StreamAxes
 
-_LEAST_COMPUTE = 0.05  # of its speed: a thread that computes is never shut out
+_LEAST_COMPUTE = 0.05  # of its speed: a computing thread always makes progress
 _TINY = 1e-12  # seconds
 
 
 class Span(NamedTuple):
-    """What one stream of one actor did from `start` to `end`."""
+    """One activity of one stream of one actor, from `start` to `end` in seconds."""
 
     actor: int
     stream: str
@@ -36,16 +37,16 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A job in a lane of each actor in `members`."""
+    """A job in a communication stream of one actor, or of all of them."""
 
     name: str
     kind: str
     job: Job
     lane: tuple[str, StreamAxes]
-    members: int  # how many actors it takes
+    members: int  # the number of actors that take part
     after: tuple[Work, ...]
-    left: float  # seconds, had it all links for itself
-    arrived: int = 0  # actors in whose lane it has come to the front
+    left: float  # remaining seconds if it did not share links
+    arrived: int = 0  # actors in whose stream it is first
     submitted: list[int] = field(default_factory=list)
     running: bool = False
     done: bool = False
@@ -53,7 +54,7 @@ class Work:
     rate: float = 1.0
 
     def blocker(self) -> Work:
-        """The earliest unfinished work that this one waits for."""
+        """The unfinished work at the start of the chain that this one waits for."""
         found = self
         while pending := next((work for work in found.after if not work.done), None):
             found = pending
@@ -61,7 +62,7 @@ class Work:
 
 
 class Compute(NamedTuple):
-    """A program computes."""
+    """A program's request to compute."""
 
     seconds: float
     name: str
@@ -69,7 +70,7 @@ class Compute(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A program waits for work."""
+    """A program's request to wait for work."""
 
     works: tuple[Work, ...]
 
@@ -79,7 +80,7 @@ Program = Generator[Compute | Wait, None, None]
 
 @dataclass(slots=True, eq=False)
 class Actor:
-    """The ranks of a group."""
+    """The state of one group's ranks."""
 
     index: int
     program: Program | None = None
@@ -94,7 +95,7 @@ class Actor:
 
 
 class Simulation:
-    """Runs the programs of some actors from time 0 to the end of the last."""
+    """Runs the programs of some actors from time 0 until the last one ends."""
 
     def __init__(self, num_actors: int, *, record: bool = False) -> None:
         self.actors = [Actor(index) for index in range(num_actors)]
@@ -102,13 +103,13 @@ class Simulation:
         self.now = 0.0
         self._record = record
         self._running: list[Work] = []
-        self._joint: dict[int, Work] = {}  # by the number of the submission
+        self._joint: dict[int, Work] = {}  # by submission number
 
     def submit(self, actor: Actor, work: Work, number: int) -> Work:
-        """Queues work in an actor's lane; joint work is one for all actors, by its number."""
+        """Queues work in an actor's stream; joint work of one number is one job for all actors."""
         if work.members > 1:
             joint = self._joint.setdefault(number, work)
-            if joint is not work:  # it waits for all, and is as slow as the slowest
+            if joint is not work:  # it waits for all actors, and is as slow as the slowest
                 joint.after += work.after
                 joint.left = max(joint.left, work.left)
                 work = joint
@@ -120,7 +121,7 @@ class Simulation:
         return work
 
     def run(self, programs: Iterable[Program]) -> float:
-        """The time at which the last program ends."""
+        """Runs all programs; returns the time at which the last one ends."""
         for actor, program in zip(self.actors, programs, strict=True):
             actor.program = program
             self._advance(actor)
@@ -153,7 +154,7 @@ class Simulation:
         actor.finished = self.now
 
     def _step(self) -> None:
-        """On to the next end of a computation or of a job."""
+        """Advances to the next end of a computation or of a job."""
         self._set_rates()
         speeds = [self._compute_speed(actor) for actor in self.actors]
         times = [work.left / work.rate for work in self._running]
@@ -207,7 +208,7 @@ class Simulation:
         return max(_LEAST_COMPUTE, 1.0 - taken)
 
     def _blamed(self, actor: Actor) -> str:
-        """Why an actor waits: the first thing that is not done of what it needs."""
+        """The kind of the first unfinished work that an actor needs."""
         blocker = actor.waiting[0].blocker()
         front = actor.lanes[blocker.lane][0] if actor.lanes.get(blocker.lane) else blocker
         return front.kind

@@ -1,9 +1,10 @@
-"""What every training thread does in a step, however its parameters come to where they are used."""
+"""Simulated training thread: the steps common to gathered and to rotated weights."""
 
-# The program is that of the engine and of optim/optimizer.py, from one moment at which all lanes
-# are empty to the next: the gradients are there, their norm is known. So it begins with the update,
-# unit by unit, each queueing its publishing; then the micro-batches, the first of which waits for
-# what was published; then the wait for the last reductions and the agreement on the norm.
+# The program follows the sharded model and optim/optimizer.py, from one point at which all
+# communication streams are empty (gradients are complete, their norm is known) to the next. So it
+# begins with the update, unit by unit, each queueing the all-gather of its updated parameters; then
+# the micro-batches, the first of which waits for these all-gathers; then the wait for the last
+# reductions and the all-reduce of the norm.
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from paro.planning.step.simulation import Actor, Compute, Program, Simulation, W
 
 
 class Buffer:
-    """A flat buffer of a unit: what of it is under way."""
+    """A flat buffer of a unit, and its work in flight."""
 
     def __init__(self, unit: str, moving: UnitCommCosts) -> None:
         self.name = unit if moving.trainable else f"{unit} (frozen)"
@@ -25,12 +26,12 @@ class Buffer:
         self.whole = False
         self.gathered: tuple[Work, ...] = ()
         self.published: tuple[Work, ...] = ()
-        self.read: tuple[Work, ...] = ()  # the whole gradient has been
+        self.read: tuple[Work, ...] = ()  # done when the whole gradient has been read
         self.reduced: tuple[Work, ...] = ()
 
 
 class StepThread:
-    """The training thread of a group's ranks; a subclass says what a micro-batch is."""
+    """The training thread of a group's ranks; a subclass defines the micro-batch."""
 
     def __init__(
         self, costs: StepCosts, simulation: Simulation, actor: Actor, speed: GroupSpeed
@@ -79,7 +80,7 @@ class StepThread:
         yield Wait(self._queue("agree", "agree", "norm", (job,), (), joins=True))
 
     def _finish(self, buffer: Buffer, event: tuple[Work, ...]) -> Program:
-        """Queues the last micro-batch's way on to the optimizer's shard, behind `event`."""
+        """Queues the step's gradient reduce-scatter and replica all-reduce, after `event`."""
         moving = buffer.moving
         if moving.converted_bytes:
             lane = (moving.finish or moving.replicas)[0][0].lane
@@ -98,7 +99,7 @@ class StepThread:
     def _copy(
         self, name: str, lane: StreamAxes, num_bytes: int, after: tuple[Work, ...]
     ) -> tuple[Work, ...]:
-        """Reading and writing in a reduction's lane; on CPU ranks it takes the processor."""
+        """Queues a copy in a reduction's stream; on CPU ranks it takes processor time."""
         busy = 1.0 if self.costs.device.cores is not None else 0.0
         seconds = self.costs.computing.memory_seconds(num_bytes)
         job = Job(lane=lane, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)

@@ -1,7 +1,7 @@
-"""One optimizer step in time: the engine's own order of things on streams that run side by side."""
+"""Simulates one optimizer step: its duration, compute time and exposed communication."""
 
-# Micro-batches in the middle are alike: of more than four, three are simulated and the others take
-# what the third adds.
+# Micro-batches in the middle are the same: of more than four, three are simulated and each of the
+# others adds as much as the third.
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EXPOSED = ("gather", "reduce", "finish", "publish", "agree")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """How long a step takes, and what of it is not computing."""
+    """The duration of a step, and how much of it is exposed communication."""
 
     seconds: float
     compute_seconds: float
-    exposed: dict[str, float]  # seconds in which the slowest group waits, by what for
+    exposed: dict[str, float]  # seconds for which the slowest group waits, by kind
     spans: tuple[Span, ...] = ()
 
     @property
@@ -34,7 +34,7 @@ class Timeline:
 
 
 def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
-    """One step; `record` keeps what every stream did, micro-batch by micro-batch."""
+    """Simulates one step; `record` keeps the spans of all streams, for every micro-batch."""
     count = costs.num_micro_batches
     if record or count <= _MOST_SIMULATED:
         return _simulate(costs, record=record)
@@ -81,7 +81,7 @@ def _thread(
 
 
 def _speeds(costs: StepCosts) -> list[GroupSpeed]:
-    """One actor stands for all groups that are alike."""
+    """Speeds of the actors; one actor stands for all groups of the same speed."""
     machine = costs.machine
     others = machine.num_groups - sum(part.num_groups for part in machine.uneven)
     usual = [GroupSpeed(num_groups=others)] if others else []

@@ -1,4 +1,4 @@
-"""A simulated step in Chrome's trace format, for chrome://tracing and Perfetto."""
+"""Exports a simulated step in Chrome's trace format, for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paro.planning.step.simulation import Span
 
 
 def chrome_trace(spans: Sequence[Span]) -> str:
-    """A process per group, a thread per stream; times in microseconds."""
+    """The trace as JSON: a process per group, a thread per stream; times in microseconds."""
     streams = sorted({(span.actor, span.stream) for span in spans})
     events: list[dict[str, object]] = []
     for number, (actor, stream) in enumerate(streams):

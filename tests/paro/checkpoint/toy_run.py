@@ -122,7 +122,7 @@ def all_shards(cut: Cut) -> list[FlatShard]:
         replace(shard, rank=0, replicas=(0,))
         for shards in every
         for shard in shards
-        if shard.counts
+        if shard.is_primary_replica
     ]
 
 

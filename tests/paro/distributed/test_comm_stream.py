@@ -24,7 +24,7 @@ def test_which_lanes() -> None:
     assert isinstance(make_comm_streams(CPU, overlap=True, backend="gloo"), ThreadStreams)
 
 
-@pytest.mark.parametrize("lanes", [InlineStreams(), ThreadStreams(CPU)])
+@pytest.mark.parametrize("streams", [InlineStreams(), ThreadStreams(CPU)])
 def test_jobs_of_a_lane_run_in_order_and_without_gradients(streams: CommStreams) -> None:
     ran: list[int] = []
     grad_modes: list[bool] = []

@@ -72,13 +72,13 @@ def test_slices_come_in_the_order_of_the_engine(
             return method(self, kind, *args)
 
         monkeypatch.setattr(RotatingUnit, method_name, shift)
-    publish = UnitShards.publish
+    publish = UnitShards.gather_updated
 
     def publishing(self: UnitShards) -> None:
-        done.extend([("publish", self.name)] * len(self.context.moves.publish))
+        done.extend([("publish", self.name)] * len(self.context.comm_plan.gather_updated))
         publish(self)
 
-    monkeypatch.setattr(UnitShards, "publish", publishing)
+    monkeypatch.setattr(UnitShards, "gather_updated", publishing)
     note_finishing(done, monkeypatch)
     silence(monkeypatch)
     lone.step(2)  # whose update is published in the one after it

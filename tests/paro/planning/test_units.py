@@ -58,7 +58,7 @@ CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
 
 
 @pytest.mark.parametrize(
-    ("case", "letters"),
+    ("workload", "letters"),
     [
         *product(["untied"], [*legal_letters(), "2,4,8", "1,2,8"]),
         *product([name for name in CASES if name != "untied"], ["NNG", "IIG", "GGG", "4,2,8"]),

@@ -78,7 +78,7 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
         wrong.append("a gradient came home without every rank's part")
     streams.close()
     ring.close()
-    return wrong, traffic.alloc()
+    return wrong, traffic.take()
 
 
 def rotate_all_ways(degree: int) -> list[tuple[list[str], Sent]]:

@@ -59,7 +59,7 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
     def before(training: Training) -> None:
         units = {unit.name: unit for unit in training.model.units}
-        modules = {module.name: module.module for module in training.model.modules}
+        modules = {module.name: module.wrapped for module in training.model.modules}
         comm_plan = units["head"].context.comm_plan
 
         if comm_plan.gather:
@@ -78,7 +78,7 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
         if comm_plan.gather_updated:
             gather_updated = Hold(
-                units["head"], "publish", Use.GATHER, comm_plan.gather_updated, patience
+                units["head"], "gather_updated", Use.GATHER, comm_plan.gather_updated, patience
             )
             holds["publishing of the head under the next forward"] = gather_updated
             modules["blocks.0"].register_forward_pre_hook(lambda *_: gather_updated.reached())

@@ -146,7 +146,7 @@ def test_a_failure_in_the_cluster_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("candidate", "told"),
     [
         ("IIG", "IIG: names no collective"),
         ("IIG@native+turn", "+turn is none of +rotate, +in-place"),

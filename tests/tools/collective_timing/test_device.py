@@ -11,7 +11,7 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.planning.machine.machine import Machine
 from paro.planning.search.planner import Estimator
-from paro.planning.search.settings import Case
+from paro.planning.search.settings import Workload
 from tools.collective_timing import device as timing
 from tools.collective_timing.device import measure_device, training_config
 
@@ -33,7 +33,7 @@ def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) ->
     device = measure_device(config, alone(), group_size=1)
     machine = Machine(name="one", source="", world_size=1, group_size=1, device=device)
     for count, seconds in ((1, 1.4), (5, 5.4)):
-        case = Case(
+        case = Workload(
             model=config.model,
             machine=machine,
             group_size=1,
@@ -43,7 +43,7 @@ def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) ->
             precision=config.precision,
             device_type="cpu",
         )
-        estimate = Estimator(case).estimate(case.setting(case.strategy("NNN")))
+        estimate = Estimator(case).estimate(case.candidate(case.strategy("NNN")))
         assert estimate.seconds == pytest.approx(seconds, rel=1e-6)
 
 

@@ -1,1 +1,1 @@
-"""What compare_peers.py lets train: this project, PyTorch's data parallelism and DeepSpeed's."""
+"""The contenders of compare_peers.py: this project, PyTorch's data parallelism and DeepSpeed's."""

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO stages 1 to 3 and hpZ (ZeRO++), where DeepSpeed is installed."""
 
-# DeepSpeed is optional (requirements-peers.txt) and is imported where it is used. On CPU ranks it
-# is told so by DS_ACCELERATOR, and its shared-memory operator is declared incompatible: it serves
-# inference alone, would be compiled at the first start, and takes all ranks for one machine's.
+# DeepSpeed is optional (requirements-peers.txt) and is imported where it is used. On CPU ranks
+# DS_ACCELERATOR selects the CPU, and its shared-memory operator is declared incompatible: it is for
+# inference only, would be compiled at the first start, and assumes all ranks are on one machine.
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tools.bench.peers.task import Outcome, Task, adamw_settings, decay_groups, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """What a name stands for."""
+    """The options that a contender's name selects."""
 
     stage: int
-    secondary_copy: bool = False  # hpZ: parameters lie sharded inside each group too
+    secondary_copy: bool = False  # hpZ: parameters are also stored sharded inside each group
     kept: bool = False  # DeepSpeed's default thresholds, which keep small models whole
 
 
@@ -41,21 +41,21 @@ MODES = {
 
 
 def lacks_deepspeed() -> str | None:
-    """Why DeepSpeed's contenders cannot take part, if they cannot."""
+    """Why DeepSpeed's contenders cannot run here, or None."""
     if importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed (pip install -r requirements-peers.txt)"
     return None
 
 
 def import_deepspeed(backend: str) -> Any:
-    """The package, for CPU ranks or GPUs, and quiet."""
+    """The deepspeed package, set up for CPU ranks or GPUs, without its log output."""
     if backend == "gloo":
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     deepspeed = importlib.import_module("deepspeed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    importlib.import_module("torch._inductor.compile_fx")  # which the first engine would import
-    # It calls some functions of torch under names that newer versions warn about, every time.
+    importlib.import_module("torch._inductor.compile_fx")  # the first engine would import it
+    # It calls functions of torch by names that newer versions deprecate with a warning every time.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     return deepspeed
 
@@ -63,9 +63,9 @@ def import_deepspeed(backend: str) -> Any:
 def zero_config(task: Task, mode: Mode) -> dict[str, Any]:
     """The configuration: DeepSpeed's defaults, but for sizes that presume billions of parameters.
 
-    Buckets and what is fetched ahead are the size of the largest unit. Stage 3 partitions all but
-    vectors and gives parameters up after use, as its memory figure and its peers here assume;
-    `kept` leaves its thresholds as they are.
+    Buckets and the prefetch size are those of the largest unit. Stage 3 partitions everything but
+    vectors and frees parameters after use, as its memory figure and its peers here assume; `kept`
+    leaves its thresholds at their defaults.
     """
     unit = task.largest_unit
     zero: dict[str, Any] = {
@@ -112,13 +112,13 @@ class Zero:
         losses = []
         for _ in range(self.task.num_micro_batches):
             batch = next(batches)
-            # The engine divides by the number of micro-batches and takes the mean over ranks.
+            # The engine divides by the number of micro-batches and averages over ranks.
             weights_BS = batch.loss_mask_BS / batch.loss_mask_BS.sum()
             loss = self.engine(batch.tokens_BS, batch.labels_BS, weights_BS)
             self.engine.backward(loss)
             losses.append(loss.detach())
             observe()
-            self.engine.step()  # updates after the last micro-batch
+            self.engine.step()  # updates only after the last micro-batch
         return Outcome(torch.stack(losses).mean(), self.engine.get_global_grad_norm())
 
     def held(self) -> Iterable[Tensor]:

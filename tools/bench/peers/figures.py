@@ -1,4 +1,4 @@
-"""Medians, ratios, agreement and tables of the turns; pure."""
+"""Medians, ratios, agreement checks and tables of the turns; pure functions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one contender showed in one round; figures are per optimizer step, of all ranks."""
+    """Results of one contender in one round; figures are per optimizer step, over all ranks."""
 
     contender: str
     seconds: float  # of the slowest rank
-    cpu_seconds: float  # of all ranks and their threads together
-    state_bytes: int  # of the rank that holds most
-    peak_bytes: int | None  # likewise; None where the system does not tell
-    nic_bytes: int | None  # that left all nodes together; None where no interface is watched
-    losses: list[float]  # of every step, warm-up included
+    cpu_seconds: float  # summed over all ranks and their threads
+    state_bytes: int  # of the rank with the most
+    peak_bytes: int | None  # of the rank with the most; None where the system does not report it
+    nic_bytes: int | None  # sent by all nodes together; None where no interface is watched
+    losses: list[float]  # of every step, including warm-up
     grad_norms: list[float]
-    # For which computing stood still on a rank, in the mean, by what for; None where nobody tells.
+    # Time the computation waited, mean over ranks, by cause; None where it is not reported.
     waited_seconds: dict[str, float] | None = None
 
     @property
@@ -32,19 +32,19 @@ Rounds = dict[str, list[Turn]]  # by contender, in the order of rounds
 
 
 class DisagreementError(RuntimeError):
-    """Contenders that should train alike do not."""
+    """Contenders that should train identically do not."""
 
 
 def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
     """Raises unless losses agree to `tolerance` and gradient norms to ten times that, relatively.
 
-    Adam does not feel a wrong scale of the gradients, which the norms tell.
+    Adam is invariant to a wrong scale of the gradients; the norms reveal it.
     """
     for what, allowed in (("losses", tolerance), ("grad_norms", 10.0 * tolerance)):
         theirs, own = getattr(reference, what), getattr(turn, what)
         assert len(theirs) == len(own), f"{len(own)} steps of {turn.contender}, not {len(theirs)}"
         for step, (expected, value) in enumerate(zip(theirs, own, strict=True), start=1):
-            # Written so that a value which is no number differs.
+            # Written so that NaN counts as a difference.
             if not abs(value - expected) <= allowed * abs(expected):
                 raise DisagreementError(
                     f"{turn.contender} differs from {reference.contender}: {what} {value:.6g} and "
@@ -53,7 +53,7 @@ def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
 
 
 def order_of_round(names: Sequence[str], index: int) -> list[str]:
-    """Everybody once, another one first in every round."""
+    """Every name once, with another one first in every round."""
     start = index % len(names)
     return [*names[start:], *names[:start]]
 
@@ -73,7 +73,7 @@ class Summary:
 
 
 def summarize(rounds: Rounds, tokens_per_step: int) -> list[Summary]:
-    """One row per contender, in their order."""
+    """One summary per contender, in their order."""
     return [
         Summary(
             contender=name,
@@ -91,7 +91,7 @@ def summarize(rounds: Rounds, tokens_per_step: int) -> list[Summary]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
-    """A contender beside a baseline: medians over rounds of ratios within a round."""
+    """A contender relative to a baseline: medians over rounds of the ratios within a round."""
 
     contender: str
     baseline: str
@@ -104,7 +104,7 @@ class Ratios:
 
 
 def compare(rounds: Rounds, baseline: str) -> list[Ratios]:
-    """Every contender beside the baseline, itself included."""
+    """The ratios of every contender to the baseline, including its own."""
     return [_compare(turns, rounds[baseline]) for turns in rounds.values()]
 
 
@@ -136,7 +136,7 @@ def _median_known(values: Sequence[float | None]) -> float | None:
 
 
 def summary_table(summaries: Sequence[Summary]) -> str:
-    """Seconds, tokens and bytes by contender."""
+    """Text table: seconds, tokens and bytes by contender."""
     head = ["contender", "s/step", "tokens/s", "states MB", "peak MB", "NIC MB/step", "CPU s/step"]
     head.append("waited s/step")
     rows = [
@@ -156,7 +156,7 @@ def summary_table(summaries: Sequence[Summary]) -> str:
 
 
 def ratio_table(ratios: Sequence[Ratios]) -> str:
-    """Everybody as multiples of one baseline."""
+    """Text table: every contender as multiples of one baseline."""
     head = ["beside " + ratios[0].baseline, "tokens/s", "(rounds)", "states", "peak", "NIC"]
     rows = [
         [
@@ -173,7 +173,7 @@ def ratio_table(ratios: Sequence[Ratios]) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text: the first to the left, the others to the right."""
+    """Columns of text: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows

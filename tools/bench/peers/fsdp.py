@@ -21,11 +21,11 @@ from tools.bench.peers.task import Outcome, Task, adamw_settings, decay_groups, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """What a name stands for."""
+    """The options that a contender's name selects."""
 
     hybrid: bool  # shard inside a group and replicate across groups
-    kept: bool = False  # parameters and gradients stay whole from first micro-batch to last
-    ahead: bool = False  # the next unit's gather is started by hand, not by CUDA streams
+    kept: bool = False  # parameters and gradients stay whole from the first micro-batch to the last
+    ahead: bool = False  # prefetch the next unit by an explicit call, without CUDA streams
 
 
 MODES = {
@@ -39,13 +39,13 @@ MODES = {
 
 
 class FullySharded:
-    """Embedding, blocks and head are units. The fp32 shards are the master parameters.
+    """FSDP2 with embedding, blocks and head as units; its fp32 shards are the master parameters.
 
-    Parameters are gathered in the compute type before forward and before backward, gradients are
-    reduce-scattered after every micro-batch; hybrid, they cross groups after the last one only.
-    `kept` trades memory for communication: one gather and one reduction a step. Overlap is the
-    business of CUDA streams; without them, on gloo, every collective blocks, unless gathers are
-    made asynchronous and started `ahead`.
+    Parameters are all-gathered in the compute type before forward and before backward, gradients
+    are reduce-scattered after every micro-batch; with hybrid, they are all-reduced across groups
+    only after the last one. `kept` trades memory for communication: one all-gather and one
+    reduction a step. Overlap relies on CUDA streams; without them, on gloo, every collective
+    blocks, unless all-gathers are asynchronous and started `ahead`.
     """
 
     def __init__(self, task: Task, control: Control, *, mode: Mode) -> None:
@@ -53,7 +53,7 @@ class FullySharded:
         mesh = _mesh(task, control, mode)
         policy = MixedPrecisionPolicy()
         if task.compute_dtype != torch.float32:
-            # The inputs are right already: ids, fp32 weights of tokens, activations.
+            # The inputs have the right types already: ids, fp32 token weights, activations.
             policy = MixedPrecisionPolicy(
                 param_dtype=task.compute_dtype,
                 reduce_dtype=task.compute_dtype,
@@ -63,7 +63,7 @@ class FullySharded:
             self.model = Llama(task.model)
         units = [unit.module for unit in self.model.units()]
         for module in units:
-            # The backward of the last follows its forward at once.
+            # The last unit's backward follows its forward at once.
             fully_shard(
                 module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not units[-1]
             )
@@ -114,7 +114,7 @@ class FullySharded:
             self.root.set_reshard_after_backward(last)
 
     def held(self) -> Iterable[Tensor]:
-        # The optimizer knows the shards; the modules have the whole parameters where they are kept.
+        # The optimizer has the shards; the modules have the whole parameters where they are kept.
         for parameter in (*self.parameters, *self.model.parameters()):
             for tensor in (parameter, parameter.grad):
                 if tensor is not None:
@@ -136,11 +136,11 @@ def _mesh(task: Task, control: Control, mode: Mode) -> DeviceMesh:
 
 @torch.no_grad()
 def _fill(task: Task, model: nn.Module) -> None:
-    """Gives every shard its first weights; the whole model exists nowhere."""
+    """Writes the initial weights of every shard; the whole model is never materialized."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         local = parameter.to_local()
-        # Rows are cut as torch.chunk cuts them: equally, the last ranks getting what is left.
+        # Rows are split as torch.chunk does: equal parts, the last ranks get the remainder.
         num_shards = parameter.device_mesh["shard"].size()
         rows, row = parameter.shape[0], parameter[:1].numel()
         begin = min(parameter.device_mesh["shard"].get_local_rank() * -(-rows // num_shards), rows)

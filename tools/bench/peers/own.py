@@ -1,4 +1,4 @@
-"""This project as a contender: the training step of pretrain_llama.py under a chosen strategy."""
+"""This project as a contender: the training step of pretrain_llama.py under a given strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROTATIONS = {
 
 
 class OwnSetting(NamedTuple):
-    """What STRATEGY[@COLLECTIVE][+rotate|+in-place] names; empty: what is not named."""
+    """The parts of STRATEGY[@COLLECTIVE][+rotate|+in-place]; those not given are empty."""
 
     strategy: str
     collective: str
@@ -38,9 +38,9 @@ class OwnSetting(NamedTuple):
 
 
 def parse_setting(text: str) -> OwnSetting:
-    """`ValueError` for a rotation that there is not.
+    """Parses a candidate; `ValueError` for an unknown rotation.
 
-    A comma ends a setting on the command line: degrees are joined by /.
+    A comma separates candidates on the command line, so degrees are joined by /.
     """
     named, plus, rotation = text.partition("+")
     if plus and rotation not in ROTATIONS:
@@ -50,7 +50,7 @@ def parse_setting(text: str) -> OwnSetting:
 
 
 def own_config(task: Task, name: str, world: World) -> RunConfig:
-    """The configuration of `paro:` and a setting; `ValueError`."""
+    """The configuration for `paro:` and a candidate; `ValueError` if it is invalid."""
     try:
         own = parse_setting(name.removeprefix(PREFIX)).flags
     except ValueError as error:
@@ -73,7 +73,7 @@ class Own:
         result = train_step(self.training, self.state, batches)
         if result.skipped:
             raise RuntimeError(f"step {self.state.iteration} was skipped: a gradient overflowed")
-        observe()  # its accumulators stay, whether full or not
+        observe()  # the accumulators stay allocated, whether in use or not
         waited = {kind: getattr(result.exposed, kind) for kind in ("gather", "reduce", "publish")}
         return Outcome(result.loss, result.grad_norm, waited)
 

@@ -20,7 +20,7 @@ PANELS = (
 
 
 def plot(path: Path, title: str, summaries: Sequence[Summary], rounds: Rounds) -> None:
-    """Writes the picture; what was not measured leaves its panel empty."""
+    """Writes the plot; a figure that was not measured leaves its panel empty."""
     with drawing(path, 2, 3, size=(16, 9)) as (figure, panels):
         figure.suptitle(title)
         *bars, curves = panels.flat
@@ -29,7 +29,7 @@ def plot(path: Path, title: str, summaries: Sequence[Summary], rounds: Rounds) -
                 panel, label, {row.contender: _scaled(row, field, unit) for row in summaries}
             )
         for above, (name, turns) in enumerate(reversed(rounds.items())):
-            # They lie on each other: wide ones below.
+            # The curves coincide: wider ones go below.
             steps, width = range(1, len(turns[0].losses) + 1), 2 * (len(rounds) - above)
             curves.plot(steps, turns[0].losses, linewidth=width, label=name)
         curves.set(title="loss", xlabel="step")

@@ -33,12 +33,12 @@ def check_name(task: Task, name: str, world: World) -> None:
 
 
 def reason_to_leave_out(name: str) -> str | None:
-    """What is missing on this machine for a contender, if anything."""
+    """What this machine lacks for a contender, or None."""
     return deepspeed_zero.lacks_deepspeed() if name in deepspeed_zero.MODES else None
 
 
 def build(task: Task, name: str, control: Control) -> Contender:
-    """The contender, on all ranks at once."""
+    """Builds the contender; collective over all ranks."""
     if name.startswith(own.PREFIX):
         return own.Own(task, name, control)
     return PEERS[name](task, control)

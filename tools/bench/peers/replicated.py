@@ -23,11 +23,11 @@ from tools.bench.peers.task import (
 )
 
 DEFAULT_BUCKET_MB = 25.0
-MASTERS_AT_ONCE = 16  # parameters whose fp32 gradients exist at the same time
+MASTERS_AT_ONCE = 16  # how many parameters have fp32 gradients at the same time
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW over fp32 masters of parameters of any type: what mixed precision leaves to its user.
+    """AdamW over fp32 master weights of parameters of any type, as mixed precision needs.
 
     A parameter in fp32 is its own master.
     """
@@ -68,9 +68,9 @@ class MasterAdamW(torch.optim.Optimizer):
 class Replicated:
     """Whole parameters and gradients on every rank; optimizer state whole too, or by parameter.
 
-    Gradients are views of the buckets and travel with the last micro-batch only. A bucket is no
-    larger than a unit, so that a small model has several and they travel under backward: as fast as
-    larger and smaller ones or faster.
+    Gradients are views of the buckets and are all-reduced with the last micro-batch only. A bucket
+    is no larger than a unit, so that a small model has several and their communication overlaps
+    backward: this is as fast as larger and smaller buckets, or faster.
     """
 
     def __init__(self, task: Task, control: Control, *, zero_redundancy: bool) -> None:
@@ -112,7 +112,7 @@ class Replicated:
             self.parameters, self.task.run.optim.clip_grad, grad_norm
         )
         self.optimizer.step()
-        self.ddp.zero_grad(set_to_none=False)  # they stay views of the buckets
+        self.ddp.zero_grad(set_to_none=False)  # gradients stay views of the buckets
         return Outcome(torch.stack(losses).sum(), grad_norm)
 
     def held(self) -> Iterable[Tensor]:

@@ -1,9 +1,9 @@
-"""What all contenders train, how they are driven, and where their weights begin."""
+"""The training job of all contenders, their interface, and their initial weights."""
 
-# Every contender trains this project's own model through its own loss, with AdamW of the same
-# settings, norms undecayed, clipped to the same norm, from the same weights on the same tokens. In
-# bf16 the first weights are representable in bf16, because some peers make their fp32 master
-# weights from bf16 ones: so all masters begin equal too.
+# Every contender trains this project's own model with its own loss, with AdamW of the same
+# hyperparameters, no weight decay on norms, clipped to the same norm, from the same weights on the
+# same tokens. In bf16 the initial weights are representable in bf16, because some peers make their
+# fp32 master weights from bf16 ones: so all master weights start equal too.
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from paro.training.assembly import TORCH_TYPES
 class Task:
     """One training job, the same for all contenders."""
 
-    run: RunConfig  # what pretrain_llama.py makes of `flags`
-    flags: tuple[str, ...]  # its command line, without a strategy
-    own_flags: tuple[str, ...] = ()  # what this project's own contenders get beside them
+    run: RunConfig  # the configuration that pretrain_llama.py makes of `flags`
+    flags: tuple[str, ...]  # its command-line arguments, without a strategy
+    own_flags: tuple[str, ...] = ()  # additional flags for this project's own contenders
     group_size: int
     num_micro_batches: int
     warmup_steps: int
@@ -58,32 +58,32 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a contender says of one optimizer step; both may still be under way on a GPU."""
+    """A contender's results of one optimizer step; on a GPU both may still be in flight."""
 
     loss: float | Tensor  # mean over the micro-batches of this rank, or of all
     grad_norm: float | Tensor  # of all ranks, before clipping
-    waited: Mapping[str, float] | None = None  # seconds by what for; None: it does not tell
+    waited: Mapping[str, float] | None = None  # seconds by cause; None if not reported
 
 
 class Contender(Protocol):
     """One way to train in parallel, built and ready on all ranks."""
 
     def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
-        """One optimizer step; `observe` is called wherever gradients have accumulated."""
+        """Runs one optimizer step; calls `observe` after each accumulation of gradients."""
 
     def held(self) -> Iterable[Tensor]:
-        """The model state this rank holds now: see `state_bytes`."""
+        """The model state this rank holds now; see `state_bytes`."""
 
     def finish(self) -> None:
-        """Waits for what a step leaves to the next one; there is none, and the process ends."""
+        """Waits for work that a step leaves to the next one, before the process ends."""
 
 
 def state_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind the tensors, whole even where a tensor is a part.
+    """Bytes of the distinct storages of the tensors; views count their whole storage.
 
-    The rule for all contenders: parameters, gradients that outlive a micro-batch, master
-    parameters and optimizer state, wherever one of them lies alone or as a view. Gathered copies,
-    buckets in which gradients only travel, and scalars such as step counts do not count.
+    The rule for all contenders: count parameters, gradients that outlive a micro-batch, master
+    parameters and optimizer state, each as its own tensor or as a view. Do not count gathered
+    copies, buckets used only for communicating gradients, and scalars such as step counts.
     """
     storages = {
         (tensor.device, storage.data_ptr()): storage.nbytes()
@@ -96,7 +96,7 @@ def state_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def whole_model(task: Task, device: torch.device) -> Llama:
-    """The model in the compute type with its first weights, whole on this rank."""
+    """The model in the compute type with its initial weights, whole on this rank."""
     with torch.device("meta"):
         model = Llama(task.model)
     model.to(task.compute_dtype).to_empty(device=device)
@@ -108,7 +108,7 @@ def whole_model(task: Task, device: torch.device) -> Llama:
 
 
 def decay_groups(task: Task, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
-    """Parameter groups for AdamW: norms, the only vectors, do not decay."""
+    """Parameter groups for AdamW: no weight decay on norms, the only vectors."""
     everything = list(parameters)
     return [
         {
@@ -120,7 +120,7 @@ def decay_groups(task: Task, parameters: Iterable[nn.Parameter]) -> list[dict[st
 
 
 def adamw_settings(task: Task) -> dict[str, object]:
-    """What every AdamW is given, whoever makes it."""
+    """Arguments for every AdamW, whichever library provides it."""
     optim = task.run.optim
     betas = (optim.adam_beta1, optim.adam_beta2)
     return {"lr": task.run.schedule.lr, "betas": betas, "eps": optim.adam_eps}

@@ -1,10 +1,10 @@
-"""One contender's turn: in a process of its own it is built, warmed up and timed."""
+"""One contender's turn: in its own process it is built, warmed up and timed."""
 
-# A process for every turn, forked from one that has imported everything and started nothing:
-# contenders share no process group, no thread, no allocator and no global state of a library. A
-# group of gloo that merely exists was measured to take 0.13% of a core on every rank, so a dozen
-# contenders kept on eight ranks would take half a core from whoever's turn it is; memory that one
-# freed would count as another's. Building anew each time costs seconds that are not timed.
+# Every turn has its own process, forked from one that has imported everything and started nothing:
+# contenders share no process group, thread, allocator or global state of a library. A gloo group
+# that merely exists was measured to take 0.13% of a core on every rank, so a dozen contenders kept
+# on eight ranks would take half a core from the one being timed; memory that one freed would count
+# as another's. Rebuilding each time costs seconds that are not timed.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import torch
-import torch._dynamo  # what optimizers import when they are made: once, and not in every turn
+import torch._dynamo  # imported by optimizers when constructed: here once, not in every turn
 import torch.distributed as dist
 
 from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 def in_own_process(function: Callable[[], Result]) -> Result:
-    """What `function` returns in a fork of this process; its failure ends this one too."""
+    """What `function` returns in a fork of this process; if it fails, this process ends too."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, receiver, function), daemon=True)
@@ -55,7 +55,7 @@ def in_own_process(function: Callable[[], Result]) -> Result:
     except EOFError:
         process.join()
         if process.exitcode == 1:
-            raise SystemExit(1) from None  # it has printed why
+            raise SystemExit(1) from None  # the child has printed the reason
         raise RuntimeError(f"a turn's process ended with {process.exitcode}") from None
     process.join()
     if mistake is not None:
@@ -96,7 +96,7 @@ def take_turn(task: Task, name: str, world: World, *, number: int) -> Turn:
 def process_group(
     runtime: RuntimeConfig, world: World, device: torch.device, number: int
 ) -> Iterator[None]:
-    """The default group, met through the launcher's store under this turn's own name."""
+    """The default process group, set up through the launcher's store under this turn's own name."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timeout_of(runtime)
@@ -111,8 +111,8 @@ def process_group(
         device_id=device if device.type == "cuda" else None,
     )
     yield
-    # Only after a turn that ended well: else it could hang. Never for gloo: its groups wait, with
-    # the interpreter's lock held, for threads that may need it; they end with the process.
+    # Only after a turn that succeeded: otherwise it could hang. Never for gloo: destroying its
+    # groups waits, holding the GIL, for threads that may need it; they end with the process.
     if device.type == "cuda":
         dist.destroy_process_group()
 
@@ -130,9 +130,9 @@ def _batches(task: Task, world: World, device: torch.device) -> Iterator[Batch]:
 
 
 def rehearse(run: RunConfig, compute_dtype: torch.dtype) -> None:
-    """Trains one block alone once: what any training leaves behind is no contender's memory.
+    """Trains one block once, so that one-time allocations do not count as a contender's memory.
 
-    Kernels that are compiled, scratch memory of threads and the like; on a GPU they do not count.
+    Those are compiled kernels, scratch memory of threads and the like; on a GPU they do not count.
     """
     model = Llama(replace(run.model, num_layers=1)).to(compute_dtype)
     size = (run.batches.micro_batch_size, run.data.seq_length)
@@ -155,9 +155,9 @@ class _Trial:
     """The steps of one turn.
 
     The clock runs from the end of the last warm-up step to the end of the last step, without a
-    barrier: each step ends with all ranks' gradients in one sum, and work that a contender leaves
-    to the next step (publishing parameters under its forward) is taken over at one end and handed
-    over at the other.
+    barrier: each step ends with a reduction of all ranks' gradients, and work that a contender
+    leaves to the next step (the all-gather of updated parameters under its forward) is inherited at
+    the start and left over at the end.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class _Trial:
         self._interfaces = watched_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))
 
     def warm_up(self) -> int:
-        """Takes the warm-up steps; the most bytes of model state after any micro-batch."""
+        """Runs the warm-up steps; returns the peak model-state bytes after any micro-batch."""
         most = 0
 
         def count() -> None:
@@ -212,7 +212,7 @@ def _agree(
     held: tuple[int, int | None],
     warmup_steps: int,
 ) -> Turn:
-    """The figures of all ranks as one; its exchange is also the barrier before they leave."""
+    """Combines the figures of all ranks; the exchange is also the barrier before they exit."""
     ranks: list[_Measured] = control.gather(measured)
     bytes_held: list[tuple[int, int | None]] = control.gather(held)
     losses = control.sum([float(outcome.loss) for outcome in outcomes])

@@ -1,1 +1,1 @@
-"""Parts of the studies that hold the planner against papers and against measured steps."""
+"""Parts of the studies that compare the planner with papers and with measured steps."""

@@ -1,14 +1,14 @@
-"""How AMSP and InternEvo bring what was summed and updated to every rank: tensors have owners."""
+"""How AMSP and InternEvo reduce gradients and broadcast updates: every tensor has one owner."""
 
 # Optimizer state is not cut into equal slices, every tensor has one owner (AMSP section IV, and
-# InternEvo's hybrid_zero_optim.py). So a step ends otherwise than in this project's engine:
+# InternEvo's hybrid_zero_optim.py). So a step ends differently from one of this project's engine:
 #
-#     sums      an all-reduce over all ranks with the same parameters; each keeps what it owns
-#     updates   a broadcast by every owner, one after the other, as many as there are owners
+#     gradients  an all-reduce over all ranks with the same parameters; each keeps what it owns
+#     updates    a broadcast by every owner, one after the other, as many as there are owners
 #
 # and parameters are gathered, and gradients reduced, tensor by tensor. A broadcast goes along a
-# chain: a lap of nothing, and every byte once over the slowest links. A step has as many laps as
-# owners, which nothing else in training has: over 1024 ranks it is they that count.
+# chain: the latency of one lap, and every byte once over the slowest links. A step has as many such
+# latencies as owners, unlike the rest of the training: on 1024 ranks they dominate.
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from paro.topology import AxisSpan
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedTensors(CommCosts):
-    """The moves of units whose tensors have owners; grads must be cut as params are."""
+    """Communication of units whose tensors have owners; grads must be sharded as params are."""
 
-    num_tensors: int  # each of which has an owner
-    matrices_of_block: int  # which are gathered and reduced one by one; norms travel along
+    num_tensors: int  # each has an owner
+    matrices_of_block: int  # gathered and reduced one by one; norms are sent with them
 
     def moving(self, unit: UnitSize) -> Iterator[UnitCommCosts]:
         params, grads = self.strategy.params, self.strategy.grads
@@ -54,7 +54,7 @@ class OwnedTensors(CommCosts):
     def _tensor_by_tensor(
         self, phases: tuple[Phase, ...], run: AxisSpan, unit: UnitSize
     ) -> tuple[Phase, ...]:
-        """A lap more for every matrix but the first."""
+        """Adds the latency of one lap for every matrix but the first."""
         if not run:
             return phases
         matrices = self.matrices_of_block if unit.name.startswith("blocks.") else 1
@@ -83,7 +83,7 @@ class OwnedTensors(CommCosts):
 
 
 class OwnedTensorsEstimator(Estimator):
-    """Estimates steps that send as AMSP's do, collectives being flat; `sent` is as ever."""
+    """Estimates steps that send as AMSP's do, with flat collectives; `sent` is unchanged."""
 
     def moves(self, candidate: Candidate) -> CommCosts:
         shapes = parameter_shapes(self.workload.model)
@@ -100,11 +100,11 @@ class OwnedTensorsEstimator(Estimator):
 
 
 def with_speeds_of(workload: Workload, strategy: str, runs: Mapping[int, float]) -> Workload:
-    """The case on devices that compute as fast as runs in which everything overlaps.
+    """The workload on devices that compute as fast as runs in which everything overlaps.
 
-    `runs` has the tokens per second and rank by the number of micro-batches. In a line through the
-    steps' times a micro-batch's computing is the slope; what a step takes besides, and what the
-    model does not explain of it, is the intercept.
+    `runs` has the tokens per second and rank by the number of micro-batches. In a line fitted to
+    the step times the slope is a micro-batch's computing; the intercept is the rest of a step,
+    including what the model does not explain.
     """
     counts = sorted(runs)
     tokens = workload.micro_batch_size * workload.seq_length

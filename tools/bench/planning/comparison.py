@@ -1,4 +1,4 @@
-"""Predicted beside measured steps: errors, the order of strategies, what auto would have chosen."""
+"""Predicted against measured steps: errors, the order of strategies, and what auto would choose."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paro.planning.search.settings import Candidate, Materialize, SearchSpace, W
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.rounds import median_row
 
-# Of a rank's peak, beside what the planner adds up: gloo's buffers and threads, the allocator's
-# rounding, what Python and torch keep.
+# Part of a rank's peak in addition to what the planner adds up: gloo's buffers and threads, the
+# allocator's rounding, and what Python and torch keep.
 CONSTANT_BYTES = 20_000_000
-MOST_ALIKE = 1.1  # steps that differ by less are taken to be as long
+MOST_ALIKE = 1.1  # step times that differ by less count as equal
 NUM_LIMITS = 6
 WAYS = {
     "": Materialize.GATHER,
@@ -28,10 +28,10 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One setting as it was measured and as it is predicted."""
+    """One candidate as it was measured and as it is predicted."""
 
-    strategy: str  # and whether its weights rotate
-    by_turn: dict[tuple[int, int], float]  # seconds of a step; of which round, which turn
+    strategy: str  # includes whether its weights rotate
+    by_turn: dict[tuple[int, int], float]  # seconds of a step by (round, turn)
     predicted: float
     peak_bytes: int | None  # in use
     predicted_bytes: int
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Of a step, the median over the turns."""
+        """Seconds of a step, the median over the turns."""
         return median(self.by_turn.values())
 
     @property
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def memory_error(self) -> float | None:
-        """Of what is predicted, the constant added; no error where the truth lies between."""
+        """Relative error of the prediction; 0 if the peak is at most `CONSTANT_BYTES` above it."""
         if self.peak_bytes is None:
             return None
         if self.peak_bytes < self.predicted_bytes:
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two settings that differ enough, by the median over the turns that both took."""
+    """Two candidates that differ enough, by the median over the turns that both took."""
 
     fast: Row
     slow: Row
@@ -67,18 +67,18 @@ class Pair:
 
     @property
     def is_wrong(self) -> bool:
-        """Predicted in the other order."""
+        """Whether the prediction has them in the other order."""
         return self.fast.predicted >= self.slow.predicted
 
     @property
     def is_clear(self) -> bool:
-        """They differ enough in three of four turns, not just in the median."""
+        """Whether they differ enough in three of four turns, not just in the median."""
         return sum(ratio > MOST_ALIKE for ratio in self.ratios) >= 0.75 * len(self.ratios)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
-    """What auto takes under a limit, and how long that is beside the best that fits."""
+    """What auto chooses under a memory limit, and its time relative to the best that fits."""
 
     limit_bytes: int
     chosen: str
@@ -91,7 +91,7 @@ class Comparison:
     """All strategies of one cluster, shape, collective and number of micro-batches."""
 
     rows: tuple[Row, ...]
-    choices: tuple[AutoChoice, ...]  # none among those whose weights rotate
+    choices: tuple[AutoChoice, ...]  # empty where weights rotate
 
     @property
     def median_error(self) -> float:
@@ -102,9 +102,9 @@ class Comparison:
         return max(abs(row.error) for row in self.rows)
 
     def pairs(self) -> Iterator[Pair]:
-        """All that differ by more than `MOST_ALIKE`.
+        """All pairs that differ by more than `MOST_ALIKE`.
 
-        Turn by turn: a machine that is slow all through one makes neither the slower setting.
+        Compared turn by turn: a turn in which the machine is slow favours neither candidate.
         """
         for one, other in permutations(self.rows, 2):
             both = sorted(one.by_turn.keys() & other.by_turn.keys())
@@ -114,7 +114,7 @@ class Comparison:
 
 
 def setting_of(workload: Workload, text: str) -> Candidate:
-    """What STRATEGY@COLLECTIVE[+rotate|+in-place] stands for, all else as the case says."""
+    """The candidate STRATEGY@COLLECTIVE[+rotate|+in-place]; all else is as in the workload."""
     named = parse_setting(text)
     return replace(
         workload.candidate(workload.strategy(named.strategy)),
@@ -124,9 +124,9 @@ def setting_of(workload: Workload, text: str) -> Candidate:
 
 
 def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) -> Comparison:
-    """The predictions of a case beside rows of tools/bench/planning/steps.py, of one collective.
+    """The predictions for a workload and rows of tools/bench/planning/steps.py, of one collective.
 
-    Those of all turns of a setting are one.
+    The rows of all turns of a candidate become one.
     """
     estimator = Estimator(workload)
     rows = []
@@ -151,7 +151,7 @@ def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) ->
 
 
 def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[AutoChoice]:
-    """Under limits that let in one strategy, all of them, and some in between."""
+    """Under memory limits that admit one strategy, all of them, and some in between."""
     sizes = sorted({row.predicted_bytes for row in rows})
     count = min(NUM_LIMITS, len(sizes))
     times = {row.strategy: row.seconds for row in rows}

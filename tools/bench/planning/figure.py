@@ -1,4 +1,4 @@
-"""A published figure beside ours, and the cases that both are about."""
+"""A published figure and the planner's, and the workloads that both are about."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Figure:
 
 
 def case_on(machine: str, model: LlamaConfig, ranks: int, **changes: Any) -> Workload:
-    """A case in bf16, accumulators too, on some ranks of a shipped machine, in groups of 8.
+    """A workload in bf16, accumulators too, on some ranks of a shipped machine, in groups of 8.
 
-    `micro_batches` are those of a rank in a step, 1 unless given.
+    `micro_batches` is the number per rank and step, 1 unless given.
     """
     size = changes.pop("micro_batch_size")
     seq_length = changes.pop("seq_length")

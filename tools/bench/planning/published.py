@@ -1,10 +1,10 @@
-"""What PaRO's paper reports beside what the planner says of the same case."""
+"""What PaRO's paper reports, and what the planner predicts for the same workloads."""
 
-# dgx-a100-roce100, LLaMA in bf16 with bf16 accumulators, 65B recomputed in full, sequences of 512.
-# Nothing overlaps, as in the code that was released, and a collective over all ranks is one flat
-# ring, as DeepSpeed's baselines send it. In the main tables micro-batch 4, 10 of them a step; where
-# the batch is "dynamic" (R11, R12), 540 samples a rank and step in the largest micro-batches that
-# fit. Beside it stands what overlap would have given.
+# dgx-a100-roce100, LLaMA in bf16 with bf16 accumulators, 65B with full recomputation, sequences of
+# 512. Nothing overlaps, as in the released code, and a collective over all ranks is one flat ring,
+# as DeepSpeed's baselines use. In the main tables the micro-batch is 4, with 10 of them a step;
+# where the batch is "dynamic" (R11, R12), 540 samples per rank and step in the largest
+# micro-batches that fit. The prediction with overlap is given as well.
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.bench.planning.figure import Figure, case_on, estimate, model_of
 LAST = Trainable(kind=TrainableKind.LAST_BLOCKS, share=1 / 16)
 PEFT = Trainable(kind=TrainableKind.ADAPTERS, share=0.003)
 USABLE = 77 / 80  # of a device, in the search for the largest micro-batches: all but 3 GB
-SAMPLES = 540  # a rank and step, of R11; R12 does not say
+SAMPLES = 540  # per rank and step, of R11; R12 does not give the number
 
 
 def paro_case(preset: str, ranks: int = 32, **changes: Any) -> Workload:
@@ -67,14 +67,14 @@ def _main_tables() -> Iterator[Figure]:
 
 
 class Dynamic(NamedTuple):
-    """A strategy in the largest micro-batches that fit."""
+    """A strategy with the largest micro-batches that fit."""
 
     size: int
     estimate: Estimate
 
     @property
     def samples_per_second(self) -> float:
-        """Of a rank."""
+        """Samples per second of a rank."""
         return SAMPLES / self.estimate.seconds
 
 

@@ -1,10 +1,10 @@
-"""What AMSP and InternEvo report beside what the planner says of the same case."""
+"""What AMSP and InternEvo report, and what the planner predicts for the same workloads."""
 
 # a800-ib800, micro-batches of 1 x 4096 tokens. Steps are AMSP's (amsp.py). How fast a model
 # computes is taken from AMSP's own runs on 64 GPUs in which everything overlaps, a slope and an
-# intercept for each model; all else follows from the links: what happens without overlap, on 1024
-# GPUs, in MiCS. AMSP overlaps all but publishing there, as in its end-to-end runs; MiCS overlaps
-# nothing, and gathers level by level.
+# intercept for each model; everything else follows from the links: steps without overlap, on 1024
+# GPUs, in MiCS. There AMSP overlaps all but the all-gather of updated parameters, as in its
+# end-to-end runs; MiCS overlaps nothing, and gathers level by level.
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Published:
     mics: str
     mfu: float  # on 1024 GPUs
     mics_mfu: float
-    gain: float  # there, over MiCS's sharding in the same engine
+    gain: float  # on 1024 GPUs, over MiCS's sharding in the same engine
     overlapped: dict[int, float]  # on 64 GPUs
     no_publishing: dict[int, float]
     no_sums: dict[int, float]
-    nothing: dict[int, float] | None  # None: as before, since nothing is gathered
+    nothing: dict[int, float] | None  # None: the same as `no_sums`, since nothing is gathered
 
 
 def _runs(*tokens: float) -> dict[int, float]:
@@ -70,9 +70,9 @@ AMSP = {
 
 
 def amsp_model(preset: str) -> LlamaConfig:
-    """LLaMA's, but for 30B: AMSP's MFU and tokens/s together make 181 GFLOPs a token of it.
+    """LLaMA's shape, but for 30B: AMSP's MFU and tokens/s together imply 181 GFLOPs per token.
 
-    LLaMA's 32.5B parameters would make 215; 60 layers 6144 wide make 182.
+    LLaMA's 32.5B parameters would give 215; 60 layers of width 6144 give 182.
     """
     model = model_of(preset, recomputed=preset == "30B")
     if preset != "30B":
@@ -85,7 +85,7 @@ def amsp_model(preset: str) -> LlamaConfig:
 
 @cache
 def device_for(preset: str) -> Device:
-    """The device as fast as it computes this model."""
+    """The device, as fast as it computes this model."""
     workload = _amsp_case(preset, 64)
     return device_of(
         with_speeds_of(workload, AMSP[preset].strategy, AMSP[preset].overlapped).machine
@@ -103,7 +103,7 @@ def amsp_case(preset: str, ranks: int = 1024, **changes: Any) -> Workload:
 
 
 def owned(workload: Workload, strategy: str) -> Estimate:
-    """A step of AMSP's engine."""
+    """The estimate of a step of AMSP's engine."""
     return OwnedTensorsEstimator(workload).estimate(workload.candidate(workload.strategy(strategy)))
 
 
@@ -191,18 +191,18 @@ LIMIT_GB = 62.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedChoice:
-    """What the planner takes of AMSP's own space beside what AMSP took."""
+    """What the planner chooses from AMSP's own search space, and what AMSP chose."""
 
     preset: str
     amsp: Candidate
     ours: Candidate
-    slower: float  # AMSP's, here
-    gigabytes: float  # ours needs here
+    slower: float  # AMSP's choice relative to ours, by the planner's estimate
+    gigabytes: float  # what our choice needs, by the planner's estimate
 
 
 @cache
 def amsp_choices() -> tuple[PublishedChoice, ...]:
-    """By AMSP's own objective: the least time in which nothing overlaps, within its memory."""
+    """By AMSP's own objective: the least time without overlap, within its memory limit."""
     return tuple(map(_choice, AMSP))
 
 

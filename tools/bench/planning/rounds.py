@@ -1,4 +1,4 @@
-"""Several rounds of a measurement as one: medians, since a machine is not the same all day."""
+"""Combines several rounds of a measurement by medians, since a machine's speed varies in a day."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paro.planning.machine.machine import Device, LinkSpeed, Machine, Measured
 
 
 def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A row of tools/bench/planning/steps.py, from those of the same setting; the largest peak."""
+    """One row from those of tools/bench/planning/steps.py for one candidate; the largest peak."""
     found = dict(turns[0])
     found["seconds"] = median(row["seconds"] for row in turns)
     found["peak_in_use"] = max(
@@ -24,7 +24,7 @@ def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def median_machine(rounds: Sequence[Machine]) -> Machine:
-    """A machine, from its files of several rounds; of collectives those that all of them timed."""
+    """A machine, from its files of several rounds; with the collectives that all of them timed."""
     first = rounds[0]
     timed = [{_key(row): row for row in machine.measured} for machine in rounds]
     rows = [

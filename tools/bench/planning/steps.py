@@ -2,10 +2,10 @@
 
 # Started by tools/bench/study_plan.py in a cluster. Hosts have other guests, which slow cores and
 # memory down by a fifth for minutes: so all strategies are built in the same processes and take
-# turns of a few steps, several times round, and those of one time round can be compared. They share
-# process groups, as every group of gloo that merely exists takes processor time. A step's time is
-# that between the ends of two steps, which all ranks come to at once, by the sum of their
-# gradients' norms.
+# turns of a few steps, for several rounds, and turns of one round are comparable. They share
+# process groups, because every gloo group that merely exists takes processor time. A step's time is
+# the time between the ends of two steps, which all ranks reach together, because they reduce the
+# norms of their gradients.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
-if not __package__:  # started as a script: the repository's packages lie beside tools/
+if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from data.loader import Batch
@@ -42,11 +42,11 @@ from tools.bench.peers.turn import in_own_process, process_group, rehearse
 from tools.collective_timing.device import same_batches
 from tools.shared.meters import MemoryMeter
 
-# Of a turn: steps that are not timed, for which malloc and caches are still another's, and those
-# that are. The first is also the only one that does not wait for what a step before published.
-OF_ONE = (2, 3)  # of one micro-batch
+# Steps of a turn, (untimed, timed). In the untimed steps malloc and caches still hold another
+# candidate's data; the first also does not wait for an all-gather of updated parameters.
+OF_ONE = (2, 3)  # with one micro-batch
 OF_SEVERAL = (1, 2)
-WARMUP = 2  # steps of each number of micro-batches when a strategy is built; their memory is taken
+WARMUP = 2  # steps per number of micro-batches once a strategy is built; memory is measured
 _STAT = Path("/proc/stat")
 
 
@@ -56,13 +56,13 @@ class Timed:
 
     seconds: tuple[float, ...]
     cpu_seconds: float
-    machine_seconds: float  # of processor time, of all programs and the kernel
+    machine_seconds: float  # processor time of all programs and the kernel
     results: tuple[StepResult, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class Contender:
-    """A strategy with so many micro-batches a step, built and warm."""
+    """A strategy with a number of micro-batches per step, built and warmed up."""
 
     candidate: str
     num_micro_batches: int
@@ -94,7 +94,7 @@ class Contender:
 
 
 def time_settings(args: argparse.Namespace, world: World) -> None:
-    """Builds all settings and lets them take turns; rank 0 writes a row for each."""
+    """Builds all candidates and times them in turns; rank 0 writes a row for each turn."""
     begin = time.monotonic()
     configs = {}
     for candidate in args.settings.split(","):
@@ -149,7 +149,7 @@ def _built(
 
 
 def _machine_seconds() -> float:
-    """Processor time that this machine has spent on anything since it was started."""
+    """Processor time that this machine has spent on anything since it was booted."""
     user, nice, system, _, _, *interrupts = map(int, _STAT.read_text().split("\n")[0].split()[1:8])
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
@@ -166,7 +166,7 @@ def _with(training: Training, config: RunConfig, world: World, count: int) -> Tr
 
 
 def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
-    """All ranks' figures as one."""
+    """Combines all ranks' figures into one row."""
     by_rank: list[Timed] = control.gather(timed)
     steps = [max(step) for step in zip(*(rank.seconds for rank in by_rank), strict=True)]
     exposed = [result.exposed for result in timed.results]

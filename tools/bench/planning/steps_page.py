@@ -1,4 +1,4 @@
-"""The page that sets measured steps beside predicted ones, and its picture."""
+"""The page that compares measured with predicted steps, and its plot."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _wrong(pairs: Sequence[Pair]) -> str:
 
 
 def _most(choices: Sequence[AutoChoice]) -> str:
-    """What a choice loses at most; rotated settings, which auto was not asked for, have none."""
+    """The largest loss of a choice; empty for rotating candidates, for which auto was not run."""
     return f"{max(choice.ratio for choice in choices) - 1:.1%}" if choices else ""
 
 

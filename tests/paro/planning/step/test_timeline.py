@@ -98,7 +98,7 @@ def note_finishing(done: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch)
     finish = UnitShards._sum_over_world
 
     def finishing(self: UnitShards, event: Any) -> Any:
-        if self.context.moves.finish or self.context.moves.replicas:
+        if self.context.comm_plan.step_reduce or self.context.comm_plan.replicas:
             done.append(("finish", self.name))
         return finish(self, event)
 
@@ -126,10 +126,15 @@ def test_moves_come_in_the_order_of_the_engine(
         prefetch_units=given.prefetch_units,
         is_trained=lambda name: name.rpartition(".")[0] in trained,
     )
-    moves = lone.model.context.moves
-    phases = {"gather": moves.gather, "reduce": moves.reduce, "publish": moves.publish}
+    comm_plan = lone.model.context.comm_plan
+    phases = {
+        "gather": comm_plan.gather,
+        "reduce": comm_plan.reduce,
+        "publish": comm_plan.gather_updated,
+    }
     for move, run in phases.items():
-        method = getattr(ShardedUnit, move)
+        name = "gather_updated" if move == "publish" else move
+        method = getattr(ShardedUnit, name)
 
         def spy(
             self: ShardedUnit, *, move: str = move, run: Any = run, method: Any = method, **kw: Any
@@ -137,7 +142,7 @@ def test_moves_come_in_the_order_of_the_engine(
             done.extend([(move, self.name)] * len(run))  # one for every axis
             method(self, **kw)
 
-        monkeypatch.setattr(ShardedUnit, move, spy)
+        monkeypatch.setattr(ShardedUnit, name, spy)
     note_finishing(done, monkeypatch)
     silence(monkeypatch)
     lone.step(2)  # a first one, whose update is published in the second

@@ -1,0 +1,87 @@
+"""Machines that ship name their sources; wrong ones are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from paro.collectives.schedule import Op
+from paro.planning.machine.files import (
+    SHIPPED,
+    find_machine,
+    machine_from_json,
+    machine_to_json,
+    shipped_machines,
+)
+from paro.planning.machine.machine import Measured
+from paro.planning.search.planner import (
+    letter_rows,
+)
+from paro.topology import Axes
+from tests.paro.planning.cases import machine, workload
+
+
+@pytest.mark.parametrize("name", shipped_machines())
+def test_every_figure_of_a_shipped_machine_names_its_source(name: str) -> None:
+    text = (SHIPPED / f"{name}.json").read_text(encoding="utf-8")
+    shipped = find_machine(name)
+    assert machine_from_json(machine_to_json(shipped), "again") == shipped
+    fields = json.loads(text)
+    sources = fields["sources"]
+    for link in ("intra", "inter"):
+        for figure in ("bandwidth", "latency_seconds"):
+            assert sources[f"links.{link}.{figure}"], figure
+    for figure in set(fields["device"]) - {"name"}:
+        assert sources[f"device.{figure}"], figure
+    assert sources["world_size"]
+    assert sources["group_size"]
+
+
+def test_the_papers_machines_are_shipped() -> None:
+    assert {"a800-ib800", "dgx-h100"} <= set(shipped_machines())
+    fit = find_machine("dgx-a100-roce100")
+    assert "a fit" in dict(fit.sources)["links.inter.bandwidth"]
+
+
+def test_machines_that_do_not_exist_or_do_not_match() -> None:
+    with pytest.raises(ValueError, match=r"nowhere: No such file; machines .* dgx-h100"):
+        find_machine("nowhere")
+    with pytest.raises(ValueError, match="groups of 8, which do not divide the 12 ranks"):
+        find_machine("dgx-h100").for_world(12, told="--paro-machine")
+    row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=8, seconds=1e-3)
+    measured = machine(measured=(row,))
+    with pytest.raises(ValueError, match="was measured on 32 ranks in groups of 8, this is for 64"):
+        measured.for_world(64, told="--paro-machine")
+    bare = replace(machine(), device=None)
+    with pytest.raises(ValueError, match="machine typed: device is missing"):
+        workload(machine=bare)
+    unlinked = workload(machine=machine(inter=100, **{"uneven": ()}))
+    with pytest.raises(ValueError, match=r"machine typed: links.inter is missing"):
+        letter_rows(replace(unlinked, machine=replace(unlinked.machine, inter=None)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("sustained_flops", 400e12, "device.sustained_flops of 3e+14: 400000000000000.0 cannot be"),
+        ("memory_bytes", 0, "device.memory_bytes: 0 cannot be"),
+        ("reserved_bytes", 81e9, "device.reserved_bytes: 81000000000 cannot be"),
+        ("peak_flops", "fast", "device.peak_flops: 'fast' is of the wrong type"),
+        ("colour", 1, "device.colour: is unknown; the fields are name, memory_bytes"),
+    ],
+)
+def test_impossible_devices_are_named(field: str, value: object, told: str) -> None:
+    fields = json.loads(machine_to_json(machine()))
+    fields["device"][field] = value
+    with pytest.raises(ValueError, match=r"^file: ") as error:
+        machine_from_json(json.dumps(fields), "file")
+    assert told in str(error.value)
+
+
+def test_too_many_uneven_groups() -> None:
+    fields = json.loads(machine_to_json(machine()))
+    fields["uneven"] = [{"num_groups": 5, "inter": 0.5}]
+    with pytest.raises(ValueError, match="uneven: 5 groups cannot be, there are 4"):
+        machine_from_json(json.dumps(fields), "file")
