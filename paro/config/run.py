@@ -188,7 +188,6 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
             f"and contradicts --paro-strategy {args.paro_strategy}: give one of them"
         )
     sharding = ShardingConfig(
-        strategy=text,
         group_size=group_size,
         collective=args.paro_collective,
         prefetch_units=args.paro_prefetch_units,

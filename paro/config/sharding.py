@@ -11,7 +11,6 @@ from paro.planning.machine.machine import Machine
 class ShardingConfig:
     """How the model states are sharded and communicated (the flags `--paro-*`)."""
 
-    strategy: str  # as given: letters, degrees or a name; parsed in run.py
     group_size: int
     collective: str = "native"
     prefetch_units: int = 1

@@ -178,14 +178,6 @@ class Saver:
         }
 
 
-def save_run(config: RunConfig, training: Training, state: TrainState, log: Log) -> None:
-    """Saves the run under --save and waits until it is written; collective."""
-    with user_mistakes():
-        saver = Saver(config, training, log)
-        saver.save(state)
-        saver.settle()
-
-
 def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Control) -> None:
     """Raises `ValueError` if no rank finds the folder of --load; collective.
 

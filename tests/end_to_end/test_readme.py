@@ -15,13 +15,13 @@ from pathlib import Path
 
 from model.config import LLAMA_PRESETS
 from paro.arguments.parser import build_parser
-from paro.planning.closed_form import FINISH, GATHER, PUBLISH, REDUCE, Multiples
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
 from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy
 from paro.topology import make_topology
+from tests.helpers.closed_form import FINISH, GATHER, PUBLISH, REDUCE, Multiples
 from tests.helpers.ranks import ROOT
 
 # Every page by its path, the README first.

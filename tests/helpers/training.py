@@ -16,10 +16,12 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
 from paro.layout import rectangles
+from paro.report.log import Log
 from paro.sharding.buffers import Ledger
 from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.placement import check_placement
+from paro.training.resume import Saver
 from paro.training.step import StepResult, Training, train_step
 
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
@@ -30,6 +32,13 @@ TINY = (
     "--ffn-hidden-size 37 --seq-length 12 --micro-batch-size 1 --num-workers 0 --lr 0.002 "
     "--lr-decay-style constant --weight-decay 0.1 --init-method-std 0.1"
 )
+
+
+def save_run(config: RunConfig, training: Training) -> None:
+    """Saves a run that has just started under --save."""
+    saver = Saver(config, training, Log(rank=0, world_size=1))
+    saver.save(start_state(config))
+    saver.settle()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,14 +38,14 @@ RENAMED = {
     "paro_materialize": "sharding.materialize",
     "paro_prefetch_units": "sharding.prefetch_units",
     "paro_rotate_in_place": "sharding.rotate_in_place",
-    "paro_strategy": "sharding.strategy",
+    "paro_strategy": "strategy.params",
     "recompute_activations": "model.recompute",
     "recompute_granularity": "model.recompute",
     "padded_vocab_size": "model.vocab_size",
     "recompute_method": "model.recompute",
     "recompute_modules": "model.recompute",
     "recompute_num_layers": "model.recompute",
-    "use_distributed_optimizer": "sharding.strategy",
+    "use_distributed_optimizer": "strategy.params",
     "weight_decay": "schedule.start_weight_decay",
 }
 # Fields that share a flag's name and are computed from it, or repeat it where it is needed too.
@@ -61,7 +61,6 @@ UNOWNED = {
     "strategy.grads",
     "strategy.name",
     "strategy.optim",
-    "strategy.params",
 }
 DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"

@@ -29,10 +29,11 @@ from paro.distributed.control import Control
 from paro.distributed.user_errors import UserMistakeError
 from paro.distributed.world import World
 from paro.report.log import Log
-from paro.training.assembly import build_training, start_state
-from paro.training.resume import load_run, save_run
+from paro.training.assembly import build_training
+from paro.training.resume import load_run
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import ROOT
+from tests.helpers.training import save_run
 from tests.paro.checkpoint.convert.folders import (
     logits_of,
     own_model,
@@ -175,7 +176,7 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     train_tokenizer(["--input", str(text), "--output-prefix", prefix, "--vocab-size", "300"])
     names = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer))
     config, training = trained(folder / "saved", *names)
-    save_run(config, training, start_state(config), Log(rank=0, world_size=1))
+    save_run(config, training)
     return folder / "saved", tokenizer
 
 
@@ -218,7 +219,7 @@ def test_training_begins_with_a_converted_model(
     config, training = trained(tmp_path / "new", *flags)
     assert load_run(config, training, Log(rank=0, world_size=1)) is None
     assert "is a converted model" in capsys.readouterr().out
-    save_run(config, training, start_state(config), Log(rank=0, world_size=1))
+    save_run(config, training)
     before, after = load_parameters(saved), load_parameters(tmp_path / "new")
     for name, tensor in before.items():
         rows = 300 if name in ("embedding.weight", "head.weight") else tensor.shape[0]

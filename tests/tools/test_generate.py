@@ -21,11 +21,10 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.user_errors import UserMistakeError
 from paro.distributed.world import World
-from paro.report.log import Log
-from paro.training.assembly import build_training, start_state
-from paro.training.resume import save_run
+from paro.training.assembly import build_training
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import ROOT
+from tests.helpers.training import save_run
 from tools.generate import Sampling, continuation, main, text_of, until_end
 from tools.train_tokenizer import main as train_tokenizer
 
@@ -42,7 +41,7 @@ def save_untrained(folder: Path, flags: str) -> None:
     """A checkpoint as the trainer writes it, of the model as it starts."""
     config = RunConfig.from_args(parse_args([*flags.split(), "--save", str(folder)]), World())
     training = build_training(config, Control(World(), torch.device("cpu")))
-    save_run(config, training, start_state(config), Log(rank=0, world_size=1))
+    save_run(config, training)
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,9 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.user_errors import UserMistakeError
 from paro.distributed.world import World
-from paro.report.log import Log
-from paro.training.assembly import build_training, start_state
-from paro.training.resume import save_run
+from paro.training.assembly import build_training
 from tests.helpers.gpt2 import TEXT, write_gpt2
+from tests.helpers.training import save_run
 from tools import convert_checkpoint, generate, inspect_dataset, preprocess_data
 
 SIZES = (
@@ -47,7 +46,7 @@ def saved(tmp_path: Path, flags: list[str]) -> Path:
     config = RunConfig.from_args(parse_args(words), World())
     assert (config.vocab_size, config.eod, config.model.vocab_size) == (301, 300, 310)
     training = build_training(config, Control(World(), torch.device("cpu")))
-    save_run(config, training, start_state(config), Log(rank=0, world_size=1))
+    save_run(config, training)
     return tmp_path / "saved"
 
 

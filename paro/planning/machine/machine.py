@@ -304,7 +304,7 @@ def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float
 def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
     """The least bytes on a link of each kind in one all-gather or one reduce-scatter.
 
-    The volumes X and Y of closed_form.py. For ng groups of m ranks, a buffer of V bytes and any
+    For ng groups of m ranks, a buffer of V bytes and any
     algorithm: V (m - 1) / m reach a rank inside its group, and V (ng - 1) / ng reach a group, over
     m NICs or over one. Along inter axes alone every rank has a buffer of its own.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.closed_form import letter_traffic
 from paro.planning.cost_model import (
     ModelStateBytes,
     UnitShapes,
@@ -17,6 +16,7 @@ from paro.planning.cost_model import (
 )
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
+from tests.helpers.closed_form import letter_traffic
 from tests.paro.planning.on_ranks import on_ranks
 
 # 7B parameters on 4 nodes of 8, 10 micro-batches, bf16 gradients: GB of model state per rank, GB
