@@ -54,15 +54,16 @@ def test_pages_of_files_and_of_shared_memory_do_not_count() -> None:
 
 
 def test_memory_of_the_warm_up_is_seen_and_that_before_the_start_is_not() -> None:
-    before = torch.ones(20_000_000)
+    before = torch.ones(40_000_000)
     meter = MemoryMeter(torch.device("cpu"))
     meter.start()
-    during = torch.ones(10_000_000)
+    during = torch.ones(20_000_000)
     time.sleep(0.3)
     meter.end_of_warmup()
     del during
-    after = torch.ones(30_000_000)
+    after = torch.ones(60_000_000)
     peak = meter.peak()
     assert peak is not None
-    assert 40_000_000 <= peak < 60_000_000
-    assert before.numel() + after.numel() == 50_000_000
+    # A few MB that tests before this one used may be freed meanwhile.
+    assert 72_000_000 <= peak < 120_000_000
+    assert before.numel() + after.numel() == 100_000_000

@@ -74,7 +74,12 @@ class Own:
         if result.skipped:
             raise RuntimeError(f"step {self.state.iteration} was skipped: a gradient overflowed")
         observe()  # the accumulators stay allocated, whether in use or not
-        waited = {kind: getattr(result.exposed, kind) for kind in ("gather", "reduce", "publish")}
+        exposed = result.exposed
+        waited = {
+            "gather": exposed.gather,
+            "reduce": exposed.reduce,
+            "publish": exposed.gather_updated,
+        }
         return Outcome(result.loss, result.grad_norm, waited)
 
     def held(self) -> Iterable[Tensor]:

@@ -179,8 +179,9 @@ def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
         "machine_seconds": max(rank.machine_seconds for rank in by_rank),
         "peak_in_use": max((peak for peak in in_use if peak is not None), default=None),
         "exposed": {
-            kind: fmean(getattr(one, kind) for one in exposed)
-            for kind in ("gather", "reduce", "publish")
+            "gather": fmean(one.gather for one in exposed),
+            "reduce": fmean(one.reduce for one in exposed),
+            "publish": fmean(one.gather_updated for one in exposed),
         },
     }
 
