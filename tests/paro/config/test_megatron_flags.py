@@ -165,7 +165,7 @@ def test_libraries_say_what_the_level_lets_through(
     root.setLevel(logging.WARNING)
     try:
         set_logging_level(level)
-        logging.getLogger("some.library").info("hello")
+        logging.getLogger("some_package").info("hello")
     finally:
         root.setLevel(before)
     assert ("hello" in capsys.readouterr().err) == shown

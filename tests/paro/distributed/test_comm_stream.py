@@ -1,4 +1,4 @@
-"""Lanes keep their order, wait for what they are told, and hand failures to whoever waits."""
+"""Comm streams keep their order, wait for the jobs they depend on, and pass failures on."""
 
 from __future__ import annotations
 
