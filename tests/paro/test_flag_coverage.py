@@ -1,51 +1,54 @@
-"""Every flag is read by exactly one field, and every field comes from a flag."""
+"""Every flag fills exactly one field, every field comes from a flag, and runs read every field."""
 
 import argparse
+import gc
+import signal
+import sys
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, MagicMock
 
+import numpy as np
 import pytest
 
+import pretrain_llama
+from data.indexed_dataset import IndexedDatasetWriter
 from data.tokenizer import NullTokenizer
+from model.config import RecomputeConfig
 from paro.arguments.megatron import RULES
 from paro.arguments.parser import build_parser, parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
+from paro.checkpoint.errors import CheckpointError
+from paro.checkpoint.save import write_states
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
+from paro.strategy import Strategy
+from tests.helpers.field_reads import field_reads
+from tests.helpers.gpt2 import write_gpt2
+from tests.helpers.house import ROOT, lies_in
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
     "--micro-batch-size 2 --global-batch-size 32 --train-iters 10 --lr 0.1"
 )
-# Flags whose value ends up under another name. All others lie in one field of their own name.
+# Flags whose value ends up under another name. All others lie in one field of their own name, for
+# --paro-NAME in one that is called NAME, for a length in iterations in one in samples.
 RENAMED = {
-    "bf16": "precision.compute",
-    "fp16": "precision.compute",
+    **dict.fromkeys(("bf16", "fp16"), "precision.compute"),
     "group_query_attention": "model.num_query_groups",
     "llama_preset": "model.num_layers",
-    "lr_decay_iters": "schedule.lr_decay_samples",
     "lr_warmup_fraction": "schedule.lr_warmup_samples",
-    "lr_warmup_iters": "schedule.lr_warmup_samples",
-    "lr_wsd_decay_iters": "schedule.lr_wsd_decay_samples",
-    "make_vocab_size_divisible_by": "model.vocab_size",
-    "paro_collective": "sharding.collective",
-    "paro_group_size": "sharding.group_size",
-    "paro_machine": "sharding.machine",
-    "paro_materialize": "sharding.materialize",
-    "paro_prefetch_units": "sharding.prefetch_units",
-    "paro_rotate_in_place": "sharding.rotate_in_place",
-    "paro_strategy": "strategy.params",
-    "recompute_activations": "model.recompute",
-    "recompute_granularity": "model.recompute",
-    "padded_vocab_size": "model.vocab_size",
-    "recompute_method": "model.recompute",
-    "recompute_modules": "model.recompute",
+    **dict.fromkeys(("make_vocab_size_divisible_by", "padded_vocab_size"), "model.vocab_size"),
+    **dict.fromkeys(("recompute_activations", "recompute_granularity"), "model.recompute"),
+    **dict.fromkeys(("recompute_method", "recompute_modules"), "model.recompute"),
     "recompute_num_layers": "model.recompute",
-    "use_distributed_optimizer": "strategy.params",
+    "use_distributed_optimizer": "strategy",
     "weight_decay": "schedule.start_weight_decay",
 }
 # Fields that share a flag's name and are computed from it, or repeat it where it is needed too.
@@ -58,10 +61,9 @@ UNOWNED = {
     "loss_scale.dynamic",
     "notices",
     "schedule.weight_decay_incr_samples",
-    "strategy.grads",
-    "strategy.name",
-    "strategy.optim",
 }
+# Flags fill these as a whole.
+WHOLE = (Machine, RecomputeConfig, Strategy)
 DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
@@ -161,15 +163,14 @@ def without(flags: tuple[str, ...]) -> str:
     return " ".join(f"--{part}" for part in kept)
 
 
-def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Every leaf of nested dataclasses by its path; a machine is one."""
-    if not is_dataclass(value) or isinstance(value, Machine):
-        return {path: value}
-    return {
-        name: leaf
-        for field in fields(value)
-        for name, leaf in flatten(getattr(value, field.name), f"{path}.{field.name}").items()
-    }
+def fields_of(config: Any, path: str = "") -> dict[str, Any]:
+    """Every field by its path, such as `train.seed`."""
+    flat: dict[str, Any] = {}
+    for field in fields(config):
+        name, value = f"{path}{field.name}", getattr(config, field.name)
+        is_nested = is_dataclass(value) and not isinstance(value, WHOLE)
+        flat |= fields_of(value, f"{name}.") if is_nested else {name: value}
+    return flat
 
 
 def own_actions() -> list[argparse.Action]:
@@ -183,21 +184,18 @@ def own_actions() -> list[argparse.Action]:
     ]
 
 
-def fields_of(config: RunConfig) -> dict[str, Any]:
-    """Every field by its path, such as `train.seed`; recomputation is one field of the model."""
-    flat = {path.removeprefix("."): value for path, value in flatten(config).items()}
-    flat = {path: value for path, value in flat.items() if "recompute" not in path}
-    return flat | {"model.recompute": config.model.recompute}
+@cache
+def all_paths() -> frozenset[str]:
+    return frozenset(fields_of(configure(SMALL)))
 
 
 def homes_of(dest: str) -> list[str]:
     if dest in RENAMED:
         return [RENAMED[dest]]
-    return [
-        path
-        for path in fields_of(configure(SMALL))
-        if path.split(".")[-1] == dest and path not in ALSO
-    ]
+    for name in (dest, dest.removeprefix("paro_"), dest.replace("_iters", "_samples")):
+        if homes := [path for path in all_paths() - ALSO if path.split(".")[-1] == name]:
+            return homes
+    return []
 
 
 @pytest.mark.parametrize("dest", sorted({action.dest for action in own_actions()}))
@@ -207,7 +205,7 @@ def test_every_flag_is_one_field(dest: str) -> None:
 
 def test_every_field_comes_from_a_flag() -> None:
     homes = {home for action in own_actions() for home in homes_of(action.dest)}
-    assert set(fields_of(configure(SMALL))) - homes == UNOWNED | ALSO - homes
+    assert all_paths() - homes == UNOWNED | ALSO - homes
 
 
 def other_value(action: argparse.Action) -> str:
@@ -245,3 +243,83 @@ def test_a_flag_changes_its_field(
     old = fields_of(configure(f"{base} {before}"))[home]
     new = fields_of(configure(f"{base} {after}"))[home]
     assert old != new
+
+
+PRODUCT = ("pretrain_llama", "paro", "model", "data")
+# What fills, checks, records or compares fields does not use them.
+NO_USE = (
+    *("paro.arguments", "paro.config", "paro.training.changed_flags"),
+    "paro.training.resume.Saver._common",
+)
+# Except here, where the field itself decides what the others hold, or whether the run may start.
+DECIDES = {
+    "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",
+    "checkpoint.use_checkpoint_args": "paro.config.run.RunConfig.from_args",
+    "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
+    "launch.ranks_per_node": "paro.config.run.take_world",
+    "launch.world_size": "paro.config.run.take_world",
+    "model.max_position_embeddings": "paro.config.checks.check_sequence",
+}
+TINY = (
+    "--distributed-backend gloo --num-layers 1 --hidden-size 8 --num-attention-heads 2 "
+    "--ffn-hidden-size 16 --use-rope-scaling --seq-length 4 --micro-batch-size 1 --num-workers 0 "
+    "--eval-iters 1 --log-interval 50 --peak-tflops 0.1"
+)
+TOKENIZER = "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt"
+FIXTURE = ROOT / "tests" / "fixtures" / "2026-11-21" / "tokenizer.json"
+# Together they read every field.
+RUNS = (
+    # So long that steps are checked for spikes, and with every part that only some flags turn on.
+    f"{TINY} {TOKENIZER} --data-path corpus --train-iters 110 --lr 0.002 "
+    "--fp16 --initial-loss-scale 8 --recompute-granularity full --manual-gc --exit-signal-handler "
+    "--lr-warmup-iters 1 --lr-decay-style WSD --lr-wsd-decay-iters 50 "
+    "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 "
+    "--save saved --save-interval 50 --on-save-failure continue --log-progress "
+    "--tensorboard-dir board --wandb-project project --timing-log-level 1 "
+    "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2",
+    # Continues it with a rate at which the loss stops being finite.
+    f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data "
+    "--train-iters 113 --lr 1e30 --load saved --override-opt_param-scheduler",
+    f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {FIXTURE} --mock-data "
+    "--train-iters 1 --lr 1 --dry-run --world-size 8",
+)
+
+
+def is_use(reader: str) -> bool:
+    return lies_in(reader, PRODUCT) and not lies_in(reader, NO_USE)
+
+
+@pytest.fixture
+def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What RUNS need: files, dashboards, a save that fails. They leave the process as it was."""
+    for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("tensorboard", "torch.utils.tensorboard", "wandb"):
+        package = MagicMock(__spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setattr(gc, "disable", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    write_gpt2(tmp_path)
+    with IndexedDatasetWriter("corpus", np.dtype("<u2")) as writer:
+        for _ in range(30):
+            writer.add_document([np.arange(13)])
+    outcomes = [CheckpointError("the disk is full"), DEFAULT, DEFAULT]
+    saves = MagicMock(wraps=write_states, side_effect=outcomes)
+    monkeypatch.setattr("paro.training.resume.write_states", saves)
+
+
+@pytest.mark.usefixtures("can_run")
+def test_runs_read_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be filled, checked, recorded or copied is not enough.
+
+    A field that is missing here is dead, or read only under flags that no run above has.
+    """
+    with field_reads(RunConfig, leaves=(Machine,)) as reads:
+        for words in RUNS:
+            monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *words.split()])
+            pretrain_llama.main()
+    read_by_nothing = {path for path, readers in reads.items() if not any(map(is_use, readers))}
+    assert read_by_nothing == DECIDES.keys()
+    for path, reader in DECIDES.items():
+        assert reader in reads[path]
