@@ -263,25 +263,24 @@ DECIDES = {
 TINY = (
     "--distributed-backend gloo --num-layers 1 --hidden-size 8 --num-attention-heads 2 "
     "--ffn-hidden-size 16 --use-rope-scaling --seq-length 4 --micro-batch-size 1 --num-workers 0 "
-    "--eval-iters 1 --log-interval 50 --peak-tflops 0.1"
+    "--eval-iters 1 --log-interval 2 --peak-tflops 0.1"
 )
 TOKENIZER = "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt"
-FIXTURE = ROOT / "tests" / "fixtures" / "2026-11-21" / "tokenizer.json"
 # Together they read every field.
 RUNS = (
-    # So long that steps are checked for spikes, and with every part that only some flags turn on.
-    f"{TINY} {TOKENIZER} --data-path corpus --train-iters 110 --lr 0.002 "
+    # With every part that only some flags turn on.
+    f"{TINY} {TOKENIZER} --data-path corpus --train-iters 6 --lr 0.002 "
     "--fp16 --initial-loss-scale 8 --recompute-granularity full --manual-gc --exit-signal-handler "
-    "--lr-warmup-iters 1 --lr-decay-style WSD --lr-wsd-decay-iters 50 "
+    "--lr-warmup-iters 1 --lr-decay-style WSD --lr-wsd-decay-iters 3 "
     "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 "
-    "--save saved --save-interval 50 --on-save-failure continue --log-progress "
+    "--save saved --save-interval 2 --on-save-failure continue --log-progress "
     "--tensorboard-dir board --wandb-project project --timing-log-level 1 "
     "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2",
     # Continues it with a rate at which the loss stops being finite.
     f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data "
-    "--train-iters 113 --lr 1e30 --load saved --override-opt_param-scheduler",
-    f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {FIXTURE} --mock-data "
-    "--train-iters 1 --lr 1 --dry-run --world-size 8",
+    "--train-iters 9 --lr 1e30 --load saved --override-opt_param-scheduler",
+    f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model files/tokenizer.json "
+    "--mock-data --train-iters 1 --lr 1 --dry-run --world-size 8",
 )
 
 
@@ -291,7 +290,10 @@ def is_use(reader: str) -> bool:
 
 @pytest.fixture
 def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What RUNS need: files, dashboards, a save that fails. They leave the process as it was."""
+    """What RUNS need: files, dashboards, early step checks, a save that fails.
+
+    They leave the process as it was.
+    """
     for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("tensorboard", "torch.utils.tensorboard", "wandb"):
@@ -301,9 +303,11 @@ def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     write_gpt2(tmp_path)
+    (tmp_path / "files").symlink_to(ROOT / "tests" / "fixtures" / "2026-11-21")
     with IndexedDatasetWriter("corpus", np.dtype("<u2")) as writer:
         for _ in range(30):
             writer.add_document([np.arange(13)])
+    monkeypatch.setattr("paro.optim.step_checks._WARMUP_STEPS", 2)
     outcomes = [CheckpointError("the disk is full"), DEFAULT, DEFAULT]
     saves = MagicMock(wraps=write_states, side_effect=outcomes)
     monkeypatch.setattr("paro.training.resume.write_states", saves)
