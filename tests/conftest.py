@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
+
+from tests.helpers import purity
 
 # For this process before it imports torch, and for its children. Ranks share the cores of one
 # machine. torch asks for the names of addresses that it connects to, only to log them, and an
@@ -63,9 +67,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MARKERS",
         help="comma-separated markers whose tests fail instead of skipping, e.g. root,browser",
     )
+    parser.addoption(
+        "--most-seconds",
+        type=float,
+        default=math.inf,
+        metavar="N",
+        help="fail tests whose own processor time is longer, unless marked slow with a reason",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    purity.install()
     unknown = must_run(config) - LACKS.keys()
     if unknown:
         raise pytest.UsageError(f"--must-run knows {', '.join(LACKS)}, not {', '.join(unknown)}")
@@ -77,14 +89,28 @@ def must_run(config: pytest.Config) -> set[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    costly = ("ranks", *LACKS)
-    items.sort(key=lambda item: any(item.get_closest_marker(name) for name in costly))
+    items.sort(key=lambda item: any(map(item.get_closest_marker, purity.MAY_START)))
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_collection_finish() -> None:
+    # What thousands of tests and their imports keep alive is not searched for garbage again.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     for marker, lacks in LACKS.items():
         reason = lacks() if item.get_closest_marker(marker) else None
         if reason and marker in must_run(item.config):
             pytest.fail(f"may not skip: {reason}", pytrace=False)
         if reason:
             pytest.skip(reason)
+    with purity.held(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with purity.held(item), purity.timed(item, item.config.getoption("--most-seconds")):
+        return (yield)

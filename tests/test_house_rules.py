@@ -32,6 +32,8 @@ from tests.helpers.house import (
     uses_are_allowed,
 )
 
+TEXT_FILES = tuple(text_files())  # here, because a test without a mark starts no process
+
 
 @pytest.mark.parametrize("rule", EVERYWHERE + IN_PRODUCT)
 def test_every_file_keeps(rule: Rule) -> None:
@@ -47,6 +49,7 @@ def test_what_lies_in_tools_itself_is_a_program() -> None:
     assert not helpers, "these belong in a package"
 
 
+@pytest.mark.process
 def test_pure_files_and_the_parser_start_without_torch() -> None:
     modules = [
         source.module
@@ -61,7 +64,7 @@ def test_pure_files_and_the_parser_start_without_torch() -> None:
 def test_no_file_knows_the_machine_it_was_written_on() -> None:
     offences = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
-        for path in text_files()
+        for path in TEXT_FILES
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if MACHINE.search(line)
     ]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
 from setuptools import find_packages
 
 from tests.helpers.house import ROOT
@@ -13,6 +14,7 @@ from tests.helpers.house import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+@pytest.mark.process
 def test_the_console_command_is_the_script() -> None:
     (target,) = PROJECT["project"]["scripts"].values()
     module, _, function = target.partition(":")

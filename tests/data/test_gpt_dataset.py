@@ -189,6 +189,7 @@ def build_in_process(prefix: str, start: object, results: object) -> None:
     results.put((all_samples(dataset), dataset.source))  # type: ignore[attr-defined]
 
 
+@pytest.mark.process
 def test_concurrent_builders_agree(corpus: IndexedDataset) -> None:
     context = multiprocessing.get_context("fork")
     start, results = context.Barrier(4), context.Queue()
@@ -218,6 +219,7 @@ def hold_the_lock(prefix: str, holding: object) -> None:
     cached_arrays(entry, {"no": ((1,), np.dtype(np.int8))}, build_for_ever)
 
 
+@pytest.mark.process
 def test_a_builder_that_dies_holds_nobody_back(corpus: IndexedDataset) -> None:
     context = multiprocessing.get_context("fork")
     holding = context.Event()

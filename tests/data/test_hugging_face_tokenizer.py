@@ -134,6 +134,7 @@ def test_ids_and_ends_are_transformers(make: Callable[[Path], None], tmp_path: P
     assert (ours.eod, ours.bos) == (theirs.eos_token_id, theirs.bos_token_id)
 
 
+@pytest.mark.process
 def test_transformers_is_not_imported(tmp_path: Path) -> None:
     modern(tmp_path)
     program = (

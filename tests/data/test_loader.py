@@ -20,6 +20,7 @@ from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
 
 SEQ = 4
+NUM_WORKERS = [0, pytest.param(2, marks=pytest.mark.process)]
 
 
 class Numbered:
@@ -46,7 +47,7 @@ def samples_in(batch: Batch) -> list[int]:
     return numbers
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_order_is_megatrons(num_workers: int) -> None:
     for rank in range(2):
         batches = MicroBatches(
@@ -89,7 +90,7 @@ def test_labels_follow_tokens() -> None:
     assert batch.labels_BS.is_contiguous()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
     rules = DocumentRules(
         eod=2, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
@@ -118,6 +119,7 @@ def test_batches_say_nothing_of_documents_unless_asked() -> None:
     assert batch.documents() == {"positions_BS": None, "document_lengths": None}
 
 
+@pytest.mark.process
 def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:
     """torchrun sends SIGTERM to the process group of a rank, which may still have to save."""
     batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
@@ -127,7 +129,7 @@ def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:
     assert os.getpgid(worker.pid or 0) == worker.pid
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_whole_rounds_are_filled_up_with_masked_samples(num_workers: int) -> None:
     drawn, masked = [], []
     for rank in range(2):
@@ -149,6 +151,7 @@ def test_whole_rounds_are_filled_up_with_masked_samples(num_workers: int) -> Non
     assert sum(masked) == 4
 
 
+@pytest.mark.process
 def test_a_killed_worker_is_one_line() -> None:
     batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
     before = set(multiprocessing.active_children())
@@ -162,7 +165,7 @@ def test_a_killed_worker_is_one_line() -> None:
     assert "\n" not in told
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_the_end_of_the_data_is_an_error_and_not_a_second_round(num_workers: int) -> None:
     batches = MicroBatches(
         Numbered(10), rank=0, world_size=2, micro_batch_size=2, num_workers=num_workers
@@ -172,7 +175,7 @@ def test_the_end_of_the_data_is_an_error_and_not_a_second_round(num_workers: int
         next(batches)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_an_error_in_the_data_stays_one_line(num_workers: int) -> None:
     batches = MicroBatches(
         Numbered(broken_at=3), rank=0, world_size=1, micro_batch_size=2, num_workers=num_workers
@@ -182,7 +185,7 @@ def test_an_error_in_the_data_stays_one_line(num_workers: int) -> None:
         next(batches)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_the_global_random_state_is_left_alone(num_workers: int) -> None:
     before = torch.get_rng_state()
     batches = MicroBatches(

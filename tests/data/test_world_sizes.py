@@ -95,6 +95,7 @@ def test_stopping_at_any_sample(samples: Samples, world_size: int) -> None:
         assert batch == [samples[consumed + i][:-1].tolist() for i in range(24)]
 
 
+@pytest.mark.process
 def test_processes_that_read_ahead_make_no_difference(samples: Samples) -> None:
     plain = list(islice(global_batches(samples, schedule(2, None), 7), 3))
     assert list(islice(global_batches(samples, schedule(2, None), 7, num_workers=2), 3)) == plain

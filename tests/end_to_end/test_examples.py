@@ -21,6 +21,8 @@ from tests.end_to_end.test_training import run_main
 from tests.helpers.ranks import ROOT
 from tools.train_tokenizer import main as train_tokenizer
 
+pytestmark = pytest.mark.process
+
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 # On nodes of 8 GPUs; the others are small.

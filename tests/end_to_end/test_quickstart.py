@@ -143,6 +143,7 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in made} == before
 
 
+@pytest.mark.process
 def test_a_step_that_fails_ends_the_quickstart(tmp_path: Path) -> None:
     done = quickstart(tmp_path / "run", tmp_path / "missing.jsonl", train_iters=2)
     assert done.returncode == 2

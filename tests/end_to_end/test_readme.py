@@ -13,6 +13,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from model.config import LLAMA_PRESETS
 from paro.arguments.parser import build_parser
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
@@ -76,6 +78,7 @@ def commands(block: str) -> list[list[str]]:
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
 
 
+@pytest.mark.process
 def test_the_plain_commands_are_those_of_quickstart() -> None:
     done = subprocess.run(
         ["bash", "examples/quickstart.sh"],

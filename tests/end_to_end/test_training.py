@@ -216,6 +216,7 @@ def mistake(flags: list[str | Path]) -> str:
     return ended.mistake
 
 
+@pytest.mark.process
 def test_mistakes_with_files(tmp_path: Path) -> None:
     train: list[str | Path] = ["--train-iters", "2", "--split", "1,0,0", "--data-path"]
     write_corpus(tmp_path / "short", [1, 2, 3])

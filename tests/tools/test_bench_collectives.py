@@ -262,6 +262,7 @@ def test_the_picture(tmp_path: Path) -> None:
     assert path.read_bytes() != with_bound
 
 
+@pytest.mark.process
 def test_one_process_alone_is_told_to_start_several() -> None:
     done = run_script(["tools/bench_collectives.py"], timeout=60)
     assert done.returncode == 2

@@ -39,6 +39,7 @@ def check_rows(written: dict[str, Any]) -> None:
             assert row["ratios"][other["contender"]] == pytest.approx(ratio)
 
 
+@pytest.mark.process
 def test_all_contenders_start_from_the_same_loss(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = run_script([SCRIPT, *TINY, "--json", file])
@@ -96,6 +97,7 @@ def test_a_mistake_is_one_line_and_status_2(
     assert re.match(f"bench_model.py: error: {told}", line), line
 
 
+@pytest.mark.process
 def test_the_script_leaves_with_status_2_after_a_mistake() -> None:
     done = run_script([SCRIPT, *TINY, "--contenders", "what"])
     assert done.returncode == 2

@@ -22,6 +22,7 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_a_pair_is_timed_and_written_down(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

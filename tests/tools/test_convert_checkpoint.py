@@ -374,6 +374,7 @@ def test_little_is_in_memory_at_a_time(
     assert 0 < most <= (file if target == "paro" else 0) + 2 * piece
 
 
+@pytest.mark.process
 def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
     words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path), "--output", "out"]
     command = [sys.executable, "tools/convert_checkpoint.py", *words]

@@ -89,6 +89,7 @@ def test_a_mistake_is_one_line_and_status_2(
     assert_one_line(status, capsys.readouterr().err, told)
 
 
+@pytest.mark.process
 def test_another_system_is_told_so() -> None:
     program = (
         "import runpy, sys; sys.platform = 'darwin'; sys.argv = ['x', 'down']; "

@@ -56,6 +56,7 @@ def test_tests_packages_and_machine_specific_files_are_left_out(tmp_path: Path) 
     assert list(python_sources(tmp_path)) == [tmp_path / name for name in wanted]
 
 
+@pytest.mark.process
 def test_too_little_text_is_one_line_and_no_file(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "tools/gather_text.py", "--output", str(tmp_path / "a.jsonl"),

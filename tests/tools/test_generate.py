@@ -252,6 +252,7 @@ def test_damage_is_named_and_another_iteration_can_be_asked_for(
     assert "iter_0000009 does not exist" in mistake(*words, "--ckpt-step", 9)
 
 
+@pytest.mark.process
 def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
     command = [sys.executable, "tools/generate.py", "--load", str(tmp_path), "--prompt", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

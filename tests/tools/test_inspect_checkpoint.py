@@ -90,6 +90,7 @@ def test_a_truncated_file_is_named(name: str, folders: dict[str, Path]) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.process
 def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
     command = [sys.executable, "tools/inspect_checkpoint.py", "--load", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -222,6 +222,7 @@ def test_mistakes_are_one_line(flags: list[str], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.process
 def test_a_failed_dump_leaves_what_was_there(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
     out.write_text("before")

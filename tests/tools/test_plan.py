@@ -173,6 +173,7 @@ def test_a_mistake_is_one_line(flags: str, told: str, capsys: pytest.CaptureFixt
     assert error.count("\n") == 1
 
 
+@pytest.mark.process
 def test_a_trillion_parameters_on_16384_ranks_take_seconds_and_no_torch(tmp_path: Path) -> None:
     """Under 10 s of processor time and 1 GiB, memory taken from the operating system."""
     model = (

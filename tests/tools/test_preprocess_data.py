@@ -63,6 +63,7 @@ def test_one_data_set_per_key_and_a_document_per_txt_file(tmp_path: Path) -> Non
     assert read(tmp_path / "out_body_document") == [[[2, 3]], [[4, 5]]]
 
 
+@pytest.mark.process
 def test_workers_write_the_same_bytes_and_report_progress(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", *({"text": f"{i} {i + 1}"} for i in range(300)))
     for workers in ("1", "2"):
@@ -110,6 +111,7 @@ def test_a_bad_line_is_named_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.process
 def test_a_worker_names_the_bad_line_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "1"}\n' * 200 + b"{\n" + b'{"text": "1"}\n' * 200)
@@ -168,6 +170,7 @@ def both_files(prefix: Path, key: str = "text") -> list[bytes]:
     return [Path(f"{prefix}_{key}_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_partitions_and_workers_change_nothing(
     tmp_path: Path, workers: str, monkeypatch: pytest.MonkeyPatch
@@ -308,6 +311,7 @@ def good_files(tmp_path: Path) -> Path:
     return prefix
 
 
+@pytest.mark.process
 def test_a_killed_worker_is_one_line_and_leaves_the_good_files(
     tmp_path: Path, good_files: Path
 ) -> None:
@@ -327,6 +331,7 @@ def test_a_killed_worker_is_one_line_and_leaves_the_good_files(
     assert len(list(good_files.parent.iterdir())) == 2
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_it_is_one_line_and_leaves_no_worker(
     tmp_path: Path, good_files: Path, stop: signal.Signals
@@ -349,6 +354,7 @@ def test_stopping_it_is_one_line_and_leaves_no_worker(
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
+@pytest.mark.process
 def test_workers_leave_when_the_first_process_is_killed(tmp_path: Path) -> None:
     lines_file(tmp_path / "a.jsonl", 400_000)
     process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "x"),
@@ -362,6 +368,7 @@ def test_workers_leave_when_the_first_process_is_killed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.idx"))
 
 
+@pytest.mark.process
 def test_a_full_disk_is_one_line_and_leaves_the_good_files(
     tmp_path: Path, good_files: Path
 ) -> None:
@@ -379,6 +386,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_good_files(
     assert len(list(good_files.parent.iterdir())) == 2
 
 
+@pytest.mark.process
 def test_the_best_number_of_workers_is_found_and_nothing_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
 from pathlib import Path
@@ -21,7 +22,9 @@ NULL = ["--tokenizer-type", "NullTokenizer"]
 def megatron() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip("megatron.core.datasets.indexed_dataset")
+        module = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    gc.freeze()  # its builder collects garbage, among all that its import brings
+    return module
 
 
 def write_as_megatron(

@@ -48,6 +48,7 @@ def test_every_flag_says_what_it_does() -> None:
         assert len(action.help) > 10, action.option_strings
 
 
+@pytest.mark.process
 def test_help_works_without_torch() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; "
@@ -60,6 +61,7 @@ def test_help_works_without_torch() -> None:
     assert "--paro-strategy" in done.stdout
 
 
+@pytest.mark.process
 def test_help_teaches_a_command_that_trains(tmp_path: Path) -> None:
     text = build_parser().format_help()
     (command,) = re.findall(r"^ +(python pretrain_llama(?:.*\\\n)+.*)$", text, re.M)

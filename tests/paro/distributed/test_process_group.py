@@ -121,6 +121,7 @@ def test_a_mistake_of_one_rank_is_everybody_s() -> None:
     assert run_ranks(agree_on_a_mistake, 4) == [([6.0, 2.0], "rank 2 finds a mistake")] * 4
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("body", "status", "stderr"),
     [

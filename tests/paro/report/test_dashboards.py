@@ -128,6 +128,7 @@ def wandb_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any
     wandb.teardown()
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("wandb_alone")
 def test_without_a_key_the_rank_that_writes_refuses() -> None:
     config = ReportConfig(wandb_project="p")

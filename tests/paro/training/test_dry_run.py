@@ -160,6 +160,7 @@ def test_batches_that_grow_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ramps up to 64 samples, 4 micro-batches\n" in out
 
 
+@pytest.mark.process
 def test_65b_takes_seconds_and_little_memory(tmp_path: Path) -> None:
     words = f"{HUGE} --dry-run --world-size 128 --device-memory-gb 80 --grad-reduce-in-bf16"
     folders = f"--save {tmp_path}/save --load {tmp_path}/save --metrics-file {tmp_path}/metrics"
@@ -253,6 +254,7 @@ def test_mistakes_are_refused(words: str, text: str) -> None:
         planned(f"{MOCK} {words}")
 
 
+@pytest.mark.process
 def test_too_little_memory_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
     words = f"{HUGE} --dry-run --world-size 16 --device-memory-gb 80 --paro-strategy ddp"
     done, _ = script(words, tmp_path)
@@ -321,6 +323,7 @@ def test_a_machine_without_a_device_is_said_and_not_refused(
     assert "> machine bare names no device, without which no step can be timed" in out
 
 
+@pytest.mark.process
 def test_under_a_launcher_it_is_refused(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     done, _ = script(f"{MOCK} --dry-run --world-size 4", tmp_path, **ranks)

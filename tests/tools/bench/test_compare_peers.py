@@ -105,6 +105,7 @@ def test_those_that_differ_end_the_run(tmp_path: Path) -> None:
     assert "DisagreementError: fsdp2 differs from ddp: " in done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

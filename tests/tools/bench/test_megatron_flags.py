@@ -73,6 +73,7 @@ def test_ranks_that_cut_the_model_multiply() -> None:
     assert degree_of(words.split()) == 8
 
 
+@pytest.mark.process
 def test_each_configuration_is_counted_once(checkout: Path) -> None:
     found = read_configurations(checkout)
     assert sorted(found) == ["gpt3_cut", "gpt3_odd", "gpt3_plain"]
@@ -108,6 +109,7 @@ def test_the_page_says_what_the_rules_do() -> None:
     assert not missing, "write it again: python tools/bench/megatron_flags.py MEGATRON_CHECKOUT ..."
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("has_configurations", [False, True])
 def test_a_folder_that_is_no_checkout_is_one_line(
     has_configurations: bool,

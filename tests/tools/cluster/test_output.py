@@ -12,6 +12,7 @@ from tools.cluster.output import NodeOutput
 PIECES = "printf 'one l'; sleep 0.2; printf 'ine\\n\\n'; echo mistake >&2; printf end"
 
 
+@pytest.mark.process
 def test_lines_are_whole_and_named(capfd: pytest.CaptureFixture[str]) -> None:
     nodes = {
         node: subprocess.Popen(["sh", "-c", PIECES], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -27,6 +27,7 @@ def fail(number: int) -> int:
     raise ValueError(f"task {number}")
 
 
+@pytest.mark.process
 def test_order_and_how_far_ahead_tasks_are_taken() -> None:
     taken = 0
 
@@ -47,6 +48,7 @@ def test_order_and_how_far_ahead_tasks_are_taken() -> None:
         assert list(workers.map(slow_if_even, range(3))) == [0, 1, 4]
 
 
+@pytest.mark.process
 def test_a_killed_worker_is_a_clear_error() -> None:
     with (
         worker_processes(2, int) as workers,
@@ -55,6 +57,7 @@ def test_a_killed_worker_is_a_clear_error() -> None:
         list(workers.map(die, range(100)))
 
 
+@pytest.mark.process
 def test_an_error_in_a_worker_is_raised_here() -> None:
     with worker_processes(2, int) as workers, pytest.raises(ValueError, match="task 0"):
         list(workers.map(fail, range(100)))
