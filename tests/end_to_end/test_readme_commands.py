@@ -28,14 +28,14 @@ from tools.train_tokenizer import main as train_tokenizer
 # Sections whose commands `make test` runs, those together that build on each other.
 QUICK = (
     ("Train on your own text",),
-    ("Continue from a Hugging Face model", "Checkpoints"),
+    ("Continue from a Hugging Face model", "Convert between formats"),
     ("Launch on a cluster",),
-    ("A page of several runs",),
+    ("Compare runs",),
     ("Launch",),
-    ("Planning",),
+    ("Plan a run",),
 )
 # Sections whose commands take minutes: `make verify` runs them.
-LONG = ("The quickstart, command by command", "A cluster on one machine")
+LONG = ("The quickstart, command by command", "Emulate a cluster on one machine")
 # Commands of other sections: by whom they are run.
 BY_CI = ("make test", "make lint")  # the one that CI calls, and what it needs
 BY_VERIFY = (
@@ -250,7 +250,7 @@ def test_the_quickstart_as_printed(scratch: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(3600)
 def test_the_emulated_cluster_as_printed(scratch: Path) -> None:
-    out = type_in(scratch, of("A cluster on one machine"), seconds=3500)
+    out = type_in(scratch, of("Emulate a cluster on one machine"), seconds=3500)
     assert re.search(r"iteration +5/ +5 \|", out)
     for name in ("machine.json", "collectives.png", "peers.png"):
         assert (scratch / name).stat().st_size > 0
