@@ -247,10 +247,10 @@ def test_walks_name_what_exists_in_few_stops() -> None:
 
 
 def first_line(path: Path) -> str:
-    """What a file says of itself: its docstring's first line, or a script's first comment."""
+    """A file's description: its docstring's first line, a script's first comment, a page's title."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        return text.splitlines()[1].removeprefix("# ")
+        return next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring, f"{path} has no docstring"
     return docstring.splitlines()[0]
