@@ -111,7 +111,7 @@ def nodes_of(world_size: int) -> dict[str, object]:
 
 
 def dry_run(recorders: Path, script: str, world_size: int, folder: Path) -> str:
-    """The output of the process that a script starts, run here: its start costs more than its work."""
+    """The output of a script's process, run here: its start costs more than its work."""
     nodes = nodes_of(world_size)
     started = start(recorders, script, folder / "save", folder / "board", **nodes)
     assert started.launcher == ["python"]
