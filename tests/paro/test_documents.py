@@ -8,7 +8,8 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train
 
-FLAGS = f"{TINY} --vocab-size 10 --global-batch-size 8 --train-iters 3"  # 1 of 10 tokens ends a document
+# With 10 ids a tenth of the tokens end a document.
+FLAGS = f"{TINY} --vocab-size 10 --global-batch-size 8 --train-iters 3"
 APART = f"{FLAGS} --eod-mask-loss --reset-position-ids --reset-attention-mask"
 
 

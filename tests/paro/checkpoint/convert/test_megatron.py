@@ -235,7 +235,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def cut_for_two(folder: Path) -> list[Path]:
-    """The files that two tensor-parallel ranks would have saved, cut as megatron-core cuts layers."""
+    """The files two tensor-parallel ranks would have saved, cut as megatron-core cuts layers."""
     first = folder / "release" / FILE
     whole = contents(first)
     whole["args"].tensor_model_parallel_size = 2
