@@ -96,8 +96,8 @@ def test_degrees_between_the_letters() -> None:
     """Params over 2, grads over 4, optimizer over 8 ranks in groups of 4, counted by hand."""
     strategy, topology = on_ranks("2,4,8", world_size=8, group_size=4)
     sent = traffic_per_step(strategy, topology, one_unit(800), PrecisionConfig(compute="bf16"), 3)
-    intra = 3 * (2 * 800) + 3 * (800 + 400) + 400  # gathers; reductions 1-2-4; publish 4-2
-    inter = 200 + 200  # finish 4-8 and publish 8-4, on a quarter of the 1600 bytes
+    intra = 3 * (2 * 800) + 3 * (800 + 400) + 400  # gathers; reductions 1-2-4; gather_updated 4-2
+    inter = 200 + 200  # step_reduce 4-8, gather_updated 8-4: a quarter of 1600 bytes
     assert sent == Sent(intra, inter)
 
 
