@@ -1,4 +1,4 @@
-"""What marked tests need: where a machine lacks it they skip and say so; cheap tests come first."""
+"""Requirements of marked tests, which skip with a reason if unmet; cheap tests run first."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import pytest
 
 from tests.helpers import purity
 
-# For this process before it imports torch, and for its children. Ranks share the cores of one
-# machine. torch asks for the names of addresses that it connects to, only to log them, and an
-# answer that gets lost holds a rank for 5 s: tests ask no name server.
+# Set before this process imports torch, and for its children. Ranks share the cores of one machine.
+# torch resolves the names of addresses that it connects to, only for logs, and a lost answer blocks
+# a rank for 5 s: no name server is asked.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RES_OPTIONS"] = "attempts:0"
 
-# A shell's background job begins with Ctrl-C ignored, and so would all that tests start and stop.
+# A shell starts background jobs with SIGINT ignored; the processes of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @cache
 def lacks_gpu() -> str | None:
-    """Why tests marked `gpu` cannot run here, if they cannot."""
-    import torch  # here, so that pure tests start at once
+    """The reason why tests marked `gpu` cannot run here, if any."""
+    import torch  # imported here so that pure tests start without it
 
     return None if torch.cuda.is_available() else "needs a GPU: torch sees no CUDA device"
 
 
 @cache
 def lacks_root() -> str | None:
-    """Why tests marked `root` cannot run here, if they cannot."""
+    """The reason why tests marked `root` cannot run here, if any."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
@@ -48,7 +48,7 @@ def lacks_root() -> str | None:
 
 @cache
 def lacks_browser() -> str | None:
-    """Why tests marked `browser` cannot run here, if they cannot."""
+    """The reason why tests marked `browser` cannot run here, if any."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return None if any(map(shutil.which, names)) else f"needs one of {', '.join(names)}"
 
@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def must_run(config: pytest.Config) -> set[str]:
-    """The markers whose tests may not skip in this run."""
+    """The markers whose tests must not skip in this run."""
     return set(filter(None, config.getoption("--must-run").split(",")))
 
 

@@ -1,4 +1,4 @@
-"""Every file keeps the house's rules, and each rule finds an offence that is planted."""
+"""Every file keeps the house rules, and each rule finds a planted violation."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
 
 
 def test_every_folder_of_tests_is_a_package() -> None:
-    # Else two files of one name in different folders would clash.
+    # Otherwise two files of one name in different folders would clash.
     folders = {path.parent for path in (ROOT / "tests").glob("**/*.py")}
     missing = [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
     assert not missing, "\n".join(missing)
 
 
 PLANTED: list[tuple[Rule, str, str, str]] = [
-    # rule, module, source, what it is told
+    # rule, module, source, expected message
     (imports_no_program, "paro.config.run", "import pretrain_llama", "imports the program"),
     (imports_no_program, "model.llama", "def f():\n    from tools import plan", "2: model.llama"),
     (imports_no_program, "tools.plan", "from tests.helpers import ranks", "tests.helpers.ranks"),

@@ -1,4 +1,4 @@
-"""Imports among packages have no cycle, and the page of the architecture shows their layers."""
+"""Imports between packages have no cycle, and docs/architecture.md shows their layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.layers import layers, layers_text, package_graph
 
 
 def planted(**texts: str) -> list[Source]:
-    """Files by their module's name, with __ for a dot."""
+    """Files by module name, with __ for a dot."""
     return [Source(name.replace("__", "."), text, ast.parse(text)) for name, text in texts.items()]
 
 

@@ -1,4 +1,4 @@
-"""What pip reads: the console command, the packages, and where the dependencies are."""
+"""Packaging: the console command, the packages, and the source of dependencies."""
 
 from __future__ import annotations
 

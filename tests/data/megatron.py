@@ -1,4 +1,4 @@
-"""Megatron's own data sets, from the megatron-core wheel: what they read, and in which order."""
+"""Megatron's own data sets, from the megatron-core wheel: the samples they read, in order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Blend = tuple[list[str], list[float] | None]
 
 
 def megatron_datasets() -> SimpleNamespace:
-    """The classes of megatron-core; importing them takes seconds, and they warn of what is absent.
+    """The classes of megatron-core; importing takes seconds, and warns about missing packages.
 
-    The wheel has its C++ helper compiled.
+    The wheel includes its compiled C++ helper.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -32,7 +32,7 @@ def megatron_datasets() -> SimpleNamespace:
 
 
 class FixedTokenizer:
-    """What megatron-core asks of a tokenizer."""
+    """The tokenizer interface that megatron-core calls."""
 
     def __init__(self, eod: int) -> None:
         self.eod = eod
@@ -51,7 +51,7 @@ def megatron_splits(
 ) -> list[Any]:
     """Train, valid and test as Megatron builds them, from `blend` and `split` or otherwise.
 
-    Of a split with a size of 0 nothing is built: where it has no tokens either, Megatron fails.
+    A split of size 0 is not built, since Megatron fails on a split without tokens.
     """
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     megatron = megatron_datasets()

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Files appear complete or not at all."""
 
 from __future__ import annotations
 

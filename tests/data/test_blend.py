@@ -1,4 +1,4 @@
-"""Blends: words and files that make one, and what is refused."""
+"""Blends: the words and files that make one, and the refusals."""
 
 from __future__ import annotations
 

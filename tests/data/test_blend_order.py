@@ -17,7 +17,7 @@ from data.blend_order import BlendIndices, blend_by_share, blend_exhaustively
 def sample_by_sample(
     shares: Sequence[float], limits: Sequence[float], num_samples: int
 ) -> list[tuple[int, int]]:
-    """The rule as a loop: corpus and number within it, of every sample."""
+    """The rule as a loop: the corpus of every sample, and the sample's number in the corpus."""
     counts = [0] * len(shares)
     order = []
     for sample in range(num_samples):
@@ -63,7 +63,7 @@ def test_many_lanes_exhaust_what_one_loop_exhausts(sizes: list[int], stretch: in
 
 
 def test_a_wrong_beginning_is_run_again() -> None:
-    """Whatever counts the stretches begin from, the order is the loop's."""
+    """From any initial counts of the stretches, the order is that of the loop."""
     shares = [0.5, 0.3, 0.2]
 
     def unlikely(_shares: object, times: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Blends of two to five corpora are exactly those of the megatron-core wheel."""
+"""Blends of two to five corpora equal those of the megatron-core wheel."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_every_split_from_corpora_of_its_own(tmp_path: Path, seed: int) -> None:
 
 
 def test_one_corpus_with_a_weight_is_a_blend(tmp_path: Path) -> None:
-    """Megatron builds half a percent more of it, so its last epoch may be shuffled otherwise."""
+    """Megatron builds 0.5% more samples, so its last epoch may be shuffled differently."""
     prefix = write_corpora(tmp_path, 0).prefixes[0]
     mine = ours((300, 0, 0), data_path=("1", prefix), split="1,0,0")
     theirs = megatron_splits(

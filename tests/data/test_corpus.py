@@ -1,4 +1,4 @@
-"""Documents from every kind of file, in order, and mistakes in them named by file and line."""
+"""Documents from every kind of file, in order; mistakes name file and line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
 def test_compressed_files_hold_the_same(tmp_path: Path, suffix: str) -> None:
-    """Also where several compressed files were put behind each other."""
+    """Also if several compressed files are concatenated."""
     content = b"".join(json.dumps({"text": f"é {i}"}).encode() + b"\n" for i in range(5000))
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / f"b.jsonl.{suffix}").write_bytes(COMPRESSORS[suffix](content))

@@ -41,7 +41,7 @@ PARTS = st.lists(st.lists(st.integers(0, 65535), max_size=4), min_size=1, max_si
 def test_in_bulk_is_one_by_one(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[Document] | tuple[list[int], ...]]
 ) -> None:
-    """A tuple stands for a document of one sequence that arrives in parts."""
+    """A tuple is a document of one sequence that arrives in parts."""
     folder = tmp_path_factory.mktemp("writer")
     with (
         IndexedDatasetWriter(folder / "bulk", DTYPE) as bulk,

@@ -1,4 +1,4 @@
-"""Loss masks, positions and documents inside a sample are Megatron's."""
+"""Loss masks, positions and documents inside a sample equal Megatron's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EOD = 9
 
 
 def megatron_masks(tokens: list[int], rules: DocumentRules) -> tuple[torch.Tensor, ...]:
-    """Who may not see whom, loss mask and positions of one sample."""
+    """Attention mask (True: hidden), loss mask and positions of one sample."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
@@ -33,7 +33,7 @@ def megatron_masks(tokens: list[int], rules: DocumentRules) -> tuple[torch.Tenso
 
 
 def hidden_by(lengths: tuple[int, ...]) -> torch.Tensor:
-    """Who may not see whom where documents of these lengths follow each other."""
+    """The attention mask (True: hidden) for documents of these lengths in sequence."""
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     apart = documents[:, None] != documents[None, :]
     return apart | torch.ones(apart.shape, dtype=torch.bool).triu(1)

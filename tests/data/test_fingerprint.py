@@ -1,4 +1,4 @@
-"""A corpus knows its tokenizer: written by preprocessing, compared wherever it is read."""
+"""A corpus records its tokenizer: written by preprocessing, compared by every reader."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_another_order_or_end_is_another(tmp_path: Path) -> None:
 
 
 def test_the_definition_stays() -> None:
-    """Corpora that lie on disks have it."""
+    """Existing corpora have this value."""
     assert digest_of({"b": 1, "ä": 0}, 9) == "63ae0e46c1d66baba4f0ca0bbc552d46"
 
 

@@ -1,4 +1,4 @@
-"""GPT-2's two files: ids as another library makes them, what transformers reads, and mistakes."""
+"""GPT-2's two files: ids equal another library's, transformers reads them, mistakes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from tests.helpers.gpt2 import TEXT, write_gpt2
 
-# How GPT-2 cuts a text into words, as its authors published it.
+# GPT-2's regular expression for words, as published by its authors.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TEXTS = (TEXT, "", " ", "I'LL they've", "ﬁ ½ ①", TEXT * 9, "x" * 999)
 
@@ -33,7 +33,7 @@ def build(files: tuple[Path, Path]) -> Tokenizer:
 
 
 def byte_of() -> dict[str, int]:
-    """Which byte each letter of GPT-2's alphabet stands for."""
+    """The byte of each letter of GPT-2's alphabet."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = [*map(chr, shown), *(chr(256 + number) for number in range(len(hidden)))]

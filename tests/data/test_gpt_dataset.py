@@ -127,7 +127,7 @@ def test_another_question_gets_another_cache_entry(
 
 def test_rewritten_data_does_not_meet_the_old_order(tmp_path: Path) -> None:
     sizes = list(range(1, 31))
-    for rewritten in (sizes, sizes[::-1]):  # as many tokens in as many documents
+    for rewritten in (sizes, sizes[::-1]):  # the same number of tokens and documents
         with IndexedDatasetWriter(tmp_path / "corpus", np.dtype("<u2")) as writer:
             for size in rewritten:
                 writer.add_document([[size] * size])
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_only(
 
 
 def test_a_full_disk_costs_the_cache_only(corpus: IndexedDataset) -> None:
-    """A limit on the size of files stands for it; numpy names no reason when a write is cut."""
+    """Simulated by a limit on file sizes; numpy gives no reason for a short write."""
     expected = all_samples(build(corpus, num_samples=20_000))
     for file in cache_files(build(corpus, num_samples=20_000)):
         file.unlink()
@@ -248,7 +248,7 @@ def test_the_shortest_data_that_make_a_sample(tmp_path: Path) -> None:
         writer.add_document([list(range(9))])
     sampling = replace(SAMPLING, split="1,0,0")
     dataset = build(IndexedDataset(tmp_path / "x"), sampling=sampling, num_samples=3)
-    # Two epochs and a token: samples go on over the end of an epoch.
+    # Two epochs and a token: samples cross the end of an epoch.
     assert dataset.plan.num_epochs == 3
     assert sorted(all_samples(dataset))[0] == list(range(9))
     with pytest.raises(ValueError, match="leaves 9 tokens"):

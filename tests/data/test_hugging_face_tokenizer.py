@@ -1,4 +1,4 @@
-"""A folder's tokenizer.json, read without transformers, gives the ids that transformers gives."""
+"""A folder's tokenizer.json, read without transformers, gives the same ids as transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def byte_level(special: list[str]) -> tokenizers.Tokenizer:
 
 
 def modern(folder: Path) -> None:
-    """As published today: all tokens in tokenizer.json, and their names beside it."""
+    """As published today: all tokens in tokenizer.json, and their names next to it."""
     tokenizer = byte_level(["<s>", "</s>"])
     tokenizer.add_tokens([AddedToken("<tool>", normalized=True)])
     tokenizer.enable_truncation(8)
@@ -58,7 +58,7 @@ def modern(folder: Path) -> None:
 
 
 def tokens_beside(folder: Path) -> None:
-    """tokenizer_config.json adds some, and names others that are no special ones yet."""
+    """tokenizer_config.json adds some, and names others that are not special yet."""
     tokenizer = byte_level([])
     tokenizer.add_tokens(["</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -98,7 +98,7 @@ def unigram(folder: Path) -> None:
 
 
 def qwen(folder: Path) -> None:
-    """As a class of transformers' own saves it."""
+    """As saved by one of transformers' own classes."""
     from transformers import Qwen2Tokenizer
 
     model = json.loads(byte_level(["<|endoftext|>", "<|im_end|>"]).to_str())["model"]
@@ -109,7 +109,7 @@ def qwen(folder: Path) -> None:
 
 
 def gpt2(folder: Path) -> None:
-    """Only the model's own configuration says what ends a text."""
+    """Only the model's own configuration names the end-of-text id."""
     tokenizer = byte_level(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     write(folder, "tokenizer_config.json", {"model_max_length": 1024})

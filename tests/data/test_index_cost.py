@@ -1,4 +1,4 @@
-"""What building indices costs beside megatron-core: 2 billion tokens in 3 million documents."""
+"""The cost of building indices relative to megatron-core: 2 billion tokens, 3 million documents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan_of(num_samples: int) -> OrderPlan:
 
 
 def build_as_megatron(lengths: NDArray[np.int32], plan: OrderPlan) -> list[NDArray[np.generic]]:
-    """What megatron-core does between the sizes and the three indices."""
+    """megatron-core's work from the sizes to the three indices."""
     megatron_datasets()
     from megatron.core.datasets import gpt_dataset, helpers
 
@@ -56,7 +56,7 @@ def build_as_megatron(lengths: NDArray[np.int32], plan: OrderPlan) -> list[NDArr
 @pytest.mark.parametrize("num_samples", [TOKENS // SEQ - 1, int(2.5 * TOKENS / SEQ)])
 def test_time(num_samples: int, capsys: pytest.CaptureFixture[str]) -> None:
     lengths, plan = sizes(), plan_of(num_samples)
-    build_as_megatron(lengths, plan)  # imports
+    build_as_megatron(lengths, plan)  # imports modules
     ratios, seconds = [], []
     for _ in range(PAIRS):
         begin = time.process_time()

@@ -1,4 +1,4 @@
-"""The .bin/.idx format: bytes as documented, round trips, and every way a file can be wrong."""
+"""The .bin/.idx format: bytes as documented, round trips, and all corruptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(prefix: Path, documents: Documents, vocab_size: int = 100) -> Path:
 
 
 def read_slowly(prefix: Path) -> Documents:
-    """The documents of a prefix, byte by byte and without the code under test."""
+    """The documents of a prefix, read byte by byte without the code under test."""
     idx = Path(f"{prefix}.idx").read_bytes()
     content = Path(f"{prefix}.bin").read_bytes()
     assert idx[:9] == b"MMIDIDX\0\0"
@@ -156,7 +156,7 @@ def test_data_beyond_4_gib_is_read_where_it_lies(tmp_path: Path) -> None:
         stream.write(HEADER.pack(b"MMIDIDX\0\0", 1, 8, 3, 2))
         stream.write(lengths.tobytes() + sequence_pointers(lengths, 2).tobytes())
         stream.write(struct.pack("<2q", 0, 3))
-    with (tmp_path / "x.bin").open("wb") as stream:  # sparse: takes no room
+    with (tmp_path / "x.bin").open("wb") as stream:  # sparse: takes no disk space
         stream.seek(2 * int(lengths[:2].sum(dtype=np.int64)))
         stream.write(struct.pack("<3H", 11, 12, 13))
     assert IndexedDataset(tmp_path / "x").get(2, 1).tolist() == [12, 13]
@@ -266,7 +266,7 @@ def test_a_wild_pointer_is_found_when_it_is_followed(tmp_path: Path) -> None:
     write(tmp_path / "x", DOCUMENTS)
     path = tmp_path / "x.idx"
     whole = bytearray(path.read_bytes())
-    whole[54:62] = struct.pack("<q", 10_000)  # of the middle sequence: not seen when opening
+    whole[54:62] = struct.pack("<q", 10_000)  # of the middle sequence: not checked when opening
     path.write_bytes(whole)
     indexed = IndexedDataset(tmp_path / "x")
     assert indexed[0].tolist() == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Micro-batches in Megatron's order, with and without worker processes; data by configuration."""
+"""Micro-batches in Megatron's order, with and without worker processes; data from flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_WORKERS = [0, pytest.param(2, marks=pytest.mark.process)]
 
 
 class Numbered:
-    """Sample i is i, i + 1, ..., so that a batch tells which samples it holds."""
+    """Sample i is i, i + 1, ..., so a batch shows which samples it contains."""
 
     def __init__(self, length: int = 1000, *, broken_at: int = -1) -> None:
         self.length = length
@@ -161,7 +161,7 @@ def test_a_killed_worker_is_one_line() -> None:
     with pytest.raises(ChildProcessError, match=r"reads data ahead.*--num-workers") as caught:
         list(islice(batches, 10))
     told = str(caught.value)
-    del caught  # it holds this frame, whose part it is
+    del caught  # it holds this frame, and so the object
     assert "\n" not in told
 
 
@@ -288,7 +288,7 @@ def test_training_data_without_weights_are_not_read_twice(prefix: str) -> None:
     datasets = build_datasets(config, counts, vocab_size=200)
     assert datasets.valid is not None
     assert len(datasets.valid) == 500
-    once = 2 * ((200 - 1) // 8)  # samples of the held-out part of both
+    once = 2 * ((200 - 1) // 8)  # samples of the validation split of both
     first, again = datasets.valid[3].tolist(), datasets.valid[3 + once].tolist()
     assert first == again
     assert f"500 samples in {500 / once:.2f} rounds" in datasets.describe()[1]

@@ -1,4 +1,4 @@
-"""Files, indices and samples are exactly those of the megatron-core wheel."""
+"""Files, indices and samples equal those of the megatron-core wheel."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_our_bytes_are_megatrons(tmp_path: Path, seed: int) -> None:
 
 
 def requested(random: np.random.RandomState, epochs_of: int, seq_length: int) -> int:
-    """A number of samples of a part of an epoch, one, or several, just whole or not."""
+    """A random number of samples: part of an epoch, one or several, with or without a remainder."""
     per_epoch = (epochs_of - 1) // seq_length
     around = random.choice([0.3, 1.0, 1.5, 2.0, 2.85, 4.1]) * per_epoch
     return max(1, int(around) + random.randint(-1, 2))
@@ -86,7 +86,7 @@ def test_indices_and_samples_are_megatrons(tmp_path: Path, seed: int) -> None:
     for place, share in enumerate(shares):
         first, last = split_bounds(share, len(ours)) if share else (0, 0)
         tokens = int(ours.sequence_lengths[first:last].sum())
-        if tokens <= seq_length:  # megatron-core loops for ever, or has nothing
+        if tokens <= seq_length:  # megatron-core loops forever, or has no data
             shares[place] = None
             sizes.append(0)
         else:

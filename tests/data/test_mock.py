@@ -1,4 +1,4 @@
-"""Synthetic tokens: reproducible, independent of each other, and predictable to a known degree."""
+"""Synthetic tokens: reproducible, independent, and predictable to a known degree."""
 
 from __future__ import annotations
 

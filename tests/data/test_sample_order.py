@@ -1,4 +1,4 @@
-"""Megatron's sample order: recorded vectors, and a slow reference for everything else."""
+"""Megatron's sample order: recorded vectors, and a slow reference implementation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_types_are_megatrons() -> None:
 
 
 def walk(lengths: list[int], num_samples: int, seq_length: int) -> list[list[int]]:
-    """Rows of the sample index, one token after the other."""
+    """Rows of the sample index, computed one token at a time."""
     tokens = [(entry, offset) for entry, size in enumerate(lengths) for offset in range(size)]
     rows = [list(tokens[k * seq_length]) for k in range(num_samples + 1)]
     rows[0] = [0, 0]
@@ -79,7 +79,7 @@ def walk(lengths: list[int], num_samples: int, seq_length: int) -> list[list[int
 def reference(
     sizes: list[int], first: int, num_samples: int, seq_length: int, seed: int
 ) -> tuple[list[int], list[list[int]], list[int]]:
-    """The three indices by plain lists and loops; only the shuffles are numpy's."""
+    """The three indices by plain lists and loops; only the shuffles use numpy."""
     per_epoch = sum(sizes[first:])
     epochs = 1
     while epochs * per_epoch < num_samples * seq_length + 1:

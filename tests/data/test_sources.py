@@ -1,4 +1,4 @@
-"""What --input may name: files, folders, patterns and data sets; the rest is refused in a line."""
+"""Values of --input: files, folders, patterns and data sets; others are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every tokenizer type: ids there and back, special ids, sizes, and mistakes in one line."""
+"""Every tokenizer type: ids in both directions, special ids, sizes, mistakes in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A SentencePiece model in transformers' words: the same ids and texts, or nothing written."""
+"""A SentencePiece model as transformers' tokenizer.json: the same ids and texts, or no file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from data.tokenizer_json import write_tokenizer_json
 
 LINES = ["def main() -> None:", "    print('naïve 雪 text')", "the quick  brown fox", "a b c"] * 20
-LLAMA: dict[str, Any] = {  # as LLaMA-1's and LLaMA-2's were trained, and this project's are
+LLAMA: dict[str, Any] = {  # as LLaMA-1's, LLaMA-2's and this project's were trained
     "model_type": "bpe",
     "byte_fallback": True,
     "normalization_rule_name": "identity",

@@ -1,4 +1,4 @@
-"""The same global batches on any number of ranks, and after resuming at any sample on another."""
+"""The same global batches on any number of ranks, also after resuming on another number."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def schedule(world_size: int, rampup: tuple[int, int, int] | None) -> BatchSched
 def global_batches(
     samples: Samples, batches: BatchSchedule, consumed: int, num_workers: int = 0
 ) -> Iterator[Tokens]:
-    """The tokens of step after step, of all ranks together, in the order of the samples."""
+    """The tokens of each step, over all ranks, in sample order."""
     world_size = batches.data_parallel_size
     ranks = [
         MicroBatches(
@@ -89,7 +89,7 @@ def test_resuming_on_another_world(samples: Samples, before: int, after: int) ->
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_stopping_at_any_sample(samples: Samples, world_size: int) -> None:
-    """Where a ramp-up or another batch size has left it, which no global batch divides."""
+    """After a ramp-up or another batch size, at a sample that no global batch divides."""
     for consumed in (1, 5, 23, 31, 100):
         (batch,) = islice(global_batches(samples, schedule(world_size, None), consumed), 1)
         assert batch == [samples[consumed + i][:-1].tolist() for i in range(24)]

@@ -1,4 +1,4 @@
-"""What each checkpoint flag does to a run, and what a user is told when it cannot."""
+"""The effect of each checkpoint flag on a run, and the messages when it cannot apply."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden
 
 
 def run(*flags: object) -> str:
-    """What one process prints that trains with the small model."""
+    """The output of one process that trains the small model."""
     ended = run_main([str(word) for word in (*RUN, *flags)])
     assert ended.mistake is None, ended.mistake
     return ended.printed
@@ -40,7 +40,7 @@ def iterations(root: Path) -> list[str]:
 
 
 def losses(path: Path) -> dict[int, float]:
-    """The last loss that was written of every iteration."""
+    """The last recorded loss of every iteration."""
     return {line["iteration"]: line["lm_loss"] for line in read_metrics(path)}
 
 
@@ -54,7 +54,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(straight: Path, tmp_path: Path) -> Path:
-    """A copy of it to go on from."""
+    """A copy of it to resume from."""
     shutil.copytree(straight, tmp_path / "ckpt")
     return tmp_path / "ckpt"
 
@@ -89,7 +89,7 @@ def test_a_damaged_newest_one_costs_one_interval(straight: Path, saved: Path) ->
     printed = run(*flags)
     assert f"passing over iteration 6: {path} is damaged (wrong checksum" in printed
     assert losses(saved / "lines") == losses(straight / "lines")
-    assert "at iteration 6" in run(*flags)  # saved anew, and whole
+    assert "at iteration 6" in run(*flags)  # saved again, complete
 
 
 def test_only_multiples_and_the_last_one_are_retained(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_the_global_batch_may_change(saved: Path, batch: int, consumed: int) -> 
 def test_samples_are_counted_whatever_batches_they_come_in(
     straight: Path, saved: Path, batch: int, iterations: list[int], last: int
 ) -> None:
-    """48 samples, of which 32 were taken by eights; the schedule counts samples too."""
+    """48 samples, 32 of them consumed in batches of eight; the schedule counts samples too."""
     out = saved.parent / "lines"
     go_on = ["--load", saved, "--ckpt-step", 4, "--metrics-file", out, "--train-samples", 48]
     printed = run(*go_on, "--global-batch-size", batch)
@@ -218,7 +218,7 @@ def test_samples_are_counted_whatever_batches_they_come_in(
 def test_training_goes_on_after_a_save_that_failed(
     tmp_path: Path, how: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full at iteration 2 and has room again at iteration 4."""
+    """The disk is full at iteration 2 and has space again at iteration 4."""
     fill_the_disk(monkeypatch, at=2)
     flags = ["--train-iters", 4, "--save", tmp_path, "--save-interval", 2, *how]
     printed = run(*flags, "--on-save-failure", "continue")
@@ -275,7 +275,7 @@ def test_a_run_whose_end_cannot_be_saved_fails(
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
-    """Lets the write of every file of tensors of one iteration fail."""
+    """Makes every write of a tensor file of one iteration fail."""
     fsync = os.fsync
 
     def fail(descriptor: int) -> None:
@@ -288,7 +288,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
 
 
 def noted(folder: Path) -> list[str]:
-    """What progress.txt says that happened, with the iteration."""
+    """The events in progress.txt, with their iterations."""
     lines = (folder / "progress.txt").read_text().splitlines()
     fields = [line.split("\t")[3:5] for line in lines]
     return [" ".join(word.removeprefix("Iteration: ") for word in words) for words in fields]
@@ -321,7 +321,7 @@ def test_an_asynchronous_save_is_the_synchronous_one(tmp_path: Path) -> None:
 
 
 def run_on_nodes(words: Sequence[str], nodes: Sequence[str]) -> Ended:
-    """As `run_main`, with paths that begin in the folder of this rank's node."""
+    """As `run_main`, with paths inside the folder of this rank's node."""
     before = os.getcwd()
     os.chdir(nodes[int(os.environ["RANK"])])
     try:
@@ -332,7 +332,7 @@ def run_on_nodes(words: Sequence[str], nodes: Sequence[str]) -> Ended:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> list[str]:
-    """Two nodes of two ranks that do not share a file system."""
+    """Two nodes of two ranks without a shared file system."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     return [str(tmp_path / name) for name in ("a", "a", "b", "b")]
@@ -364,7 +364,7 @@ def test_nodes_that_share_no_files_save_and_load_what_they_see(
         assert losses(tmp_path / "go") == {3: true[3], 4: true[4]}
         (tmp_path / "go").unlink()
         whole.unlink()
-    # III: each node has a whole checkpoint, which loads anywhere.
+    # III: each node has a complete checkpoint, which loads anywhere.
     assert (
         load_parameters(tmp_path / "b" / "ckpt").keys()
         == load_parameters(tmp_path / "a" / "ckpt").keys()
@@ -392,5 +392,5 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path, nodes: list[str]) -> No
 def test_the_manifest_has_the_arguments(saved: Path) -> None:
     manifest = json.loads((saved / "iter_0000004" / "manifest.json").read_text())
     assert manifest["arguments"]["hidden_size"] == 32
-    assert manifest["arguments"]["paro_strategy"] == "IIG"  # no flag said so
+    assert manifest["arguments"]["paro_strategy"] == "IIG"  # without a flag for it
     assert manifest["versions"]["torch"]

@@ -1,4 +1,4 @@
-"""The launch scripts: what they start, that it configures and fits, and what their comments say."""
+"""The launch scripts: what they start, that it configures and fits, and their comments."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.process
 
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
-# On nodes of 8 GPUs; the others are small.
+# On nodes of 8 GPUs; the other scripts are small.
 CLUSTER = [f"pretrain_llama_{size}_{how}.sh" for size in ("7b", "65b") for how in ("dgx", "slurm")]
 SCRIPTS = [*CLUSTER, "single_gpu.sh", "cpu_emulated_cluster.sh", "quickstart.sh"]
 NUM_PARAMETERS = {"7b": "6,738,415,616", "65b": "65,285,660,672"}
 RECIPE = {"7b": 1e12, "65b": 1.4e12}  # tokens
 
-# What stands for a launcher: says what it was given, and of the environment what scripts set.
+# Replaces a launcher: prints its arguments and the variables that scripts set.
 RECORDER = """#!/bin/sh
 for word in "${0##*/}" "$@"; do echo "word $word"; done
 env | grep -E '^(NCCL|CUDA|SRUN|MASTER|OMP|PYTORCH)_' | sed 's/^/set /'
@@ -39,7 +39,7 @@ env | grep -E '^(NCCL|CUDA|SRUN|MASTER|OMP|PYTORCH)_' | sed 's/^/set /'
 
 
 class Started(NamedTuple):
-    """What a script would have started."""
+    """The command and environment that a script would have started."""
 
     words: list[str]
     environment: dict[str, str]
@@ -113,7 +113,7 @@ def nodes_of(world_size: int) -> dict[str, object]:
 
 
 def dry_run(recorders: Path, script: str, world_size: int, folder: Path) -> str:
-    """What the plain process prints that a script starts; its start costs more than its work."""
+    """The output of a script's process, run here: its start costs more than its work."""
     nodes = nodes_of(world_size)
     started = start(recorders, script, folder / "save", folder / "board", **nodes)
     assert started.launcher == ["python"]
@@ -241,7 +241,7 @@ def test_srun_starts_the_ranks_without_torchrun(recorders: Path, script: str) ->
         "python -u"
     )
     header = re.findall(r"^#SBATCH (--\S+)", (EXAMPLES / script).read_text(), re.M)
-    # Time enough for a step, on the fewest nodes, and for a checkpoint.
+    # Enough time for a step, on the fewest nodes, and for a checkpoint.
     signal = {"7b": "--signal=TERM@300", "65b": "--signal=TERM@1800"}[script.split("_")[2]]
     assert {"--ntasks-per-node=8", "--gpus-per-node=8", signal} <= set(header)
 
@@ -272,7 +272,7 @@ def test_streams_and_rails_are_kept_apart(recorders: Path, script: str) -> None:
 
 
 def table_of(script: str) -> list[tuple[int, str, int, str]]:
-    """The rows of a comment: GPUs, strategy, micro-batch, GB."""
+    """The rows of a comment's table: GPUs, strategy, micro-batch, GB."""
     text = (EXAMPLES / script).read_text()
     rows = re.findall(r"^# +(\d+) +([NIG]{3}) +(\d+) +(\d+\.\d)$", text, re.M)
     return [(int(gpus), name, int(batch), gigabytes) for gpus, name, batch, gigabytes in rows]

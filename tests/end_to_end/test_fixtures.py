@@ -1,4 +1,4 @@
-"""What earlier versions wrote is read: runs resume, tools take their files."""
+"""Files of earlier versions still load: runs resume, and tools accept them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOLERANCES = {"nng-bf16-async": 2e-3}  # bf16 gradients, summed in another order
 def written(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """A copy of a set, which is where the tests run."""
+    """A copy of a set of fixtures, in which the tests run."""
     place = tmp_path / "set"
     shutil.copytree(request.param, place)
     monkeypatch.chdir(place)
@@ -73,7 +73,7 @@ def test_preprocessing_continues_after_its_finished_partition(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = json.loads(Path("halfway_partitions/run.json").read_text(encoding="utf-8"))
-    # A checkout gives files times of its own.
+    # A checkout sets its own modification times.
     stamp = record["partitions"][0][0]["stamp"]
     os.utime("text.jsonl", ns=(stamp, stamp))
     for name, (_, stamp) in record["tokenizer_files"].items():

@@ -1,4 +1,4 @@
-"""The quickstart from text to sample, shortened, tracked; called again it goes on from there."""
+"""The quickstart from text to sample, shortened, with trackers; a second call resumes it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def quickstart(
 
 
 def commands(output: str) -> list[str]:
-    """What was run, by the script's name."""
+    """The commands run, by the script's name."""
     return re.findall(r"^\+ .*?(\w+)\.py ", output, re.M)
 
 
@@ -67,7 +67,7 @@ def sample(output: str) -> str:
 
 
 def check_summary(output: str, metrics: list[dict[str, float]]) -> None:
-    """The losses and the places that stand at the end."""
+    """The losses and paths printed at the end."""
     told = re.search(r"untrained model ([\d.]+), on held-out .* ([\d.]+): (-?[\d.]+) nats", output)
     assert told is not None, output
     start, end, gained = map(float, told.groups())
@@ -79,7 +79,7 @@ def check_summary(output: str, metrics: list[dict[str, float]]) -> None:
 
 
 def check_trackers(folder: Path, metrics: list[dict[str, float]]) -> None:
-    """Every tag, in TensorBoard's files and in those of one W&B run that was gone on with."""
+    """Every tag, in TensorBoard's files and in those of one resumed W&B run."""
     wanted = MEGATRON | OURS
     board = read_tensorboard(folder / "board")
     assert wanted <= board.keys()
@@ -97,7 +97,7 @@ def check_trackers(folder: Path, metrics: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(900)  # half a minute on two cores of one's own
+@pytest.mark.timeout(900)  # half a minute on two idle cores
 def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     run_dir, text = tmp_path / "a run", tmp_path / "text.jsonl"
     write_text(text)
@@ -116,7 +116,7 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     assert "validation loss at iteration 1 on validation set" in first.stdout
     metrics = read_metrics(run_dir / "metrics.jsonl")
     assert [line["iteration"] for line in metrics] == [1]
-    # Close to the loss of a fair guess, ln 4096, as the summary has it too.
+    # Close to the loss of a uniform guess, ln 4096, which the summary also prints.
     assert metrics[0]["lm_loss"] == pytest.approx(8.32, abs=0.2)
     check_summary(first.stdout, metrics)
     assert len(sample(first.stdout)) > 100

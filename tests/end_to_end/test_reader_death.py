@@ -1,4 +1,4 @@
-"""A process that reads data ahead and dies ends the run with one line."""
+"""A data-loading process that dies ends the run with one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README and docs/ say what the code does: commands, flags, tables, links and the list of files."""
+"""README and docs/ match the code: commands, flags, tables, links and the list of files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXT = "\n".join(PAGES.values())
 MEASURED = (ROOT / "examples" / "measured" / "README.md").read_text(encoding="utf-8")
 MOST_LINES, MOST_COLUMNS = 300, 100  # of the README; tables and links may be wider
 
-# Folders whose files are listed one by one; of tests/ the folder alone.
+# Folders whose files are listed one by one; of tests/ only the folder.
 LISTED = ("paro", "model", "data", "tools", "examples", "docs")
 FOLDERS = {  # without a package's docstring
     "docs": "A page for each subject.",
@@ -73,7 +73,7 @@ def fenced(heading: str) -> list[str]:
 
 
 def commands(block: str) -> list[list[str]]:
-    """The commands of a block, word by word, comments left out."""
+    """The commands of a block, split into words, without comments."""
     lines = block.replace("\\\n", " ").splitlines()
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
 
@@ -125,7 +125,7 @@ def test_every_flag_exists() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """What headings can be linked to by, as GitHub makes it of them."""
+    """The anchors of all headings, as GitHub derives them."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     names = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     return names | set(re.findall(r'<a id="([^"]+)">', text))
@@ -180,7 +180,7 @@ def multiples(*parts: Multiples) -> str:
 
 
 def strategy_row(letters: str) -> str:
-    """A row of the table: what a strategy stores and sends, and 7B's figures."""
+    """A row of the table: what a strategy stores and sends, and figures for 7B."""
     params, grads, optim = letters
     fraction = {"N": "1", "I": "1/m", "G": "1/n"}
     known_as = {
@@ -250,17 +250,18 @@ def test_walks_name_what_exists_in_few_stops() -> None:
 
 
 def first_line(path: Path) -> str:
-    """What a file says of itself: its docstring's first line, or a script's first comment."""
+    """A description: a docstring's first line, a script's first comment, or a page's title."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        return text.splitlines()[1].removeprefix("# ")
+        lines = text.splitlines()
+        return lines[0 if lines[0].startswith("# ") and path.suffix == ".md" else 1][2:]
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring, f"{path} has no docstring"
     return docstring.splitlines()[0]
 
 
 def listing(folder: Path, depth: int) -> list[str]:
-    """A folder and all below it, a line each."""
+    """A folder and all its files, one line each."""
     package = folder / "__init__.py"
     indent = "  " * depth
     own = first_line(package) if package.exists() else FOLDERS[folder.name]
@@ -275,7 +276,7 @@ def listing(folder: Path, depth: int) -> list[str]:
 
 
 def tree() -> str:
-    """The README's list of files, as the files themselves have it."""
+    """The list of files for docs/architecture.md, with the files' own first lines."""
     entry = "pretrain_llama.py"
     lines = [entry.ljust(COLUMN) + first_line(ROOT / entry)]
     for name in LISTED:

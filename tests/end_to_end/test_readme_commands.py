@@ -1,7 +1,7 @@
-"""Every command that README and docs/ print is run, as it is printed, here or by what CI calls.
+"""Every command printed in README and docs/ is run as printed, here or by a command of CI.
 
-A section's commands run in one shell, in a scratch copy of the repository, where small stand-ins
-lie under the names of what a reader would bring. A command that is in no list below fails a test.
+The commands of a section run in one shell, in a scratch copy of the repository, with small
+stand-ins for the reader's files. A command that is in none of the lists below fails a test.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from tests.tools.test_generate import SIZES, save_untrained
 from tests.tools.test_report import write_run
 from tools.train_tokenizer import main as train_tokenizer
 
-# Sections whose commands `make test` runs, those together that build on each other.
+# Sections whose commands `make test` runs; sections of one tuple build on each other.
 QUICK = (
     ("Train on your own text",),
-    ("Continue from a Hugging Face model", "Checkpoints"),
+    ("Continue from a Hugging Face model", "Convert between formats"),
     ("Launch on a cluster",),
-    ("A page of several runs",),
+    ("Compare runs",),
     ("Launch",),
-    ("Planning",),
+    ("Plan a run",),
 )
 # Sections whose commands take minutes: `make verify` runs them.
-LONG = ("The quickstart, command by command", "A cluster on one machine")
-# Commands of other sections: by whom they are run.
-BY_CI = ("make test", "make lint")  # the one that CI calls, and what it needs
+LONG = ("The quickstart, command by command", "Emulate a cluster on one machine")
+# Commands of other sections, by what runs them.
+BY_CI = ("make test", "make lint")  # the one CI calls, and the one it needs
 BY_VERIFY = (
     "make quickstart",
     '.venv/bin/python -m pytest -m "not ranks and not root and not verify"',
 )
 
-# Commands that need a checkout of another project; tests/tools/bench tries what they run.
+# Commands that need a checkout of another project; tests/tools/bench tests their code.
 BY_HAND = ("python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",)
 
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\S*python\d?|torchrun|make|bash|sbatch|srun|sudo|pytest|pip) "
 
-# What stands for a launcher of GPU ranks: the same command as a dry run.
+# Replaces a launcher of GPU ranks: runs the same command as a dry run.
 LAUNCHER = """#!/bin/sh
 while [ "$1" != pretrain_llama.py ]; do shift; done
 exec python "$@" --dry-run --world-size 32
@@ -62,7 +62,7 @@ exec bash "$@"
 
 
 class Command(NamedTuple):
-    """A command as printed, continued lines included and trailing comments left out."""
+    """A command as printed, with continued lines, without trailing comments."""
 
     section: str
     text: str
@@ -98,14 +98,14 @@ COMMANDS = commands(TEXT)
 
 
 def of(*sections: str) -> str:
-    """What a reader would type who goes through these sections."""
+    """The commands of these sections, in the order of the pages."""
     lines = [command.text for command in COMMANDS if command.section in sections]
     assert lines, f"no commands under {sections}"
     return "\n".join(lines)
 
 
 def type_in(folder: Path, lines: str, *, seconds: int, **environment: str) -> str:
-    """What one shell prints that is given these lines, and stops at the first that fails."""
+    """The output of one shell that runs these lines and stops at the first failure."""
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", lines],
         cwd=folder,
@@ -125,7 +125,7 @@ def type_in(folder: Path, lines: str, *, seconds: int, **environment: str) -> st
     return done.stdout
 
 
-# Nothing is left out
+# Completeness
 
 
 def test_every_command_is_run_by_somebody() -> None:
@@ -161,7 +161,7 @@ def test_what_ci_runs_needs_the_other_targets() -> None:
     assert re.search(r"^lint: setup\b", makefile, re.M)
 
 
-# Commands of seconds
+# Commands that take seconds
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(scratch: Path) -> Path:
-    """The same with what readers bring, small, and with launchers that start nothing."""
+    """The same with small versions of the reader's files, and launchers that start nothing."""
     text = "some words to make pieces of, naïve ones and 雪 too\n"
     (scratch / "text.txt").write_text(text * 40, encoding="utf-8")
     pieces = scratch / "pieces"
@@ -232,7 +232,7 @@ def test_commands_do_what_they_say(prepared: Path, sections: tuple[str, ...]) ->
     assert out.count("> the launch is sound; nothing was started and nothing written\n") == planned
 
 
-# Commands of minutes
+# Commands that take minutes
 
 
 @pytest.mark.verify
@@ -250,7 +250,7 @@ def test_the_quickstart_as_printed(scratch: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(3600)
 def test_the_emulated_cluster_as_printed(scratch: Path) -> None:
-    out = type_in(scratch, of("A cluster on one machine"), seconds=3500)
+    out = type_in(scratch, of("Emulate a cluster on one machine"), seconds=3500)
     assert re.search(r"iteration +5/ +5 \|", out)
     for name in ("machine.json", "collectives.png", "peers.png"):
         assert (scratch / name).stat().st_size > 0

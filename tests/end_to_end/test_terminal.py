@@ -1,4 +1,4 @@
-"""On a terminal a view stays in place of log lines; elsewhere, and where asked, lines scroll."""
+"""On a terminal a live view replaces log lines; elsewhere, or with a flag, lines are printed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def on_a_terminal(*words: str, interrupted: bool = False) -> tuple[str, int]:
-    """What Python writes to a terminal of its own, and its status; maybe it gets a Ctrl-C."""
+    """The output of Python on its own terminal, and its status; optionally with a Ctrl-C."""
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     with subprocess.Popen(
@@ -32,7 +32,7 @@ def on_a_terminal(*words: str, interrupted: bool = False) -> tuple[str, int]:
         while True:
             try:
                 part = os.read(here, 65536)
-            except OSError:  # the last process that could write has left
+            except OSError:  # the last process that could write has exited
                 break
             if not part:
                 break
@@ -54,7 +54,7 @@ def test_a_terminal_gets_a_view_and_lines_where_it_asks_for_them() -> None:
     assert "MFU" in live
     assert "tokens/s" in live
     assert "parameters" in live
-    assert "memory (MB)" in live  # other lines scroll by above
+    assert "memory (MB)" in live  # other lines scroll above
     assert "elapsed time per iteration" not in live
     lines, status = on_a_terminal(*short, "--terminal", "lines")
     assert status == 0, lines
@@ -70,7 +70,7 @@ def test_a_run_under_torchrun_saves_at_ctrl_c_and_says_how_to_continue(tmp_path:
     assert status == 1, text  # torchrun's own
     saved = int((tmp_path / TRACKER).read_text())
     assert "[exiting program after receiving SIGINT.]" in text
-    # The view ends whole, and our last line is below it; then comes torchrun's own traceback.
+    # The view closes complete, with our last line below it, before torchrun's own traceback.
     ended = text.rindex("╯\n")
     line = f"iteration {saved} is saved in {tmp_path}: the same command continues from there\n"
     assert text[ended + 2 :].startswith(f"{line}Traceback"), text[ended:]

@@ -1,4 +1,4 @@
-"""Dashboards as their own libraries read them, and what a tracker that fails costs."""
+"""Dashboards as read by their own libraries, and the cost of a tracker that fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.helpers.ranks import ROOT, run_ranks
 
 RUN = [sys.executable, SCRIPT, *MODEL, "--mock-data"]
 ENVIRONMENT = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-# Tags of a run that evaluates and has --log-params-norm, --log-num-zeros-in-grad, timers.
+# Tags of a run with evaluation, --log-params-norm, --log-num-zeros-in-grad and timers.
 MEGATRON = {
     *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm"),
     *("iteration-time", "throughput", "mem-max-allocated-bytes", "num-zeros", "params-norm"),
@@ -67,7 +67,7 @@ def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def read_wandb(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
-    """Values by step of every tag, of each run by its id, as the offline files have them."""
+    """Values by step of every tag, for each run by its id, from the offline files."""
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     runs: dict[str, dict[str, dict[int, float]]] = {}
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
@@ -85,11 +85,11 @@ def read_wandb(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
 
 
 def logged(content: bytes) -> Iterator[bytes]:
-    """The messages of a file in LevelDB's log format, behind wandb's header of 7 bytes."""
+    """The messages of a file in LevelDB's log format, after wandb's header of 7 bytes."""
     whole, last, block = {1}, {1, 4}, 32768
     message, at = b"", 7
     while at + 7 <= len(content):
-        if block - at % block < 7:  # too little for a chunk's header: zeros
+        if block - at % block < 7:  # too short for a chunk's header: zeros
             at += block - at % block
             continue
         size, kind = struct.unpack_from("<HB", content, at + 4)
@@ -102,7 +102,7 @@ def logged(content: bytes) -> Iterator[bytes]:
 
 
 def descendants(process: int) -> list[int]:
-    """A process and all below it."""
+    """A process and all its descendants."""
     found = [process]
     for task in Path(f"/proc/{process}/task").iterdir():
         for child in (task / "children").read_text().split():

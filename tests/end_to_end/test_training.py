@@ -1,7 +1,7 @@
-"""The real command line: learns, reports, resumes bit for bit, leaves when asked, fails as one."""
+"""The real command line: trains, reports, resumes bitwise, exits on request, fails together."""
 
-# What only a launcher shows (its environment, exit statuses, signals) is seen through torchrun or a
-# process of its own. Everything else runs the script's `main` on ranks that are there already: a
+# Behaviour that only a launcher shows (environment, exit statuses, signals) is tested with torchrun
+# or a separate process. Everything else runs the script's `main` on ranks that already exist: a
 # start costs more than the training.
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ RUN = [SCRIPT, *MODEL, "--mock-data"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a rank printed, and the mistake that ended it, if one did."""
+    """The output of a rank, and the mistake that ended it, if any."""
 
     printed: str
     mistake: str | None
 
 
 def run_main(words: Sequence[str]) -> Ended:
-    """The script in this process, which is a rank where the environment says so."""
+    """Runs the script in this process, which is a rank if the environment says so."""
     printed, mistake = StringIO(), None
     with mock.patch.object(sys, "argv", [*words]), redirect_stdout(printed):
         try:
@@ -59,7 +59,7 @@ def run_main(words: Sequence[str]) -> Ended:
 
 
 def on_ranks(command: Sequence[object], world_size: int) -> str:
-    """What all ranks printed, in their order."""
+    """The output of all ranks, in rank order."""
     ended = run_ranks(run_main, world_size, [str(word) for word in command], init=False)
     assert [rank.mistake for rank in ended] == [None] * world_size
     return "".join(rank.printed for rank in ended)
@@ -110,7 +110,7 @@ def test_another_world_and_strategy_go_on_from_the_checkpoint(tmp_path: Path) ->
 
 
 def evaluations(printed: str) -> dict[str, float]:
-    """The loss of every data set that was evaluated after training."""
+    """The loss of every data set evaluated after training."""
     found = re.findall(r"on (\w+) set \| lm loss value: (\S+) \|", printed)
     return {name: float(loss) for name, loss in found}
 
@@ -118,7 +118,7 @@ def evaluations(printed: str) -> dict[str, float]:
 @pytest.mark.ranks
 def test_skip_train_evaluates_what_was_saved_and_writes_nothing(tmp_path: Path) -> None:
     flags = [*RUN, "--train-iters", "3", "--eval-iters", "2", "--load", tmp_path / "ckpt"]
-    # One evaluation on the way, of the same samples as the one of --skip-train.
+    # One evaluation during training, of the same samples as that of --skip-train.
     trained = on_ranks([*flags, "--save", tmp_path / "ckpt", "--eval-interval", "3"], 1)
     (on_the_way,) = re.findall(r"validation loss at iteration 3 \| lm loss value: (\S+)", trained)
     wanted = evaluations(trained) | {"validation": float(on_the_way)}
@@ -129,7 +129,7 @@ def test_skip_train_evaluates_what_was_saved_and_writes_nothing(tmp_path: Path) 
     skipped = on_ranks([*flags, *records, *spread, "--skip-train", "--save", tmp_path / "new"], 4)
     assert evaluations(skipped) == pytest.approx(wanted, rel=1e-5)
     assert "skipping training (--skip-train is on) ..." in skipped
-    assert re.search(r"^optimizer +G .* 0\.00$", skipped, re.MULTILINE)  # parameters alone
+    assert re.search(r"^optimizer +G .* 0\.00$", skipped, re.MULTILINE)  # parameters only
     assert "iteration        " not in skipped
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -191,7 +191,7 @@ def write_corpus(prefix: Path, ids: list[int]) -> None:
 @pytest.mark.ranks
 def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
     done = run_script([*RUN, "--train-iters", "2", "--paro-strategy", "IIN"], nproc=2)
-    assert done.returncode == 1  # torchrun's own; each rank left with 2
+    assert done.returncode == 1  # torchrun's own; each rank exits with 2
     assert len(re.findall(r"^pretrain_llama.py: error: ", done.stderr, re.MULTILINE)) == 1
     assert len(re.findall(r"exitcode *: 2", done.stderr)) >= 1
     assert "Traceback" not in done.stdout
@@ -200,7 +200,7 @@ def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
     assert "--paro-strategy IIN is not legal" in line
     assert lines[-2].endswith(f" : {line}"), "torchrun's report does not end with it"
 
-    # Found by the ranks together, once they talk to each other.
+    # Found by the ranks together, after they have connected.
     write_corpus(tmp_path / "high", [*range(100), 200] * 40)
     data = ["--data-path", tmp_path / "high", "--split", "1,0,0", "--train-iters", "2"]
     done = run_script([SCRIPT, *MODEL, *data], nproc=2)
@@ -209,7 +209,7 @@ def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
 
 
 def mistake(flags: list[str | Path]) -> str:
-    """What a user is told; that it is one line on stderr and status 2 is `run_script`'s affair."""
+    """The message to the user; one line on stderr and status 2 are tested with `run_script`."""
     ended = run_main([str(word) for word in (SCRIPT, *MODEL, *flags)])
     assert ended.mistake is not None, ended.printed
     assert "\n" not in ended.mistake
@@ -228,7 +228,7 @@ def test_mistakes_with_files(tmp_path: Path) -> None:
     assert "cut.bin" in mistake([*train, tmp_path / "cut"])
 
     (tmp_path / "file").write_text("not a folder")
-    # Without a launcher too it is one line and status 2.
+    # Without a launcher it is also one line and status 2.
     done = run_script([*RUN, "--train-iters", "2", "--save", tmp_path / "file" / "below"])
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

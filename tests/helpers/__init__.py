@@ -1,1 +1,1 @@
-"""What tests share."""
+"""Helpers shared by tests."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 from paro.distributed.byte_counter import Sent
 from paro.strategy import is_legal
 
-Multiples = tuple[int, int]  # how many X, how many Y
+Multiples = tuple[int, int]  # multiples of X, multiples of Y
 
-GATHER: dict[str, Multiples] = {"N": (0, 0), "I": (2, 0), "G": (2, 2)}  # by params, a micro-batch
-REDUCE: dict[str, Multiples] = {"N": (0, 0), "I": (1, 0), "G": (1, 1)}  # by grads, a micro-batch
-FINISH: dict[str, Multiples] = {  # by grads and optim, a step
+GATHER: dict[str, Multiples] = {"N": (0, 0), "I": (2, 0), "G": (2, 2)}  # by params, per micro-batch
+REDUCE: dict[str, Multiples] = {"N": (0, 0), "I": (1, 0), "G": (1, 1)}  # by grads, per micro-batch
+FINISH: dict[str, Multiples] = {  # by grads and optim, per step
     "NN": (2, 2),
     "NI": (1, 2),
     "NG": (1, 1),
@@ -26,7 +26,7 @@ FINISH: dict[str, Multiples] = {  # by grads and optim, a step
     "IG": (0, 1),
     "GG": (0, 0),
 }
-PUBLISH: dict[str, Multiples] = {  # by params and optim, a step
+PUBLISH: dict[str, Multiples] = {  # by params and optim, per step
     "NN": (0, 0),
     "NI": (1, 0),
     "NG": (1, 1),
@@ -45,7 +45,7 @@ def letter_traffic(
     group_size: int,
     num_micro_batches: int,
 ) -> Sent:
-    """Bytes that a rank sends in one optimizer step, one communication dtype for all states."""
+    """Bytes a rank sends in one optimizer step, with one communication dtype for all states."""
     assert is_legal(letters), f"{letters} is not legal"
     params, grads, optim = tuple(letters)
     gather = _scale(GATHER[params], num_micro_batches)

@@ -1,4 +1,4 @@
-"""Which functions read the fields of a configuration while product code runs."""
+"""Records the functions that read a configuration's fields while product code runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-# `paro.training.step.train_step`, for every field by its path, such as `train.seed`.
+# For each field by its path (`train.seed`), its readers, such as `paro.training.step.train_step`.
 Reads = dict[str, set[str]]
 
 
 def config_types(
     root: type, leaves: tuple[type, ...], path: str = ""
 ) -> Iterator[tuple[type, str]]:
-    """A dataclass and all that lie in its fields, each with the path of its own fields."""
+    """A dataclass and all dataclasses in its fields, each with the path prefix of its fields."""
     yield root, path
     for name, hint in get_type_hints(root).items():
         for inner in (hint, *get_args(hint)):
@@ -28,7 +28,7 @@ def config_types(
 
 @contextmanager
 def field_reads(root: type, *, leaves: tuple[type, ...] = ()) -> Iterator[Reads]:
-    """Records who reads each field of `root` and of the dataclasses in it; `leaves` stay whole."""
+    """Records the readers of each field of `root` and its dataclasses; `leaves` stay whole."""
     reads: Reads = {}
     with pytest.MonkeyPatch.context() as patch:
         for owner, path in config_types(root, leaves):
@@ -49,10 +49,10 @@ def _recording(owner: type, paths: dict[str, str], reads: Reads) -> Callable[[ob
 
 
 def _reader(frame: FrameType | None, owner: type, get: Any) -> str:
-    """The first function outside the owner's methods, which read a field on behalf of others.
+    """The first calling function that is not a method of the owner, since methods read for others.
 
-    Empty for what every dataclass does with all its fields (it is checked when it is made,
-    compared, hashed, printed), and for a method that only describes the values.
+    Empty for generated or generic reads (checks at construction, comparison, hash, repr), and for
+    a method that only describes the values.
     """
     while frame is not None:
         code, module = frame.f_code, frame.f_globals["__name__"]

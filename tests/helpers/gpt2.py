@@ -1,4 +1,4 @@
-"""A small tokenizer in the two files that GPT-2's has."""
+"""A small tokenizer in GPT-2's two files: vocabulary and merges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = "The fox's tail: it'll jump 123 times!\n\n  def f(x):\n\treturn x  # naï
 
 
 def write_gpt2(folder: Path) -> tuple[Path, Path]:
-    """A vocabulary of 256 bytes, 44 merges and the end, as GPT-2's of 50,257 entries is written."""
+    """A vocabulary of 256 bytes, 44 merges and the end token, in the format of GPT-2's 50,257."""
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

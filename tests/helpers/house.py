@@ -1,4 +1,4 @@
-"""The house's rules over source code: who imports whom, who may do what, how long a file may be."""
+"""House rules for source code: allowed imports, owners of operations, size limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
 
-# They start in milliseconds and plan for thousands of ranks where torch is not installed.
+# These start in milliseconds and plan for thousands of ranks without torch installed.
 PURE = (
     *("paro.errors", "paro.layout", "paro.precision", "paro.quantities", "paro.strategy"),
     "paro.topology",
@@ -25,10 +25,10 @@ PURE = (
     "paro.planning",
     "model.config",
 )
-# What is run, and imported by nothing below it.
+# Entry points; only other entry points may import them.
 PROGRAMS = ("pretrain_llama", "tools")
 
-# All that these import beside Python's own library: model/ and data/ know nothing of paro/.
+# The only imports apart from Python's standard library: model/ and data/ do not import paro/.
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     PURE: PURE,
     ("model",): ("model", "torch"),
@@ -41,7 +41,7 @@ ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
 }
 
-# What only some modules may use.
+# Operations that only some modules may use.
 OWNERS: dict[str, tuple[str, ...]] = {
     r"os\.(environb?|getenv|putenv)": ("paro.distributed", "tools"),
     r"torch\.distributed\.new_\w*group\w*": ("paro.distributed.groups",),
@@ -58,7 +58,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
 SHAPELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
-# Written with classes of one letter so that this line does not match itself.
+# Single-letter classes keep this line from matching itself.
 MACHINE = re.compile(
     r"(?<![\w./~}*$-])/(?:work|tmp|root|home|Users|workspace)\b"
     r"|find[-]links|index[-]url|python[h]osted|pypi[.]org"
@@ -67,7 +67,7 @@ MACHINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of Python, read or planted."""
+    """A Python file, read from disk or made by a test."""
 
     module: str
     text: str
@@ -75,7 +75,7 @@ class Source:
 
 
 class Imported(NamedTuple):
-    """One imported name: what it is, and what the file calls which part of it."""
+    """One imported name: its full name, its local name, and the part that the local name binds."""
 
     line: int
     name: str
@@ -88,12 +88,12 @@ Rule = Callable[[Source], Iterator[str]]
 
 
 def lies_in(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a dotted name is one of `prefixes` or lies inside one."""
+    """Whether a dotted name is one of `prefixes` or is inside one."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def imports_of(source: Source) -> Iterator[Imported]:
-    """What a file imports, wherever it does."""
+    """All imports of a file, at any depth."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -108,7 +108,7 @@ def imports_of(source: Source) -> Iterator[Imported]:
 
 
 def uses_of(source: Source) -> Iterator[tuple[int, str]]:
-    """The imports of a file and every `a.b.c` that begins with an imported name, spelled out."""
+    """The imports of a file and every `a.b.c` that begins with an imported name, in full."""
     bound = {}
     for imported in imports_of(source):
         bound[imported.local] = imported.bound
@@ -121,9 +121,9 @@ def uses_of(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def imports_no_program(source: Source) -> Iterator[str]:
-    """No relative import; programs import the product, their parts and nobody's tests.
+    """No relative import; programs import only the product and their own packages, never tests.
 
-    Which packages import which is held by the layers (layers.py).
+    The layers (layers.py) check which packages import which.
     """
     is_program = lies_in(source.module, PROGRAMS)
     is_bench = lies_in(source.module, ("tools.bench",))
@@ -139,7 +139,7 @@ def imports_no_program(source: Source) -> Iterator[str]:
 
 
 def imports_are_allowed(source: Source) -> Iterator[str]:
-    """Pure files, model/ and data/ import little."""
+    """Pure files, model/ and data/ import only what is allowed."""
     for line, name, _, _ in imports_of(source):
         if name.partition(".")[0] in sys.stdlib_module_names:
             continue
@@ -149,7 +149,7 @@ def imports_are_allowed(source: Source) -> Iterator[str]:
 
 
 def uses_are_allowed(source: Source) -> Iterator[str]:
-    """The environment, process groups and communication stay with their owners."""
+    """Only their owners use the environment, process groups and communication."""
     offences = dict.fromkeys(
         f"{line}: {match[0]} belongs to {' and '.join(owners)}"
         for line, use in uses_of(source)
@@ -160,10 +160,10 @@ def uses_are_allowed(source: Source) -> Iterator[str]:
 
 
 def starts_with_its_docstring(source: Source) -> Iterator[str]:
-    """The first line of a file is a sentence."""
+    """The first line of a file is a docstring sentence."""
     first = source.tree.body[0] if source.tree.body else None
     sentence = (ast.get_docstring(source.tree) or "").partition("\n")[0]
-    # Below a shebang, if any.
+    # After a shebang, if any.
     if first is None or first.lineno > 1 + source.text.startswith("#!"):
         yield "1: the first line is no docstring"
     elif not sentence.endswith("."):
@@ -171,7 +171,7 @@ def starts_with_its_docstring(source: Source) -> Iterator[str]:
 
 
 def sizes_are_small(source: Source) -> Iterator[str]:
-    """Files, functions and lists of parameters stay readable."""
+    """Files, functions and parameter lists are within their limits."""
     num_lines = source.text.count("\n")
     if num_lines > MAX_FILE_LINES:
         yield f"1: {num_lines} lines, {MAX_FILE_LINES} allowed"
@@ -184,7 +184,7 @@ def sizes_are_small(source: Source) -> Iterator[str]:
 
 
 def functions_are_typed(source: Source) -> Iterator[str]:
-    """Every parameter and every result has a type."""
+    """Every parameter and result has a type."""
     for function, parameters in functions_of(source):
         untyped = [parameter.arg for parameter in parameters if parameter.annotation is None]
         if function.returns is None:
@@ -194,20 +194,20 @@ def functions_are_typed(source: Source) -> Iterator[str]:
 
 
 def has_no_globals(source: Source) -> Iterator[str]:
-    """No function rebinds a module's variable."""
+    """No function rebinds a module variable."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Global):
             yield f"{node.lineno}: global {', '.join(node.names)}"
 
 
 def is_named_for_its_subject(source: Source) -> Iterator[str]:
-    """No module is a drawer for whatever has no place."""
+    """No module has a name without a subject, such as utils."""
     for part in SHAPELESS.intersection(source.module.split(".")):
         yield f"1: {part} names no subject"
 
 
 def functions_of(source: Source) -> Iterator[tuple[Function, list[ast.arg]]]:
-    """Every function with its parameters, without a method's own object."""
+    """Every function with its parameters, without self or cls."""
     classes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
     methods = {id(child) for node in classes for child in node.body}
     for node in ast.walk(source.tree):
@@ -222,7 +222,7 @@ def functions_of(source: Source) -> Iterator[tuple[Function, list[ast.arg]]]:
 
 
 def sources(*names: str) -> Iterator[Source]:
-    """The files of Python below the root that are so named or lie in folders so named."""
+    """The Python files below the root with these names or inside folders with these names."""
     for name in names:
         for path in (*ROOT.glob(f"{name}.py"), *sorted(ROOT.glob(f"{name}/**/*.py"))):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -231,7 +231,7 @@ def sources(*names: str) -> Iterator[Source]:
 
 
 def text_files() -> Iterator[Path]:
-    """All that git would take, which is what a stranger gets."""
+    """All text files that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

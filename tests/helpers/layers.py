@@ -11,7 +11,7 @@ Graph = Mapping[str, frozenset[str]]
 
 
 def package_of(module: str) -> str:
-    """The node of a module: its package, or itself where it is a loose file of paro/."""
+    """The node of a module: its package, or the module itself if it is a single file of paro/."""
     parts = module.split(".")
     if parts[0] in ("model", "data"):
         return parts[0]
@@ -22,7 +22,7 @@ def package_of(module: str) -> str:
 
 
 def modules_named(source: Source, modules: Iterable[str]) -> set[str]:
-    """The modules that a file imports: at its top, inside functions, or by name in a string."""
+    """The modules a file imports: at the top, inside functions, or by name in a string."""
     known = set(modules)
     found = set()
     for imported in imports_of(source):
@@ -36,7 +36,7 @@ def modules_named(source: Source, modules: Iterable[str]) -> set[str]:
 
 
 def package_graph(files: Iterable[Source]) -> Graph:
-    """Which packages and loose files each one imports."""
+    """The imports of each package and single file."""
     files = list(files)
     packages = {source.module.rpartition(".")[0] for source in files}
     files = [source for source in files if source.module not in packages]  # an __init__.py is empty
@@ -49,7 +49,7 @@ def package_graph(files: Iterable[Source]) -> Graph:
 
 
 def layers(graph: Graph) -> list[list[str]]:
-    """From the bottom up: each imports from the layers below it; `ValueError` names a cycle."""
+    """Layers from the bottom up; each imports only lower ones. `ValueError` names a cycle."""
     height: dict[str, int] = {}
     left = dict(graph)
     while left:
@@ -67,7 +67,7 @@ def layers(graph: Graph) -> list[list[str]]:
 
 
 def layers_text() -> str:
-    """The layers for docs/architecture.md, the highest first, as links run downwards."""
+    """The table of layers for docs/architecture.md, highest first."""
     found = layers(package_graph(sources(*PRODUCT)))
     lines = []
     for number, packages in reversed([*enumerate(found)]):

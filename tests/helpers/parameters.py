@@ -1,4 +1,4 @@
-"""A checkpoint's parameters as whole tensors, by DCP's own planner."""
+"""Reads a checkpoint's parameters as whole tensors with DCP's own planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paro.checkpoint.storage import CheckedReader, read_metadata
 
 
 def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tensor]:
-    """Every parameter whole, in fp32 on the CPU, read by this process alone."""
+    """Every parameter whole, in fp32 on the CPU, read by this process only."""
     with Ranks(None, alone=True).raise_on_all_ranks(f"--load {root}"):
         directory = find_checkpoint(root, iteration)
         if directory is None:

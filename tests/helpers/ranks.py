@@ -1,4 +1,4 @@
-"""Runs a function, or a script, on N gloo ranks; a function's ranks are started once and kept."""
+"""Runs a function or a script on N gloo ranks; the processes for functions are reused."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The entry script and pytest with all that they import: seconds of every rank otherwise.
+# The entry script, pytest and all their imports; otherwise seconds in every rank.
 _PRELOADED = ["pytest", "pretrain_llama", "tests.helpers.training"]
 
-# How long torchrun gets to end its ranks; it kills them itself after 30 s.
+# Grace period for torchrun to end its ranks; it kills them itself after 30 s.
 _GRACE_SECONDS = 45.0
 
-# For how long others may still tell that they failed too, and maybe earlier.
+# After a failure: how long other ranks may still report an earlier one.
 _LAST_WORDS_SECONDS = 1.0
 
 Result = TypeVar("Result")
 
 
 class RankError(AssertionError):
-    """A rank failed, died or gave no answer; the text holds the first one's traceback."""
+    """A rank failed, died or did not answer; the text has the first failure's traceback."""
 
 
 def run_ranks(
@@ -50,13 +50,13 @@ def run_ranks(
     timeout: float = 120.0,
     **kwargs: Any,
 ) -> list[Result]:
-    """What `function(*args, **kwargs)` returns on each of `world_size` ranks, by rank.
+    """The results of `function(*args, **kwargs)` on each of `world_size` ranks, by rank.
 
-    The function must be importable (at the top of its module); it, its arguments and its results
-    are pickled. It finds the default gloo group initialized, or with `init=False` only torchrun's
-    environment, from which it may initialize the group itself. Groups are destroyed afterwards.
-    Processes are kept from call to call, threads set to 1 and torch's seed to 0; when a rank fails
-    all are killed, so nothing hangs, and the next call starts new ones.
+    The function must be importable (top level of its module); function, arguments and results are
+    pickled. By default it runs with the default gloo group initialized; with `init=False` it has
+    only torchrun's environment and may initialize the group itself. Groups are destroyed
+    afterwards. Processes are reused across calls, with 1 thread and torch's seed set to 0. If a
+    rank fails, all are killed, so nothing hangs, and the next call starts new ones.
     """
     call = pickle.dumps((function, args, kwargs))
     replies = _POOL.run(call, world_size, init=init, timeout=timeout)
@@ -70,7 +70,7 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script (`args[0]`) from the repository's root: under torchrun, or plain with nproc 0.
+    """Runs a script (`args[0]`) in the repository's root: with torchrun, or plain if nproc is 0.
 
     `env` is added to this process's environment.
     """
@@ -99,7 +99,7 @@ def run_script(
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Ends a script; torchrun, asked politely, ends its ranks, which only it knows."""
+    """Terminates a script; torchrun then ends its ranks, which only torchrun knows."""
     process.terminate()
     try:
         return process.communicate(timeout=_GRACE_SECONDS)
@@ -110,7 +110,7 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """One call, as one rank gets it."""
+    """One call as sent to one rank."""
 
     call: bytes
     environment: dict[str, str]
@@ -120,11 +120,11 @@ class _Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reply:
-    """How a call ended on one rank."""
+    """The outcome of a call on one rank."""
 
     result: bytes = b""
     failure: str | None = None
-    ended: float  # on the clock that all processes of a machine share
+    ended: float  # on the machine-wide monotonic clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,9 @@ class _Worker:
 
 
 class _Pool:
-    """The processes that play the ranks; grown on demand, killed as a whole after a failure.
+    """The rank processes; grown on demand, all killed after a failure.
 
-    They are forked from a server that has imported what most calls need, so that new ones come
-    at once.
+    They are forked from a server that has imported the common modules, so new ones start at once.
     """
 
     def __init__(self) -> None:
@@ -150,8 +149,8 @@ class _Pool:
         try:
             self._grow(world_size)
             workers = self._workers[:world_size]
-            # Held here and new for every call, as torchrun's agent holds it: no port is guessed,
-            # no key is met twice.
+            # Owned here and new for every call, as in torchrun's agent: no port is guessed and no
+            # key is used twice.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for rank, worker in enumerate(workers):
                 environment = _torchrun_environment(rank, world_size, self._store.port)
@@ -179,7 +178,7 @@ class _Pool:
         context.set_forkserver_preload(_PRELOADED)
         while len(self._workers) < num_workers:
             ours, theirs = context.Pipe()
-            # Not a daemon: a rank may start data loader processes of its own.
+            # Not a daemon: a rank may start data loader processes.
             process = context.Process(target=_serve, args=(theirs,), name="rank")
             process.start()
             theirs.close()
@@ -198,12 +197,12 @@ def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, st
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",  # a machine's own name need not resolve
+        "GLOO_SOCKET_IFNAME": "lo",  # the machine's host name may not resolve
     }
 
 
 def _collect(workers: Sequence[_Worker], timeout: float) -> list[bytes]:
-    """The results of all, or a RankError as soon as one failed."""
+    """The results of all ranks; raises RankError soon after one has failed."""
     results = [b""] * len(workers)
     waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
     failures: list[tuple[float, str]] = []
@@ -226,7 +225,7 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[bytes]:
             if reply.failure is not None:
                 text = f"rank {rank} of {len(workers)} failed\n{reply.failure}"
                 failures.append((reply.ended, text))
-                # A rank that died makes others fail, whose word may be here before its end is.
+                # The failures that a dead rank causes may arrive before its own end is seen.
                 deadline = min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)
     if failures:
         raise RankError(min(failures)[1])
@@ -238,7 +237,7 @@ def _receive(worker: _Worker) -> _Reply:
         reply = pickle.loads(worker.pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
         worker.process.join()
-        # Its death made the others fail, so it is the first.
+        # Its death made the others fail, so it counts as the first failure.
         return _Reply(failure=f"the process ended with {worker.process.exitcode}", ended=0.0)
     assert isinstance(reply, _Reply), f"a rank sent {reply!r}"
     return reply
@@ -251,7 +250,7 @@ def _print_stacks(workers: Iterator[_Worker]) -> None:
 
 
 def _serve(pipe: connection.Connection) -> None:
-    """A worker's life: a call, its reply, leave to let go of the groups, the next call."""
+    """The loop of a worker: a call, its reply, permission to destroy the groups, the next call."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     while True:
         try:
@@ -259,8 +258,8 @@ def _serve(pipe: connection.Connection) -> None:
         except EOFError:  # the parent is gone
             return
         if task is None:
-            # Only now, when all ranks have answered: a rank that left early would break
-            # connections that the others still use.
+            # Only now, after all ranks have answered: destroying groups earlier would break
+            # connections that others still use.
             if dist.is_initialized():
                 dist.destroy_process_group()
             continue
@@ -277,6 +276,6 @@ def _answer(task: _Task) -> _Reply:
             dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout))
         result = pickle.dumps(function(*args, **kwargs))
     except BaseException:
-        # The groups stay as they are: torn down, they would make the other ranks fail as well.
+        # Keep the groups: destroying them would make the other ranks fail as well.
         return _Reply(failure=traceback.format_exc(), ended=time.monotonic())
     return _Reply(result=result, ended=time.monotonic())

@@ -1,4 +1,4 @@
-"""A run that is saved under one strategy and goes on under another, and what must be equal."""
+"""Saves a run under one strategy, resumes it under another, and checks what must be equal."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.helpers.training import TINY
 WORLDS = (1, 2, 4, 6, 8)
 COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")
 STEPS_BEFORE, STEPS_AFTER = 3, 5
-# 24 samples are whole micro-batches on every world.
+# 24 samples are whole micro-batches on every world size.
 FLAGS = f"{TINY} --train-iters {STEPS_BEFORE + STEPS_AFTER} --global-batch-size 24"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How a run is spread."""
+    """The sharding of a run."""
 
     world_size: int
     group_size: int
@@ -54,7 +54,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Saved under one setting, loaded under another."""
+    """One setting to save under and one to load under."""
 
     before: Setting
     after: Setting
@@ -66,7 +66,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank held at the checkpoint, and the losses behind it."""
+    """The states of one rank at the checkpoint, and the losses after it."""
 
     held: list[tuple[str, tuple[int, ...], int, Tensor]]  # state, shape, first element, values
     num_steps: int
@@ -75,9 +75,9 @@ class Part:
 
 
 def draw_pairs(number: int, seed: int) -> list[Pair]:
-    """Pairs by lot, in which every strategy is on either side as often as the others.
+    """Random pairs in which every strategy is equally often on either side.
 
-    Every third setting has degrees for a strategy; every eighth pair changes nothing.
+    Every third setting gives degrees for a strategy; every eighth pair changes nothing.
     """
     drawn = Random(seed)
     decks = [_deck(number, drawn) for _ in range(2)]
@@ -122,7 +122,7 @@ def _draw_setting(drawn: Random, letters: str, *, degrees: bool) -> Setting:
 
 
 def save_and_go_on(setting: Setting, root: Path, *, asynchronous: bool) -> Part:
-    """Trains, saves, and trains on as if nothing had been."""
+    """Trains, saves, and continues without interruption."""
     flags = ["--save", str(root), *(["--async-save"] if asynchronous else [])]
     config, training, log = _build([*setting.flags(), *flags])
     state = start_state(config)
@@ -162,7 +162,7 @@ def _build(flags: Sequence[str]) -> tuple[RunConfig, Training, Log]:
 
 
 def _held(training: Training) -> list[tuple[str, tuple[int, ...], int, Tensor]]:
-    """Every element of every state on this rank, replicas too."""
+    """Every element of every state on this rank, including replicas."""
     return [
         (
             f"{shard.state}.{piece.box.name}",
@@ -177,7 +177,7 @@ def _held(training: Training) -> list[tuple[str, tuple[int, ...], int, Tensor]]:
 
 
 def whole_states(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Every state, put together from all ranks; what several hold must be equal."""
+    """Every state assembled from all ranks; replicated elements must be equal."""
     whole: dict[str, Tensor] = {}
     for part in parts:
         for name, shape, low, values in part.held:

@@ -1,4 +1,4 @@
-"""What a schedule sends, by its own steps."""
+"""The chunks that a schedule sends, from its steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from paro.collectives.schedule import Schedule
 
 
 def sent_fraction(schedule: Schedule, num_places: int, pieces: int, level: int) -> float:
-    """Which part of the whole buffer a place sends over `level`."""
+    """The part of the whole buffer that a position sends over `level`."""
     sent = sum(len(schedule.steps[index].send.chunks) for index in schedule.of_level[level])
     return sent / (num_places * pieces)

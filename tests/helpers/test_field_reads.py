@@ -1,4 +1,4 @@
-"""Reads are recorded by field and reader; what dataclasses do with all their fields is none."""
+"""Reads are recorded by field and reader; the reads of a dataclass itself do not count."""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -7,14 +7,14 @@ from tests.helpers.field_reads import field_reads
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Its field is called as one outside."""
+    """Its field has the same name as one of Outer."""
 
     same_name: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """Each field is read in the way of its name."""
+    """The name of each field says how it is read."""
 
     inner: Inner = Inner()
     same_name: int = 1
@@ -42,7 +42,7 @@ class Outer:
 
 
 class Elsewhere:
-    """Not the configuration: its methods are readers."""
+    """Not a configuration: its methods count as readers."""
 
     def read(self, outer: Outer) -> int:
         return sum(number.same_name for number in (outer.inner,))
@@ -53,7 +53,7 @@ def test_a_read_is_recorded_for_its_field_and_reader() -> None:
         outer = Outer()
         assert (outer.double, outer.twice(), Elsewhere().read(outer)) == (4, [3, 3], 0)
         assert outer.describe() == "5"
-    assert outer.by_nothing == 6  # recorded no longer
+    assert outer.by_nothing == 6  # no longer recorded
     test = f"{__name__}.test_a_read_is_recorded_for_its_field_and_reader"
     assert {path: readers for path, readers in reads.items() if readers} == {
         "inner": {f"{__name__}.Elsewhere.read"},

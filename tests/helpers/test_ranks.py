@@ -1,4 +1,4 @@
-"""The ranks that other tests run on: results, failures, reuse."""
+"""The helper that runs functions on ranks: results, failures, reuse."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_failure_ends_the_call_at_once(function: Callable[[int], None], messag
 
 
 def test_a_hanging_rank_is_named() -> None:
-    run_ranks(_place_and_sum, 4, 1.0)  # so that the time goes to the call and not to starting
+    run_ranks(_place_and_sum, 4, 1.0)  # so that the timeout covers the call and not the start
 
     with pytest.raises(RankError, match=r"of 4 ranks, no answer within 2\.0 s from 2 "):
         run_ranks(_hang_on, 4, 2, timeout=2.0)
@@ -120,12 +120,12 @@ def _initialize_and_leave_to_the_pool() -> tuple[bool, int, str]:
 
 
 def test_a_function_may_initialize_the_group_itself() -> None:
-    for _ in range(2):  # the second time shows that the first group is gone
+    for _ in range(2):  # the second call shows that the first group is gone
         results = run_ranks(_initialize_and_leave_to_the_pool, 3, init=False)
         assert results == [(False, 3, "3")] * 3
 
 
-# Its line is one write, so that ranks cannot mix theirs even where Python does not buffer.
+# One write per line, so that ranks cannot mix their lines even if Python does not buffer.
 SCRIPT = """
 import os, sys, time
 seen = [os.environ.get(name) for name in ("RANK", "OMP_NUM_THREADS", "GIVEN")]

@@ -1,4 +1,4 @@
-"""Trains as the entry script does, on the ranks of a test, and returns what a test compares."""
+"""Trains on the ranks of a test as the entry script does, and returns values to compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paro.training.resume import Saver
 from paro.training.step import StepResult, Training, train_step
 
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
-# vocabulary; the head's and the blocks' norms are smaller than the world's alignment.
+# vocabulary; the norms of the head and the blocks are smaller than the world's alignment.
 TINY = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
     "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --num-attention-heads 2 "
@@ -43,13 +43,13 @@ def save_run(config: RunConfig, training: Training) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What one rank saw of a run."""
+    """The results of a run on one rank."""
 
     steps: list[StepResult]
-    parameters: dict[str, Tensor]  # whole, fp32: the optimizer's own where it has them
+    parameters: dict[str, Tensor]  # whole, fp32: the optimizer's master parameters if it has them
     model_state_bytes: int
-    ledger: Ledger  # as it was after training
-    slice_bytes: int = 0  # of parameters, of the largest part that rotates
+    ledger: Ledger  # after training
+    slice_bytes: int = 0  # of parameters, for the largest part that rotates
 
 
 def train(
@@ -59,7 +59,7 @@ def train(
     frozen: Sequence[str] = (),
     before: Callable[[Training], None] | None = None,
 ) -> Trained:
-    """Trains on all ranks of the default group, or alone without one."""
+    """Trains on all ranks of the default group, or in one process without a group."""
     argv = flags.split() if isinstance(flags, str) else list(flags)
     alone = not dist.is_initialized()
     world = World() if alone else World(rank=dist.get_rank(), size=dist.get_world_size())
@@ -86,7 +86,7 @@ def train(
 
 
 def slices_by_part(units: Sequence[UnitShards]) -> dict[str, int]:
-    """Bytes of parameters here, by the part of the model: units may hold halves of a slice."""
+    """Bytes of local parameters by part of the model: units may hold halves of a slice."""
     held: dict[str, int] = {}
     for unit in units:
         part = unit.name.partition(" ")[0]
@@ -101,7 +101,7 @@ def run_steps(config: RunConfig, training: Training, datasets: Datasets) -> list
 
 
 def whole_parameters(training: Training) -> dict[str, Tensor]:
-    """Every parameter, put together from what the ranks' optimizers hold."""
+    """Every parameter, assembled from all ranks' optimizers."""
     training.model.wait_for_updated_params()
     mine = [
         (piece.box.name, piece.box.shape, part.start, shard.values[begin:end].view(part.extent))

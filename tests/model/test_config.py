@@ -1,4 +1,4 @@
-"""Sizes, presets and what they come to."""
+"""Sizes, presets, and the numbers of parameters and FLOPs that follow."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ def test_flops_are_those_that_torch_counts(config: LlamaConfig) -> None:
     initialize_whole(model, config, seed=1)
     tokens_BS = torch.randint(config.vocab_size, (3, 24))
 
-    # torch counts attention where it is made of matrix products.
+    # torch counts attention only if it is computed with matrix products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens_BS, tokens_BS, torch.ones(3, 24)).backward()
 
-    # The first block reads embeddings that are trained, so that every product has both gradients.
+    # The first block reads trained embeddings, so that every product has both gradients.
     counted = counter.get_total_flops()
     assert counted == flops_per_token(config, 24, causal=False) * tokens_BS.numel()
 

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy: equal to torch's, whatever the chunks, masks and types."""
+"""Chunked cross-entropy equals torch's, for all chunk sizes, masks and types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = B * S
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, output weight, labels and weights of tokens, one of them zero."""
+    """Hidden states, output weight, labels, and token weights of which one is zero."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(B, S, D, generator=generator).to(dtype)
     weight = torch.randn(V, D, generator=generator).to(dtype)

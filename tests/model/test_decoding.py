@@ -1,4 +1,4 @@
-"""Decoding with kept keys and values: what the whole model says, for texts of any lengths."""
+"""Decoding with cached keys and values equals the whole model, for texts of any lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXTS = [[5, 3, 9, 1, 1, 7, 100], [4], [8, 8, 2, 60, 61, 62, 63, 64, 65, 66, 67]
 
 
 def whole(model: Llama, text: list[int]) -> Tensor:
-    """Logits of what follows, by a run of the model over all of the text."""
+    """Next-token logits from a forward over the whole text."""
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([text]))[0, -1]
     return logits
@@ -27,7 +27,7 @@ def test_every_token_has_the_logits_of_the_whole_model(config: LlamaConfig) -> N
     decoder = Decoder(model)
     texts = [list(text) for text in TEXTS]
     logits_BV = decoder.start(texts)
-    # Past the doubling of what is kept, and past where the shortest text was padded.
+    # Longer than the first doubling of the cache, and than the padding of the shortest text.
     for step in range(30):
         for row, text in enumerate(texts):
             expected = whole(model, text)

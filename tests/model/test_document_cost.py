@@ -1,4 +1,4 @@
-"""What keeping documents apart costs, beside the same samples read as one text each."""
+"""The cost of separate documents, relative to the same samples read as one text each."""
 
 from __future__ import annotations
 

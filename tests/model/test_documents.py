@@ -1,4 +1,4 @@
-"""Documents that share a sample: what the model makes of them is what it makes of each alone."""
+"""Documents that share a sample give the same results as each document alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gradients(model: Llama) -> dict[str, Tensor]:
 
 
 def one_by_one(model: Llama) -> Tensor:
-    """The loss of every document in a pass of its own."""
+    """The loss of every document in a separate pass."""
     parts = [part.reshape(-1).split(LENGTHS) for part in draw()]
     losses = [model(*(part[None] for part in document)) for document in zip(*parts, strict=True)]
     return torch.stack(losses).sum()
@@ -67,7 +67,7 @@ def test_documents_apart_are_documents_alone(name: str, recompute: RecomputeConf
 
 
 def masked_attention(config: LlamaConfig) -> Any:
-    """Attention as the mask of Megatron's --reset-attention-mask has it, for comparison."""
+    """Attention with the mask of Megatron's --reset-attention-mask, for comparison."""
     documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     documents_BS = documents.view(SAMPLES, S)
     visible = documents_BS[:, :, None] == documents_BS[:, None, :]
@@ -83,7 +83,7 @@ def masked_attention(config: LlamaConfig) -> Any:
 
 
 def test_attention_alone_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions go on where only the attention mask is reset."""
+    """Positions continue if only the attention mask is reset."""
     config = CONFIGS["gqa of 2"]
     model = build(config)
     ours = model(*draw(), document_lengths=LENGTHS)
@@ -93,7 +93,7 @@ def test_attention_alone_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_positions_alone_are_reset() -> None:
-    """Every document still sees those before it in its sample."""
+    """Every document still attends to earlier ones in its sample."""
     model = build(CONFIGS["mha"])
     tokens, labels, weights = draw()
     plain = model(tokens, labels, weights)

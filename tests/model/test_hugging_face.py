@@ -1,4 +1,4 @@
-"""config.json there and back: every preset, every version, and fields that make another model."""
+"""config.json in both directions: every preset, every version, and unsupported fields."""
 
 from __future__ import annotations
 

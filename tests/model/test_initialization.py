@@ -1,4 +1,4 @@
-"""Initial values: the same however they are cut, of the right spread, under a fixed rule."""
+"""Initial values: independent of sharding, with the right spread, by a fixed rule."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_pieces_are_those_of_the_whole(cuts: list[int]) -> None:
 
 
 def test_the_rule_of_seeds_stays() -> None:
-    """Changing it changes the loss curve of every --seed."""
+    """A change of the rule changes the loss curve of every --seed."""
     spec = ParameterInit(name="blocks.3.w_up", numel=BLOCK + 20, std=1.0)
 
     first, last = initial_values(spec, 1234, 0, 3), initial_values(spec, 1234, BLOCK, BLOCK + 3)

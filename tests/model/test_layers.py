@@ -1,4 +1,4 @@
-"""Norms and linear layers: equal to torch's plain operations, and keeping less."""
+"""Norms and linear layers equal torch's plain operations and save less for backward."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def inputs(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32
 
 
 def run(function: Function, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Outputs, and the gradients by what is given of a weighted sum of them."""
+    """Outputs, and the gradients of a weighted sum of them by input."""
     outputs = function(*given)
     weights = [
         torch.linspace(-1.0, 2.0, out.numel()).view(out.shape).to(out.device) for out in outputs
@@ -117,7 +117,7 @@ def test_only_wanted_gradients_are_made(name: str, needed: tuple[bool, ...]) -> 
 
     for grad, full, need in zip(grads, wanted, needed, strict=True):
         torch.testing.assert_close(grad, full if need else None)
-    # A weight is multiplied forward, for its own gradient, and where one before it is wanted.
+    # A weight is multiplied in forward, for its own gradient, and if a gradient passes through it.
     through = any(need for shape, need in zip(shapes, needed, strict=True) if len(shape) != 2)
     elements = sum(
         math.prod(shape) * (1 + need + through)

@@ -1,4 +1,4 @@
-"""The model: equal to transformers', cut into units, recomputed without a change."""
+"""The model equals transformers', is divided into units, and recomputes without a change."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BOTH = replace(MHA, num_query_groups=2, add_qkv_bias=True, qk_layernorm=True)
 
 
 def build(config: LlamaConfig) -> Llama:
-    """A model of norms that differ from ones and biases that are not zero, so that both show."""
+    """A model with norms other than one and biases other than zero, so that both have an effect."""
     model = Llama(config)
     initialize_whole(model, config, seed=7)
     generator = torch.Generator().manual_seed(8)
@@ -81,7 +81,7 @@ def train_once(model: Llama) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def transformers_model(model: Llama) -> Any:
-    """transformers' model of the same weights."""
+    """transformers' model with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = AutoConfig.for_model(**hugging_face_config(model.config))
@@ -96,7 +96,7 @@ def transformers_model(model: Llama) -> Any:
 
 
 def assert_near(value: Tensor, wanted: Tensor, label: str) -> None:
-    """To 1e-5 of the largest."""
+    """Equal to 1e-5 of the largest value."""
     assert value.shape == wanted.shape, label
     error = (value - wanted).abs().max() / wanted.abs().max()
     assert error < 1e-5, f"{label}: {error:.1e}"
@@ -124,7 +124,7 @@ def test_equals_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["base", "llama3 by 8", "llama3 by 32", "llama3 from 32"])
 def test_rotary_settings_are_seen_at_this_length(name: str) -> None:
-    """Or equality with transformers would say nothing about them."""
+    """Otherwise equality with transformers would not test them."""
     changed = CONFIGS[name]
     plain = replace(changed, rotary_base=1e4, use_rope_scaling=False)
     tokens, _, _ = batch()
@@ -204,7 +204,7 @@ def test_recomputation_computes_again_what_it_says(
 
 @pytest.mark.parametrize("variant", [None, "selective", "uniform, 1", "block, 1"])
 def test_units_hold_everything_once_and_run_once(variant: str | None) -> None:
-    """Hooks on units gather and release: they may not run again with a recomputation."""
+    """Hooks on units gather and release: recomputation must not run them again."""
     model = build(replace(MHA, recompute=variant and VARIANTS[variant]))
     units = model.units()
     assert [unit.name for unit in units] == [

@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies, what turning leaves alone, gradients."""
+"""Rotary embedding: frequencies, invariants of rotation, gradients."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_input_of_any_layout() -> None:
 
 
 def test_low_precision_angles_are_computed_in_fp32() -> None:
-    """bf16 cannot tell position 1000 from 1002: only the cosines and sines may be rounded."""
+    """bf16 cannot represent both position 1000 and 1002: only cosines and sines may be rounded."""
     exact = rotations(HEADS, 2048, torch.float32, torch.device("cpu"))
     rounded = rotations(HEADS, 2048, torch.bfloat16, torch.device("cpu"))
 

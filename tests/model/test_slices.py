@@ -1,4 +1,4 @@
-"""Parts computed slice by slice equal the whole, forwards and backwards."""
+"""Parts computed slice by slice equal the whole, in forward and backward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[LlamaConfig, int]] = {
 
 
 def run_in_slices(model: Llama, number: int) -> None:
-    """Has every part of the model computed slice by slice of its own weights."""
+    """Computes every part of the model slice by slice from its own weights."""
     for spec in model.units():
         for part in spec.parts:
             weights = weights_of(model, spec, part)

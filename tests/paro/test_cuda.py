@@ -1,4 +1,4 @@
-"""One GPU trains as the CPU does; buffers really give their memory back; lanes keep their order."""
+"""One GPU trains as the CPU does; freed buffers return their memory; comm streams keep order."""
 
 from __future__ import annotations
 

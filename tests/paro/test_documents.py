@@ -1,4 +1,4 @@
-"""Training with documents kept apart: flags reach the model, and ranks make no difference."""
+"""Training with separate documents: flags reach the model; results do not depend on ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train
 
-FLAGS = (
-    f"{TINY} --vocab-size 10 --global-batch-size 8 --train-iters 3"  # a tenth of the tokens end one
-)
+# With 10 ids a tenth of the tokens end a document.
+FLAGS = f"{TINY} --vocab-size 10 --global-batch-size 8 --train-iters 3"
 APART = f"{FLAGS} --eod-mask-loss --reset-position-ids --reset-attention-mask"
 
 

@@ -37,8 +37,8 @@ SMALL = (
     "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
     "--micro-batch-size 2 --global-batch-size 32 --train-iters 10 --lr 0.1"
 )
-# Flags whose value ends up under another name. All others lie in one field of their own name, for
-# --paro-NAME in one that is called NAME, for a length in iterations in one in samples.
+# Flags whose value is stored under another name. All others have one field of the same name: NAME
+# for --paro-NAME, and a field in samples for a length in iterations.
 RENAMED = {
     **dict.fromkeys(("bf16", "fp16"), "precision.compute"),
     "group_query_attention": "model.num_query_groups",
@@ -51,9 +51,9 @@ RENAMED = {
     "use_distributed_optimizer": "strategy",
     "weight_decay": "schedule.start_weight_decay",
 }
-# Fields that share a flag's name and are computed from it, or repeat it where it is needed too.
+# Fields with a flag's name that are computed from it, or repeat it for another reader.
 ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
-# Fields that no flag owns.
+# Fields that come from no flag.
 UNOWNED = {
     "batches.data_parallel_size",
     "eod",
@@ -76,8 +76,8 @@ KEEP = "--use-checkpoint-opt_param-scheduler"
 SAVE = "--save new --save-interval 2"
 COSINE = "--weight-decay-incr-style cosine"
 RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay"
-# How to see a flag's effect, where it takes more than the flag with some other value:
-# flags to take out of SMALL, what to give before, and what to give instead.
+# Flags whose effect needs more than another value of the flag: the flags to remove from SMALL,
+# the flags before, and the flags with the change.
 CASES = {
     "ckpt_step": ((), "--load .", "--load . --ckpt-step 5"),
     "data_path": (("mock-data",), "--mock-data", "--data-path corpus"),
@@ -174,7 +174,7 @@ def fields_of(config: Any, path: str = "") -> dict[str, Any]:
 
 
 def own_actions() -> list[argparse.Action]:
-    """The flags that a run reads: all but help, the YAML file and Megatron's leftovers."""
+    """The flags a run reads: all but help, the YAML file and Megatron's flags without a field."""
     other = {rule.dest for rule in RULES} | {"help", "yaml_cfg"}
     untie = "--untie-embeddings-and-output-weights"  # the other half of its own counterpart
     return [
@@ -226,7 +226,7 @@ def test_a_flag_changes_its_field(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were there
+    monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were installed
     monkeypatch.setattr("paro.config.run.build_tokenizer", lambda _: NullTokenizer(1000))
     monkeypatch.chdir(tmp_path)
     saved = configure(SMALL)
@@ -246,12 +246,12 @@ def test_a_flag_changes_its_field(
 
 
 PRODUCT = ("pretrain_llama", "paro", "model", "data")
-# What fills, checks, records or compares fields does not use them.
+# Functions that fill, check, record or compare fields do not use them.
 NO_USE = (
     *("paro.arguments", "paro.config", "paro.training.changed_flags"),
     "paro.training.resume.Saver._common",
 )
-# Except here, where the field itself decides what the others hold, or whether the run may start.
+# Exceptions: the field itself decides the values of others, or whether the run may start.
 DECIDES = {
     "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",
     "checkpoint.use_checkpoint_args": "paro.config.run.RunConfig.from_args",
@@ -276,7 +276,7 @@ RUNS = (
     "--save saved --save-interval 2 --on-save-failure continue --log-progress "
     "--tensorboard-dir board --wandb-project project --timing-log-level 1 "
     "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2",
-    # Continues it with a rate at which the loss stops being finite.
+    # Continues it with a learning rate at which the loss becomes non-finite.
     f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data "
     "--train-iters 9 --lr 1e30 --load saved --override-opt_param-scheduler",
     f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model files/tokenizer.json "
@@ -290,9 +290,9 @@ def is_use(reader: str) -> bool:
 
 @pytest.fixture
 def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What RUNS need: files, dashboards, early step checks, a save that fails.
+    """The environment of RUNS: files, dashboards, early step checks, a save that fails.
 
-    They leave the process as it was.
+    The runs leave the process unchanged.
     """
     for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -315,9 +315,9 @@ def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("can_run")
 def test_runs_read_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To be filled, checked, recorded or copied is not enough.
+    """A field that is only filled, checked, recorded or copied is not used.
 
-    A field that is missing here is dead, or read only under flags that no run above has.
+    A field reported here is dead, or read only under flags that none of the runs above has.
     """
     with field_reads(RunConfig, leaves=(Machine,)) as reads:
         for words in RUNS:

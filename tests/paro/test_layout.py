@@ -1,4 +1,4 @@
-"""Flat order, padding, pieces and the rectangles that a checkpoint stores."""
+"""Flat order, padding, pieces, and the rectangles that a checkpoint stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every strategy trains as one process does and sends what the formula says."""
+"""Every strategy trains like one process and sends the bytes of the formula."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 TIED = "--tie-embeddings-and-output-weights"
 MODERN = "--add-qkv-bias --qk-layernorm"
 
-# The same global batch on any world, and as many micro-batches.
+# The same global batch and number of micro-batches on any world size.
 SAMPLES, MICRO_BATCHES = 96, 4
-# `make verify` trains longer, under everything that is legal.
+# `make verify` trains longer, under every legal strategy.
 FEW_STEPS, MANY_STEPS = 5, 10
 
-# Between them every state moves in every way that it can; then the default, and two by lot.
+# COVERING communicates states in every possible way; then the default and a seeded sample of 2.
 COVERING = ("NNN", "NII", "INI", "NIG", "IGG", "GNG")
 DRAWN = tuple(Random(14).sample(sorted({*legal_letters()} - {*COVERING, "IIG"}), 2))
 CHOSEN = (*COVERING, "IIG", *DRAWN)
 
 Frozen = tuple[str, ...]  # names of parameters
-Case = tuple[str, Frozen]  # flags, what is frozen
+Case = tuple[str, Frozen]  # flags, frozen parameters
 Key = tuple[str, Frozen, int]
 
 
 def train_cases(cases: Sequence[Case], group_size: int | None) -> list[Trained]:
-    """Several runs after one another on the same ranks."""
+    """Several runs in sequence on the same ranks."""
     return [train(flags, group_size=group_size, frozen=frozen) for flags, frozen in cases]
 
 
@@ -61,7 +61,7 @@ def assert_same(trained: Trained, reference: Trained, label: str) -> None:
 
 
 def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: int) -> None:
-    """Bytes on the wire from the second step on, padding counted on both sides."""
+    """Compares bytes sent from the second step on; padding counts on both sides."""
     argv = [*flags.split(), "--paro-group-size", str(group_size)]
     config = RunConfig.from_args(parse_args(argv), World(rank=0, size=world_size))
     topology = make_topology(
@@ -79,9 +79,9 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
 
 
 def assert_few_buffers(ledger: Ledger, *, prefetch: int, tied: bool, frozen: bool = False) -> None:
-    """At most so many whole units and gradient buffers are alive at once.
+    """The number of whole units and gradient buffers alive at once is limited.
 
-    A partly frozen unit is whole in two buffers, one for what is trained and one for the rest.
+    A partly frozen unit has two buffers, one for trained parameters and one for frozen ones.
     """
     buffers_of_a_unit = 2 if frozen else 1
     assert ledger.whole_params.peak_count <= (1 + prefetch + tied) * buffers_of_a_unit
@@ -108,7 +108,7 @@ def reference_for(
     frozen: Frozen = (),
     steps: int = FEW_STEPS,
 ) -> Trained:
-    """One process, trained under the flags that change what is computed; made once."""
+    """One process trained under the flags that change the computation; cached."""
     if more.startswith(("--paro", "--recompute")):
         more = ""
     key = (more, frozen, steps)
@@ -119,7 +119,7 @@ def reference_for(
 
 
 def moves(letters: str) -> set[tuple[str, str]]:
-    """What happens to the states of a strategy, as pairs of what and from where to where."""
+    """The communication of a strategy's states, as pairs of kind and degrees."""
     params, grads, optim = letters
     return {
         ("gather", params),
@@ -231,7 +231,7 @@ def test_all_strategies_on_all_worlds(
 
 
 def delay_reductions(training: Training) -> None:
-    """Makes every reduction of a unit end long after the training thread has gone on."""
+    """Makes every reduction of a unit end long after the training thread has continued."""
     collectives = training.model.context.collectives
     original = collectives.run_after
 
@@ -254,7 +254,7 @@ def train_late(flags: str, frozen: Sequence[str]) -> list[Trained]:
 
 @pytest.mark.ranks
 def test_a_gradient_never_overtakes_the_reduction_of_the_one_before() -> None:
-    # One trained unit: the next micro-batch's gradient comes while the last one still travels.
+    # One trained unit: the next micro-batch's gradient arrives while the last is still being sent.
     config = RunConfig.from_args(parse_args([*TINY.split(), "--train-iters", "1"]), World())
     frozen = [name for name in parameter_shapes(config.model) if not name.startswith("head.")]
     flags = f"{TINY} --train-iters 2 --global-batch-size 8 --paro-strategy GGG"

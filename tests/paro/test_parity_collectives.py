@@ -1,4 +1,4 @@
-"""Under collectives of our own, training is what one process does, the same bits twice."""
+"""With this project's collectives, training equals one process, bitwise the same twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CROSSING_BOTH = [("GGG", "ho-ring"), ("NIG", "ho-ring"), ("IGG", "h-ring"), ("NN
 
 
 def train_in_pieces(cases: Sequence[str]) -> list[Trained]:
-    """Trains each with shards cut into pieces, as those of a real model are."""
+    """Trains each with shards cut into pieces, as the shards of a real model are."""
     with (
         mock.patch.object(schedule, "_PIECE_BYTES", 1024),
         mock.patch.object(schedule, "_LEAST_PIECE_BYTES", 128),
@@ -49,7 +49,7 @@ def check(pairs: Sequence[tuple[str, str]], *, iterations: int, timeout: float) 
             assert losses == [step.loss for step in other[number].steps], label
             for name, parameter in by_rank[number].parameters.items():
                 assert torch.equal(parameter, other[number].parameters[name]), f"{label}: {name}"
-            if collective != "ring":  # whose last rank of a group sends all between groups
+            if collective != "ring":  # whose last rank of a group sends all bytes between groups
                 assert_formulas(by_rank[number], cases[number], 8, GROUP_SIZE)
 
 
@@ -60,7 +60,7 @@ def test_one_of_each() -> None:
 
 @pytest.mark.ranks
 def test_chosen_by_size(tmp_path: Path) -> None:
-    """Small messages by one algorithm and large ones by another, in one run."""
+    """One run with small messages by one algorithm and large ones by another."""
     times = {"h-ring": (1e-3, 1e-1), "ho-ring": (2e-3, 5e-2), "native": (3e-3, 1e-3)}
     rows = tuple(
         Measured(axes=axes, op=op, algorithm=name, num_bytes=size, seconds=seconds)

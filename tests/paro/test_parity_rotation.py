@@ -1,4 +1,4 @@
-"""Rotating weights train as one process does, send what the formula says and hold few slices."""
+"""Rotation trains like one process, sends the bytes of the formula and holds few slices."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, MICRO_BATCHES, SAMPLES, assert_same
 
-# Feed-forward and vocabulary that no number of ranks divides; heads for rings of every size. With
-# Adam's own epsilon of 1e-8 one element whose gradient is next to nothing moves by what its sums
-# were rounded to, gathered too: it alone was 1.1e-5 of a matrix after 10 steps on 8 ranks.
+# Feed-forward and vocabulary sizes that no number of ranks divides; heads for rings of every size.
+# With Adam's default epsilon of 1e-8 a gradient element close to 0 moves by the rounding of its
+# sums, also when gathering: one such element was 1.1e-5 of a matrix after 10 steps on 8 ranks.
 MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 59 "
     "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --kv-channels 4 "
@@ -34,9 +34,9 @@ FULL = "--recompute-granularity full"
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 BELOW = ("embedding.weight", *(f"blocks.0.{n}" for n in ("attention_norm", "wq", "wk", "wv", "wo")))
 MODERN = "--add-qkv-bias --qk-layernorm"
-NO_EFFECT = ("--paro", "--recompute")  # on what is computed
+NO_EFFECT = ("--paro", "--recompute")  # on the computation
 
-Case = tuple[str, str, tuple[str, ...]]  # strategy, further flags, what is frozen
+Case = tuple[str, str, tuple[str, ...]]  # strategy, further flags, frozen parameters
 
 
 def flags_for(strategy: str, heads: int, more: str, *, world_size: int, steps: int) -> str:
@@ -54,7 +54,7 @@ def train_cases(cases: list[tuple[str, tuple[str, ...]]], group_size: int) -> li
 def reference(
     known: dict[object, Trained], heads: int, more: str, frozen: tuple[str, ...], steps: int
 ) -> Trained:
-    """One process, gathered, under the flags that change what is computed; made once."""
+    """One process that gathers, trained under the flags that change the computation; cached."""
     words = more.split()
     kept = []
     while words:
@@ -86,7 +86,7 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
     expected = traffic_per_step(config.strategy, topology, units, config.precision, MICRO_BATCHES)
     for step in trained.steps[1:]:
         assert step.sent == expected, flags
-    # Three passes of every matrix, but two of the embedding; four of a block computed again.
+    # Three passes of every matrix, two of the embedding; four of a recomputed block.
     passes = {"embedding": 5 if TIED in flags else 2, "head": 3}
     blocks = 4 if FULL in flags else 3
     each = (degree - 1) * MICRO_BATCHES * 4
@@ -160,7 +160,7 @@ def test_a_ring_of_all_ranks_trains_as_one_process_does(known: dict[object, Trai
     check(known, 3, 3, 6, cases)
 
 
-# What may differ, in the order in which rings take turns at it: in place and out of place.
+# Variants; they alternate between in place and out of place.
 VARIANTS: list[tuple[str, tuple[str, ...]]] = [
     ("", ()),
     (f"{GROUPED} {{groups}}", ()),
@@ -183,7 +183,7 @@ VARIANTS: list[tuple[str, tuple[str, ...]]] = [
 def test_all_rings_in_groups_train_as_one_process_does(
     known: dict[object, Trained], world_size: int, group_size: int, strategy: str
 ) -> None:
-    """Every variant under both strategies, in place under the one and not under the other."""
+    """Every variant under both strategies: in place under one and out of place under the other."""
     turn = strategy == "IIG"
     cases = [
         (strategy, place(more.format(groups=group_size), in_place=(number + turn) % 2 == 1), frozen)

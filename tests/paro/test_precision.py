@@ -1,4 +1,4 @@
-"""bf16 and fp16: types on the wire and in the accumulators, loss scaling, skipped steps."""
+"""bf16 and fp16: types of communication and accumulators, loss scaling, skipped steps."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def losses(trained: Trained) -> list[float]:
     return [step.loss for step in trained.steps]
 
 
-# Gradients that are accumulated whole, reduced inside groups, and reduced over all ranks.
+# Gradients accumulated whole, reduced inside groups, and reduced over all ranks.
 BF16 = [
     f"--bf16 --paro-strategy {strategy} {more}"
     for strategy in ("NNN", "NIG", "GGG")
     for more in ("", "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32")
 ] + ["--bf16 --paro-strategy IIG", "--bf16 --paro-strategy III"]
-BF16_STEPS = 3  # bytes are steady from the second on
+BF16_STEPS = 3  # bytes are constant from the second step on
 
 
 @pytest.mark.ranks
@@ -46,7 +46,7 @@ def test_bf16_follows_fp32_and_sends_its_types(fp32: Trained) -> None:
         assert losses(trained) == pytest.approx(losses(fp32)[:BF16_STEPS], rel=0.02), flags
         assert [losses(ranks[number]) for ranks in by_rank] == [losses(trained)] * 4
     sent = {flags: by_rank[0][number].steps[1].sent for number, flags in enumerate(BF16)}
-    for strategy in ("NNN", "NIG"):  # gradients alone, or with a publishing in bf16
+    for strategy in ("NNN", "NIG"):  # gradients only, or updated parameters in bf16 too
         half, whole = (sent[f"--bf16 --paro-strategy {strategy} {more}"] for more in MORE)
         assert whole.inter > 1.4 * half.inter
         assert whole.intra > 1.4 * half.intra
@@ -59,7 +59,7 @@ MORE = ("", "--accumulate-allreduce-grads-in-fp32")
 def test_model_states_by_type() -> None:
     flags = ["--bf16 --paro-strategy NNN", "--bf16 --paro-strategy NNN --grad-reduce-in-bf16"]
     fp32_accumulators, bf16_accumulators = run_ranks(train_all, 2, flags, 1)[0]
-    # 2 + 4 + 12 bytes an element against 2 + 2 + 12.
+    # 2 + 4 + 12 bytes per element against 2 + 2 + 12.
     ratio = fp32_accumulators.model_state_bytes / bf16_accumulators.model_state_bytes
     assert ratio == pytest.approx(18 / 16)
 
@@ -74,7 +74,7 @@ def test_fp16_with_a_dynamic_scale_skips_until_the_scale_fits(fp32: Trained) -> 
     assert not any(skipped[30:])
     assert all([step.skipped for step in ranks[0].steps] == skipped for ranks in by_rank)
     first = skipped.index(False)
-    # The same updates as fp32's, begun later: data go on, and skipped steps change nothing.
+    # The same updates as fp32's, started later: data continue, and skipped steps change nothing.
     assert trained.steps[first].loss == pytest.approx(math.log(60), rel=0.05)
     assert trained.steps[-1].loss < trained.steps[first].loss
     del fp32
@@ -89,7 +89,7 @@ def test_fp16_with_a_constant_scale_follows_fp32(fp32: Trained) -> None:
 
 
 def train_with_a_bad_rank(bad_rank: int) -> tuple[Trained, Trained]:
-    """One run in which a rank's gradients are not finite in the first step, and one without."""
+    """One run in which a rank has non-finite gradients in the first step, and one without."""
 
     def poison(training: Training) -> None:
         unit = training.model.trainable_units[1]
@@ -113,7 +113,7 @@ def test_a_step_that_one_rank_must_skip_is_skipped_by_all(bad_rank: int) -> None
     for poisoned, clean in run_ranks(train_with_a_bad_rank, 4, bad_rank):
         assert [step.skipped for step in poisoned.steps] == [True] + [False] * 5
         assert not math.isfinite(poisoned.steps[0].grad_norm)
-        # The second step finds the model as it was.
+        # The second step starts from the unchanged model.
         assert poisoned.steps[1].loss != clean.steps[1].loss
         assert poisoned.steps[1].loss == pytest.approx(clean.steps[0].loss, rel=0.05)
         assert all(torch.isfinite(values).all() for values in poisoned.parameters.values())

@@ -1,4 +1,4 @@
-"""Counts and bytes as people write them."""
+"""Counts and bytes as formatted for messages."""
 
 from __future__ import annotations
 

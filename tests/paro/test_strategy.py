@@ -1,4 +1,4 @@
-"""All 27 letter strategies, degrees and names: what is legal, and what a refusal says."""
+"""All 27 letter strategies, degrees and names: which are legal, and the refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several validation sets, and evaluations of all that there is to evaluate."""
+"""Several validation sets, and evaluations of all validation data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sets_are_evaluated_one_by_one_under_their_names(
 
 
 def test_full_validation_is_the_mean_over_every_token(flags: str) -> None:
-    """Whatever the batches: 1 divides the 22 samples of a set, 4 does not."""
+    """With any batch size: 1 divides the 22 samples of a set, 4 does not."""
     whole = "--full-validation --multiple-validation-sets --skip-train"
     by_one = run_loop(f"{flags} {whole} --micro-batch-size 1", base=CORPUS)
     by_four = run_loop(f"{flags} {whole} --micro-batch-size 4", base=CORPUS)

@@ -1,4 +1,4 @@
-"""The benchmark saves and loads what it says, and counts memory beside the shards."""
+"""The benchmark saves and loads as stated, and counts memory in addition to the shards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_bandwidths_of_both_ways_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.verify
 def test_memory_beside_a_billion_parameters(tmp_path: Path) -> None:
-    """12 GB of state: beside its shards a rank takes less than one unit."""
+    """12 GB of state: in addition to its shards a rank needs less than one unit."""
     size = ["--params", 1_010_000_000, "--hidden-size", 2048, "--rounds", 1]  # 20 units
     figures = bench(tmp_path, *size, timeout=3000.0)
     assert figures["bytes"] > 12e9

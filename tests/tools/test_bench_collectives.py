@@ -1,4 +1,4 @@
-"""The benchmark of collectives: its figures, its checks, its files, and what it refuses."""
+"""The benchmark of collectives: its figures, checks, files, and refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def outcome(seconds: Sequence[float], *, op: Op = Op.ALL_GATHER, correct: bool =
     )
 
 
-# What is moved, and how it is checked
+# Communication and its check
 
 
 def trials(op: Op, dtype: torch.dtype, run: AxisSpan = TOPOLOGY.axes) -> list[Trial]:
@@ -73,7 +73,7 @@ def trials(op: Op, dtype: torch.dtype, run: AxisSpan = TOPOLOGY.axes) -> list[Tr
 
 
 def carried_out(made: Sequence[Trial], comm_dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Every rank's buffer after the collective over all, done here; sums travel as `comm_dtype`."""
+    """Every rank's buffer after the collective over all, computed here; sums in `comm_dtype`."""
     buffers = [torch.zeros_like(made[0].given.new_empty(4 * 64)) for _ in made]
     for trial, buffer in zip(made, buffers, strict=True):
         trial.fill(buffer)
@@ -130,7 +130,7 @@ def test_sums_of_as_many_ranks_as_there_are_stay_exact(dtype: torch.dtype) -> No
     assert not torch.equal(drawn[0], drawn[1])
 
 
-# How it is timed
+# Timing
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_wrong_algorithm_is_never_written_down_as_fast() -> None:
     assert fastest_algorithm(machine, Op.ALL_GATHER, Axes.BOTH, 1_000) == "ho-ring"
 
 
-# What the flags say
+# Flags
 
 
 def test_sizes_are_bytes_that_divide_among_the_ranks() -> None:
@@ -327,7 +327,7 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
 
 
 class OneElementOff:
-    """Collectives whose last rank ends with one wrong element after every all-reduce."""
+    """Collectives whose last rank gets one wrong element in every all-reduce."""
 
     def __init__(self, right: Any) -> None:
         self._right = right
@@ -344,7 +344,7 @@ class OneElementOff:
 
 
 def bench_with_a_wrong_collective(folder: str) -> int | str | None:
-    """The exit status of a run whose ring goes wrong on one rank."""
+    """The exit status of a run whose ring is wrong on one rank."""
 
     def make(name: str, **made: Any) -> Any:
         right = make_collectives(name, **made)

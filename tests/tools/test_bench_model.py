@@ -1,4 +1,4 @@
-"""The race of models: same losses or none, figures that follow from the seconds, clear mistakes."""
+"""The race of models: equal losses or no result, figures that follow from the seconds, mistakes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TINY = [
 
 
 def check_rows(written: dict[str, Any]) -> None:
-    """Every contender ran two rounds from the same loss, and its figures are those seconds'."""
+    """Every contender ran two rounds from the same loss; its figures follow from the seconds."""
     rows = written["rows"]
     assert [row["contender"] for row in rows] == list(CONTENDERS)
     references = [row for row in rows if row["contender"].startswith("transformers")]
@@ -73,7 +73,7 @@ def test_models_that_differ_are_no_race() -> None:
 
 
 def test_a_ratio_is_the_median_of_neighbours_in_time() -> None:
-    # The machine slowed down ten times in the last round, for both.
+    # The machine was ten times slower in the last round, for both.
     seconds = {"ours": [1.0, 1.0, 10.0], "theirs": [2.0, 3.0, 25.0]}
     result = Result(seconds=seconds, first_losses={}, tokens_per_turn=6)
     assert result.ratio("ours", "theirs") == 2.5

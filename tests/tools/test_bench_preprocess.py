@@ -1,4 +1,4 @@
-"""The benchmark of preprocessing runs both of its contenders over the whole corpus."""
+"""The benchmark of preprocessing runs both contenders over the whole corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves are compared by iteration, against the first, and what cannot be is refused."""
+"""Curves are compared by iteration with the first; incomparable ones are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_differences_are_relative_to_the_first_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = write_curve(tmp_path / "a.jsonl", dict.fromkeys(range(1, 21), 4.0))
-    # One iteration too many, and one that was run again after a restart: its last value counts.
+    # One extra iteration, and one repeated after a restart: its last value counts.
     other = dict.fromkeys(range(1, 22), 4.0) | {2: 4.04, 20: 3.0}
     second = write_curve(tmp_path / "b.jsonl", other)
     with (tmp_path / "b.jsonl").open("a") as file:

@@ -1,4 +1,4 @@
-"""Conversion: no bit lost, logits equal to transformers', folders that open as they are."""
+"""Conversion: no bit lost, logits equal to transformers', folders that open unchanged."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 
 def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """To 1e-5 of the largest logit."""
+    """Equal to 1e-5 of the largest logit."""
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5 * float(theirs.abs().max()))
 
 
@@ -105,7 +105,7 @@ def test_sharded_files_of_halves_keep_every_bit(
 ) -> None:
     save_folder(tmp_path / "hf", 3, dtype, max_shard_size="20KB")
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
-    # A few rows at a time, so that tensors are cut; and several files written.
+    # A few rows at a time, so that tensors are split; and several files written.
     monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 300)
     monkeypatch.setattr(hugging_face, "MAX_FILE_BYTES", 20_000)
     monkeypatch.setitem(hugging_face.write_hugging_face.__kwdefaults__, "max_file_bytes", 20_000)
@@ -168,7 +168,7 @@ def trained(folder: Path, *flags: str) -> tuple[RunConfig, Any]:
 
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint of the trainer with a tokenizer of its own; and that tokenizer."""
+    """A checkpoint of the trainer with its own tokenizer; and that tokenizer."""
     folder = tmp_path_factory.mktemp("text")
     text, tokenizer = folder / "text.txt", folder / "pieces.model"
     text.write_text(TEXT, encoding="utf-8")
@@ -235,7 +235,7 @@ def test_a_converted_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
         load_run(config, training, Log(rank=0, world_size=1))
 
 
-# What is said
+# Messages
 
 
 def test_what_a_folder_lacks_is_said_in_a_line(
@@ -341,7 +341,7 @@ def test_a_failing_disk_is_one_line_for_checkpoints_too(
 def test_little_is_in_memory_at_a_time(
     source: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One piece, and for a checkpoint what DCP keeps of the file that it writes."""
+    """One piece and, for a checkpoint, the part of the file that DCP keeps while writing."""
     save_folder(tmp_path / "hf", 3)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     piece, file = 600, 4000
@@ -351,7 +351,7 @@ def test_little_is_in_memory_at_a_time(
     cast = LazyTensor.cast
 
     def watched(self: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
-        """Counts the bytes of what was read and is still there."""
+        """Counts the bytes that were read and are still in memory."""
 
         def gone(num_bytes: int) -> None:
             nonlocal live

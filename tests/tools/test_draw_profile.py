@@ -1,4 +1,4 @@
-"""Where a profile's steps went: the sums, the picture, and traces that are none."""
+"""Time of a profile's steps: the sums, the picture, and files that are not traces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def event(name: str, start_ms: float, end_ms: float, *, tid: int = 1) -> dict[st
 
 
 def write_trace(path: Path, *more: dict[str, Any], rank: int = 2) -> Path:
-    """Two steps of 100 ms, of which the first computes for 40 and the second for 20."""
+    """Two steps of 100 ms; the first computes for 40 ms and the second for 20 ms."""
     events = [
         event("ProfilerStep#0", 1000, 1100),
         event("paro/forward-compute", 1010, 1050),
@@ -32,7 +32,7 @@ def write_trace(path: Path, *more: dict[str, Any], rank: int = 2) -> Path:
         event("paro/update", 1125, 1130),
         event("paro/wait:publish", 1110, 1120),
         event("paro/lane:reduce 1 inter", 1150, 1190, tid=3),
-        event("paro/lane:gather 0 intra", 1190, 1260, tid=2),  # goes on behind the last step
+        event("paro/lane:gather 0 intra", 1190, 1260, tid=2),  # continues after the last step
         event("paro/forward-compute", 1210, 1250),
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
     ]

@@ -1,4 +1,4 @@
-"""A cluster on one machine: real rates on real links, the right NICs, and nothing left behind."""
+"""The emulated cluster: real rates on real links, the right NICs, and a complete teardown."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def call(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def leftovers(name: str) -> list[str]:
-    """All that exists of a cluster."""
+    """All objects of a cluster that exist."""
     namespaces = network.NETNS.glob(f"paro-{name}-*")
     files = state.RUNTIME.glob(f"*{name}*")
     return [str(path) for path in (*namespaces, *files)]
@@ -141,7 +141,7 @@ def in_node(made: Cluster, node: int, program: str, *args: object) -> subprocess
 
 
 def measured_rates(made: Cluster, flows: list[tuple[int, int]], size: int) -> list[float]:
-    """Sends from node to node, all at once; the bits per second at each receiver."""
+    """Sends between nodes, all at once; the bits per second at each receiver."""
     servers = {}
     for node in sorted({receiver for _, receiver in flows}):
         num_flows = sum(receiver == node for _, receiver in flows)
@@ -163,8 +163,8 @@ def test_links_have_their_rate_each_way_also_among_several() -> None:
         rates += measured_rates(made, [(0, 2), (1, 2)], 1_500_000)
         rates.append(2 * min(measured_rates(made, [(2, 0), (2, 1)], 1_500_000)))
         (inside,) = measured_rates(made, [(0, 0)], 5_000_000)
-    # TCP gets 0.96 of a link and a bucket of 64 KiB is free: more means that there is no limit. A
-    # machine that is busy is slower.
+    # TCP gets 0.96 of a link, and a bucket of 64 KiB is free: more means that there is no limit. A
+    # busy machine is slower.
     assert all(0.25 * INTER < rate < 1.03 * INTER for rate in rates), rates
     assert 0.5 * INTER < inside < 2.06 * INTER
     assert not leftovers(f"{NAME}-rate")
@@ -214,7 +214,7 @@ def test_every_rank_uses_its_own_nic_and_the_loopback_inside_its_node(
     assert sorted(shown) == ["0 nic0 1", "1 nic1 1", "node 1: 2 nic0 1", "node 1: 3 nic1 1"]
     measured = traffic(two_nodes)
     assert len(measured.nics) == 4
-    for nic in measured.nics:  # and a little to torchrun's store
+    for nic in measured.nics:  # plus a little to torchrun's store
         assert 1_030_000 < nic.sent < 1_200_000, nic
         assert 1_030_000 < nic.received < 1_200_000, nic
     assert all(size > 6_000_000 for size in measured.inside)
@@ -253,7 +253,7 @@ def test_bytes_are_shown_and_reset(two_nodes: Cluster, tmp_path: Path) -> None:
     assert f"{sent[1, 0]:,}" in call("bytes", "--name", NAME).stdout
 
 
-# How a run ends
+# Ends of a run
 
 
 @pytest.mark.root
@@ -275,7 +275,7 @@ def test_the_status_is_that_of_the_rank_that_failed(
     assert list(processes_in(two_nodes.spec.namespaces)) == []
 
 
-# A child that leaves its rank's session, which must not survive the run either.
+# A child outside its rank's session, which must not survive the run either.
 SLEEP = """
 import os, subprocess, time
 subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -285,7 +285,7 @@ time.sleep(600)
 
 
 def start_sleepers(name: str, folder: Path) -> subprocess.Popen[str]:
-    """A `run` that has come to its ranks' sleep."""
+    """A `run` whose ranks have reached their sleep."""
     script = folder / "sleep.py"
     script.write_text(SLEEP)
     command = [*TOOL, "run", "--name", name, str(script)]
@@ -311,7 +311,7 @@ def test_a_signal_ends_a_run_and_one_runs_at_a_time(two_nodes: Cluster, tmp_path
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -326,14 +326,14 @@ def test_down_removes_what_a_killed_run_left(tmp_path: Path) -> None:
     running.kill()
     running.wait()
     left = list(processes_in(made.spec.namespaces))
-    assert len(left) >= 4  # the children that left their ranks
+    assert len(left) >= 4  # the children outside their ranks' sessions
     done = call("down", "--name", name)
     assert done.returncode == 0, done.stderr
     assert not leftovers(name)
     assert not any(map(is_running, left))
 
 
-# How a cluster comes and goes
+# Creation and removal of a cluster
 
 
 @pytest.mark.root
@@ -353,7 +353,7 @@ def test_what_was_made_is_removed_when_up_is_interrupted(monkeypatch: pytest.Mon
     assert ended.value.code == 128 + signal.SIGTERM
     assert [len(found) for found in seen] == [
         4
-    ]  # three namespaces and the folder: it stopped there
+    ]  # three namespaces and the folder: creation stopped there
     assert not leftovers(name)
 
 
@@ -367,7 +367,7 @@ def test_down_removes_what_a_killed_up_left(steps: int) -> None:
     building = network.build(spec, [])
     for _ in range(steps):
         next(building)
-    # Cut off between a namespace and its mark.
+    # Interrupted between a namespace and its mark.
     if steps == 1:
         network.run_tool(["ip", "netns", "add", spec.node(0)])
     with pytest.raises(ValueError, match="cut off"):

@@ -1,4 +1,4 @@
-"""Text that every machine has: enough, the same each time, and nothing when there is not enough."""
+"""Text from any machine: enough, reproducible, and an error if there is too little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation: the most probable tokens, nothing from padding, whole characters, clear mistakes."""
+"""Generation: the most probable tokens, no padding ids, whole characters, clear mistakes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXT = "def main() -> None:\n    print('naïve 雪 text')\n" * 40
 
 
 def save_untrained(folder: Path, flags: str) -> None:
-    """A checkpoint as the trainer writes it, of the model as it starts."""
+    """A checkpoint as the trainer writes it, of the untrained model."""
     config = RunConfig.from_args(parse_args([*flags.split(), "--save", str(folder)]), World())
     training = build_training(config, Control(World(), torch.device("cpu")))
     save_run(config, training)
@@ -124,18 +124,18 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_fair(checkpoint: Path) -
     assert draw(1e-30, 3) == [1, 1, 1]
     drawn = draw(1e6, 400)
     counts = [drawn.count(token) for token in range(4)]
-    # 100 each in the mean, with a standard deviation of 9; nothing from the rows above 3.
+    # 100 each on average, with a standard deviation of 9; none from the rows above 3.
     assert sum(counts) == 400
     assert all(60 < count < 140 for count in counts), counts
 
 
 def constant_model(config: LlamaConfig, *, logits: list[float]) -> Llama:
-    """A model that answers `logits` whatever it reads."""
+    """A model that returns `logits` for any input."""
     model = Llama(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        model.embedding.weight.fill_(1.0)  # so the normed stream is 1 in every channel
+        model.embedding.weight.fill_(1.0)  # so the normed residual stream is 1 in every channel
         model.head.norm.fill_(1.0)
         assert model.head.weight is not None
         model.head.weight[:, 0] = torch.tensor(logits)
@@ -152,7 +152,7 @@ def test_the_end_of_the_document_and_the_limit_stop() -> None:
 
 
 class ByteTokenizer(NullTokenizer):
-    """UTF-8, a byte a token, as byte fallback has it."""
+    """UTF-8 with one token per byte, as in byte fallback."""
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
@@ -162,7 +162,7 @@ def test_characters_are_printed_whole() -> None:
     tokenizer = ByteTokenizer(256)
     prompt, added = list(b"a"), "ö雪b".encode()
     assert list(text_of(tokenizer, prompt, iter(added))) == ["ö", "雪", "b", ""]
-    # What stays unfinished is printed at the end, as what it is.
+    # An incomplete character is printed at the end, as a replacement.
     assert list(text_of(tokenizer, prompt, iter(added[:3]))) == ["ö", "\ufffd"]
 
 
@@ -208,7 +208,7 @@ def test_another_models_tokenizer_is_refused(
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     prefix = str(tmp_path / "larger")
-    # Fewer than the 320 rows of the model, of which 20 are padding.
+    # Fewer than the model's 320 rows, of which 20 are padding.
     larger = ["--input", str(text), "--output-prefix", prefix, "--vocab-size", "310"]
     assert train_tokenizer(larger) == 0
     told = mistake("--load", saved, "--prompt", "a", "--tokenizer-model", f"{prefix}.model")

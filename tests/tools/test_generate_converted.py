@@ -1,4 +1,4 @@
-"""Generation beside transformers', from folders and from what they convert to, in batches."""
+"""Generation compared with transformers', from folders and their conversions, in batches."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_batch_is_what_its_texts_are_alone(sampling: Sampling, tmp_path: Path)
 
 
 def test_only_the_probable_are_drawn() -> None:
-    # Of probability 0.5, 0.25, 0.15 and 0.1, in another order.
+    # Probabilities 0.5, 0.25, 0.15 and 0.1, in another order.
     logits = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
     for top_k, top_p, expected in (
         (0, 1.0, [0.15, 0.5, 0.1, 0.25]),
@@ -90,7 +90,7 @@ def test_only_the_probable_are_drawn() -> None:
         (0, 0.7, [0, 2 / 3, 0, 1 / 3]),
         (0, 0.76, [0.15 / 0.9, 0.5 / 0.9, 0, 0.25 / 0.9]),
         (0, 0.1, [0, 1, 0, 0]),
-        (3, 0.55, [0, 1, 0, 0]),  # 0.55 of the 0.9 that are left
+        (3, 0.55, [0, 1, 0, 0]),  # 0.55 of the remaining 0.9
     ):
         sampling = Sampling(temperature=1.0, seed=3, top_k=top_k, top_p=top_p)
         generator = torch.Generator().manual_seed(sampling.seed)

@@ -1,4 +1,4 @@
-"""A run with GPT-2's tokenizer: corpus, checkpoint, other formats, and texts that it continues."""
+"""A run with GPT-2's tokenizer: corpus, checkpoint, other formats, and generated text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = (
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
-    """Megatron's own: its default type needs no name."""
+    """Megatron's own default type: it needs no flag."""
     (tmp_path / "gpt2").mkdir()
     vocab_file, merge_file = write_gpt2(tmp_path / "gpt2")
     return ["--vocab-file", str(vocab_file), "--merge-file", str(merge_file)]
@@ -41,7 +41,7 @@ def flags(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def saved(tmp_path: Path, flags: list[str]) -> Path:
-    """A checkpoint as the trainer writes it, of the model as it starts."""
+    """A checkpoint as the trainer writes it, of the untrained model."""
     words = [*SIZES.split(), *flags, "--save", str(tmp_path / "saved")]
     config = RunConfig.from_args(parse_args(words), World())
     assert (config.vocab_size, config.eod, config.model.vocab_size) == (301, 300, 310)
@@ -109,7 +109,7 @@ def test_every_format_brings_the_tokenizer_along(
     megatron = converted("paro", "megatron", saved, tmp_path / "megatron")
     back = converted("megatron", "paro", megatron, tmp_path / "back")
     capsys.readouterr()
-    shutil.rmtree(tmp_path / "gpt2")  # each has its own copy
+    shutil.rmtree(tmp_path / "gpt2")  # each folder has its own copy
     for folder in (hf, again, back):
         assert continued(capsys, folder) == text, folder
     common = json.loads((again / "iter_0000000" / "common.json").read_text())

@@ -1,4 +1,4 @@
-"""Inspection: every format recognised, every tensor counted, damage named."""
+"""Inspection: every format is recognised, every tensor counted, damage named."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_format_is_recognised_and_counted(
         assert found["format"] == name
         assert found["model"]["num_layers"] == source.config.num_layers
         assert len(found["tensors"]) == len(source.tensors)
-        if name != "paro":  # which holds padding
+        if name != "paro":  # it contains padding
             assert sum(t["bytes"] for t in found["tensors"]) == source.num_bytes
         assert found["verified"]
         main(["--load", str(folder)])
@@ -69,7 +69,7 @@ def test_of_a_training_moments_and_versions_are_told(
     states = {tensor["name"].partition(".")[0] for tensor in found["tensors"]}
     assert states == {"param", "exp_avg", "exp_avg_sq"}
     assert found["iteration"] == 0
-    # A wheel's metadata may leave out the build that torch itself names: 2.11.0+cu130.
+    # A wheel's metadata may lack the build suffix that torch itself reports: 2.11.0+cu130.
     assert found["versions"]["torch"] in (torch.__version__, torch.__version__.partition("+")[0])
     main(["--load", str(tmp_path)])
     out = capsys.readouterr().out

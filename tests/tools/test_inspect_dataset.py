@@ -1,4 +1,4 @@
-"""What the tool says of a corpus, and the samples it writes: those that a training draws."""
+"""The tool's report on a corpus, and the samples it writes: those that a training run reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets joined in the order of their names, exactly as if written in one go."""
+"""Data sets are joined in the order of their names, exactly as if written at once."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_other_types_folders_and_targets_are_refused(
 
 
 def made(prefix: Path, digest: str | None) -> None:
-    """A corpus that was made with the tokenizer of this digest."""
+    """A corpus made with the tokenizer of this digest."""
     made_with = None
     if digest is not None:
         made_with = Fingerprint(

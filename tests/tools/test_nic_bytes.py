@@ -1,4 +1,4 @@
-"""What the NICs of a cluster sent while a model trained is what the formula says."""
+"""The bytes that NICs send while a model trains equal the formula."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(
     group_size: int,
     beside: tuple[str, ...] = (),
 ) -> None:
-    """Holds `collectives` to the formula; those `beside`, whose ways are gloo's, are told alone."""
+    """Compares `collectives` with the formula; `beside` are gloo's own, which are only printed."""
     figures = folder / "bytes.json"
     script = ROOT / "tests/tools/cluster/nic_bytes.py"
     spec = ClusterSpec(nodes=2, ranks_per_node=group_size, inter="1gbit", name="nic-bytes")
@@ -67,7 +67,7 @@ def check(
             row = found[f"{strategy} {collective}"]
             if collective in ("h-ring", "ho-ring"):
                 assert row["counted"] == STEPS * wanted.inter
-                if "+" in strategy:  # which gloo's own, inside groups, does not meet
+                if "+" in strategy:  # otherwise gloo's own run inside groups and deviate
                     assert row["counted_inside"] == STEPS * wanted.intra
                     inside = row["loopbacks"] / row["counted_inside"]
                     print(f"{strategy} {collective}: loopbacks {inside:.4f} of what was counted")

@@ -1,4 +1,4 @@
-"""tools/plan.py: its contract's fields, tables, files and mistakes, without torch."""
+"""tools/plan.py: its JSON fields, tables, files and mistakes, without torch."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_mistake_is_one_line(flags: str, told: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.process
 def test_a_trillion_parameters_on_16384_ranks_take_seconds_and_no_torch(tmp_path: Path) -> None:
-    """Under 10 s of processor time and 1 GiB, memory taken from the operating system."""
+    """Less than 10 s of processor time and 1 GiB, as measured by the operating system."""
     model = (
         "--num-layers 128 --hidden-size 25600 --ffn-hidden-size 68288 --num-attention-heads 160 "
         "--vocab-size 51200 --seq-length 2048 --bf16"
@@ -186,7 +186,7 @@ def test_a_trillion_parameters_on_16384_ranks_take_seconds_and_no_torch(tmp_path
         f"main({[*model.split(), '--paro-machine', 'dgx-h100', '--world-size', '16384']!r}"
         " + ['--global-batch-size', '32768', '--device-memory-gb', '141'])\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        # The system's own record of a child begins with the size of the one who started it.
+        # The system's own record of a child starts with the size of its parent.
         "peak = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
         "print(used.ru_utime + used.ru_stime, int(peak) * 1024, 'torch' in sys.modules)"
     )

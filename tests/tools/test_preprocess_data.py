@@ -1,4 +1,4 @@
-"""Text in, indexed data sets out; a bad line is named and leaves nothing behind."""
+"""From text to indexed data sets; a bad line is named and leaves no files."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ def test_workers_leave_when_the_first_process_is_killed(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_line_and_leaves_the_good_files(
     tmp_path: Path, good_files: Path
 ) -> None:
-    """A limit on the size of files stands for it: the system's answer differs in its number."""
+    """Simulated by a limit on file sizes: the system's error differs only in its number."""
     before = both_files(good_files)
     lines_file(tmp_path / "a.jsonl", 50_000)
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (65536, 65536))

@@ -1,4 +1,4 @@
-"""Preprocessed and joined files against megatron-core's own writer: the same bytes."""
+"""Preprocessed and merged files equal those of megatron-core's own writer, byte for byte."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_lines(path: Path, documents: list[list[list[int]]]) -> Path:
     return path
 
 
-# At these sizes the type of the ids changes, or does not yet.
+# The type of the ids changes at these sizes, or just not yet.
 SIZES = st.sampled_from([10, 65498, 65499, 65500, 70000])
 DOCUMENTS = st.lists(
     st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=3),

@@ -1,4 +1,4 @@
-"""The report of runs: what it says, that it stands alone, and that a browser shows it."""
+"""The report of runs: its content, that it is self-contained, and its display in a browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def write_run(path: Path, strategy: str, *, speed: float = 1000.0, record: bool = True) -> Path:
-    """A run of 20 logged iterations as the trainer records one."""
+    """A run of 20 logged iterations as the trainer records it."""
     lines = [
         {
             "iteration": iteration,
@@ -70,7 +70,7 @@ def two_runs(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what the page says in words: drawing takes longest."""
+    """Replaces drawing, which takes longest, for tests of the page's text."""
     monkeypatch.setattr("tools.run_report.page.CHARTS", ())
 
 
@@ -143,7 +143,7 @@ def test_a_ninth_run_is_told_from_the_first(tmp_path: Path) -> None:
     files = [write_run(tmp_path / f"{i}.jsonl", "IIG") for i in range(9)]
     page = report(files, tmp_path)
     assert 'class="chip again" style="background-color: var(--c0)"' in page
-    assert "<th>all runs</th>" in page  # one column where the environment is the same
+    assert "<th>all runs</th>" in page  # one column if the environment is the same
 
 
 def test_pictures_of_every_chart(two_runs: list[Path], tmp_path: Path) -> None:
@@ -245,6 +245,6 @@ def test_a_browser_shows_it_in_light_and_in_the_dark(two_runs: list[Path], tmp_p
         assert "CONSOLE" not in done.stderr, done.stderr
         pixels = image.imread(picture)[..., :3]
         brightness.append(float(pixels.mean()))
-        assert pixels.std() > 0.02  # something is drawn
+        assert pixels.std() > 0.02  # not blank
     assert brightness[0] < 0.3 < 0.7 < brightness[1]
     assert all(math.isfinite(value) for value in brightness)

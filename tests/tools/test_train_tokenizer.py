@@ -1,4 +1,4 @@
-"""The trained tokenizer gives any source text back, has LLaMA's special ids and is reproducible."""
+"""The trained tokenizer restores any source text, has LLaMA's special ids and is reproducible."""
 
 from __future__ import annotations
 

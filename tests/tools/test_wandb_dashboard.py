@@ -1,4 +1,4 @@
-"""The saved view shows tags that runs have, and nothing is sent without an account."""
+"""The saved view shows tags that runs have; without an account nothing is sent."""
 
 from __future__ import annotations
 

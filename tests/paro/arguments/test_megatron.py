@@ -1,4 +1,4 @@
-"""Megatron's LLaMA scripts run; what they may not ask for is answered with what to use instead."""
+"""Megatron's LLaMA scripts run; refused flags name the setting to use instead."""
 
 import re
 
@@ -10,7 +10,7 @@ from paro.arguments.parser import build_parser, parse_args
 
 
 def words_of(rule: Rule, value: object = None) -> list[str]:
-    """A command line that gives the flag, and with it the one that it needs beside it."""
+    """A command line with the flag, and any flag that it requires."""
     with_it = [rule.beside] if rule.beside else []
     return [*with_it, rule.flag] if value is None else [*with_it, rule.flag, str(value)]
 

@@ -1,4 +1,4 @@
-"""The parser: Megatron's defaults, mistakes as one line, flags from a file."""
+"""The parser: Megatron's defaults, mistakes in one line, flags from a file."""
 
 import re
 import shlex
@@ -97,7 +97,7 @@ NEEDED = [
 
 
 def told(words: Sequence[str]) -> list[str]:
-    """The lines that a user sees for these flags."""
+    """The lines printed to the user for these flags."""
     with pytest.raises(ValueError, match="--") as error:
         check_flags(parse_args(words))
     return str(error.value).splitlines()
@@ -209,7 +209,7 @@ def test_hints_lead_to_flags_that_do_something() -> None:
         assert set(re.findall(r"--[a-z][\w-]*", meaning)) <= known - refused, name
     names = " ".join(names for _, names in TABLE).split()
     assert len(names) == len(set(names))
-    # Slips of the keys in a flag that is refused.
+    # Typing errors in a flag that is refused.
     for slip in ("--fp8-formats", "--sequence-paralel", "--num-expert"):
         assert not refused & set(hint_for(slip, build_parser()).rstrip("?").split()), slip
 

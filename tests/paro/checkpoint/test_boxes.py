@@ -1,4 +1,4 @@
-"""States are named rectangles of flat shards, and every element has exactly one."""
+"""States are named rectangles of flat shards, and every element is in exactly one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_rank_knows_every_state_and_replicas_share_the_writing() -> None:
         parts = [part for state in states.values() for part in state.rectangles.values()]
         num_bytes.append(sum(part.nbytes for part in parts))
     assert all((count == 1).all() for count in seen.values())
-    assert max(num_bytes) < 1.4 * min(num_bytes)  # padding is a good part of so small a model
+    assert max(num_bytes) < 1.4 * min(num_bytes)  # padding is a large part of so small a model
 
 
 def test_of_ranks_that_see_a_folder_each_writes_for_those_alone() -> None:

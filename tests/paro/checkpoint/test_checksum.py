@@ -1,4 +1,4 @@
-"""Checksums are zlib's, whoever computes them."""
+"""Checksums equal zlib's, with or without isal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a crash, a user or another version may have left in a checkpoint's folder."""
+"""Checkpoint folders after a crash, a user's changes, or another version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paro.checkpoint.manifest import MANIFEST
 
 
 def save(root: Path, iteration: int, text: str = "") -> Path:
-    """A checkpoint without tensors; `text` tells it from another one."""
+    """A checkpoint without tensors; `text` distinguishes it from others."""
     partial = begin_checkpoint(root, iteration)
     finish_checkpoint(partial, iteration, {"text": text})
     return root / f"iter_{iteration:07d}"
@@ -89,7 +89,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
     with pytest.raises(CheckpointError, match=r"has format 3, .* reads formats up to 2") as caught:
         read_common(tmp_path)
-    assert not isinstance(caught.value, DamagedError)  # not to be passed over for an older one
+    assert not isinstance(caught.value, DamagedError)  # must not fall back to an older one
 
 
 def test_format_1_had_no_manifest(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_tracker_that_is_lost_or_damaged_loses_no_checkpoint(
     (tmp_path / TRACKER).unlink()
     if text is not None:
         (tmp_path / TRACKER).write_text(text)
-        (tmp_path / "config.json").write_text("{}")  # somebody's, beside whole checkpoints
+        (tmp_path / "config.json").write_text("{}")  # a user's file, next to complete checkpoints
     lines: list[str] = []
     assert newest_whole(tmp_path, lines.append) == tmp_path / "iter_0000200"
     assert TRACKER in lines[0]

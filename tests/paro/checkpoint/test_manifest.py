@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint is under a checksum: what changes is found, and named."""
+"""Every byte of a checkpoint has a checksum: changes are found and named."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_converted_model_behind_a_damaged_one_has_no_moments_of_that(tmp_path:
     save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {})
     (file,) = (tmp_path / "iter_0000100").glob("*.distcp")
     damage(file)
-    shards = make_shards(ONE, 0, filled=True)  # as if the damage was met late
+    shards = make_shards(ONE, 0, filled=True)  # as if the damage were found late
     common = load_checkpoint(tmp_path, shards)
     assert common is not None
     assert common["iteration"] == 0
@@ -116,7 +116,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(saved: Path) -> None:
 
 
 def test_a_file_that_is_not_listed_is_not_read(saved: Path) -> None:
-    """As if somebody had replaced the metadata and left the manifest."""
+    """As if the metadata were replaced without the manifest."""
     manifest = read_manifest(saved)
     assert manifest is not None
     with pytest.raises(DamagedError, match="other is not in"):

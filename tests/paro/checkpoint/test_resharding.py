@@ -1,4 +1,4 @@
-"""Any strategy, degrees, groups, world and collective to any other: only the place changes."""
+"""Resharding between any strategies, degrees, groups, worlds and collectives changes no value."""
 
 from __future__ import annotations
 

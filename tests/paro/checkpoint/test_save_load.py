@@ -1,4 +1,4 @@
-"""Saved under one strategy, loaded under another: every bit in its place."""
+"""Saved under one strategy, loaded under another: every bit is in its place."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CUTS = {
 
 @pytest.fixture(scope="module", params=[*CUTS.values()], ids=[*CUTS])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the ranks of each cut save together, written by one process that holds it all."""
+    """The parts that the ranks of each cut save together, written by one process that has all."""
     root = tmp_path_factory.mktemp("saved")
     save_checkpoint(root, 100, all_shards(request.param), {"model": {"hidden_size": 6}})
     return root
@@ -78,7 +78,7 @@ def test_plain_dcp_reads_every_state_as_a_whole_tensor(saved: Path) -> None:
     names = {f"{state}.block.wide": state for state in STATES}
     tensors: dict[str, Any] = {name: torch.empty(SHAPES["block.wide"]) for name in names}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is no process group
+        warnings.simplefilter("ignore")  # it warns that there is no process group
         dcp.load(tensors, checkpoint_id=saved / "iter_0000100")
     for name, state in names.items():
         assert torch.equal(tensors[name], true_state(state, "block.wide"))
@@ -134,7 +134,7 @@ def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
 
 
 class OtherNodeFails(Ranks):
-    """This node puts iteration 200 in its place, another one cannot."""
+    """This node can put iteration 200 in its place, another one cannot."""
 
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
         result = super().first_decides(action, blame)

@@ -1,4 +1,4 @@
-"""Shards on a GPU are saved and filled there, with NCCL as the only process group too."""
+"""Shards on a GPU are saved from and loaded to it, also with NCCL as the only process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def nccl() -> Iterator[None]:
-    """A default group that moves nothing but CUDA tensors."""
+    """A default group that moves only CUDA tensors."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield

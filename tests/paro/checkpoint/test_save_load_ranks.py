@@ -1,4 +1,4 @@
-"""Ranks save and load together; what fails on one fails on all, and the old checkpoint stays."""
+"""Ranks save and load together; a failure on one fails on all; the old checkpoint stays."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load(root: Path, cut: Cut) -> int:
 
 
 def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
-    """A save that `failing` cannot write and a load of another model, as this rank sees them."""
+    """On this rank: a save that `failing` cannot write, and a load of another model."""
     rank = dist.get_rank()
     shards = make_shards(IIG, rank, filled=True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -74,7 +74,7 @@ def read_fails_alike(root: Path) -> str:
 
 
 def save_in_a_group(root: Path) -> None:
-    """Only the ranks 1 and 2 save; they are a world of two."""
+    """Only ranks 1 and 2 save; they are a world of two."""
     group = dist.new_group([1, 2])
     if dist.get_rank() in (1, 2):
         shards = make_shards(ON_TWO, dist.get_rank() - 1, filled=True)
@@ -86,7 +86,7 @@ def save_in_a_group(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four ranks saved under IIG."""
+    """A checkpoint that four ranks saved under IIG."""
     root = tmp_path_factory.mktemp("saved")
     lines = run_ranks(save, 4, root, IIG)
     assert [len(of_rank) for of_rank in lines] == [2, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Files are bounded and hold each byte once; nothing in them is trusted."""
+"""Files are bounded and hold each byte once; their content is not trusted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def saved(tmp_path: Path) -> Path:
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """No file of this process may grow beyond 5000 bytes; pytest's own output may be one."""
+    """Limits files of this process to 5000 bytes; one of them may be pytest's own output."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     try:
@@ -110,7 +110,7 @@ def test_dcp_itself_reads_the_same_metadata(saved: Path) -> None:
 
 
 def reseal(directory: Path) -> None:
-    """As a forger would: the manifest of the metadata that lies there now."""
+    """As a forger would: rewrites the manifest for the current metadata."""
     manifest = read_manifest(directory)
     assert manifest is not None
     sums = dict(manifest.files) | {".metadata": sum_of((directory / ".metadata").read_bytes())}
@@ -118,7 +118,7 @@ def reseal(directory: Path) -> None:
 
 
 class Evil:
-    """Unpickled, it would make a file."""
+    """Makes a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""A saved tensor is found in its bytes, uncopied where it is ordinary, and nothing there runs."""
+"""A saved tensor is found in its bytes, without a copy if ordinary, and no code runs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_is_no_tensor_is_refused() -> None:
 
 
 class Evil:
-    """Unpickled, it would make a folder."""
+    """Makes a folder when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""A small model's states, cut into flat shards as any strategy on any world cuts them."""
+"""The states of a small model, cut into flat shards for any strategy and world."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def layouts(world_size: int, shapes: dict[str, Shape] = SHAPES) -> list[UnitLayo
 
 
 def true_state(state: str, name: str) -> Tensor:
-    """The values of a state, the same in every process."""
+    """The values of a state, equal in every process."""
     generator = torch.Generator().manual_seed(crc32(f"{state}.{name}".encode()))
     values = torch.randn(prod(SHAPES[name]), generator=generator).reshape(SHAPES[name])
     return values.bfloat16() if name in FROZEN else values
 
 
 def zeros(layout: UnitLayout, numel: int) -> Tensor:
-    """Room for elements of a unit, in the type that holds its states."""
+    """An uninitialized buffer for elements of a unit, in the type of its states."""
     frozen = layout.spans[0].box.name in FROZEN
     return torch.zeros(numel, dtype=torch.bfloat16 if frozen else torch.float32)
 
@@ -88,7 +88,7 @@ def true_range(layout: UnitLayout, state: str, start: int, stop: int) -> Tensor:
 def make_shards(
     cut: Cut, rank: int, *, filled: bool, shapes: dict[str, Shape] = SHAPES
 ) -> list[FlatShard]:
-    """What `rank` holds, with the true values or zeros."""
+    """The shards of `rank`, with the true values or zeros."""
     topology = make_topology(
         world_size=cut.world_size, group_size=cut.group_size, degrees=cut.degrees
     )
@@ -116,7 +116,7 @@ def make_shards(
 
 
 def all_shards(cut: Cut) -> list[FlatShard]:
-    """What all ranks hold, each range once, as if one process held it."""
+    """The shards of all ranks, each range once, as if one process held them."""
     every = [make_shards(cut, rank, filled=True) for rank in range(cut.world_size)]
     return [
         replace(shard, rank=0, replicas=(0,))

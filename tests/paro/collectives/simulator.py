@@ -1,4 +1,4 @@
-"""Carries out the schedules of all places in one process, as threads or as streams would."""
+"""Runs the schedules of all positions in one process, as threads or as streams would."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from itertools import product
 
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunk, Chunks, Op, Step
 
-# What a place holds of a chunk: whose contributions, each once.
+# The contributions to a chunk that a place holds, each once.
 Content = frozenset[int]
 
 
 class DeadlockError(AssertionError):
-    """Nobody can go on."""
+    """No place can continue."""
 
 
 @dataclass
 class Place:
-    """One rank: what it holds, and which of its steps have arrived."""
+    """One rank: its chunks, and the steps that have arrived."""
 
     steps: tuple[Step, ...]
     chunks: dict[Chunk, Content]
     arrived: set[int] = field(default_factory=set)
     sent: set[int] = field(default_factory=set)
-    followers: list[list[int]] = field(default_factory=list)  # of each step: sends that wait for it
+    followers: list[list[int]] = field(default_factory=list)  # per step: the sends that wait for it
 
     def __post_init__(self) -> None:
         self.followers = [[] for _ in self.steps]
@@ -43,7 +43,7 @@ class Place:
         return [self.chunks[chunk] for chunk in chunks]
 
     def take(self, index: int, message: list[Content]) -> None:
-        """A receive: never the same contribution twice."""
+        """A receive; the same contribution must not arrive twice."""
         receive = self.steps[index].receive
         assert self.arrived.issuperset(receive.after)
         for chunk, content in zip(receive.chunks, message, strict=True):
@@ -55,7 +55,7 @@ class Place:
 
 
 def start(op: Op, schedules: Sequence[tuple[Step, ...]], pieces: int) -> list[Place]:
-    """All places before the first step: their own shards, or their own contributions to all."""
+    """All places before the first step: with their own shards, or their contributions to all."""
     num_places = len(schedules)
     places = []
     for place, steps in enumerate(schedules):
@@ -69,7 +69,7 @@ def start(op: Op, schedules: Sequence[tuple[Step, ...]], pieces: int) -> list[Pl
 
 
 def check_end(op: Op, places: Sequence[Place], pieces: int) -> None:
-    """Every chunk is complete where it belongs."""
+    """Every chunk is complete on the places that must have it."""
     everybody = frozenset(range(len(places)))
     for place, state in enumerate(places):
         owners = [place] if op is Op.REDUCE_SCATTER else range(len(places))
@@ -79,10 +79,10 @@ def check_end(op: Op, places: Sequence[Place], pieces: int) -> None:
 
 
 def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
-    """gloo: a thread per level and place; tagged sends leave as soon as they may.
+    """gloo: a thread per level and place; tagged sends start as soon as possible.
 
-    Receives of a level end in order, and an addition waits for what it depends on. Who goes on
-    next is drawn by lot, again and again.
+    Receives of a level end in order, and an addition waits for its dependencies. A random thread
+    runs next, repeatedly.
     """
     rng = random.Random(seed)
     streams = [(place, level) for place in range(len(places)) for level in range(levels)]
@@ -122,8 +122,9 @@ def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
 def run_as_streams(places: Sequence[Place], levels: int, seed: int) -> None:
     """NCCL: a stream per level and place; a step's send and receive start and end together.
 
-    A step starts once all that it depends on has ended; it ends when the neighbours have started
-    the steps that its send and its receive belong to. Messages have no tags: they match in order.
+    A step starts after all its dependencies have ended; it ends when the neighbours have started
+    the steps with the other ends of its send and receive. Messages have no tags: they match in
+    order.
     """
     rng = random.Random(seed)
     streams = [(place, level) for place in range(len(places)) for level in range(levels)]
@@ -161,13 +162,13 @@ def _until_done(
     go_on: Callable[[int, int], bool],
     rng: random.Random,
 ) -> None:
-    """Lets lanes go on by lot; raises if none can."""
+    """Advances random streams; raises if none can advance."""
     todo = [stream for stream in streams if lengths[stream]]
     while todo:
         rng.shuffle(todo)
         moved = False
         for stream in todo:
-            # Some go on several times, so that they get far ahead of others.
+            # Some advance several steps, so that they get far ahead of others.
             for _ in range(rng.choice((1, 1, 2, 8))):
                 if ended[stream] == lengths[stream] or not go_on(*stream):
                     break
@@ -178,7 +179,7 @@ def _until_done(
 
 
 def run_one_by_one(places: Sequence[Place]) -> None:
-    """One thread per place: every step blocks until both neighbours are at the same one."""
+    """One thread per place: every step blocks until both neighbours reach the same step."""
     for index in range(len(places[0].steps)):
         outgoing = []
         for place, state in enumerate(places):
@@ -190,7 +191,7 @@ def run_one_by_one(places: Sequence[Place]) -> None:
 
 
 def most_posted(places: Sequence[Place], levels: int) -> int:
-    """The most messages that a level of a place has under way, by its dependencies."""
+    """The most messages in flight on a level of a place, by its dependencies."""
     most = 0
     for state in places:
         for level in range(levels):

@@ -1,4 +1,4 @@
-"""Every collective by every algorithm against sums and gathers done by hand, and its bytes."""
+"""Every collective by every algorithm against sums and gathers computed here, and its bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def whole(numel: int, dtype: torch.dtype, factor: int = 1) -> Tensor:
 def check_collectives(
     name: str, group_size: int, degrees: tuple[int, ...], overlap: bool
 ) -> list[str]:
-    """Runs every collective over every run of axes; returns what came out wrong."""
+    """Runs every collective over every axis span; returns the wrong results."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
     axes = topology.axes
@@ -93,7 +93,7 @@ def test_collectives(name: str, world_size: int, group_size: int, degrees: tuple
 
 
 def send_one_of_each(name: str) -> dict[str, Sent]:
-    """Bytes of one collective each, over both axes of 2 groups of 2; 96 elements of fp32."""
+    """Bytes of each collective, over both axes of 2 groups of 2; 96 elements of fp32."""
     topology = make_topology(world_size=4, group_size=2, degrees=())
     traffic = ByteCounter()
     collectives: Collectives = make_collectives(

@@ -1,4 +1,4 @@
-"""Our own collectives carry out their schedules: in pieces, bit by bit alike, with little room."""
+"""The executor runs schedules in pieces, bitwise reproducibly, with little memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def noise(rank: int, numel: int) -> Tensor:
 
 
 def run_in_pieces(name: str, group_size: int, numel: int, overlap: bool) -> dict[str, Tensor]:
-    """Every collective on random numbers, shards cut into pieces of some elements."""
+    """Every collective on random numbers, with shards cut into pieces of a few elements."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=group_size, degrees=())
     results: dict[str, Tensor] = {}
@@ -91,7 +91,7 @@ def run_in_pieces(name: str, group_size: int, numel: int, overlap: bool) -> dict
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(("world_size", "group_size"), [(6, 3), (8, 4), (4, 1), (4, 4)])
 def test_pieces_of_random_numbers(name: str, world_size: int, group_size: int) -> None:
-    """Shards of 31 elements in pieces of 7 or 8; with and without threads the same bits."""
+    """Shards of 31 elements in pieces of 7 or 8; the same bits with and without threads."""
     numel = 31 * world_size
     threads = run_ranks(run_in_pieces, world_size, name, group_size, numel, True)
     again = run_ranks(run_in_pieces, world_size, name, group_size, numel, True)
@@ -105,7 +105,7 @@ def test_pieces_of_random_numbers(name: str, world_size: int, group_size: int) -
 
 
 def measure_room(name: str, numel: int) -> tuple[int, Sent]:
-    """The most bytes that lay beside the buffer during a reduction, and what was sent."""
+    """The most bytes in addition to the buffer during a reduction, and the bytes sent."""
     topology = make_topology(world_size=dist.get_world_size(), group_size=4, degrees=())
     collectives, traffic = make(name, topology)
     lock, alive, peak = threading.Lock(), 0, 0
@@ -176,7 +176,7 @@ def test_a_silent_peer_is_named(name: str) -> None:
 
 
 def test_a_level_that_waits_for_another_names_what_failed_there() -> None:
-    """It may be the first that the training thread hears of."""
+    """It may be the first failure that the training thread sees."""
     transfer = Transfer.__new__(Transfer)
     transfer._changed = threading.Condition()
     transfer._failure = RuntimeError("a receive from rank 3 failed")
@@ -201,7 +201,7 @@ def test_pieces() -> None:
 
 
 def choose_by_size(sizes: list[int]) -> list[str]:
-    """Collectives of growing sizes, all in flight at once; returns what came out wrong."""
+    """Collectives of growing sizes, all in flight at once; returns the wrong results."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=2, degrees=())
 

@@ -1,4 +1,4 @@
-"""Schedules of every shape, carried out in one process: complete, counted, without deadlock."""
+"""Schedules of every shape, run in one process: complete, counted, without deadlock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(op: Op, hops: Hops, sizes: tuple[int, ...], pieces: int) -> list[Steps
 @pytest.mark.parametrize("name", TWO_LEVELS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_two_levels(name: str, op: Op, sizes: tuple[int, int]) -> None:
-    """Complete under threads and under streams; bytes and steps as the formulas say."""
+    """Complete as threads and as streams; bytes and steps equal the formulas."""
     pieces = 2 if prod(sizes) <= 24 else 1
     inner, outer = sizes
     passes = 2 if op is Op.ALL_REDUCE else 1
@@ -87,7 +87,7 @@ def test_one_level(hops: Hops, op: Op, size: int) -> None:
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
 @pytest.mark.parametrize("pieces", [1, 3, 8])
 def test_ho_ring_in_any_order_of_events(op: Op, sizes: tuple[int, int], pieces: int) -> None:
-    """Whoever happens to be quick: no deadlock, nothing twice."""
+    """With any thread timing: no deadlock, nothing arrives twice."""
     schedules = schedules_of(op, ho_ring.hops, sizes, pieces)
     for seed in range(5):
         for run in (run_as_threads, run_as_streams):
@@ -98,7 +98,7 @@ def test_ho_ring_in_any_order_of_events(op: Op, sizes: tuple[int, int], pieces: 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (3, 3), (8, 4)], ids=str)
 def test_links_are_the_neighbours(sizes: tuple[int, int]) -> None:
-    """Gathers go forwards and reductions backwards, along one digit of the place."""
+    """Gathers go forward and reductions backward, along one digit of the place."""
     inner, _ = sizes
     for op, ahead in ((Op.ALL_GATHER, 1), (Op.REDUCE_SCATTER, -1)):
         for place, schedule in enumerate(schedules_of(op, ho_ring.hops, sizes, 2)):
@@ -117,7 +117,7 @@ def test_the_drawing_of_ho_ring() -> None:
     schedule = make_schedule(Op.ALL_GATHER, ho_ring.hops, (3, 2), 0, 1).steps
     received = ["abcdef"[step.receive.chunks[0].owner] for step in schedule]
     assert received == ["d", "c", "b", "f", "e"]
-    # d goes round the inner ring as soon as it has come across, behind nothing else but the link.
+    # d is sent around the inner ring as soon as it has arrived, and waits only for the link.
     assert schedule[3].send.chunks == (Chunk(owner=3, piece=0),)
     assert 0 in schedule[3].send.after
 
@@ -135,7 +135,7 @@ def test_levels_of_ho_ring_overlap_and_those_of_h_ring_do_not() -> None:
 
 @pytest.mark.parametrize("hops", [h_ring.hops, ho_ring.hops], ids=["h", "ho"])
 def test_additions_have_one_order(hops: Hops) -> None:
-    """Two additions to a chunk are never unordered: the second waits for the first."""
+    """Two additions to a chunk are always ordered: the second waits for the first."""
     for place in range(8):
         last: dict[Chunk, int] = {}
         for index, step in enumerate(

@@ -1,4 +1,4 @@
-"""Batch sizes, micro-batch counts and the way between iterations and samples."""
+"""Batch sizes, micro-batch counts, and conversion between iterations and samples."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_batch_grows_in_equal_steps(consumed: int, size: int) -> None:
 
 def test_iterations_and_samples_agree_along_the_ramp() -> None:
     schedule = make(RAMP)
-    # Starts: 0 8 16 24 | 32 48 | 64 88 | 112 and from there on by 32.
+    # Starts: 0 8 16 24 | 32 48 | 64 88 | 112 and then steps of 32.
     starts = [0, 8, 16, 24, 32, 48, 64, 88, 112, 144]
     assert [schedule.samples_after(i) for i in range(10)] == starts
     assert [schedule.iterations_within(samples) for samples in starts] == list(range(10))
@@ -108,7 +108,7 @@ def test_each_size_begins_where_the_schedule_says(consumed: int, size: int) -> N
 
 def test_iterations_and_samples_agree_along_the_steps() -> None:
     schedule = make_steps()
-    # An iteration that begins below 100 keeps its size to the end: 88 to 112.
+    # An iteration that begins below 100 keeps its size until its end: 88 to 112.
     starts = [0, 8, 16, 24, 32, 40, 64, 88, 112, 128, 144]
     assert [schedule.samples_after(i) for i in range(11)] == starts
     assert [schedule.iterations_within(samples) for samples in starts] == list(range(11))

@@ -1,4 +1,4 @@
-"""What --use-checkpoint-args takes, and what it cannot reconcile."""
+"""The values that --use-checkpoint-args takes, and the conflicts it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules between flags, and the folders that they name: one line that says what would work."""
+"""Rules between flags and for their folders: one line that names a setting that works."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_folder_that_takes_no_files_is_named(flag: str) -> None:
 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
-    """A folder that holds the checkpoints of a run."""
+    """A folder with the checkpoints of a run."""
     root = tmp_path / "used"
     for iteration in (2, 4):
         finish_checkpoint(begin_checkpoint(root, iteration), iteration, {})
@@ -94,12 +94,12 @@ def test_checkpoints_of_another_run_are_not_mixed_up(
 @pytest.mark.parametrize(
     "words",
     [
-        "--load {used}/../used",  # the same by another name
+        "--load {used}/../used",  # the same folder by another name
         "--load {used} --ckpt-step 2",
         "--start-over",
         "--load {used}/../other --finetune --start-over",
-        "--skip-train",  # which writes nothing
-        "--dry-run --world-size 4",  # says it at its end
+        "--skip-train",  # writes nothing
+        "--dry-run --world-size 4",  # reports it at the end
     ],
 )
 def test_a_used_folder_may_be_continued_or_left_alone(used: Path, words: str) -> None:

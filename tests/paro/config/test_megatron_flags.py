@@ -1,4 +1,4 @@
-"""Flags of Megatron's that change batches, rows, tokenizer, recomputation or what libraries say."""
+"""Megatron flags for batches, vocabulary rows, tokenizer, recomputation and logging level."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_mistake_names_its_flag(words: str, parts: list[str]) -> None:
         assert part in message
 
 
-# Rows and tokenizers
+# Vocabulary rows and tokenizers
 
 
 def test_rows_are_what_is_asked_for() -> None:
@@ -139,7 +139,7 @@ def test_the_files_of_gpt2_name_its_type_even_beside_mock_data() -> None:
         ("", RecomputeConfig(granularity="selective")),
         ("--recompute-modules core_attn", RecomputeConfig(granularity="selective")),
         ("--recompute-modules layernorm core_attn", RecomputeConfig(granularity="selective")),
-        ("--recompute-modules layernorm", None),  # norms are recomputed in any case
+        ("--recompute-modules layernorm", None),  # norms are always recomputed
     ],
 )
 def test_modules_to_recompute(words: str, recompute: RecomputeConfig | None) -> None:
@@ -149,7 +149,7 @@ def test_modules_to_recompute(words: str, recompute: RecomputeConfig | None) -> 
     assert configure(f"{ITERS} --recompute-activations {words}").model.recompute == recompute
 
 
-# What libraries say
+# Logging of libraries
 
 
 @pytest.mark.parametrize(("level", "shown"), [(20, True), (40, False), (None, False)])
@@ -160,7 +160,7 @@ def test_libraries_say_what_the_level_lets_through(
     shown: bool,
 ) -> None:
     root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])  # as a process begins
+    monkeypatch.setattr(root, "handlers", [])  # as in a new process
     before = root.level
     root.setLevel(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""What the start says of a model whose sizes the flags give."""
+"""The start's lines about a model whose sizes the flags give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.paro.config.test_run import PRESET, SMALL, configure
         (SMALL.replace("--untie-embeddings-and-output-weights ", ""), True),
         (SMALL, False),
         (SMALL.replace("--untie-", "--tie-"), False),
-        (f"{PRESET} --llama-preset 7B", False),  # which has an output layer of its own
+        (f"{PRESET} --llama-preset 7B", False),  # a preset with a separate output layer
     ],
 )
 def test_the_start_says_that_megatron_would_tie_the_output_layer(words: str, says_it: bool) -> None:

@@ -1,4 +1,4 @@
-"""`--paro-strategy auto` chooses what the planner finds, says why, and refuses in one line."""
+"""`--paro-strategy auto` takes the planner's choice, prints reasons, and refuses in one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_auto_chooses_what_fits_and_says_why() -> None:
     slow = configured(
         "--paro-strategy auto --paro-machine dgx-a100-roce100 --paro-prefetch-units 0"
     )
-    # Where nothing overlaps, whatever is sent costs: params and grads stay where they are used.
+    # Without overlap all communication costs time: params and grads stay replicated.
     assert slow.strategy.params == slow.strategy.grads == 1
 
 

@@ -1,4 +1,4 @@
-"""The recorded arguments are those in use, whatever decided them."""
+"""The recorded arguments are those in use, from any source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paro.distributed.world import World
 from tests.paro.config.test_run import PRESET, SMALL, configure
 
 WORLD = World(size=4, ranks_per_node=2)
-# Flags that say in another way what is recorded too: only one of both may be given.
+# Flags that express a recorded value in another way: only one of both may be given.
 OTHER_WAYS = (
     *("llama_preset", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"),
     *("lr_warmup_fraction", "recompute_activations", "world_size", "ranks_per_node"),
@@ -41,7 +41,7 @@ def given_again(recorded: dict[str, Any], **more: object) -> RunConfig:
 def test_what_is_recorded_and_given_again_is_the_same_run(words: str) -> None:
     config = configure(words, WORLD)
     recorded = recorded_arguments(config)
-    constant = {"start_weight_decay": None, "end_weight_decay": None}  # --weight-decay says it
+    constant = {"start_weight_decay": None, "end_weight_decay": None}  # from --weight-decay
     again = given_again(recorded, **constant)
     for concern in ("model", "batches", "strategy", "schedule", "train", "tokenizer"):
         assert getattr(again, concern) == getattr(config, concern), concern
@@ -85,7 +85,7 @@ def test_samples_and_a_checkpoints_sizes_are_recorded(monkeypatch: pytest.Monkey
     recorded = recorded_arguments(config)
     assert {name: recorded[name] for name in heads} == heads
     assert (recorded["num_layers"], recorded["padded_vocab_size"]) == (3, 128)
-    assert recorded["llama_preset"] is None  # it decided nothing
+    assert recorded["llama_preset"] is None  # it had no effect
     assert (recorded["train_iters"], recorded["train_samples"]) == (10, 330)
 
 

@@ -1,4 +1,4 @@
-"""From flags to a run: derived values, rules between concerns, Megatron's launch scripts."""
+"""From flags to a run: derived values, rules between flags, Megatron's launch scripts."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def configure(words: str, world: World = TWO_BY_TWO) -> RunConfig:
 
 
 def refusal(words: str, world: World = TWO_BY_TWO) -> str:
-    """The one line that a user sees."""
+    """The one line printed to the user."""
     with pytest.raises((ValueError, OSError)) as error:
         configure(words, world)
     assert "\n" not in str(error.value)
@@ -310,7 +310,7 @@ def test_an_interval_without_a_place_is_no_mistake_and_is_said() -> None:
     )
 
 
-# Launch scripts of Megatron-LM, as they are but for the paths
+# Launch scripts of Megatron-LM, unchanged except for the paths
 
 LLAMA2_7B = """
     --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1

@@ -1,4 +1,4 @@
-"""Comm streams keep their order, wait for the jobs they depend on, and pass failures on."""
+"""Comm streams keep order, wait for the jobs they depend on, and propagate failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time that communication costs is counted by what is waited for and by the links of the job."""
+"""Exposed time is counted by the kind of wait and by the links of the job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None
     exposed = exposure.take()
     assert exposed.inter is not None
     assert exposed.intra is not None
-    assert exposed.inter > 0.1  # of the 0.3, however late this thread came to wait
+    assert exposed.inter > 0.1  # of the 0.3, even if this thread began to wait late
     assert exposed.intra > SECONDS / 2
     assert exposed.gather >= exposed.intra + exposed.inter
     assert exposed.reduce == exposed.gather_updated == 0.0

@@ -1,4 +1,4 @@
-"""Process groups: one for every use and run, unless trainings say that they share."""
+"""Process groups: one per use and axis span, unless trainings share them explicitly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def groups_of(rank: int, *uses: Use) -> Groups:
 
 
 def who_shares() -> tuple[list[bool], list[float]]:
-    """Whether groups are the same, and a sum over each of one that two trainings have."""
+    """Whether groups are the same, and a sum over each group of the second training."""
     rank = dist.get_rank()
     with sharing_groups():
         first = groups_of(rank, Use.GATHER, Use.REDUCE)

@@ -1,4 +1,4 @@
-"""What the environment says of the world, agreements among ranks, and how a script ends."""
+"""The world from the environment, agreement among ranks, and the exit of a script."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_slurm(bare: pytest.MonkeyPatch, tasks: str) -> None:
     bare.setenv("MASTER_PORT", "6000")
     assert read_world() == World(rank=9, size=16, local_rank=1, ranks_per_node=8)
     for name, value in zip(LAUNCHERS, ("9", "16", "1"), strict=False):
-        bare.setenv(name, value)  # as a hook of the container's runtime does
+        bare.setenv(name, value)  # as a hook of the container runtime does
     assert read_world() == World(rank=9, size=16, local_rank=1, ranks_per_node=8)
     bare.setenv("RANK", "1")  # set by hand, inside a task
     with pytest.raises(ValueError, match="must set LOCAL_WORLD_SIZE"):

@@ -1,4 +1,4 @@
-"""Ranks that start again meet each other, whatever dead ones have left in the store."""
+"""Restarted ranks meet each other, whatever dead ranks have left in the store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT = timedelta(seconds=20)
 
 
 def meet(store: dist.Store, world_size: int) -> list[str]:
-    """What each rank of an attempt reads that rank 0 has written."""
+    """The value that each rank of an attempt reads, written by rank 0."""
 
     def rank(number: int) -> str:
         mine = fresh_store(store, rank=number, world_size=world_size, timeout=SHORT)
@@ -37,7 +37,7 @@ def test_all_ranks_of_an_attempt_read_what_this_attempt_wrote(world_size: int) -
 
 
 def test_what_an_attempt_that_never_met_has_left_does_no_harm() -> None:
-    """A rank asked and died; another heard an answer and died; a rank 0 came alone and died."""
+    """One rank asked and died; another got an answer and died; a rank 0 came alone and died."""
     store = dist.HashStore()
     store.set_timeout(SHORT)
     store.set("asks/1", "a dead rank's question")

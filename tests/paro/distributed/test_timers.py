@@ -1,4 +1,4 @@
-"""Timers of the levels asked for; every one is a range of a profile."""
+"""Timers of the requested levels; each is also a range of a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every curve at points computed by hand."""
+"""Every learning rate curve at points computed by hand."""
 
 import math
 from typing import Any
@@ -66,7 +66,7 @@ def test_inverse_square_root_without_warmup_counts_from_one() -> None:
     assert schedule.lr_at(4) == 0.5
 
 
-# The tail has 400 samples: it starts after sample 700 and a quarter of it ends at 800.
+# The tail has 400 samples: it starts after sample 700, and its first quarter ends at 800.
 @pytest.mark.parametrize(
     ("tail", "left_at_quarter", "left_at_end"),
     [

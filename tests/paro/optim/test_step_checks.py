@@ -1,4 +1,4 @@
-"""Which steps are left out, what is expected after them, and when a run stops."""
+"""Which steps are skipped, what is expected after them, and when a run stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def verdict_on(
 
 
 def after(num_steps: int, *, start: float = 4.0) -> Expectation:
-    """Ordinary training: a loss that falls slowly with noise."""
+    """Ordinary training: a loss that falls slowly, with noise."""
     noise, expected = random.Random(1), Expectation()
     for step in range(num_steps):
         loss = start - 0.002 * step + noise.gauss(0, 0.05)
@@ -45,7 +45,7 @@ def after(num_steps: int, *, start: float = 4.0) -> Expectation:
 def test_ordinary_training_is_never_skipped_and_its_mean_is_followed() -> None:
     expected = after(1000, start=8.0)
     assert expected.loss == pytest.approx(8.0 - 0.002 * 950, abs=0.05)
-    # The noise, and that the mean lags behind a falling loss.
+    # The noise, and the lag of the mean behind a falling loss.
     assert 0.04 < math.sqrt(expected.loss_variance) < 0.15
     assert expected.grad_norm == pytest.approx(1.0, abs=0.05)
 
@@ -57,7 +57,7 @@ def test_leaps_are_seen_where_they_are_asked_for() -> None:
     for loss, grad_norm in ((5.5, 1.0), (3.6, 11.0)):
         silent = verdict_on(expected, loss=loss, grad_norm=grad_norm, config=StepChecksConfig())
         assert silent is Verdict.FINE
-    assert verdict_on(after(99), loss=50.0, grad_norm=50.0) is Verdict.FINE  # too early to tell
+    assert verdict_on(after(99), loss=50.0, grad_norm=50.0) is Verdict.FINE  # too early to judge
 
 
 def test_a_loss_that_stays_high_becomes_the_usual_one() -> None:

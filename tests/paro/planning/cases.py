@@ -1,4 +1,4 @@
-"""Small runs on machines that are typed, for the tests of what plans them."""
+"""Small runs on hand-written machines, for tests of the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of many, whose peers do not exist: it allocates and counts as usual, nothing travels."""
+"""One rank without peers: it allocates memory and counts bytes as usual, and sends nothing."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class NoGroups(Groups):
-    """Groups without processes behind them."""
+    """Process groups without processes."""
 
     def of(self, use: object, run: object) -> None:  # type: ignore[override]
         return None
 
 
 def silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torch.distributed leave buffers as they are, gathered ones full of zeros."""
+    """Makes torch.distributed leave buffers unchanged; gathered ones are filled with zeros."""
 
     def gather(whole: Tensor, shard: Tensor, group: None) -> None:
         whole.zero_()
@@ -70,7 +70,7 @@ class LoneRank:
     traffic: ByteCounter
 
     def step(self, num_micro_batches: int, *, size: int = 1, seq_length: int = 16) -> Sent:
-        """Trains one step on made-up tokens; returns what the rank would have sent."""
+        """Trains one step on made-up tokens; returns the bytes that the rank would have sent."""
         device = self.model.units[0].param_shard.device
         tokens_BS = torch.zeros(size, seq_length, dtype=torch.int64, device=device)
         weights_BS = torch.ones(size, seq_length, device=device)
@@ -94,7 +94,7 @@ def lone_rank(
     device: str = "cpu",
     is_trained: Callable[[str], bool] = lambda _name: True,
 ) -> LoneRank:
-    """Builds the last rank as training does; `silence` torch.distributed before it runs."""
+    """Builds the last rank as training does; call `silence` before it runs."""
     context = _context(strategy, topology, precision, device)
     llama = _empty_llama(config, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
@@ -111,7 +111,7 @@ def lone_rotating_rank(
     device: str = "cpu",
     is_trained: Callable[[str], bool] = lambda _name: True,
 ) -> LoneRank:
-    """The same with weights that rotate."""
+    """The same with rotation."""
     context = _context(strategy, topology, precision, device)
     llama = _empty_llama(config, is_trained)
     collectives = context.collectives
@@ -162,7 +162,7 @@ def _lone(config: LlamaConfig, model: DistributedModel) -> LoneRank:
 
 
 def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:
-    """The bytes that `work` has allocated at most at a time, beyond what was there before."""
+    """The peak of bytes allocated by `work`, in addition to those before it."""
     gc.collect()
     if device == "cuda":
         before = torch.cuda.memory_allocated()

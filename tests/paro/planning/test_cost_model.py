@@ -1,4 +1,4 @@
-"""Traffic and model state as formulas: against the paper's table and against the real layouts."""
+"""Formulas of traffic and model state, compared with the paper's table and the real layouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TIED = (*MODEL[:3], UnitShapes(name="head", shapes={"h.norm": (12,)}, borrows=("
 
 
 def one_unit(numel: int, *, frozen: int = 0) -> tuple[UnitSize, ...]:
-    """A model as the paper counts it: everything is gathered twice a micro-batch."""
+    """A model as the paper counts it: everything is gathered twice per micro-batch."""
     return (
         UnitSize(name="all", trainable_numel=numel, frozen_numel=frozen, gathers_per_micro_batch=2),
     )
@@ -93,11 +93,11 @@ def test_axes_and_closed_form_agree(
 
 
 def test_degrees_between_the_letters() -> None:
-    """Params over 2, grads over 4, optimizer over 8 ranks in groups of 4: every move by hand."""
+    """Params over 2, grads over 4, optimizer over 8 ranks in groups of 4, counted by hand."""
     strategy, topology = on_ranks("2,4,8", world_size=8, group_size=4)
     sent = traffic_per_step(strategy, topology, one_unit(800), PrecisionConfig(compute="bf16"), 3)
-    intra = 3 * (2 * 800) + 3 * (800 + 400) + 400  # gathers; reductions 1-2-4; publish 4-2
-    inter = 200 + 200  # finish 4-8 and publish 8-4, on a quarter of the 1600 bytes
+    intra = 3 * (2 * 800) + 3 * (800 + 400) + 400  # gathers; reductions 1-2-4; gather_updated 4-2
+    inter = 200 + 200  # step_reduce 4-8, gather_updated 8-4: a quarter of 1600 bytes
     assert sent == Sent(intra, inter)
 
 
@@ -159,12 +159,12 @@ def test_nothing_is_gathered_for_backward_below_the_first_trained_unit() -> None
 
 
 def test_units_are_padded_by_box_and_by_world() -> None:
-    """Embedding of 612 elements; block of 12 frozen and 240 trained ones."""
+    """Embedding of 612 elements; block of 12 frozen and 240 trained elements."""
     expected = {  # ranks: (embedding, block trained, block frozen)
         1: (616, 240, 16),
         3: (624, 240, 24),
         4: (640, 256, 32),
-        96: (768, 768, 768),  # fewer aligned shards than ranks: most hold padding alone
+        96: (768, 768, 768),  # fewer aligned shards than ranks: most contain only padding
     }
     for world_size, numels in expected.items():
         units = size_units(MODEL, world_size=world_size, is_trained=lambda name: "norm" not in name)

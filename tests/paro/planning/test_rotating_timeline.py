@@ -1,4 +1,4 @@
-"""The simulated step where weights rotate: the order of rotation/, its bytes, what bounds it."""
+"""The simulated step with rotation: the order of paro/rotation/, its bytes, bounds on its time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_slices_come_in_the_order_of_the_engine(
     monkeypatch.setattr(UnitShards, "gather_updated", publishing)
     note_finishing(done, monkeypatch)
     silence(monkeypatch)
-    lone.step(2)  # whose update is published in the one after it
+    lone.step(2)  # its updated parameters are gathered in the next step
     second_ends = len(done)
     lone.step(2)
     published = [move for move in done[:second_ends] if move[0] == "publish"]
@@ -150,7 +150,7 @@ def test_nothing_is_faster_than_its_bound(
 
 
 def test_out_of_place_hides_what_in_place_waits_for() -> None:
-    """Where links take as long as computing."""
+    """If links take as long as computation."""
     given = workload(machine=machine(intra=600), global_batch_size=64)
     times = {way: simulate(costs(replace(given, materialize=way), "III")) for way in WAYS}
     apart = times[Materialize.ROTATE_IN_PLACE]
@@ -159,7 +159,7 @@ def test_out_of_place_hides_what_in_place_waits_for() -> None:
 
 
 def test_in_place_two_chunks_are_under_way_at_a_time() -> None:
-    """So a shift takes the latency of every two of its chunks, and no byte more."""
+    """So a shift pays one latency for every two chunks, and no extra bytes."""
     typed = machine(intra=2000, world_size=8)
     late = replace(typed, intra=speed(2000, latency=1e-6))
     run = make_topology(world_size=8, group_size=8, degrees=()).axes_between(1, 8)
@@ -174,7 +174,7 @@ def test_in_place_two_chunks_are_under_way_at_a_time() -> None:
 
 
 def test_a_further_slice_costs_what_was_measured() -> None:
-    """Over rings of 4 instead of 2 every part of the model is cut into 2 slices more."""
+    """Over rings of 4 instead of 2 every part of the model has 2 more slices."""
     device = replace(DEVICE, piece_seconds=1e-3)
     given = workload(materialize=Materialize.ROTATE)
     slow = replace(given, machine=machine(device=device))
@@ -186,7 +186,7 @@ def test_a_further_slice_costs_what_was_measured() -> None:
 
 
 def test_a_part_costs_what_its_slices_do() -> None:
-    """On rings of 4: FLOPs of the whole, and of 3 further slices their cost and their sums."""
+    """On rings of 4: FLOPs of the whole, and for 3 extra slices their cost and their sums."""
     device = replace(DEVICE, piece_seconds=3e-3)
     given = workload(machine=machine(device=device), materialize=Materialize.ROTATE)
     config, tokens = given.model, given.micro_batch_size * given.seq_length
@@ -205,7 +205,7 @@ def test_a_part_costs_what_its_slices_do() -> None:
         (embedding, 2 * residual, 3 * residual),
         (attention, of_attention, 2 * of_attention),
         (mlp, of_mlp, 2 * of_mlp),
-        (head, of_logits, 3 * of_logits),  # made again for the loss's gradients
+        (head, of_logits, 3 * of_logits),  # recomputed for the loss's gradients
     ):
         found = part.seconds
         assert found.forward == pytest.approx(forward + forward_slices), part.name
@@ -224,7 +224,7 @@ def test_a_part_costs_what_its_slices_do() -> None:
 def test_gradients_are_added_on_their_way_and_at_home(
     precision: PrecisionConfig, wire: int, accumulator: int
 ) -> None:
-    """On rings of 4: 3 of 4 ranks read what comes, all their own; they write the sum."""
+    """On rings of 4: 3 of 4 ranks read the incoming slice, all read their own and write the sum."""
     given = workload(materialize=Materialize.ROTATE, precision=precision)
     of_element = 2 + 0.75 * wire + wire
     at_home = (wire + 2 * accumulator) / 4
@@ -233,7 +233,7 @@ def test_gradients_are_added_on_their_way_and_at_home(
 
 
 def test_weights_and_gradients_of_cpu_ranks_pass_each_other() -> None:
-    """Other devices have one lane for both, as the engine's ring has."""
+    """Other devices have one comm stream for both, as the ring in paro/rotation/."""
     for cores, together in ((None, False), (1.0, True)):
         device = replace(DEVICE, cores=cores)
         given = workload(machine=machine(intra=50, device=device), materialize=Materialize.ROTATE)

@@ -1,4 +1,4 @@
-"""LLaMA's units and activations as formulas, against the real model."""
+"""Formulas of LLaMA's units and activations, compared with the real model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_formulas_equal_what_a_rank_counts_and_stores(
     rank = lone_rank(config, strategy, topology, precision, is_trained=is_trained)
     states = model_state_bytes(strategy, units, precision)
     assert rank.optimizer.model_state_bytes() == states.total
-    rank.step(2)  # sends no update yet
+    rank.step(2)  # sends no updated parameters yet
     for num_micro_batches in (1, 3):
         expected = traffic_per_step(strategy, topology, units, precision, num_micro_batches)
         assert rank.step(num_micro_batches) == expected
@@ -123,14 +123,14 @@ def test_activations_are_what_autograd_saves(
         size=2, seq_length=16, compute_bytes=TYPES[compute].itemsize, device_type="cpu"
     )
     *units, head = activations_of(config, batch)
-    # The head's gradients are no saved tensors: they are kept by the loss itself.
+    # The head's gradients are not saved tensors: the loss itself keeps them.
     gradients = (batch.num_tokens + config.vocab_size) * config.hidden_size * batch.compute_bytes
     expected = sum(unit.kept for unit in units) + head.kept - gradients
     assert saved_bytes(config, batch, TYPES[compute]) == expected
 
 
 def saved_bytes(config: LlamaConfig, batch: MicroBatch, dtype: torch.dtype) -> int:
-    """Bytes of the storages that backward needs; parameters and rotations are there anyway."""
+    """Bytes of the storages saved for backward, without parameters and rotary tables."""
     model = Llama(config).to(dtype)
     initialize_whole(model, config, seed=1)
     turned = rotations(config, batch.seq_length, dtype, torch.device("cpu"))

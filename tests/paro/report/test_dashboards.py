@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: independent of each other, and never a reason to stop training."""
+"""TensorBoard and W&B: independent of each other, and their failures never stop training."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from paro.report.log import Log
 
 
 class FakeWandb(ModuleType):
-    """Records what would go to the service."""
+    """Records the calls to the service."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -116,14 +116,14 @@ KEY = 40 * "0"
 
 @pytest.fixture
 def wandb_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """wandb as it is on a machine where nobody has logged in."""
+    """wandb as on a machine without a login."""
     wandb = pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
     monkeypatch.chdir(tmp_path)
-    wandb.teardown()  # it reads the environment once
+    wandb.teardown()  # it reads the environment only once
     yield wandb
     wandb.teardown()
 
@@ -139,6 +139,7 @@ def test_without_a_key_the_rank_that_writes_refuses() -> None:
         check_login(config, Log(rank=1, world_size=2))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -160,6 +161,7 @@ def test_a_key_or_no_need_of_one_is_found(
     check_login(ReportConfig(wandb_project="p"), Log())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "value"), [("WANDB_API_KEY", "abc"), ("WANDB_MODE", "none")])
 @pytest.mark.usefixtures("wandb_alone")
 def test_what_wandb_cannot_use_is_refused_too(
@@ -171,7 +173,7 @@ def test_what_wandb_cannot_use_is_refused_too(
 
 
 class Stuck:
-    """A dashboard that hangs in its first write until it is let go."""
+    """A dashboard that hangs in its first write until it is released."""
 
     name = "Stuck"
 
@@ -222,4 +224,4 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     settings = start(5)
     assert (settings["id"], settings["resume"]) == ("abc123", "allow")
     assert [step for _, step in wandb.logged] == [7]
-    assert start(0)["id"] is None  # a fresh run is another one
+    assert start(0)["id"] is None  # a fresh run gets a new id

@@ -1,4 +1,4 @@
-"""Where the peak of a device comes from."""
+"""The source of a device's peak FLOP/s."""
 
 from unittest import mock
 
@@ -65,13 +65,13 @@ def test_the_users_word_counts() -> None:
 
 def test_a_cpu_is_timed() -> None:
     peak = find_peak(CPU, compute="fp32", peak_tflops=None, control=ALONE)
-    # Any machine lies in between, and a wrong unit or count does not.
+    # True of any machine, and false for a wrong unit or count.
     assert 1e8 < peak.flops_per_second < 1e14
     assert "timed at start: fp32 matmul" in peak.source
 
 
 def find_on_a_rank() -> tuple[Peak, bool]:
-    """What a rank counts with, and whether it timed anything itself."""
+    """The peak that a rank uses, and whether it timed it itself."""
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
     with mock.patch("paro.report.flops._timed_peak", wraps=_timed_peak) as timed:
         control = Control(world, CPU)

@@ -1,4 +1,4 @@
-"""The view on a terminal: what it shows, and that other lines scroll by above it."""
+"""The view on a terminal: its content, and other lines that scroll above it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The printed lines, letter for letter, and what existing parsers make of them."""
+"""The printed lines, character by character, and their values in existing parsers."""
 
 import math
 import re
@@ -45,7 +45,7 @@ def line(*interval: IterationRecord, with_throughput: bool = False) -> str:
 
 
 def test_the_line_is_megatrons_with_two_fields_appended() -> None:
-    # 32 samples of 128 tokens in half a second; 2048 tokens/s a rank at 6e6 FLOPs of 1e12.
+    # 32 samples of 128 tokens in half a second; 2048 tokens/s per rank at 6e6 FLOPs of 1e12.
     assert line(record(lm_loss=7.5)) == (
         " [2026-03-01 12:30:05] iteration       10/    1000 | consumed samples:          320 |"
         " elapsed time per iteration (ms): 500.0 | learning rate: 3.000000E-04 |"

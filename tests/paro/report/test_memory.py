@@ -9,7 +9,7 @@ from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
 def test_a_cpu_process_that_grows_has_a_higher_peak() -> None:
     size = 64 * 2**20
     before = peak_memory_bytes(torch.device("cpu"))
-    # Touched beyond the peak so far, whatever the tests before this one had used and freed.
+    # Larger than the peak so far, whatever earlier tests used and freed.
     block = torch.ones(before + size, dtype=torch.uint8)
     assert peak_memory_bytes(torch.device("cpu")) - before >= size
     del block

@@ -1,4 +1,4 @@
-"""The metrics file: its fields, its precision, and what a resume does to it."""
+"""The metrics file: its fields, its precision, and the effect of a resume."""
 
 import json
 import math

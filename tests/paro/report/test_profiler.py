@@ -1,4 +1,4 @@
-"""Profiles of the iterations and ranks that were named."""
+"""Profiles cover the requested iterations and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""progress.txt: Megatron's lines, throughput from job to job, and a disk that fails."""
+"""progress.txt: Megatron's lines, throughput over several jobs, and a failing disk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paro.report.progress import PROGRESS_FILE, ProgressFile
 from tests.paro.report.test_log_line import FACTS
 
 NOON = datetime(2026, 3, 1, 12)
-# 4 ranks; 128 tokens a sample; a TFLOP a token: 128 TFLOP a sample.
+# 4 ranks; 128 tokens per sample; a TFLOP per token: 128 TFLOP per sample.
 LARGE = replace(FACTS, flops_per_token=1e12)
 
 
 class Clock:
-    """A clock that a test turns."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = NOON

@@ -1,4 +1,4 @@
-"""Timer lines are Megatron's; the rank that others wait for is named with its cause."""
+"""Timer lines are Megatron's; the rank that others wait for is named with the cause."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_timer_lines(option: str, wanted: str) -> None:
 
 
 def straggler(*ranks: tuple[float, float, float]) -> str:
-    """Of ranks with data, communication and agreement in a step of 1 s."""
+    """Times of ranks with data, communication and agreement in a step of 1 s."""
     times = [
         RankTimes(step=10.0, data=10 * data, communication=10 * sent, agreement=10 * waited)
         for data, sent, waited in ranks

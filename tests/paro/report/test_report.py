@@ -1,4 +1,4 @@
-"""What a run prints and writes, seen from the training loop."""
+"""The output of a run, as called by the training loop."""
 
 import json
 from collections.abc import Mapping

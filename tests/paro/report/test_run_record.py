@@ -1,4 +1,4 @@
-"""The record beside a metrics file: every start of a run, and its evaluations, each once."""
+"""The record next to a metrics file: every start of a run, and each evaluation once."""
 
 import json
 import math

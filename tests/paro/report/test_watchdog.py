@@ -1,4 +1,4 @@
-"""A heartbeat while something goes on, and stacks of all threads when nothing does."""
+"""A heartbeat while the run progresses, and stacks of all threads when it hangs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ODD_SIZE = 7919  # of a collective that no other test has
 
 
 class Stream(io.StringIO):
-    """Text that knows when something was written; real files alone take Python's own dumps."""
+    """A text stream that signals writes; Python's own dumps need a real file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_a_long_step_goes_on_micro_batch_by_micro_batch() -> None:
         dog.goes_on()
         time.sleep(0.1)
     assert stream.getvalue() == ""
-    assert stream.written.wait(30)  # nothing goes on any more
+    assert stream.written.wait(30)  # no progress any more
     dog.ends()
     assert "while training, after iteration 7" in stream.getvalue()
 
@@ -129,7 +129,7 @@ def test_a_library_that_keeps_the_interpreters_lock_is_shown_too() -> None:
 
 
 def stand_still(folder: str) -> tuple[str, list[str]]:
-    """What a rank prints, and the collectives it wrote down, while rank 0 waits for rank 1."""
+    """The output of a rank and its recorded collectives, while rank 0 waits for rank 1."""
     rank, stream, tensor = dist.get_rank(), Stream(), torch.ones(ODD_SIZE)
     begun = dist.all_reduce(tensor, async_op=True) if rank == 0 else None
     config = WatchConfig(hang_dump_minutes=0.2 / 60)
@@ -144,7 +144,7 @@ def stand_still(folder: str) -> tuple[str, list[str]]:
         begun.wait()
     recorded = pickle.loads(Path(folder, f"rank_{rank}").read_bytes())
     here = [entry for entry in recorded["entries"] if entry["input_sizes"] == [[ODD_SIZE]]]
-    # torch's own tool finds the ranks of a collective's group by its name.
+    # torch's own tool looks up the ranks of a collective's group by its name.
     ranks = [recorded["pg_config"][entry["process_group"][0]]["ranks"] for entry in here]
     return stream.getvalue(), [f"{entry['profiling_name']} {ranks}" for entry in here]
 

@@ -1,4 +1,4 @@
-"""What one rank of a ring counts, stores and allocates, against the formulas."""
+"""Bytes, states and allocations of one rank of a ring, compared with the formulas."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_formulas_equal_what_a_rank_counts_and_stores(
         config, strategy, topology, precision, is_trained=is_trained, in_place=in_place
     )
     assert rank.optimizer.model_state_bytes() == model_state_bytes(strategy, units, precision).total
-    rank.step(2)  # sends no update yet
+    rank.step(2)  # sends no updated parameters yet
     for num_micro_batches in (1, 3):
         expected = traffic_per_step(strategy, topology, units, precision, num_micro_batches)
         assert rank.step(num_micro_batches) == expected
@@ -70,7 +70,7 @@ WIDE = replace(SMALL, hidden_size=128, ffn_hidden_size=4096, num_layers=2, vocab
 def test_no_rank_ever_holds_a_whole_block(
     monkeypatch: pytest.MonkeyPatch, in_place: bool, degree: int
 ) -> None:
-    """Weights outweigh activations: what a step allocates is slices, and matrices of a slice."""
+    """Weights outweigh activations: a step allocates mostly slices, and matrices of a slice."""
     strategy, topology = on_ranks(f"{degree},{degree},8", world_size=8, group_size=4)
     precision = PrecisionConfig(compute="fp32")
     silence(monkeypatch)
@@ -80,7 +80,7 @@ def test_no_rank_ever_holds_a_whole_block(
     held = rank.model.context.ledger.slices
     bound = largest if in_place else 3 * largest
     assert held.peak_bytes <= bound
-    # Beside them one gradient on its way to the slice it is added to, and little else.
+    # In addition, one gradient before it is added to its slice, and little else.
     matrix = max(
         span.box.numel * 4 for unit in rank.model.trainable_units for span in unit.layout.spans
     )
@@ -105,7 +105,7 @@ def test_building_allocates_little_beside_what_stays(in_place: bool) -> None:
 
 
 class Noted(InlineStreams):
-    """Writes down when a job is submitted."""
+    """Records when a job is submitted."""
 
     def __init__(self, notes: list[str]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Noted(InlineStreams):
 @pytest.mark.parametrize(
     ("in_place", "forwards"),
     [
-        # Three shifts for four slices: under way while the slice that leaves is computed with.
+        # Three shifts for four slices; each overlaps with computation on the departing slice.
         (False, ["shift", "slice"] * 3 + ["slice"]),
         (True, ["slice", "shift"] * 3 + ["slice"]),
     ],

@@ -1,4 +1,4 @@
-"""The ring: who holds which slice after every shift, gradients that ride along, and the bytes."""
+"""The ring: slices after every shift, gradients that move along, and bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Traveller:
 
 
 def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Sent]:
-    """A forward's and a backward's worth of shifts; says what was not where it belongs."""
+    """The shifts of a forward and a backward; returns the values that are wrong."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=degree, degrees=(degree,))
     streams = make_comm_streams(torch.device("cpu"), overlap=overlap, backend="gloo")
@@ -64,7 +64,7 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
         if not torch.equal(weights.values, slice_of((ring.position - step) % degree, group)):
             wrong.append(f"forward, step {step}")
         assert ring.home_of(step) == (ring.position - step) % degree
-    # Back, every rank adding what it makes of the slice it holds.
+    # In reverse; every rank adds its contribution to the slice it holds.
     gradient = Traveller(ring, torch.zeros(NUMEL), in_place=in_place)
     for step in reversed(range(degree)):
         if not torch.equal(weights.values, slice_of(ring.home_of(step), group)):

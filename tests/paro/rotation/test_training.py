@@ -1,4 +1,4 @@
-"""Rotated runs beside gathered ones: types, evaluation, checkpoints, what is printed at start."""
+"""Rotating and gathering runs compared: types, evaluation, checkpoints, output at start."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_two_byte_types_follow_the_gathered_run() -> None:
 
 
 class Kept(NamedTuple):
-    """What a rank knows of a run after saving or loading it."""
+    """The state of a run on one rank after saving or loading it."""
 
     parameters: dict[str, Tensor]
     held_out: float
-    next_slot: list[float]  # losses of the steps that come next
+    next_slot: list[float]  # losses of the next steps
 
 
 def save_or_load(flags: str, root: Path, *, load: bool) -> Kept:
@@ -114,12 +114,12 @@ def test_a_checkpoint_moves_between_rotated_and_gathered(
     for name, values in before.parameters.items():
         assert torch.equal(values, after.parameters[name]), name
     assert after.held_out == pytest.approx(before.held_out, rel=1e-5)
-    # Moments and the number of steps came along, or Adam would go another way.
+    # Moments and step count were loaded; otherwise Adam would diverge.
     assert after.next_slot == pytest.approx(before.next_slot, rel=1e-5)
 
 
 class LateMessage:
-    """A message that sets out when the training thread has long gone on."""
+    """A message that starts long after the training thread has continued."""
 
     def __init__(self, send: Callable[[], Pending]) -> None:
         self._send = send
@@ -136,7 +136,7 @@ class LateMessage:
 
 
 def delay_shifts(training: Training) -> None:
-    """Makes every slice come late."""
+    """Delays every slice."""
     model = training.model
     assert isinstance(model, RotatedModel)
     send = model._ring._send
@@ -166,7 +166,7 @@ def train_late(flags: str) -> tuple[Trained, Trained, Trained]:
     ],
 )
 def test_late_slices_change_nothing(more: str) -> None:
-    """Not a bit: sums have one order, whoever is late, and without overlap too."""
+    """Not by a bit: sums have one order, with any delays, and without overlap too."""
     for prompt, late, without in run_ranks(train_late, 4, f"--paro-strategy III {more}"):
         for other in (late, without):
             for step, wanted in zip(other.steps, prompt.steps, strict=True):
@@ -174,7 +174,7 @@ def test_late_slices_change_nothing(more: str) -> None:
                 assert step.sent == wanted.sent
             for name, values in prompt.parameters.items():
                 assert torch.equal(values, other.parameters[name]), name
-        for step in without.steps:  # where nothing overlaps, all that shifts take is exposed
+        for step in without.steps:  # without overlap, all time of shifts is exposed
             exposed = step.exposed
             assert exposed.intra is not None
             assert min(exposed.gather, exposed.reduce) > 0.0

@@ -1,8 +1,8 @@
-"""Communication goes on while the training thread computes, or not at all with 0 units ahead."""
+"""Communication overlaps with computation, or not at all with 0 prefetched units."""
 
-# No clocks: the lane of a collective is held until the training thread has come to a computation
-# that lies behind the call. With overlap it comes there; without, it waits for the collective
-# itself, and the lane gives up.
+# No clocks: the comm stream of a collective is blocked until the training thread has reached a
+# computation after the call. With overlap it reaches it; without, it waits for the collective
+# itself, and the block times out.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVE_UP = 0.5
 
 
 class Hold:
-    """Holds a lane in front of one call of `unit.method`, until `reached` is called."""
+    """Blocks a comm stream before one call of `unit.method`, until `reached` is called."""
 
     def __init__(
         self, unit: ShardedUnit, method: str, use: Use, run: AxisSpan, patience: float
@@ -53,7 +53,7 @@ class Hold:
 
 
 def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
-    """Which collectives were still under way when a later computation began."""
+    """Which collectives were still in flight when a later computation began."""
     patience = PATIENCE if prefetch else GIVE_UP
     holds: dict[str, Hold] = {}
 

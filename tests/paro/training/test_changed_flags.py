@@ -1,4 +1,4 @@
-"""What is said where a run continues with other flags than it was saved with."""
+"""The messages if a run continues with other flags than it was saved with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS = "--seq-length 8 --split 9,1,0 --seed 1 --global-batch-size 4 --train-ite
 
 @pytest.fixture(autouse=True)
 def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`a` and `b`, and `moved/a`, which is the same as `a`."""
+    """`a` and `b`, and `moved/a`, a copy of `a`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "moved").mkdir()
     for name, documents in (("a", 20), ("b", 30), ("moved/a", 20)):
@@ -44,7 +44,7 @@ def run(words: str) -> RunConfig:
 
 
 def saved(words: str) -> dict[str, Any]:
-    """What a checkpoint of such a run holds of it."""
+    """The arguments of such a run in its checkpoint."""
     config = run(words)
     common = {
         "state": {"consumed_train_samples": 12},

@@ -1,4 +1,4 @@
-"""A dry run says what a real one would, starts nothing, and refuses what would fail."""
+"""A dry run prints what a real run would, starts nothing, and refuses what would fail."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 class Usage(NamedTuple):
-    """What a process took: seconds of processors, and bytes resident at most."""
+    """The cost of a process: CPU seconds, and peak resident bytes."""
 
     cpu_seconds: float
     peak_bytes: int
@@ -65,7 +65,7 @@ class Usage(NamedTuple):
 def script(
     words: str, folder: Path, **environment: str
 ) -> tuple[subprocess.CompletedProcess[str], Usage]:
-    """The script as a user starts it, in a folder of its own, and what it took."""
+    """Runs the script as a user does, in its own folder, and measures its cost."""
     before = os.environ | {"HOME": str(folder), "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, "-B", str(ROOT / "pretrain_llama.py"), *words.split()]
     with (
@@ -75,7 +75,7 @@ def script(
     ):
         peak = 0
         while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            # The system's own record of a child begins with the size of the one who started it.
+            # The system's own record of a child starts with the size of its parent.
             status = Path(f"/proc/{process.pid}/status").read_text()
             found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.M)
             peak = int(found[1]) * 1024 if found else peak
@@ -88,7 +88,7 @@ def script(
     return done, Usage(usage.ru_utime + usage.ru_stime, peak)
 
 
-# What it says
+# Output
 
 
 @pytest.mark.parametrize("words", ["--paro-strategy IIG", "--bf16 --skip-train"])

@@ -24,7 +24,7 @@ GRID = tuple(
     )
 )
 SAMPLE = random.Random(15).sample(GRID, 8)
-MUST_FIT = 5  # of the sample; of the others auto has to say that nothing fits
+MUST_FIT = 5  # of the sample; for the others auto must report that nothing fits
 LARGE = "--micro-batch-size 8"
 
 
@@ -59,7 +59,7 @@ def test_what_auto_chooses_the_dry_run_of_the_same_flags_accepts() -> None:
 
 
 def test_what_leaves_no_tenth_of_a_device_is_neither_chosen_nor_accepted() -> None:
-    """73.3 GB a rank, and as fast as what auto chooses."""
+    """73.3 GB per rank, and as fast as the choice of auto."""
     larger = launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy 1,32,64 {LARGE}")
     assert 72e9 < larger.memory.total < 77e9
     assert not larger.fits

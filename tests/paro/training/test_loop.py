@@ -1,4 +1,4 @@
-"""When the loop evaluates, saves and leaves; ramp-up and evaluation leave the curve alone."""
+"""When the loop evaluates, saves and exits; ramp-up and evaluation do not change the curve."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.helpers.training import TINY
 
 @dataclass
 class AxisSpan:
-    """A finished loop and what it did on the way."""
+    """A finished loop and its events."""
 
     state: TrainState
     records: list[IterationRecord]
@@ -88,7 +88,7 @@ def test_evaluates_and_saves_at_intervals_and_at_the_end() -> None:
     run = run_loop("--train-iters 7 --eval-interval 3 --eval-iters 2", save_interval=2)
     assert run.evaluated == [(3, None), (6, None), (7, "validation"), (7, "test")]
     assert run.saved == [2, 4, 6, 7]
-    # A resumed run reads on behind what was evaluated on the way; nothing follows the end.
+    # A resumed run continues after the samples evaluated during training; none follow the end.
     assert run.state.consumed_valid_samples == 2 * 2
 
 
@@ -112,7 +112,7 @@ def test_evaluations_have_batches_of_their_own() -> None:
             "--step-batch-size-schedule 0:1,20:2",
         )
     ]
-    # The same 18 samples twice over and at the end, in whatever micro-batches; of test, always.
+    # The same 18 samples at both evaluations and at the end, for any micro-batch size.
     for run in of_six:
         assert run.state.consumed_valid_samples == 2 * 3 * 6
         assert [at for at, _ in run.evaluated] == [2, 4, 4, 4]
@@ -124,7 +124,7 @@ def test_evaluations_have_batches_of_their_own() -> None:
 
 
 def test_the_batch_follows_the_schedule() -> None:
-    # Of 12 tokens a sample: 1 at first, 3 behind 2 samples, 2 behind 5.
+    # Of 12 tokens per sample: 1 at first, 3 after 2 samples, 2 after 5.
     run = run_loop("--train-samples 12 --step-batch-size-schedule 0:1,24:3,60:2")
     sizes = [record.global_batch_size for record in run.records]
     assert sizes == [1, 1, 3, 2, 2, 2]
@@ -215,7 +215,7 @@ def test_ramp_up_takes_growing_batches() -> None:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, iterations: range, value: float) -> None:
-    """Makes the gradient norm of some iterations what it should not be."""
+    """Replaces the gradient norm of some iterations."""
     square_sum, calls = ParoOptimizer.local_square_sum, iter(range(1, 1000))
 
     def spoiled(self: ParoOptimizer) -> float:

@@ -1,4 +1,4 @@
-"""What a run takes over from the one that was saved, and what it begins anew."""
+"""What a run takes over from a saved one, and what it restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["nodes"]  # a fixture
 
 
 def run(*words: object) -> str:
-    """What one process prints."""
+    """The output of one process."""
     ended = run_main([str(word) for word in words])
     assert ended.mistake is None, ended.mistake
     return ended.printed
@@ -51,7 +51,7 @@ def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
 
 
 def order_lines(printed: str) -> list[str]:
-    """What is said of an order that changed, without the end that all lines share."""
+    """The message about a changed order, without the ending that all messages share."""
     return re.findall(r"^(.*); reading continues behind sample \d+ of", printed, re.MULTILINE)
 
 
@@ -79,12 +79,12 @@ def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:
     words = list(RUN)
     at = words.index("--global-batch-size")
     del words[at : at + 2]
-    # Behind 3 samples of 32 tokens the batch grows from 2 samples to 4.
+    # After 3 samples of 32 tokens the batch grows from 2 samples to 4.
     schedule = ("--step-batch-size-schedule", "0:2 96:4", "--train-iters", 5)
     straight = losses(run(*words, *schedule))
     load = ("--save", tmp_path, "--load", tmp_path)
     first = losses(run(*words, *schedule, *load, "--exit-interval", 3))
-    # The size 2, which micro-batches of 4 do not divide, is behind.
+    # The size 2, which micro-batches of 4 do not divide, is in the past.
     again = run(*words, *schedule, *load, "--micro-batch-size", 4)
     assert first + losses(again) == pytest.approx(straight, rel=1e-5)
     told = run_main([str(word) for word in (*words, *schedule, "--micro-batch-size", 4)]).mistake
@@ -110,7 +110,7 @@ def test_starting_over_sets_aside_what_was_there(tmp_path: Path) -> None:
     assert printed.splitlines()[-1] == (
         f"iteration 1 is saved in {root}: to continue give --load {root} and leave --start-over out"
     )
-    # The newer iterations of the old run are no part of the new one.
+    # The newer iterations of the old run are not part of the new one.
     resumed = run(*save, "--load", root)
     assert f"successfully loaded checkpoint from {root} at iteration 1" in resumed
     assert "passing over" not in resumed
@@ -128,7 +128,7 @@ def test_a_folder_to_load_that_is_nowhere_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_starting_over_takes_one_name_on_all_nodes(tmp_path: Path, nodes: list[str]) -> None:
-    """Of which one holds another run, and one two of them."""
+    """One node has another run's checkpoints, and one has those of two."""
     for root, iteration in (("a/ckpt", 3), ("b/ckpt/earlier_1", 2), ("b/ckpt", 3)):
         finish_checkpoint(begin_checkpoint(tmp_path / root, iteration), iteration, {})
     flags = [

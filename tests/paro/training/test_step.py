@@ -1,4 +1,4 @@
-"""What a training step says of itself: norms and zeros, counted once however states are spread."""
+"""The results of a training step: norms and zeros, counted once under any sharding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train_all(frozen: Sequence[str], group_size: int) -> list[Trained]:
 
 
 def unseen_ids() -> list[int]:
-    """How many ids no input of a global batch has, for every step."""
+    """The number of ids that no input of a global batch has, for every step."""
     config = RunConfig.from_args(parse_args(FLAGS.split()), World())
     training = build_training(config, Control(World(), torch.device("cpu")))
     source = build_sources(config, build_data(config), training, start_state(config)).train
@@ -110,7 +110,7 @@ def test_a_skipped_step_counts_no_zeros_and_keeps_the_norm() -> None:
 
 
 def outlive_closing(strategies: Sequence[str]) -> list[int]:
-    """How many parameters of each strategy are alive once its training is closed and dropped."""
+    """The number of parameters alive after a strategy's training is closed and dropped."""
     alive: list[int] = []
     for strategy in strategies:
         seen: list[weakref.ref[torch.nn.Parameter]] = []

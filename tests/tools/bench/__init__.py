@@ -1,1 +1,1 @@
-"""Tests of the programs that measure and count the project's own evidence."""
+"""Tests of the programs that measure the project itself."""

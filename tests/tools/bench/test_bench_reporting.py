@@ -1,4 +1,4 @@
-"""What reporting costs is compared between neighbouring steps, in a run that really reports."""
+"""The cost of reporting is compared between neighbouring steps of a run that reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All contenders train alike through the command line, and hold what their names promise."""
+"""All contenders train equally through the command line, and store what their names promise."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tools.bench.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config
 
 SCRIPT = "tools/bench/compare_peers.py"
 WORLD = World(rank=0, size=4, local_rank=0, ranks_per_node=4)
-# Rows of the vocabulary that four ranks cannot share equally.
+# Vocabulary rows that four ranks cannot divide equally.
 TINY = (
     "--group-size 2 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 "
     "--vocab-size 130 --seq-length 16 --micro-batches 2 --rounds 1 --steps 1"
 )
 NUM_PARAMETERS = 2 * 130 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
 
-# Bytes per parameter in bf16, of 4 ranks in groups of 2: compute copy, gradient, master and two
-# moments, each over how many ranks.
+# Bytes per parameter in bf16, on 4 ranks in groups of 2: compute copy, gradient, master and two
+# moments, each with its sharding degree.
 BYTES = {
     "ddp": 2 + 2 + 12,
     "fsdp2": (4 + 4 + 8) / 4,
@@ -44,7 +44,7 @@ DEEPSPEED_BYTES = {
 
 
 def run(path: Path, contenders: str, *flags: str) -> tuple[dict[str, Any], str]:
-    """What a comparison wrote and printed."""
+    """The files and output of a comparison."""
     file = path / "figures.json"
     command = [SCRIPT, *TINY.split(), "--contenders", contenders, "--json", file, *flags]
     done = run_script(command, nproc=4, env={"GLOO_SOCKET_IFNAME": "lo"})
@@ -55,7 +55,7 @@ def run(path: Path, contenders: str, *flags: str) -> tuple[dict[str, Any], str]:
 def check_bytes(figures: dict[str, Any], expected: dict[str, float]) -> None:
     held = {row["contender"]: row["state_bytes"] / NUM_PARAMETERS for row in figures["rows"]}
     for name, count in expected.items():
-        # What is above are rows that a rank pads.
+        # The excess is rows that a rank pads.
         assert count <= held[name] < 1.05 * count, f"{name}: {held[name]}, not {count}"
 
 
@@ -66,7 +66,7 @@ def test_pytorch_and_this_project_train_alike_and_hold_what_they_promise(tmp_pat
     assert [row["contender"] for row in figures["rows"]] == names
     check_bytes(figures, BYTES)
     held = {row["contender"]: row["state_bytes"] for row in figures["rows"]}
-    # Whole parameters go to ranks, so that one has more than its quarter.
+    # Whole parameters are assigned to ranks, so one has more than a quarter.
     assert held["paro:NNG@flat"] < held["zero-redundancy"] < held["ddp"]
     first, *others = (turn["losses"] for turn in figures["turns"])
     assert len(first) == 3
@@ -196,7 +196,7 @@ def test_deepspeed_is_told_sizes_that_fit_the_model() -> None:
     zero = zero_config(task, MODES["deepspeed-hpz"])["zero_optimization"]
     assert zero["reduce_bucket_size"] == task.largest_unit
     assert zero["zero_hpz_partition_size"] == 2
-    # All matrices are partitioned, the norms are not.
+    # All matrices are sharded, the norms are not.
     assert task.model.hidden_size < zero["stage3_param_persistence_threshold"] < 256 * 256
     kept = zero_config(task, MODES["deepspeed-3-kept"])["zero_optimization"]
     assert not any(name.startswith("stage3") for name in kept)

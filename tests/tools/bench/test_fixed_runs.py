@@ -1,4 +1,4 @@
-"""The fixed runs: what they cover, and that a record tells every difference."""
+"""The fixed runs: their coverage; a record shows every difference."""
 
 from __future__ import annotations
 

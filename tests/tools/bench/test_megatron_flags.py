@@ -1,4 +1,4 @@
-"""Configurations of Megatron-LM are counted rightly, and the page says what the rules do."""
+"""Megatron-LM's configurations are counted correctly, and the page matches the rules."""
 
 import subprocess
 from pathlib import Path
@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout of git's with some configurations."""
+    """A git checkout with some configurations."""
     folder = tmp_path_factory.mktemp("checkout")
     for name, arguments in CASES.items():
         path = folder / FOLDER / name / "model_config.yaml"

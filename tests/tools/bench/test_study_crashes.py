@@ -1,4 +1,4 @@
-"""Ranks are killed for real: one under `make test`, thirty under `make verify`."""
+"""The crash study kills real ranks: one under `make test`, thirty under `make verify`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_killed_training_resumes_and_its_losses_are_the_undisturbed_ones(tmp_p
     few = ["--ranks", 2, "--group-size", 1, "--strategy", "NNG", "--train-iters", 9]
     figures = study(tmp_path, "--kills", 1, "--inside", 1, *few, timeout=280.0)
     assert figures["complaints"] == []
-    assert figures["kills"] >= 1  # more where one came too late for the save
+    assert figures["kills"] >= 1  # more if one came too late for the save
     assert figures["inside_asynchronous_saves"] >= 1
 
 

@@ -1,4 +1,4 @@
-"""The memory study: what rotation saves, in the order that must come out."""
+"""The memory study: the memory that rotation saves, in the expected order."""
 
 from __future__ import annotations
 

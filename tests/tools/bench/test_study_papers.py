@@ -1,4 +1,4 @@
-"""The papers' page: what holds stays, what misses is said, the command writes it."""
+"""The papers' page: matches hold, misses are stated, and the command writes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.bench.planning.published import feasible
 from tools.bench.planning.published_amsp import AMSP, LIMIT_GB, amsp_case, amsp_choices, owned
 from tools.bench.study_papers import figures, main, page
 
-# Of the figures that have a tolerance, those that our one set of assumptions does not explain.
+# Figures with a tolerance that our one set of assumptions does not explain.
 MISSES = {("R11", "7B, NNI over ZeRO-1, dynamic batch")}
 
 
@@ -47,7 +47,7 @@ def test_amsps_choices_for_two_of_three_models() -> None:
     for preset in ("7B", "13B"):
         assert choices[preset].ours.strategy.degrees == choices[preset].amsp.strategy.degrees
     assert choices["30B"].slower < 0.08
-    # What the limit is taken from: 30B over 8 ranks, which MiCS did not take.
+    # The limit comes from 30B over 8 ranks, which MiCS did not use.
     needed = owned(amsp_case("30B"), "8,8,8").memory_bytes / 1e9
     assert LIMIT_GB < needed < LIMIT_GB + 1
 
@@ -67,7 +67,7 @@ def test_internevos_machine_computes_as_fast_as_one_of_its_nodes() -> None:
 
 
 def test_broadcasts_of_owners_cost_their_laps() -> None:
-    """291 tensors, 1023 hops each: 127 between nodes, 896 inside them."""
+    """291 tensors, 1023 hops each: 127 between nodes, 896 inside nodes."""
     workload = case_on("a100-roce400", model_of("7B"), 1024, seq_length=2048, micro_batch_size=2,
                    overlap=NOTHING, collective="flat")  # fmt: skip
     waited = owned(workload, "NNG").timeline.exposed["publish"]

@@ -1,4 +1,4 @@
-"""The study of steps: it goes on where it ended, runs what it says, and writes its page."""
+"""The study of steps: resumes after an interruption, runs its commands, and writes its page."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_it_measures_what_is_missing_and_each_machine_once_a_round(
         names = words[words.index("--settings") + 1].split(",")
         assert names == ["NNN@native", "GGG@native"]
         part, turns = StudyPart(nic=label["nic"], shape=label["shape"]), (1, 2, 3)
-        cut = turns[:1] if len(runs) == 2 else turns  # the first time it ends early
+        cut = turns[:1] if len(runs) == 2 else turns  # the first call ends early
         found = [
             row(part, name.partition("@")[0], count, label["round"], turn)
             for name, count, turn in product(names, COUNTS, cut)
@@ -125,7 +125,8 @@ def test_it_measures_what_is_missing_and_each_machine_once_a_round(
     for missed in (len(COUNTS) * 2 * 2, 0, 0):
         assert main(command) == 0
         assert len(rows_of(tmp_path)) == complete - missed
-    assert len(runs) == 2 * 2 * len(list(parts())) + 1  # a machine and steps each; what was cut
+    # A machine and steps each, and the interrupted run.
+    assert len(runs) == 2 * 2 * len(list(parts())) + 1
     for part in parts():
         machines = [read_machine(path) for path in part.machine_files(tmp_path)]
         assert [machine.name for machine in machines] == [

@@ -1,4 +1,4 @@
-"""The study of bandwidth ratios: its model, its figures, its files, and what it refuses."""
+"""The study of bandwidth ratios: its model, figures, files, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_clusters_give_every_rank_the_same_share() -> None:
 
 @pytest.mark.parametrize(("nic", "far_gain"), [("per-rank", 6 / 7), ("shared", 3 / 7)])
 def test_model_far_out(nic: Any, far_gain: float) -> None:
-    """With links inside free, Ring sends 7 shards over one NIC, HO-Ring 4 or 1 at a time."""
+    """With free links inside nodes, Ring sends 7 shards over one NIC, HO-Ring 4 or 1 at a time."""
     seconds = model_seconds(SHAPE, 1e9, nic)
     assert 1 - seconds["ho-ring"] / seconds["ring"] == pytest.approx(far_gain)
     assert seconds["h-ring"] == pytest.approx(seconds["ho-ring"], rel=1e-6)
@@ -40,7 +40,7 @@ def test_model_far_out(nic: Any, far_gain: float) -> None:
 def test_model_where_all_links_are_alike() -> None:
     seconds = model_seconds(SHAPE, 1, "per-rank")
     assert seconds == pytest.approx({"ring": 2.24, "h-ring": 0.32 + 1.92, "ho-ring": 1.92})
-    shared = model_seconds(SHAPE, 1, "shared")  # three flows have the loopback of four
+    shared = model_seconds(SHAPE, 1, "shared")  # three flows share a loopback for four
     assert shared["ring"] == pytest.approx(2.24 * 3 / 4)
 
 
@@ -77,7 +77,7 @@ def test_gains_are_paired_by_round() -> None:
         for name, times in rounds.items()
     ]
     point = point_of(SHAPE, 4, "shared", rows)
-    assert point.gain("ring") == 0.5  # of 0.75, 0.5, 0.5
+    assert point.gain("ring") == 0.5  # median of 0.75, 0.5, 0.5
     assert point.gain("h-ring") == 0.0
     assert "shared" in table([point])
     assert "50.0%" in table([point])

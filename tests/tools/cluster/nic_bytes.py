@@ -1,4 +1,4 @@
-"""Run in an emulated cluster: trains under strategies and says what the NICs sent meanwhile."""
+"""Run in an emulated cluster: trains with strategies and reports the bytes that the NICs sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CALIBRATION_BYTES = 32 << 20
 
 
 def all_nics(control: Control) -> int:
-    """Bytes that all NICs of the cluster have sent, once nothing is under way."""
+    """Bytes that all NICs of the cluster have sent, after all transfers have ended."""
     control.barrier()
     sent = sum(sent_bytes((os.environ["GLOO_SOCKET_IFNAME"],)).values())
     control.barrier()
@@ -46,7 +46,7 @@ def all_nics(control: Control) -> int:
 
 
 def all_loopbacks(control: Control) -> int:
-    """Bytes that ranks of one node have sent each other, once nothing is under way."""
+    """Bytes that ranks of one node have sent each other, after all transfers have ended."""
     control.barrier()
     sent = sent_bytes(("lo",))["lo"] if os.environ["LOCAL_RANK"] == "0" else 0
     control.barrier()
@@ -54,7 +54,7 @@ def all_loopbacks(control: Control) -> int:
 
 
 def calibrate(control: Control, to: int, count: Callable[[Control], int]) -> float:
-    """Bytes on the wire per byte sent, of one transfer from rank 0."""
+    """Bytes on the wire per byte sent, for one transfer from rank 0."""
     before = count(control)
     payload = torch.zeros(CALIBRATION_BYTES, dtype=torch.uint8)
     if control.world.rank == 0:
@@ -65,9 +65,9 @@ def calibrate(control: Control, to: int, count: Callable[[Control], int]) -> flo
 
 
 def measure(strategy: str, collective: str, control: Control) -> dict[str, float]:
-    """What the NICs and the loopbacks sent in some steps, and what the code counted.
+    """The bytes sent by NICs and loopbacks in some steps, and the bytes counted by the code.
 
-    Behind its name stands how a strategy's weights are there, if they are not gathered.
+    A suffix of the strategy's name selects rotation.
     """
     world = control.world
     letters, _, way = strategy.partition("+")

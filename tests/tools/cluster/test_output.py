@@ -1,4 +1,4 @@
-"""What nodes print: whole lines, each after its node's name, on the stream that it came from."""
+"""Output of nodes: whole lines, prefixed with the node's name, on their original stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tools.cluster.output import NodeOutput
 
-# A line in two pieces, an empty one, and a last one that does not end.
+# A line in two pieces, an empty one, and a last one without an end.
 PIECES = "printf 'one l'; sleep 0.2; printf 'ine\\n\\n'; echo mistake >&2; printf end"
 
 

@@ -46,7 +46,7 @@ def test_routes_and_rates_of_a_small_cluster() -> None:
         "route add 10.77.0.2/32 dev nic1 scope link src 10.77.1.2",
     ]
     nic = "root tbf rate 100000000bit burst 65536b latency 500ms"
-    # Both ends of every cable, and a loopback for both ranks.
+    # Both ends of every cable, and one loopback for both ranks.
     assert commands["tc", "paro-a-node1"] == (
         f"qdisc add dev nic0 {nic}",
         f"qdisc add dev nic1 {nic}",

@@ -1,4 +1,4 @@
-"""A device is timed so that the planner computes just the times that were measured."""
+"""A device is timed so that the planner reproduces the measured times."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_slices_cost_what_as_many_small_models_take_longer(monkeypatch: pytest.M
     device = measure_device(config, alone(), group_size=2)
     longer = 2 * 0.8 - 1.0
     adding = 2 * 3 * 16 * 32 * 2 / device.memory_bytes_per_second
-    assert device.piece_seconds == pytest.approx(longer / 6 - adding)  # 6 parts, a cut in each
+    assert device.piece_seconds == pytest.approx(longer / 6 - adding)  # 6 parts, each with one cut
 
 
 def test_a_slice_of_a_model_is_a_smaller_one() -> None:

@@ -1,4 +1,4 @@
-"""Which turns of a race are timed beside computing, and what becomes of them."""
+"""Turns of a race that are timed during computation, and the use of their times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
 
 
 class Still:
-    """Collectives that leave every buffer as it is."""
+    """Collectives that leave every buffer unchanged."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: DONE
@@ -51,7 +51,7 @@ def test_the_last_rounds_are_timed_beside_computing_too(
     )
     move = Move(op=Op.ALL_GATHER, run=TOPOLOGY.axes, numel=64, dtype=torch.float32)
     (outcome,) = raced.run([move])
-    # The round that does not count is the first of all.
+    # The first round does not count.
     assert busy == [False] * (5 - BUSY_ROUNDS) + [beside_computing] * BUSY_ROUNDS
     assert len(outcome.seconds_by_round) == 4
     assert (outcome.busy_seconds is not None) is beside_computing

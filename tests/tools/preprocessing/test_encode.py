@@ -1,4 +1,4 @@
-"""Ids are held against the vocabulary before they are written, and counts add up."""
+"""Ids are checked against the vocabulary before writing, and counts add up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAN = EncodingPlan(tokenizer=CONFIG, keys=("text",), append_eod=True)
 
 
 class Wrong(NullTokenizer):
-    """Gives an id that it does not have."""
+    """Returns an id outside its vocabulary."""
 
     def __init__(self, token: int) -> None:
         super().__init__(11)

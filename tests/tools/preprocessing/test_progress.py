@@ -1,4 +1,4 @@
-"""The time left follows from what was read; a terminal gets a bar instead of lines."""
+"""The time left is computed from the bytes read; a terminal gets a bar instead of lines."""
 
 from __future__ import annotations
 

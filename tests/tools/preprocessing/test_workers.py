@@ -1,4 +1,4 @@
-"""Results come in order, tasks are taken as results are, and a lost worker is told of."""
+"""Results come in order, tasks are read as results are taken, and a lost worker is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mistake is one line under the program's name, whatever the message and the command."""
+"""A mistake is one line under the program's name, for any message and command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters of interfaces and memory, from texts as the kernel writes them."""
+"""Counters of interfaces and memory, from texts in the kernel's format."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def test_memory_of_the_warm_up_is_seen_and_that_before_the_start_is_not() -> Non
     after = torch.ones(60_000_000)
     peak = meter.peak()
     assert peak is not None
-    # A few MB that tests before this one used may be freed meanwhile.
+    # Up to a few MB that earlier tests used may be freed during the measurement.
     assert 72_000_000 <= peak < 120_000_000
     assert before.numel() + after.numel() == 100_000_000

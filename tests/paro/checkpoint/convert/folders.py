@@ -1,4 +1,4 @@
-"""Hugging Face folders of small random models, as transformers saves them."""
+"""Hugging Face folders of small random models, as saved by transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from model.config import LlamaConfig, parameter_shapes
 from model.llama import Llama
 from paro.checkpoint.convert.source import Source
 
-VOCAB = 101  # no multiple of anything
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # of three seeds each
+VOCAB = 101  # divisible by no other size
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # three seeds for each
 
 
 def random_fields(seed: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def random_fields(seed: int) -> dict[str, Any]:
 
 
 def hugging_face_model(fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model of these sizes, its norms away from one, so that losing them shows."""
+    """transformers' model of these sizes, with norms other than one, so that losing them shows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
@@ -92,7 +92,7 @@ def own_model(source: Source) -> Llama:
 
 
 def logits_of(model: Any, tokens_BS: Tensor) -> Tensor:
-    """Of this project's model or of transformers'."""
+    """The logits of this project's model or of transformers'."""
     with torch.no_grad():
         out = model(tokens_BS)
     logits: Tensor = out if isinstance(out, Tensor) else out.logits

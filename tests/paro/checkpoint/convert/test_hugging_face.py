@@ -1,4 +1,4 @@
-"""Folders for transformers, written from runs whose tokenizer is here or gone."""
+"""Folders for transformers, written from runs whose tokenizer is present or missing."""
 
 from __future__ import annotations
 

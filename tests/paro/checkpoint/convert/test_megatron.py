@@ -1,4 +1,4 @@
-"""Megatron's files: fused tensors as its attention and MLP read them, arguments, mistakes named."""
+"""Megatron's files: fused tensors as its attention and MLP read them, arguments, refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ignored(_num_bytes: int) -> None:
 
 
 def saved(folder: Path, config: LlamaConfig = CONFIG) -> Path:
-    """A folder written here, and its file."""
+    """A folder written by this test, and its file."""
     folder.mkdir()
     write_megatron(source_of(config), folder, ignored, rows=128, divisible_by=128)
     return folder / "release" / FILE
@@ -88,7 +88,7 @@ def test_every_bit_comes_back(
 
 
 def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
-    """Projections as megatron-core takes its mixed ones apart, by any torch.load."""
+    """The projections as megatron-core splits its fused ones, for any torch.load."""
     content = contents(saved(tmp_path / "megatron", MODERN))
     model, args = content["model"], content["args"]
     tensors = random_tensors(MODERN, torch.bfloat16)
@@ -104,7 +104,7 @@ def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
     attention = prefix + "self_attention."
     bias = model[attention + "linear_qkv.bias"]
     mixed = F.linear(x_SD, model[attention + "linear_qkv.weight"], bias)
-    # [sq, ng, (np / ng + 2) * hn], split behind the queries and behind the key of a group.
+    # [sq, ng, (np / ng + 2) * hn], split after the queries and after the key of a group.
     q, k, v = mixed.view(5, 2, -1).split([3 * 8, 8, 8], dim=2)
     for name, part in (("wq", q), ("wk", k), ("wv", v)):
         own_bias = tensors[f"blocks.1.{name.replace('w', 'b')}"]
@@ -137,7 +137,7 @@ def resave(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_what_megatron_saves_beside_the_weights_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Enums of its own modules, numpy's random state, norms under the names without fusion."""
+    """Enums of Megatron's modules, numpy's random state, norms under the names without fusion."""
     backends = enum.Enum("AttnBackend", "flash fused", module="megatron_elsewhere")
     module = types.ModuleType("megatron_elsewhere")
     module.AttnBackend = backends  # type: ignore[attr-defined]
@@ -205,7 +205,7 @@ def test_the_end_of_a_document_is_kept_where_the_arguments_do_not_count_it(tmp_p
     back = open_megatron(tmp_path / "megatron")
     assert back.config.vocab_size == 100
     assert back.tensors["embedding.weight"].shape == (100, 32)
-    # Since core 0.18 the argument counts it, and there is this other one.
+    # Since core 0.18 the argument counts it, and this other argument exists.
     resave(path, lambda content: setattr(content["args"], "null_tokenizer_eod_id", None))
     assert open_megatron(tmp_path / "megatron").config.vocab_size == 99
 
@@ -235,7 +235,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def cut_for_two(folder: Path) -> list[Path]:
-    """What two tensor-parallel ranks would have saved, as megatron-core's layers cut."""
+    """The files two tensor-parallel ranks would have saved, cut as megatron-core cuts layers."""
     first = folder / "release" / FILE
     whole = contents(first)
     whole["args"].tensor_model_parallel_size = 2

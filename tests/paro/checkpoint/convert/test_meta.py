@@ -1,4 +1,4 @@
-"""Meta's folders: channels in their order, shards joined as they were cut, mistakes named."""
+"""Meta's folders: channels in order, shards joined as they were cut, refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def interleaved(weight: Tensor, head: int) -> Tensor:
 
 
 def save_meta(folder: Path, tensors: dict[str, Tensor], num_files: int, *, by_vocab: bool) -> None:
-    """As Meta's model-parallel ranks save: rows, columns or a copy each."""
+    """As saved by Meta's model-parallel ranks: rows, columns or a copy each."""
     folder.mkdir()
     (folder / "params.json").write_text(json.dumps(PARAMS | {"vocab_size": -1}))
     files: list[dict[str, Tensor]] = [{} for _ in range(num_files)]
@@ -149,7 +149,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 class Harmful:
-    """Unpickling this calls a function."""
+    """Calls a function when unpickled."""
 
     def __init__(self, function: Callable[..., Any], *args: str) -> None:
         self.call = (function, args)
@@ -166,7 +166,7 @@ def test_nothing_in_a_file_runs(function: Callable[..., Any], tmp_path: Path) ->
     bait.touch()
     content = torch.load(path) | {"harm": Harmful(function, str(bait), str(planted))}
     torch.save(content, path)
-    if function is os.rename:  # torch takes nothing of such modules, not even by another name
+    if function is os.rename:  # torch accepts nothing from such modules under any name
         with pytest.raises(CheckpointError, match="names code"):
             open_meta(folder)
     else:

@@ -1,4 +1,4 @@
-"""The choice by message size follows what was measured, or says what is missing."""
+"""The choice by message size follows the measurements, or reports missing ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paro.topology import Axes
 
 
 def machine(**small_and_large: tuple[float, float]) -> Machine:
-    """Every algorithm's seconds for a kilobyte and for a megabyte, alike for all collectives."""
+    """Every algorithm's seconds for a kilobyte and for a megabyte, the same for all collectives."""
     rows = tuple(
         Measured(axes=axes, op=op, algorithm=name.replace("_", "-"), num_bytes=size, seconds=time)
         for name, times in small_and_large.items()

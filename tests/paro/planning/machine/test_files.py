@@ -1,4 +1,4 @@
-"""Machine files: what is written is read, and mistakes name file and field."""
+"""Machine files: read back as written; mistakes name file and field."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_measurement_takes_a_line() -> None:
 
 
 def changed(keys: tuple[str | int, ...], value: object) -> str:
-    """The machine's text with one field replaced, or left out where the value is `...`."""
+    """The machine's text with one field replaced, or removed if the value is `...`."""
     fields: Any = json.loads(machine_to_json(MACHINE))
     place = fields
     for key in keys[:-1]:

@@ -1,4 +1,4 @@
-"""Machines as data: what links allow, what lies between measurements, and which algorithm wins."""
+"""Machines as data: link limits, times between measurements, and the fastest algorithm."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_slower_kind_of_links_decides() -> None:
 def test_one_kind_of_axes_alone() -> None:
     both = machine(intra=BITS, inter=BITS)
     assert least_seconds(both, GATHER, Axes.INTRA, 10**6) == pytest.approx(0.75 * 0.08)
-    # A rank's whole buffer, not a fourth of it, goes over its NIC; or those of four ranks over one.
+    # A rank's whole buffer, not a fourth of it, crosses its NIC; or four ranks' buffers cross one.
     assert least_seconds(both, GATHER, Axes.INTER, 10**6) == pytest.approx(0.5 * 0.08)
     shared = machine(nic=Nic.SHARED, inter=BITS)
     assert least_seconds(shared, GATHER, Axes.INTER, 10**6) == pytest.approx(4 * 0.5 * 0.08)
@@ -140,7 +140,7 @@ def test_one_kind_of_axes_alone() -> None:
 def test_nothing_is_known_without_links() -> None:
     assert least_seconds(machine(), GATHER, Axes.BOTH, 10**6) is None
     assert least_seconds(machine(inter=BITS), GATHER, Axes.INTRA, 10**6) is None
-    # One group has no links between groups, whatever was said of them.
+    # One group has no links between groups, whatever the file has.
     assert least_seconds(machine(4, 4, inter=BITS), GATHER, Axes.INTRA, 10**6) is None
 
 
@@ -148,7 +148,7 @@ def test_nothing_is_known_without_links() -> None:
 def test_ho_ring_sends_just_what_the_bound_counts(m: int, ng: int, op: Op) -> None:
     schedule = make_schedule(op, ho_ring.hops, (m, ng), 0, 2)
     for level, link in enumerate(Link):
-        alone = replace(machine(m * ng, m), **{link.value: typed(8)})  # a byte a second
+        alone = replace(machine(m * ng, m), **{link.value: typed(8)})  # a byte per second
         sent = sent_fraction(schedule, m * ng, 2, level) * 720
         assert least_seconds(alone, op, Axes.BOTH, 720) == pytest.approx(sent)
 
@@ -185,11 +185,11 @@ def test_outside_the_measured_sizes_it_is_latency_and_bandwidth(size: int) -> No
 @pytest.mark.parametrize(
     ("curve", "size", "expected"),
     [
-        ({1_000: 2e-3, 4_000: 1e-3}, 10, 2e-3),  # noise: nothing says that less takes longer
-        ({1_000: 1e-3, 4_000: 9e-3}, 500, 0.5e-3),  # nor that nothing takes less than no time
-        ({1_000: 1e-3, 4_000: 0.5e-3}, 8_000, 1e-3),  # bandwidth has an end
-        ({1_000: 1e-3, 4_000: 9e-3}, 8_000, 18e-3),  # and so has what a byte costs
-        ({1_000: 1e-3}, 10, 1e-3),  # one size alone tells neither
+        ({1_000: 2e-3, 4_000: 1e-3}, 10, 2e-3),  # noise: less data never takes longer
+        ({1_000: 1e-3, 4_000: 9e-3}, 500, 0.5e-3),  # and nothing takes negative time
+        ({1_000: 1e-3, 4_000: 0.5e-3}, 8_000, 1e-3),  # bandwidth is limited
+        ({1_000: 1e-3, 4_000: 9e-3}, 8_000, 18e-3),  # and so is the cost per byte
+        ({1_000: 1e-3}, 10, 1e-3),  # one size shows neither
         ({1_000: 1e-3}, 4_000, 4e-3),
     ],
 )
@@ -200,7 +200,7 @@ def test_noise_at_the_ends_is_not_carried_on(
     assert seconds(of_curve, GATHER, Axes.BOTH, "ring", size) == pytest.approx(expected)
 
 
-# As fast as each other at 40 kB, where 3 ms more are worth 3/4 of what the bytes take.
+# Equally fast at 40 kB, where 3 ms more latency equal 3/4 of the transfer time.
 FEW_STEPS = measured("native", line(1e-3, 1e7, 4_000, 64_000, 1_000_000))
 MUCH_BANDWIDTH = measured("ho-ring", line(4e-3, 4e7, 4_000, 64_000, 1_000_000))
 
@@ -260,7 +260,7 @@ def test_links_are_fitted_to_the_fastest(axes: Axes, nic: Nic, steps: int, share
     assert fitted.latency_seconds == pytest.approx(latency, rel=1e-6)
     assert fitted.bits_per_second == pytest.approx(bits, rel=1e-6)
     assert not fitted.is_typed
-    # What was typed stays; a faster link leaves more of the time to latency.
+    # Hand-written values stay; a faster link leaves more of the time to latency.
     other = fit_link(machine(nic=nic, measured=tuple(rows)), Link(axes.value), 2 * bits)
     assert other is not None
     assert other.bits_per_second == 2 * bits

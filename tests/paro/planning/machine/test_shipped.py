@@ -1,4 +1,4 @@
-"""Machines that ship name their sources; wrong ones are refused."""
+"""Shipped machines name their sources; wrong ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The predicted peak, against the allocations of a rank that trains."""
+"""The predicted peak, compared with the allocations of a training rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL = LlamaConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A run whose peak lies at a moment of interest."""
+    """A run whose peak is at a point of interest."""
 
     strategy: str
     config: LlamaConfig
@@ -173,7 +173,7 @@ def test_a_moment_in_words() -> None:
 def test_prediction_is_what_a_gpu_allocates(
     monkeypatch: pytest.MonkeyPatch, strategy: str, recompute: RecomputeConfig | None
 ) -> None:
-    """Large enough that the allocator's rounding and the libraries' workspaces do not show."""
+    """Large enough that the allocator's rounding and library workspaces do not matter."""
     config = replace(
         SMALL,
         num_layers=8,
@@ -214,7 +214,7 @@ def predict(workload: Workload, *, device: str) -> MemorySnapshot:
 
 
 def measure(workload: Workload, device: str) -> int:
-    """Model states and the most that a step allocates; the step before makes what stays."""
+    """Model states and the peak of a step; the step before allocates what stays."""
     strategy, topology = on_ranks(workload.strategy, world_size=8, group_size=4)
     rank = lone_rank(
         workload.config,

@@ -1,4 +1,4 @@
-"""What can be used of a device."""
+"""The usable memory of a device."""
 
 from __future__ import annotations
 

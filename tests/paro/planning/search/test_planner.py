@@ -1,4 +1,4 @@
-"""The planner's choice is the best of all; memory and shipped machines it stands on."""
+"""The planner's choice is the best candidate; the memory and machines that it uses."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_rows_are_every_letter_strategy_best_first() -> None:
 def weighed(
     name: str, seconds: float, inter: int, *, states: int = 0, fits: bool = True
 ) -> Estimate:
-    """An estimate that differs from others in what they are ordered by."""
+    """An estimate that differs from others in the values that order them."""
     given = workload()
     found = Estimator(given).estimate(given.candidate(given.strategy(name)))
     return replace(
@@ -133,7 +133,7 @@ def weighed(
 
 
 def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
-    """The last of the first tie ties with the next, which is no part of it."""
+    """The last estimate of the first tie ties with the next one, which is not in the tie."""
     order = [
         weighed("NIG", 1.0, 5, states=1),
         weighed("IIG", 1.0009, 5, states=2),
@@ -147,7 +147,7 @@ def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
 
 
 def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
-    """NGG, 1,32,64 and NIG are as fast; between nodes they send 48.4, 42.3 and 5.7 GB."""
+    """NGG, 1,32,64 and NIG are equally fast; between nodes they send 48.4, 42.3 and 5.7 GB."""
     given = Workload(
         model=replace(LLAMA_PRESETS["13B"], max_position_embeddings=4096),
         machine=find_machine("dgx-h100").for_world(64, told="the test"),
@@ -176,7 +176,7 @@ def test_memory_of_many_is_that_of_one(
             replace(SMALL, recompute=recompute), prefetch_units=ahead, trainable=trainable
         )
         estimator = Estimator(given)
-        estimator.memory(given.candidate(given.strategy("8,8,8")))  # whose walk serves the next
+        estimator.memory(given.candidate(given.strategy("8,8,8")))  # cached for the next call
         candidate = given.candidate(given.strategy(strategy))
         computing = estimator.costs(candidate).computing
         alone = peak_memory(
@@ -209,7 +209,7 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
 @pytest.mark.parametrize("op", Op)
 @pytest.mark.parametrize("name", ["ring", "h-ring", "ho-ring"])
 def test_ring_formulas_are_those_of_the_schedules(op: Op, name: str) -> None:
-    """With one kind of links infinitely fast the other's time is the bytes of its schedule."""
+    """With one kind of links infinitely fast, the other's time is the bytes of its schedule."""
     hops = {"ring": ring.hops, "h-ring": h_ring.hops, "ho-ring": ho_ring.hops}[name]
     size = 1 << 26
     flows = 1 if name == "ring" else 8
@@ -256,7 +256,7 @@ def test_what_a_measured_collective_wants() -> None:
     times = CollectiveTimes(machine(inter=0.05, measured=(row,), device=share), "native")
     (((job,),),) = (times.phases(Op.ALL_REDUCE, run, size),)
     link = 2 * 3 / 4 * 8 * size * 8 / (8 * 0.05e9)
-    assert link > 0.02  # a link that was promised too slow is busy all the time, no longer
+    assert link > 0.02  # a link slower than assumed is busy all the time, not longer
     assert job == Job(lane=(1,), seconds=0.02, intra=0.0, inter=1.0, cpu=0.2, slowed=1.5)
     fast = CollectiveTimes(machine(inter=5, measured=(row,), device=share), "native")
     (((job,),),) = (fast.phases(Op.ALL_REDUCE, run, size),)
@@ -288,7 +288,7 @@ def test_a_large_model_is_recognised_as_too_large() -> None:
         assert (plan(more).best is not None) is fits
 
 
-# On one group GGG may rotate.
+# On one group GGG can rotate.
 WIDE_BLOCKS = {"model": replace(SMALL, hidden_size=4096, ffn_hidden_size=32768)}
 
 
@@ -311,7 +311,7 @@ WIDE_BLOCKS = {"model": replace(SMALL, hidden_size=4096, ffn_hidden_size=32768)}
     ],
 )
 def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told: str) -> None:
-    """A limit between what the flags as given need, and what they need with one changed."""
+    """A limit between the memory of the flags as given and of those with one changed."""
     before = workload(**changes)
     model = replace(before.model, recompute=given.get("recompute"))
     others = {k: v for k, v in given.items() if k != "recompute"}

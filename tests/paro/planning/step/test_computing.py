@@ -1,4 +1,4 @@
-"""What a rank computes, and the part of its device's peak that counts as used."""
+"""The computation of a rank, and the part of its device's peak that counts as used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated step: the engine's order, the bytes of the cost model, and what must bound it."""
+"""The simulated step: the trainer's order, the bytes of the cost model, and bounds on its time."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def order_case(name: str, **more: Any) -> Workload:
 
 
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The moves of every simulation from now on, as they are submitted: their kind and unit.
+    """The communication of every later simulation, in order of submission: kind and unit.
 
-    All that finishes a unit's gradients is one.
+    All operations that complete a unit's gradients for the step count as one.
     """
     planned: list[tuple[str, str]] = []
     submit = Simulation.submit
@@ -94,7 +94,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def note_finishing(done: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adds the last of a step's moves of gradients to `done`, where there are any."""
+    """Appends the once-a-step reduction of a unit's gradients to `done`, if it has any."""
     finish = UnitShards._sum_over_world
 
     def finishing(self: UnitShards, event: Any) -> Any:
@@ -139,13 +139,13 @@ def test_moves_come_in_the_order_of_the_engine(
         def spy(
             self: ShardedUnit, *, move: str = move, run: Any = run, method: Any = method, **kw: Any
         ) -> None:
-            done.extend([(move, self.name)] * len(run))  # one for every axis
+            done.extend([(move, self.name)] * len(run))  # one per axis
             method(self, **kw)
 
         monkeypatch.setattr(ShardedUnit, name, spy)
     note_finishing(done, monkeypatch)
     silence(monkeypatch)
-    lone.step(2)  # a first one, whose update is published in the second
+    lone.step(2)  # the first step, whose updated parameters are gathered in the second
     begin = next((i for i, (move, _) in enumerate(done) if move == "publish"), len(done))
     lone.step(2)
     steps = done[begin:]
@@ -221,7 +221,7 @@ def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
     job = Job(lane=(0,), seconds=1.0, intra=0.0, inter=1.0, cpu=0.5, slowed=2.0)
 
     def program() -> Program:
-        for number in range(2):  # beside computing, then while the thread waits
+        for number in range(2):  # during computation, then while the thread waits
             work = Work(
                 name="", kind="", job=job, lane=("", (0,)), members=1, after=(), left=job.seconds
             )
@@ -234,7 +234,7 @@ def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
 
     ends: list[float] = []
     simulation.run([program()])
-    # The first job is done after 2 s and has taken half a second of the computing thread's.
+    # The first job ends after 2 s and has taken half a second from the computing thread.
     assert ends == pytest.approx([2.5, 2.5, 3.5])
 
 

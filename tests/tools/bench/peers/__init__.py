@@ -1,1 +1,1 @@
-"""Tests of what compare_peers.py is made of."""
+"""Tests of the modules of compare_peers.py."""

@@ -1,4 +1,4 @@
-"""Medians, paired ratios, agreement and tables, by hand-made turns."""
+"""Medians, paired ratios, agreement and tables, from hand-made turns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_ratio_is_the_median_of_pairs_and_not_the_ratio_of_medians() -> None:
     }
     slow, fast = compare(rounds, "slow")
     assert (slow.speed, slow.slowest, slow.fastest) == (1.0, 1.0, 1.0)
-    assert fast.speed == 2.0  # of 2, 10/9 and 3; the medians' is 6 / 2
+    assert fast.speed == 2.0  # median of 2, 10/9 and 3; the ratio of medians is 6 / 2
     assert (fast.slowest, fast.fastest) == (10.0 / 9.0, 3.0)
 
 

@@ -42,7 +42,7 @@ def test_an_fp32_parameter_is_its_own_master() -> None:
 def test_masters_keep_what_bf16_would_lose() -> None:
     parameter = nn.Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
     optimizer = MasterAdamW([parameter], **{**SETTINGS, "weight_decay": 0.0, "lr": 0.25})
-    for _ in range(4):  # each 0.25, a quarter of what bf16 can tell apart here
+    for _ in range(4):  # each 0.25, a quarter of bf16's resolution here
         parameter.grad = torch.full((4,), -1.0, dtype=torch.bfloat16)
         optimizer.step()
         assert parameter.grad is not None, "gradients stay views of their buckets"

@@ -1,4 +1,4 @@
-"""A turn's process: what it returns, and how its end is told."""
+"""The process of a turn: its result, and how its end is reported."""
 
 from __future__ import annotations
 

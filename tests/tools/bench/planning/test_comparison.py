@@ -1,4 +1,4 @@
-"""Errors, the order of pairs, and what auto loses, from made-up measurements."""
+"""Errors, the order of pairs, and the loss by auto, from made-up measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def workload() -> Workload:
 
 
 def measured(workload: Workload, factors: dict[str, float]) -> list[list[dict[str, Any]]]:
-    """What would have been measured, in one turn, were the planner wrong by these factors."""
+    """Measurements of one turn, if the planner were wrong by these factors."""
     estimator = Estimator(workload)
     return [
         [
@@ -63,7 +63,7 @@ def test_a_pair_in_the_wrong_order_is_found_and_costs_auto(workload: Workload) -
 
 
 def row(strategy: str, *seconds: float, peak_bytes: int | None = None) -> Row:
-    """Of a setting that took so long in turn 0, 1, .., and was predicted to take a second."""
+    """A setting with these seconds in turn 0, 1, ..., and a predicted time of one second."""
     return Row(
         strategy=strategy,
         by_turn={(1, turn): s for turn, s in enumerate(seconds)},
@@ -76,7 +76,7 @@ def row(strategy: str, *seconds: float, peak_bytes: int | None = None) -> Row:
 
 
 def test_pairs_are_compared_within_a_turn() -> None:
-    """A machine that is slow for a turn is so for both."""
+    """A slow turn of the machine slows both."""
     assert not list(Comparison(rows=(row("NNI", 1, 2), row("IIG", 2, 1)), choices=()).pairs())
     one, alike, slower = row("NNI", 9.0, 3.0, 1.0), row("IIG", 9.5, 3.2), row("GGG", 10.8, 3.6)
     assert (one.seconds, alike.seconds) == (3.0, 6.35)
@@ -100,7 +100,7 @@ def test_what_rotates_is_compared_as_such_and_chosen_by_nobody(workload: Workloa
     for way, name in (("rotate", "IIG rotated"), ("in-place", "IIG rotated in place")):
         found = compare(workload, [[gathered | {"setting": f"{gathered['setting']}+{way}"}]])
         assert found.rows[0].strategy == name
-        assert found.rows[0].predicted > gathered["seconds"]  # of what is gathered
+        assert found.rows[0].predicted > gathered["seconds"]  # of the gathering strategy
         assert found.choices == ()
 
 
@@ -120,15 +120,15 @@ def test_memory_may_lie_between_the_prediction_and_the_constant(peak: int, error
 
 @dataclass(frozen=True)
 class Told:
-    """What the README tells of a study."""
+    """The results of a study, as stated in docs/planning.md."""
 
     folder: str
-    median_error: float  # of a table
+    median_error: float  # of each table
     worst_error: float
-    num_wrong: int  # pairs, and of the clear ones
+    num_wrong: int  # pairs, and clear pairs
     num_clear_wrong: int
     least_clear: int
-    auto: float  # at most so much longer than the best
+    auto: float  # at most this share longer than the best
 
 
 STUDIES = (
@@ -139,7 +139,7 @@ STUDIES = (
 
 @pytest.mark.parametrize("told", STUDIES, ids=lambda told: told.folder)
 def test_recorded_steps_are_predicted(told: Told) -> None:
-    """What the README says of the measurements holds for this planner."""
+    """The figures of docs/planning.md hold for this planner."""
     chapters = chapters_of(ROOT / "examples/measured" / told.folder)
     everything = [row for chapter in chapters for row in chapter.compared.rows]
     assert all(abs(row.memory_error or 0.0) < 0.003 for row in everything)

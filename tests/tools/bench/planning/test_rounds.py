@@ -49,7 +49,7 @@ def test_a_machine_is_the_median_of_its_files() -> None:
         for factor in (1.0, 3.0, 2.0)
     ]
     found = median_machine(rounds)
-    assert found.measured == (timed(64, 2.0),)  # what one of the files lacks is left out
+    assert found.measured == (timed(64, 2.0),)  # values that one of the files lacks are left out
     assert found.inter == speed(20)
     assert found.device is not None
     assert (found.device.sustained_flops, found.device.piece_seconds) == (2e12, 2.0)
