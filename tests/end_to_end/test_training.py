@@ -26,7 +26,8 @@ import pytest
 import pretrain_llama
 from data.indexed_dataset import IndexedDatasetWriter
 from paro.distributed.user_errors import UserMistakeError
-from tests.helpers.ranks import ROOT, run_ranks, run_script
+from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.scripts import run_script
 
 SCRIPT = "pretrain_llama.py"
 MODEL = [

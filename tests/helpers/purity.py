@@ -46,7 +46,7 @@ def install() -> None:
         start(process)
 
     sys.addaudithook(audit)
-    BaseProcess.start = watched  # type: ignore[method-assign]
+    BaseProcess.start = watched  # type: ignore[method-assign, assignment]
 
 
 @contextmanager

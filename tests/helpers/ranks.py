@@ -1,4 +1,4 @@
-"""Runs a function or a script on N gloo ranks; the processes for functions are reused."""
+"""Runs a function on N gloo ranks, whose processes are reused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -26,10 +24,13 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 
 # The entry script, pytest and all their imports; otherwise seconds in every rank.
-_PRELOADED = ["pytest", "pretrain_llama", "tests.helpers.training"]
-
-# Grace period for torchrun to end its ranks; it kills them itself after 30 s.
-_GRACE_SECONDS = 45.0
+PRELOADED = (
+    "pytest",
+    "pretrain_llama",
+    "tests.helpers.scripts",
+    "tests.helpers.training",
+    "torch.distributed.fsdp",
+)
 
 # After a failure: how long other ranks may still report an earlier one.
 _LAST_WORDS_SECONDS = 1.0
@@ -61,51 +62,6 @@ def run_ranks(
     call = pickle.dumps((function, args, kwargs))
     replies = _POOL.run(call, world_size, init=init, timeout=timeout)
     return [pickle.loads(reply) for reply in replies]
-
-
-def run_script(
-    args: Sequence[object],
-    nproc: int = 0,
-    *,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 240.0,
-) -> subprocess.CompletedProcess[str]:
-    """Runs a script (`args[0]`) in the repository's root: with torchrun, or plain if nproc is 0.
-
-    `env` is added to this process's environment.
-    """
-    launcher = [sys.executable]
-    if nproc:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    command = [*launcher, *map(str, args)]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except BaseException as interruption:
-            stdout, stderr = _end(process)
-            if isinstance(interruption, subprocess.TimeoutExpired):
-                tails = f"{stdout[-4000:]}\n{stderr[-4000:]}"
-                raise RankError(f"{command} did not end within {timeout} s\n{tails}") from None
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
-
-def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Terminates a script; torchrun then ends its ranks, which only torchrun knows."""
-    process.terminate()
-    try:
-        return process.communicate(timeout=_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +131,7 @@ class _Pool:
 
     def _grow(self, num_workers: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(list(PRELOADED))
         while len(self._workers) < num_workers:
             ours, theirs = context.Pipe()
             # Not a daemon: a rank may start data loader processes.

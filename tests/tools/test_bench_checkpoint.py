@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paro.checkpoint.boxes import MAX_ITEM_BYTES
-from tests.helpers.ranks import run_script
+from tests.helpers.scripts import run_script
 
 TOOL = "tools/bench_checkpoint.py"
 

@@ -23,7 +23,8 @@ from paro.distributed.world import World
 from paro.planning.machine.files import read_machine
 from paro.planning.machine.machine import Nic, fastest_algorithm
 from paro.topology import Axes, AxisSpan, make_topology
-from tests.helpers.ranks import run_ranks, run_script
+from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import run_script
 from tools.bench_collectives import (
     Settings,
     main,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.ranks import run_script
+from tests.helpers.scripts import run_script
 from tools.bench_model import CONTENDERS, Result, check_losses, main
 
 SCRIPT = "tools/bench_model.py"

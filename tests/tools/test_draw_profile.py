@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.ranks import run_script
+from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tools.draw_profile import main, read_profile
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paro.distributed.world import World
-from tests.helpers.ranks import run_script
+from tests.helpers.scripts import run_script
 from tools.bench.compare_peers import check_files, make_parser, plan_of, task_of
 from tools.bench.peers import registry
 from tools.bench.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config

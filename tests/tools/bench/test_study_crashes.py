@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.ranks import run_script
+from tests.helpers.scripts import run_script
 from tools.bench.study_crashes import Kill, Study, losses, make_parser, wanted_kinds
 
 TOOL = "tools/bench/study_crashes.py"

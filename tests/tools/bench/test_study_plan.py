@@ -24,7 +24,8 @@ from paro.planning.machine.machine import (
     bits_per_second,
 )
 from paro.topology import Axes
-from tests.helpers.ranks import ROOT, run_script
+from tests.helpers.ranks import ROOT
+from tests.helpers.scripts import run_script
 from tools.bench import study_plan
 from tools.bench.study_plan import COUNTS, StudyPart, main, missing, parts, rows_of
 

@@ -1,0 +1,133 @@
+"""Runs a script as a user would, alone or under torchrun, without importing torch every time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from tests.helpers.ranks import PRELOADED, ROOT, RankError
+
+# torchrun gets this long to end its ranks; it kills them itself after 30 s.
+_GRACE_SECONDS = 45.0
+
+
+def run_script(
+    args: Sequence[object],
+    nproc: int = 0,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240.0,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script (`args[0]`) from the repository's root: under torchrun, or plain with nproc 0.
+
+    `env` is added to this process's environment. All processes are forked from one that has
+    imported torch, which saves seconds for each; torchrun's agent itself is the real one.
+    """
+    words = list(map(str, args))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    with TemporaryDirectory() as name:
+        outputs = [Path(name) / stream for stream in ("stdout", "stderr")]
+        process = context.Process(
+            target=_as_a_command, args=(words, nproc, environment, outputs), name="script"
+        )
+        process.start()
+        try:
+            process.join(timeout)
+        finally:
+            still_runs = process.exitcode is None
+            if still_runs:
+                _end(process)
+            stdout, stderr = (path.read_text() if path.exists() else "" for path in outputs)
+    if still_runs:
+        tails = f"{stdout[-4000:]}\n{stderr[-4000:]}"
+        raise RankError(f"{words} did not end within {timeout} s\n{tails}")
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(words, process.exitcode, stdout, stderr)
+
+
+def _end(process: BaseProcess) -> None:
+    """Ends a script; torchrun, asked politely, ends its ranks, which only it knows."""
+    process.terminate()
+    process.join(_GRACE_SECONDS)
+    process.kill()
+    process.join()
+
+
+def _as_a_command(
+    words: list[str], nproc: int, environment: dict[str, str], outputs: list[Path]
+) -> None:
+    """In the forked process: takes its streams and environment, runs, and leaves as Python does."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    sys.exit(_status_of(lambda: _run_with_torchrun(words, nproc) if nproc else _run_file(*words)))
+
+
+class _ForkedPopen(subprocess.Popen[bytes]):
+    """A Python script in a fork of this process, where a fresh interpreter is asked for."""
+
+    def _execute_child(self, args: tuple[str, ...], *others: Any) -> None:
+        python, flag, *words = args
+        assert (python, flag) == (sys.executable, "-u")  # unbuffered, as torchrun starts Python
+        environment = others[5]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid == 0:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # torchrun handles them
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ.clear()
+            os.environ.update(environment)
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+            os._exit(_status_of(lambda: _run_file(*words)))
+
+
+def _run_with_torchrun(words: list[str], nproc: int) -> None:
+    def popen(_: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> _ForkedPopen:
+        return _ForkedPopen(args, env=env)
+
+    SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
+    torchrun.main(["--standalone", f"--nproc-per-node={nproc}", *words])
+
+
+def _run_file(script: str, *words: str) -> None:
+    sys.argv = [script, *words]
+    sys.path[:] = [str(Path(script).resolve().parent), *(p for p in sys.path if p != str(ROOT))]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _status_of(run: Callable[[], None]) -> int:
+    """What Python would leave with."""
+    try:
+        run()
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
