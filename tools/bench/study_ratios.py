@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -166,8 +167,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def execute(args: argparse.Namespace) -> None:
-    ratios = [float(word) for word in args.ratios.split(",")]
-    if not all(0 < ratio < float("inf") for ratio in ratios):
+    try:
+        ratios = [float(word) for word in args.ratios.split(",")]
+    except ValueError:
+        ratios = [math.nan]
+    if not all(0 < ratio < math.inf for ratio in ratios):
         raise UserError(f"--ratios {args.ratios}: give positive numbers, joined by commas")
     if args.plot:
         check_can_draw(args.plot)
