@@ -14,8 +14,9 @@ from paro.config.record import model_line, recorded_arguments
 from paro.config.run import RunConfig, take_world
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed, seed_everything
-from paro.distributed.user_errors import UserMistakeError, run_script, user_mistakes
+from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_job_id
+from paro.errors import StorageError, UserError
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
 from paro.report.log_line import arguments_block
@@ -42,13 +43,12 @@ from paro.training.step import Training, TrainState
 
 
 def main() -> None:
-    with user_mistakes():
-        args = parse_args()
-        world = take_world(args)
-        config = RunConfig.from_args(args, world)
-        if config.launch.dry_run:
-            run_dry(config, world)
-            return
+    args = parse_args()
+    world = take_world(args)
+    config = RunConfig.from_args(args, world)
+    if config.launch.dry_run:
+        run_dry(config, world)
+        return
     set_logging_level(config.report.logging_level)
     with distributed(config.runtime, world) as control:
         run(config, control)
@@ -138,12 +138,13 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
 
 @contextmanager
 def closing(report: Report, control: Control) -> Iterator[None]:
-    """Closes the report at the end, also after a user mistake, so that dashboards record it."""
+    """Closes the report at the end, also after an error of all ranks: dashboards record it."""
     try:
         yield
-    except UserMistakeError as mistake:
-        if not mistake.on_this_rank:  # else the other ranks do not reach the barrier
-            with suppress(Exception):  # an error here must not hide the mistake
+    except (UserError, StorageError) as error:
+        # All ranks raise it, or only this one: then the others do not reach the barrier.
+        if isinstance(error, StorageError) or not error.on_this_rank:
+            with suppress(Exception):  # it must not hide the error
                 report.close()
                 control.barrier()  # the first rank to exit kills the others
         raise
@@ -178,14 +179,14 @@ def open_data(
 ) -> Datasets:
     """The data sets of the run; logs it if their order changed since the checkpoint.
 
-    `ValueError` where --skip-train leaves nothing to evaluate.
+    `UserError` where --skip-train leaves nothing to evaluate.
     """
     datasets = build_data(config, state)
     held_out = datasets.valid or datasets.named_valid or datasets.test
     if config.train.skip_train and not held_out:
         split = config.data.split_in_use
         flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
-        raise ValueError(
+        raise UserError(
             f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or test"
         )
     if loaded is not None and not config.train.skip_train:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from data.document_bounds import DocumentRules, bounds_of
+from paro.errors import UserError
 
 
 class Samples(Protocol):
@@ -70,7 +71,7 @@ def collate(samples: Sequence[NDArray[np.int64]], rules: DocumentRules | None = 
     )
 
 
-class Fetch(Dataset[Batch | Exception]):
+class Fetch(Dataset[Batch | UserError]):
     """Maps the sample numbers of a micro-batch to the batch.
 
     User errors are returned as values, because an exception raised in a worker process would print
@@ -84,7 +85,7 @@ class Fetch(Dataset[Batch | Exception]):
         self.rules = rules
         self.masks_beyond_end = masks_beyond_end
 
-    def __getitem__(self, numbers: range) -> Batch | Exception:
+    def __getitem__(self, numbers: range) -> Batch | UserError:
         last = len(self.dataset) - 1
         if self.masks_beyond_end:
             batch = self._collate([min(number, last) for number in numbers])
@@ -92,15 +93,15 @@ class Fetch(Dataset[Batch | Exception]):
                 batch.loss_mask_BS[[number > last for number in numbers]] = 0.0
             return batch
         if numbers[-1] > last:
-            return ValueError(
+            return UserError(
                 f"the data set ends after {len(self.dataset)} samples and sample {numbers[-1]} is "
                 "asked for: more is drawn than --train-iters, --train-samples or --eval-iters "
                 "announced when it was built"
             )
         return self._collate(numbers)
 
-    def _collate(self, numbers: Sequence[int]) -> Batch | Exception:
+    def _collate(self, numbers: Sequence[int]) -> Batch | UserError:
         try:
             return collate([self.dataset[number] for number in numbers], self.rules)
-        except ValueError as error:
+        except UserError as error:
             return error

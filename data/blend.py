@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from paro.errors import UserError, reading
+
 SURPLUS = 0.005  # as in Megatron: extra samples built of every corpus, against rounding
 MAX_CORPORA = np.iinfo(np.int16).max - 1
 
@@ -39,14 +41,14 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     A word that is a number is a weight, so a prefix that looks like a number is written ./1.
     """
     if not words:
-        raise ValueError(f"{flag} names no corpus: give the prefix of a .bin and a .idx file")
+        raise UserError(f"{flag} names no corpus: give the prefix of a .bin and a .idx file")
     numbers = [_number(word) for word in words]
     if all(number is None for number in numbers):
         return _checked(flag, [word.strip() for word in words], None)
     weights, prefixes = numbers[0::2], words[1::2]
     is_paired = len(words) % 2 == 0 and all(number is None for number in numbers[1::2])
     if not is_paired or None in weights:
-        raise ValueError(
+        raise UserError(
             f"{flag} {' '.join(words)}: weights and paths do not match: give a weight before every "
             "path, or none at all"
         )
@@ -72,7 +74,7 @@ def read_blend_per_split(path: str, flag: str) -> dict[str, Blend]:
     content = _parse_json(_read_text(path, flag), path, flag)
     names = ("train", "valid", "test")
     if not isinstance(content, dict) or not set(content) <= set(names):
-        raise ValueError(
+        raise UserError(
             f'{flag} {path} is not understood: give {{"train": [...], "valid": [...], "test": '
             "[...]}, each a list of weights and paths, or of paths"
         )
@@ -87,7 +89,7 @@ def _blend_of(content: Any, flag: str) -> Blend:
     if isinstance(content, str):
         return parse_blend(content.split(), flag)
     if not isinstance(content, list):
-        raise ValueError(f"{flag} holds no list of paths, or of weights and paths")
+        raise UserError(f"{flag} holds no list of paths, or of weights and paths")
     return parse_blend(_flatten(content, flag), flag)
 
 
@@ -97,13 +99,13 @@ def _flatten(content: list[Any], flag: str) -> list[str]:
     for place, entry in enumerate(content):
         if not isinstance(entry, list):
             if isinstance(entry, bool) or not isinstance(entry, str | int | float):
-                raise ValueError(f"{flag} {json.dumps(entry)} is neither a path nor a weight")
+                raise UserError(f"{flag} {json.dumps(entry)} is neither a path nor a weight")
             words.append(str(entry))
             continue
         inner = parse_blend(_flatten(entry, flag), flag)
         outer = _number(str(content[place - 1])) if place % 2 == 1 else None
         if (outer is None) != (inner.weights is None):
-            raise ValueError(
+            raise UserError(
                 f"{flag} a list inside a list has weights where the outer one has none, or none "
                 "where it has: give weights in both, or in neither"
             )
@@ -121,13 +123,13 @@ def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Ble
     if weights is not None:
         wrong = next((w for w in weights if not 0.0 <= w < math.inf), None)
         if wrong is not None:
-            raise ValueError(f"{flag} the weight {wrong:g} is no share: give 0 or a number above")
+            raise UserError(f"{flag} the weight {wrong:g} is no share: give 0 or a number above")
         if not any(weights):
-            raise ValueError(f"{flag} all weights are 0: give one of the paths more")
+            raise UserError(f"{flag} all weights are 0: give one of the paths more")
         prefixes = [p for p, weight in zip(prefixes, weights, strict=True) if weight > 0.0]
         weights = [weight for weight in weights if weight > 0.0]
     if len(prefixes) > MAX_CORPORA:
-        raise ValueError(f"{flag} {len(prefixes)} corpora are more than {MAX_CORPORA}: merge some")
+        raise UserError(f"{flag} {len(prefixes)} corpora are more than {MAX_CORPORA}: merge some")
     return Blend(
         flag=flag, prefixes=tuple(prefixes), weights=None if weights is None else tuple(weights)
     )
@@ -141,19 +143,15 @@ def _number(word: str) -> float | None:
 
 
 def _read_text(path: str, flag: str) -> str:
-    try:
+    with reading(f"{flag} {path}"):
         return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} {path} is not UTF-8 text") from error
-    except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
 
 
 def _parse_json(text: str, path: str, flag: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} {path} is not valid JSON: {error}") from error
+        raise UserError(f"{flag} {path} is not valid JSON: {error}") from error
 
 
 def members_of(shares: Sequence[float], num_samples: int) -> list[int]:

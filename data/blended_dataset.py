@@ -27,6 +27,7 @@ from data.gpt_dataset import (
 )
 from data.index_cache import CacheEntry, Expected, cached_arrays
 from data.indexed_dataset import IndexedDataset
+from paro.errors import UserError
 
 
 class BlendedDataset:
@@ -132,7 +133,7 @@ def _without_empty(blend: Blend, request: SplitRequest) -> tuple[Blend, tuple[st
 
 def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
     if request.num_samples is None:
-        raise ValueError(
+        raise UserError(
             f"{blend.flag} has weights, and --full-validation reads every sample once: leave the "
             "weights out, or --full-validation"
         )
@@ -162,7 +163,7 @@ def _by_size(blend: Blend, request: SplitRequest) -> BlendedDataset:
         )
         return BlendedDataset(members, indices, num_samples=total, source=source)
     if num_samples > total and request.split_name == "train":
-        raise ValueError(
+        raise UserError(
             f"{blend.flag} without weights holds {total} samples of --seq-length "
             f"{request.sampling.seq_length}, and training draws {num_samples}: give a weight "
             "before each path, so that data are repeated, or train less"

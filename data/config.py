@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
 from data.document_bounds import DocumentRules
 from data.sample_order import SPLIT_NAMES, parse_split
+from paro.errors import UserError
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
@@ -37,36 +38,34 @@ class DataConfig:
     def __post_init__(self) -> None:
         given = [flag for flag, is_given in self._sources().items() if is_given]
         if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} contradict each other: give one of them")
+            raise UserError(f"{given[0]} and {given[1]} contradict each other: give one of them")
         if not given:
-            raise ValueError(
-                "no data: give --data-path PREFIX, or --mock-data for synthetic tokens"
-            )
+            raise UserError("no data: give --data-path PREFIX, or --mock-data for synthetic tokens")
         blends = self.blends()
         if not self.mock_data and "train" not in blends:
-            raise ValueError(f"{given[0]} is given and no training data: give --train-data-path")
+            raise UserError(f"{given[0]} is given and no training data: give --train-data-path")
         self._check_validation(blends.get("valid"))
         if self.is_per_split and self.split is not None:
-            raise ValueError(f"--split and {given[0]} contradict each other: give one of them")
+            raise UserError(f"--split and {given[0]} contradict each other: give one of them")
         if self.seq_length < 1:
-            raise ValueError(f"--seq-length {self.seq_length} must be at least 1")
+            raise UserError(f"--seq-length {self.seq_length} must be at least 1")
         if self.num_workers < 0:
-            raise ValueError(f"--num-workers {self.num_workers} must be 0 or more")
+            raise UserError(f"--num-workers {self.num_workers} must be 0 or more")
         if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"--seed {self.seed} must lie between 0 and {MAX_SEED}")
+            raise UserError(f"--seed {self.seed} must lie between 0 and {MAX_SEED}")
         parse_split(self.split or DEFAULT_SPLIT)
 
     def _check_validation(self, valid: Blend | None) -> None:
         if self.full_validation and self.mock_data:
-            raise ValueError("--full-validation needs a corpus: --mock-data have no end")
+            raise UserError("--full-validation needs a corpus: --mock-data have no end")
         if not self.multiple_validation_sets:
             return
         if not self.is_per_split or valid is None:
-            raise ValueError(
+            raise UserError(
                 "--multiple-validation-sets needs --valid-data-path with a path for each of them"
             )
         if valid.weights is not None:
-            raise ValueError(
+            raise UserError(
                 f"{valid.flag} has weights and --multiple-validation-sets keeps its corpora apart: "
                 "leave the weights out"
             )

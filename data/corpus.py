@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from data.sources import Piece, SourceKind, open_hugging_face, open_parquet
+from paro.errors import UserError, reading
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BATCH_BYTES = 2**18  # of a batch of lines or rows; one longer line is a batch of its own
@@ -66,13 +67,13 @@ def read_batches(
 @contextmanager
 def open_binary(piece: Piece) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """A stream of a file's decompressed bytes, and a function for how many file bytes were read."""
-    with Path(piece.path).open("rb") as raw:
+    with reading(piece.path), Path(piece.path).open("rb") as raw:
         try:
             yield _decompressed(piece, raw), raw.tell
         except (EOFError, zlib.error, OSError) as error:
             if piece.compression is None:
                 raise
-            raise ValueError(f"{piece.path} is damaged or truncated: {error}") from error
+            raise UserError(f"{piece.path} is damaged or truncated: {error}") from error
 
 
 def _decompressed(piece: Piece, raw: IO[bytes]) -> IO[bytes]:
@@ -84,7 +85,7 @@ def _decompressed(piece: Piece, raw: IO[bytes]) -> IO[bytes]:
     try:
         import pyarrow
     except ImportError as error:
-        raise ValueError(f"--input {piece.path} needs the package pyarrow") from error
+        raise UserError(f"--input {piece.path} needs the package pyarrow") from error
     # pyarrow detects a truncated file; the package zstandard takes it for the end of the file.
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
 
@@ -162,7 +163,9 @@ def _rows(piece: Piece, keys: Sequence[str]) -> Iterator[RawBatch]:
 
 def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
     """Yields, row group by row group: how many row groups this batch completes, and its rows."""
-    source = open_parquet(piece.path)
+    source = open_parquet(piece.path)  # which says so if pyarrow is missing
+    from pyarrow import ArrowException
+
     _check_columns(piece, keys, source.schema_arrow.names)
     for group in range(piece.begin, piece.end):
         batches = source.iter_batches(ROWS, row_groups=[group], columns=list(dict.fromkeys(keys)))
@@ -172,9 +175,9 @@ def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows
                 for begin in range(0, len(batch), step):
                     yield 0, batch.slice(begin, step).to_pydict()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{piece.path}, row group {group + 1} is not UTF-8") from error
-        except OSError as error:
-            raise ValueError(f"{piece.path}, row group {group + 1} is damaged: {error}") from error
+            raise UserError(f"{piece.path}, row group {group + 1} is not UTF-8") from error
+        except (OSError, ArrowException) as error:
+            raise UserError(f"{piece.path}, row group {group + 1} is damaged: {error}") from error
         yield 1, {key: [] for key in keys}
 
 
@@ -192,13 +195,13 @@ def _saved_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]
 def _check_columns(piece: Piece, keys: Sequence[str], names: Sequence[str]) -> None:
     for key in keys:
         if key not in names:
-            raise ValueError(
+            raise UserError(
                 f"{piece.path} has no column {key!r}; its columns are: {', '.join(names)}"
             )
 
 
 def texts_of(batch: RawBatch, keys: Sequence[str], on_bad: OnBad | None = None) -> Iterator[Texts]:
-    """The documents of a batch; `ValueError` gives file and line of a bad one.
+    """The documents of a batch; `UserError` gives file and line of a bad one.
 
     With `on_bad`, bad ones are reported to it and skipped. A .txt document is under every key.
     """
@@ -210,7 +213,7 @@ def texts_of(batch: RawBatch, keys: Sequence[str], on_bad: OnBad | None = None) 
         except _BadError as error:
             message = str(error)
             if on_bad is None:
-                raise ValueError(message) from error
+                raise UserError(message) from error
             on_bad(message)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from data.atomic_file import replacing
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig
+from paro.errors import UserError, reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,24 +69,26 @@ def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
     path = fingerprint_path(prefix)
     if not path.is_file():
         return None
+    with reading(f"{path}"):
+        content = path.read_bytes()
     try:
-        return Fingerprint(**json.loads(path.read_text(encoding="utf-8")))
+        return Fingerprint(**json.loads(content))
     except (ValueError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is damaged: write the corpus again, or remove this file to go without the "
             "check of its tokenizer"
         ) from error
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> None:
-    """Raises `ValueError` if a corpus is known to be made with another tokenizer."""
+    """Raises `UserError` if a corpus is known to be made with another tokenizer."""
     made_with = read_fingerprint(prefix)
     if made_with is None or tokenizer is None:
         return
     given = fingerprint_of(tokenizer)
     if given is None or given.digest == made_with.digest:
         return
-    raise ValueError(
+    raise UserError(
         f"{prefix}.bin was made with {made_with.describe()}, and the tokenizer given is "
         f"{given.describe()}: give the first one, or write the corpus again with the second; if "
         f"you know that their ids mean the same, remove {fingerprint_path(prefix)}"

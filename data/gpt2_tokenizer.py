@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paro.errors import UserError, reading
+
 END = "<|endoftext|>"
 VOCAB_FILE, MERGE_FILE = "vocab.json", "merges.txt"  # their names in a Hugging Face folder
 
@@ -49,13 +51,11 @@ def write_gpt2_tokenizer_json(vocab_file: Path, merge_file: Path, folder: Path) 
 
 
 def _load(vocab_file: Path, merge_file: Path) -> Any:
-    """The two files as a tokenizer of the tokenizers library; `ValueError` names a bad file."""
+    """The two files as a tokenizer of the tokenizers library; `UserError` names a bad file."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
-        raise ValueError(
-            "--tokenizer-type GPT2BPETokenizer needs the package tokenizers"
-        ) from error
+        raise UserError("--tokenizer-type GPT2BPETokenizer needs the package tokenizers") from error
     vocabulary = _read_vocabulary(vocab_file)
     merges = _read_merges(merge_file, vocabulary, vocab_file)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -65,7 +65,7 @@ def _load(vocab_file: Path, merge_file: Path) -> Any:
     missing = [piece for piece in (*alphabet, END) if piece not in vocabulary]
     if missing:
         what = END if missing == [END] else f"{len(missing)} of the 256 bytes"
-        raise ValueError(f"--vocab-file {vocab_file} is not GPT-2's: it has no {what}")
+        raise UserError(f"--vocab-file {vocab_file} is not GPT-2's: it has no {what}")
     tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     return tokenizer
 
@@ -73,14 +73,14 @@ def _load(vocab_file: Path, merge_file: Path) -> Any:
 def _read_vocabulary(path: Path) -> dict[str, int]:
     """Pieces and their ids, which are consecutive from 0."""
     if not path.is_file():
-        raise FileNotFoundError(f"--vocab-file {path} is missing: give GPT-2's vocab.json")
+        raise UserError(f"--vocab-file {path} is missing: give GPT-2's vocab.json")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
         ids = sorted(found.values())
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"--vocab-file {path} is not a JSON object of pieces and ids") from error
+        raise UserError(f"--vocab-file {path} is not a JSON object of pieces and ids") from error
     if ids != list(range(len(ids))):
-        raise ValueError(
+        raise UserError(
             f"--vocab-file {path} is not a JSON object of pieces and ids: they must count from 0 "
             "without a gap"
         )
@@ -91,23 +91,21 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 def _read_merges(path: Path, vocabulary: dict[str, int], vocab_file: Path) -> list[tuple[str, str]]:
     """Pairs of pieces, in order of preference."""
     if not path.is_file():
-        raise FileNotFoundError(f"--merge-file {path} is missing: give GPT-2's merges.txt")
-    try:
+        raise UserError(f"--merge-file {path} is missing: give GPT-2's merges.txt")
+    with reading(f"--merge-file {path}"):
         lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--merge-file {path} is not a text of merges") from error
     merges = []
     for number, line in enumerate(lines, start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         left, blank, right = line.rstrip("\r").partition(" ")
         if not (left and blank and right) or " " in right:
-            raise ValueError(
+            raise UserError(
                 f"--merge-file {path}, line {number}, is no merge: two pieces with a blank between"
             )
         for piece in (left, right, left + right):
             if piece not in vocabulary:
-                raise ValueError(
+                raise UserError(
                     f"--merge-file {path}, line {number}, makes {piece!r}, which --vocab-file "
                     f"{vocab_file} does not have: the two files belong to different tokenizers"
                 )

@@ -18,6 +18,7 @@ from data.sample_order import (
     split_bounds,
     split_matrix,
 )
+from paro.errors import UserError
 
 # Token ids are checked against the vocabulary when a corpus is opened: all ids of a corpus of up to
 # this many bytes, which takes a tenth of a second, and evenly spaced blocks of larger corpora.
@@ -27,7 +28,7 @@ SCAN_BLOCKS = 64
 PURPOSES = {"train": "training", "valid": "validation", "test": "test"}
 
 
-class TooFewTokensError(ValueError):
+class TooFewTokensError(UserError):
     """A split of a corpus has fewer tokens than one sample needs."""
 
 
@@ -91,7 +92,7 @@ class GPTDataset:
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
-    """Raises `ValueError` if any checked id of the corpus is outside the vocabulary."""
+    """Raises `UserError` if any checked id of the corpus is outside the vocabulary."""
     if np.iinfo(indexed.dtype).max < vocab_size and indexed.dtype.kind == "u":
         return  # ids of this dtype cannot be outside
     block = max(1, SCAN_BYTES // SCAN_BLOCKS // indexed.dtype.itemsize)
@@ -109,7 +110,7 @@ def _check_ids(ids: Tokens, vocab_size: int, prefix: str) -> None:
             f"; if NullTokenizer made it before it counted the end of documents, give --vocab-size "
             f"{vocab_size + 1}"
         )
-        raise ValueError(
+        raise UserError(
             f"{bin_path(prefix)} holds token id {wrong[0]}, the vocabulary has {vocab_size} "
             "entries: --data-path was made with another tokenizer than --tokenizer-model or "
             f"--vocab-size say{older if wrong[0] == vocab_size else ''}"

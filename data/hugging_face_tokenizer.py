@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paro.errors import UserError
+
 TOKENIZER_JSON = "tokenizer.json"
 # Names of special token roles in transformers.
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -34,7 +36,7 @@ class HuggingFaceTokenizer:
         else:
             loaded = _load_with_transformers(model)
         if loaded.eos is None:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {model} does not say which token ends a document: put "
                 '{"eos_token": "..."} into the tokenizer_config.json beside it'
             )
@@ -73,11 +75,11 @@ def _load_tokenizer_json(path: Path, *, more_tokens: bool = False) -> _Loaded:
     try:
         import tokenizers
     except ImportError as error:
-        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs tokenizers") from error
+        raise UserError("--tokenizer-type HuggingFaceTokenizer needs tokenizers") from error
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"--tokenizer-model {path} is not a tokenizer.json") from error
+        raise UserError(f"--tokenizer-model {path} is not a tokenizer.json") from error
     tokenizer.no_truncation()  # a file may enable it
     tokenizer.no_padding()
     config = _read_config(path.parent)
@@ -157,11 +159,11 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_bytes())
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} is not a JSON object: repair or remove it")
+        raise UserError(f"{path} is not a JSON object: repair or remove it")
     return fields
 
 
@@ -169,13 +171,13 @@ def _load_with_transformers(model: str) -> _Loaded:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:  # OSError, ValueError, TypeError and more, depending on the folder
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {model} is neither a tokenizer.json nor a tokenizer that "
             f"transformers finds on this machine: get it first, such as with 'hf download {model}'"
         ) from error

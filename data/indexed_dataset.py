@@ -8,7 +8,6 @@ sequences' token ids one after the other. The 8-byte arrays start at byte 34 + 4
 
 from __future__ import annotations
 
-import errno
 import struct
 from array import array
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from data.atomic_file import replacing
 from data.fingerprint import Fingerprint, replacing_fingerprint
+from paro.errors import UserError, is_storage_failure, reading, writing
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -62,7 +62,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        _check_present(self.prefix)
+        with reading(f"{bin_path(self.prefix)}"):
+            _check_present(self.prefix)
         index = _map_bytes(idx_path(prefix))
         header = _read_header(index, idx_path(prefix))
         count, entries = header.num_sequences, header.num_document_entries
@@ -72,11 +73,11 @@ class IndexedDataset:
         self.document_indices = _view(index, "<i8", entries, HEADER.size + 12 * count)
         self.num_tokens = int(self.sequence_lengths.sum(dtype=np.int64))
         if not self._index_is_whole():
-            raise ValueError(f"{idx_path(prefix)} contradicts itself, it is damaged: {REMEDY}")
+            raise UserError(f"{idx_path(prefix)} contradicts itself, it is damaged: {REMEDY}")
         content = _map_bytes(bin_path(prefix))
         expected = self.num_tokens * self.dtype.itemsize
         if content.nbytes != expected:
-            raise ValueError(
+            raise UserError(
                 f"{bin_path(prefix)} holds {content.nbytes} bytes where its .idx says {expected}: "
                 f"truncated, or the two files do not belong together; {REMEDY}"
             )
@@ -113,7 +114,7 @@ class IndexedDataset:
         begin, remainder = divmod(int(self.sequence_pointers[index]), self.dtype.itemsize)
         part = self.tokens[begin + offset : begin + stop]
         if begin < 0 or remainder != 0 or len(part) != stop - offset:
-            raise ValueError(
+            raise UserError(
                 f"{idx_path(self.prefix)} points sequence {index} at no place in its .bin file, "
                 f"it is damaged: {REMEDY}"
             )
@@ -140,36 +141,37 @@ def _check_present(prefix: str) -> None:
             continue
         given = Path(prefix)
         if given.suffix in (".bin", ".idx") and given.is_file():
-            raise FileNotFoundError(
+            raise UserError(
                 f"{path} is missing: --data-path takes the prefix, {given.with_suffix('')}, "
                 "without .bin or .idx"
             )
-        raise FileNotFoundError(
+        raise UserError(
             f"{path} is missing: --data-path takes the prefix of a .bin and a .idx file as "
             "tools/preprocess_data.py writes them"
         )
 
 
 def _map_bytes(path: Path) -> NDArray[np.uint8]:
-    if path.stat().st_size == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype=np.uint8)
-    return np.memmap(path, dtype=np.uint8, mode="r")
+    with reading(f"{path}"):
+        if path.stat().st_size == 0:  # an empty file cannot be mapped
+            return np.empty(0, dtype=np.uint8)
+        return np.memmap(path, dtype=np.uint8, mode="r")
 
 
 def _read_header(index: NDArray[np.uint8], path: Path) -> _Header:
     if index.nbytes < HEADER.size or bytes(index[: len(MAGIC)]) != MAGIC:
-        raise ValueError(f"{path} is not a Megatron index file (MMIDIDX): {REMEDY}")
+        raise UserError(f"{path} is not a Megatron index file (MMIDIDX): {REMEDY}")
     _, version, code, count, entries = HEADER.unpack(index[: HEADER.size].tobytes())
     if version != VERSION:
-        raise ValueError(f"{path} has format version {version}, only 1 is known: {REMEDY}")
+        raise UserError(f"{path} has format version {version}, only 1 is known: {REMEDY}")
     if code not in TOKEN_DTYPES:
         kind = "floating-point numbers" if code in FLOAT_CODES else f"an unknown type ({code})"
-        raise ValueError(f"{path} declares {kind} instead of token ids: {REMEDY}")
+        raise UserError(f"{path} declares {kind} instead of token ids: {REMEDY}")
     expected = HEADER.size + 12 * count + 8 * entries
     if index.nbytes == expected + count and count > 0:
-        raise ValueError(f"{path} is multimodal (it has modes); only text is supported: {REMEDY}")
+        raise UserError(f"{path} is multimodal (it has modes); only text is supported: {REMEDY}")
     if index.nbytes != expected:
-        raise ValueError(
+        raise UserError(
             f"{path} holds {index.nbytes} bytes where its header says {expected}, it is "
             f"truncated or damaged: {REMEDY}"
         )
@@ -187,11 +189,10 @@ def _room_on_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.filename:
+        if not is_storage_failure(error) or error.filename:
             raise
-        raise OSError(
-            f"{path} cannot be written: {error.strerror}; make room or write elsewhere"
-        ) from error
+        text = f"{path} cannot be written: {error.strerror}; make room or write elsewhere"
+        raise OSError(error.errno, text) from error
 
 
 class EncodedDocuments(NamedTuple):
@@ -236,7 +237,8 @@ class IndexedDatasetWriter:
             self.complete()
 
     def __enter__(self) -> IndexedDatasetWriter:
-        self._files.__enter__()
+        with writing(f"{bin_path(self.prefix)}"):
+            self._files.__enter__()
         return self
 
     def __exit__(
@@ -291,7 +293,7 @@ class IndexedDatasetWriter:
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Appends all documents of another data set of the same dtype; copies it in chunks."""
         if dataset.dtype != self.dtype:
-            raise ValueError(
+            raise UserError(
                 f"{bin_path(dataset.prefix)} holds {dataset.dtype.name} and {self.prefix} is to "
                 f"hold {self.dtype.name}: only data sets of one tokenizer can be joined"
             )
@@ -310,7 +312,7 @@ class IndexedDatasetWriter:
 
     def _check_length(self, length: int) -> None:
         if length > MAX_SEQUENCE_LENGTH:
-            raise ValueError(
+            raise UserError(
                 f"a sequence of {length} tokens exceeds the format's {MAX_SEQUENCE_LENGTH}: "
                 "cut the document"
             )
@@ -320,7 +322,7 @@ class IndexedDatasetWriter:
         self._check_length(ids.size)
         for extreme in (int(ids.min()), int(ids.max())):
             if not 0 <= extreme <= np.iinfo(self.dtype).max:
-                raise ValueError(
+                raise UserError(
                     f"token id {extreme} does not fit {self.dtype}, the type for this vocabulary: "
                     "the tokenizer's ids and its vocabulary size contradict each other"
                 )

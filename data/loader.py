@@ -26,6 +26,7 @@ from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
+from paro.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,7 @@ class MicroBatches:
     Micro-batch m has micro_batch_size samples, starting at consumed + (m * world_size + rank) *
     micro_batch_size: Megatron's dataloader type `single`. The caller decides how many micro-batches
     make a step, so batch ramp-up and resuming need no code here. Drawing a sample beyond the end of
-    the data set raises `ValueError`; nothing is read twice.
+    the data set raises `UserError`; nothing is read twice.
 
     With workers, processes read ahead; order and content do not change.
     """
@@ -184,7 +185,7 @@ class MicroBatches:
     pin_memory: bool = False
     rules: DocumentRules | None = None
     whole: bool = False  # whole rounds, each padded at its end with masked samples
-    _source: Iterator[Batch | Exception] | None = field(default=None, init=False, repr=False)
+    _source: Iterator[Batch | UserError] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
@@ -204,11 +205,11 @@ class MicroBatches:
             gone = str(error).startswith("DataLoader worker (pid")
             if self.num_workers == 0 or (isinstance(error, RuntimeError) and not gone):
                 raise
-            raise ChildProcessError(
+            raise UserError(
                 f"a process that reads data ahead is gone ({error}): often memory was short; run "
                 "again with a smaller --num-workers, or with 0 to see what it meets"
             ) from error
-        if isinstance(batch, Exception):
+        if isinstance(batch, UserError):
             try:
                 raise batch
             finally:
@@ -227,7 +228,7 @@ class MicroBatches:
             round_of=len(self.dataset) if self.whole else None,
         )
 
-    def _read(self) -> Iterator[Batch | Exception]:
+    def _read(self) -> Iterator[Batch | UserError]:
         fetch = Fetch(self.dataset, self.rules, masks_beyond_end=self.whole)
         for numbers in self.sample_numbers():
             batch = fetch[numbers]
@@ -235,8 +236,8 @@ class MicroBatches:
                 batch = batch.pin_memory()
             yield batch
 
-    def _read_ahead(self) -> Iterator[Batch | Exception]:
-        loader: DataLoader[Batch | Exception] = DataLoader(
+    def _read_ahead(self) -> Iterator[Batch | UserError]:
+        loader: DataLoader[Batch | UserError] = DataLoader(
             Fetch(self.dataset, self.rules, masks_beyond_end=self.whole),
             batch_size=None,
             sampler=self.sample_numbers(),

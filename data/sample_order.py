@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paro.errors import UserError
+
 SPLIT_NAMES = ("train", "valid", "test")
 DOCUMENT_DTYPE = np.dtype(np.int32)
 BLOCK = 2**16  # entries of the document index
@@ -97,7 +99,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
     weights += [0.0] * (3 - len(weights))
     total = float(np.sum(np.array(weights, dtype=np.float64)))
     if not words or len(weights) > 3 or min(weights) < 0 or not 0 < total < float("inf"):
-        raise ValueError(
+        raise UserError(
             f"--split {text!r} is not understood: give up to three weights of train, validation "
             "and test data, such as 969,30,1"
         )

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from paro.errors import UserError, reading
+
 COMPRESSIONS = (".gz", ".zst", ".zstd")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -70,30 +72,31 @@ def kind_of(path: Path) -> SourceKind | None:
 def find_pieces(
     inputs: Sequence[str | Path], *, config: str | None = None, split: str = "train"
 ) -> list[Piece]:
-    """One piece per source of --input, before any is read; `ValueError`/`OSError` for bad ones.
+    """One piece per source of --input, before any is read; `UserError` for bad ones.
 
     Files in a folder, and files that match a pattern, are sorted by name.
     """
-    pieces = []
+    pieces: list[Piece] = []
     for given in map(str, inputs):
         path = Path(given)
-        if path.is_file():
-            pieces.append(_file_piece(path))
-        elif path.is_dir():
-            pieces += _folder_pieces(path, split)
-        elif glob.has_magic(given):
-            pieces += _matching_pieces(given)
-        elif path.suffix not in (*SUFFIXES, *COMPRESSIONS) and HUB_NAME.fullmatch(given):
-            pieces.append(_hub_piece(given, config, split))
-        else:
-            raise FileNotFoundError(f"--input {given} is missing or not a file")
+        with reading(f"--input {given}"):
+            if path.is_file():
+                pieces.append(_file_piece(path))
+            elif path.is_dir():
+                pieces += _folder_pieces(path, split)
+            elif glob.has_magic(given):
+                pieces += _matching_pieces(given)
+            elif path.suffix not in (*SUFFIXES, *COMPRESSIONS) and HUB_NAME.fullmatch(given):
+                pieces.append(_hub_piece(given, config, split))
+            else:
+                raise UserError(f"--input {given} is missing or not a file")
     return pieces
 
 
 def _file_piece(path: Path) -> Piece:
     kind = kind_of(path)
     if kind is None:
-        raise ValueError(f"--input {path}: give {KINDS} files, a folder of them, or a data set")
+        raise UserError(f"--input {path}: give {KINDS} files, a folder of them, or a data set")
     status = path.stat()
     end = status.st_size
     if kind is SourceKind.PARQUET:
@@ -112,7 +115,7 @@ def _matching_pieces(pattern: str) -> list[Piece]:
     found = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
     files = [path for path in found if path.is_file()]
     if not files:
-        raise FileNotFoundError(f"--input {pattern} matches no file")
+        raise UserError(f"--input {pattern} matches no file")
     return [_file_piece(path) for path in files]
 
 
@@ -121,7 +124,7 @@ def _folder_pieces(folder: Path, split: str) -> list[Piece]:
         return [_hub_piece(str(folder), None, split)]
     files = sorted(path for path in folder.rglob("*") if path.is_file() and kind_of(path))
     if not files:
-        raise FileNotFoundError(f"--input {folder} holds no file that is {KINDS}")
+        raise UserError(f"--input {folder} holds no file that is {KINDS}")
     return [_file_piece(path) for path in files]
 
 
@@ -144,7 +147,7 @@ def open_hugging_face(name: str, config: str | None, split: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"--input {name} is no file, and a data set needs datasets") from error
+        raise UserError(f"--input {name} is no file, and a data set needs datasets") from error
     datasets.disable_progress_bars()
     try:
         if Path(name).is_dir():
@@ -153,12 +156,12 @@ def open_hugging_face(name: str, config: str | None, split: str) -> Any:
             found = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # its own errors, OSError, ValueError, network library errors
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(
+        raise UserError(
             f"--input {name} is no file or folder, and datasets does not find it: {reason}"
         ) from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
-            raise ValueError(
+            raise UserError(
                 f"--input {name} has no split {split!r}: give --dataset-split, one of "
                 f"{', '.join(found)}"
             )
@@ -171,11 +174,11 @@ def open_parquet(path: str) -> Any:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ValueError(f"--input {path} needs the package pyarrow") from error
+        raise UserError(f"--input {path} needs the package pyarrow") from error
     try:
         return parquet.ParquetFile(path)
     except ArrowException as error:
-        raise ValueError(f"--input {path} is not a Parquet file, or it is truncated") from error
+        raise UserError(f"--input {path} is not a Parquet file, or it is truncated") from error
 
 
 def share_out(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
@@ -200,7 +203,7 @@ def _cut(piece: Piece, limit: int) -> tuple[Piece, Piece | None]:
         return piece, None
     middle = piece.begin + max(1, (piece.end - piece.begin) * limit // piece.num_bytes)
     if piece.kind is SourceKind.JSON_LINES:
-        with Path(piece.path).open("rb") as stream:
+        with reading(piece.path), Path(piece.path).open("rb") as stream:
             stream.seek(middle - 1)  # a line that begins at `middle` exactly belongs to the tail
             stream.readline()
             middle = stream.tell()

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from paro.errors import UserError
+
 # The regex with which LLaMA-3 splits a text into words before BPE merges.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -28,7 +30,7 @@ class TikTokenizer:
         try:
             import tiktoken
         except ImportError as error:
-            raise ValueError("--tokenizer-type TikTokenizer needs the package tiktoken") from error
+            raise UserError("--tokenizer-type TikTokenizer needs the package tiktoken") from error
         ranks = _read_ranks(Path(model))
         first = len(ranks)
         special = {NAMED.get(i, f"<|special_{i}|>"): first + i for i in range(NUM_SPECIAL)}
@@ -60,7 +62,7 @@ class TikTokenizer:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     if not path.is_file():
-        raise FileNotFoundError(f"--tokenizer-model {path} is missing: give a tiktoken file")
+        raise UserError(f"--tokenizer-model {path} is missing: give a tiktoken file")
     ranks = {}
     try:
         for line in path.read_bytes().split(b"\n"):
@@ -71,7 +73,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         ranks = {}
     whole = sorted(ranks.values()) == list(range(len(ranks)))
     if not whole or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {path} is not a vocabulary in tiktoken's form: one line 'base64 "
             "rank' for each piece, ranks from 0 without a gap, all 256 bytes among them; a "
             "tokenizer.json goes with --tokenizer-type HuggingFaceTokenizer"

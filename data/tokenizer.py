@@ -10,6 +10,7 @@ from data.gpt2_tokenizer import GPT2BPETokenizer
 from data.hugging_face_tokenizer import HuggingFaceTokenizer
 from data.tik_tokenizer import TikTokenizer
 from data.tokenizer_config import GPT2_TYPE, SENTENCEPIECE_TYPES, TokenizerConfig
+from paro.errors import UserError, reading
 
 
 class Tokenizer(Protocol):
@@ -47,14 +48,15 @@ class Tokenizer(Protocol):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of a configuration; `ValueError` or `OSError` names the wrong flag."""
+    """The tokenizer of a configuration; `UserError` names the wrong flag."""
     if config.tokenizer_type == "NullTokenizer":
         assert config.vocab_size is not None, "TokenizerConfig checks this"
         return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id)
-    tokenizer = _read_tokenizer(config)
+    with reading(" and ".join(config.files)):
+        tokenizer = _read_tokenizer(config)
     if config.vocab_size not in (None, tokenizer.vocab_size):
         flag = "--vocab-file" if config.tokenizer_type == GPT2_TYPE else "--tokenizer-model"
-        raise ValueError(
+        raise UserError(
             f"--vocab-size {config.vocab_size} contradicts {flag} {config.files[0]}, which has "
             f"{tokenizer.vocab_size} entries: leave --vocab-size out; --padded-vocab-size sets the "
             "model's rows"
@@ -84,13 +86,13 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = 
     """
     if exactly is not None:
         if exactly < vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"--padded-vocab-size {exactly} is less than the {vocab_size} entries of the "
                 f"tokenizer: give {vocab_size} or more, or leave it out"
             )
         return exactly
     if divisible_by < 1:
-        raise ValueError(f"--make-vocab-size-divisible-by {divisible_by} must be at least 1")
+        raise UserError(f"--make-vocab-size-divisible-by {divisible_by} must be at least 1")
     return -(-vocab_size // divisible_by) * divisible_by
 
 
@@ -109,14 +111,14 @@ class SentencePieceTokenizer:
         bos = self._processor.bos_id()
         self.bos: int | None = bos if bos >= 0 else None
         if self.eod < 0:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {model} has no end-of-sentence piece to end documents with: "
                 "train it with one, as tools/train_tokenizer.py does"
             )
         self.text_prefix: tuple[int, ...] = ()
         if begins_texts:
             if self.bos is None:
-                raise ValueError(
+                raise UserError(
                     f"--tokenizer-model {model} has no piece that begins a text, which "
                     "--tokenizer-type Llama2Tokenizer needs: use SentencePieceTokenizer"
                 )
@@ -143,13 +145,13 @@ def _load_sentencepiece(path: Path) -> Any:
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError as error:
-        raise ValueError("this --tokenizer-type needs the package sentencepiece") from error
+        raise UserError("this --tokenizer-type needs the package sentencepiece") from error
     if not path.is_file():
-        raise FileNotFoundError(f"--tokenizer-model {path} is missing: give a SentencePiece .model")
+        raise UserError(f"--tokenizer-model {path} is missing: give a SentencePiece .model")
     try:
         return SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model") from error
+        raise UserError(f"--tokenizer-model {path} is not a SentencePiece model") from error
 
 
 class NullTokenizer:
@@ -171,7 +173,7 @@ class NullTokenizer:
         for word in words:
             known = word.isascii() and word.isdigit() and len(word) < 20
             if not known or int(word) >= self.vocab_size:
-                raise ValueError(
+                raise UserError(
                     f"{word[:20]!r} is no token id: --tokenizer-type NullTokenizer takes numbers "
                     f"from 0 to {self.vocab_size - 1}, separated by blanks"
                 )

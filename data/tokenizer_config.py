@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from paro.errors import UserError
+
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 GPT2_TYPE = "GPT2BPETokenizer"
 TOKENIZER_TYPES = (
@@ -43,18 +45,18 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         flag = f"--tokenizer-type {self.tokenizer_type}"
         if self.tokenizer_type in _REFUSED_TYPES:
-            raise ValueError(f"{flag} is not supported: {_REFUSED_TYPES[self.tokenizer_type]}")
+            raise UserError(f"{flag} is not supported: {_REFUSED_TYPES[self.tokenizer_type]}")
         if self.tokenizer_type not in TOKENIZER_TYPES:
-            raise ValueError(f"{flag} is unknown: choose one of {', '.join(TOKENIZER_TYPES)}")
+            raise UserError(f"{flag} is unknown: choose one of {', '.join(TOKENIZER_TYPES)}")
         if self.vocab_size is not None and self.vocab_size < 1:
-            raise ValueError(f"--vocab-size {self.vocab_size} must be at least 1")
+            raise UserError(f"--vocab-size {self.vocab_size} must be at least 1")
         if self.tokenizer_type != "NullTokenizer" and self.null_tokenizer_eod_id is not None:
-            raise ValueError(
+            raise UserError(
                 f"--null-tokenizer-eod-id contradicts {flag}, which has an end of its own"
             )
         is_gpt2 = self.tokenizer_type == GPT2_TYPE
         if not is_gpt2 and (self.vocab_file or self.merge_file):
-            raise ValueError(
+            raise UserError(
                 f"--vocab-file and --merge-file contradict {flag}: they go with {GPT2_TYPE}; leave "
                 "them out or change the type"
             )
@@ -63,7 +65,7 @@ class TokenizerConfig:
         elif self.tokenizer_type == "NullTokenizer":
             self._check_null()
         elif self.tokenizer_model is None:
-            raise ValueError(f"{flag} needs --tokenizer-model")
+            raise UserError(f"{flag} needs --tokenizer-model")
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -72,20 +74,20 @@ class TokenizerConfig:
 
     def _check_gpt2(self) -> None:
         if self.tokenizer_model is not None:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-type {GPT2_TYPE} is read from --vocab-file and --merge-file: leave "
                 "--tokenizer-model out; a tokenizer.json goes with HuggingFaceTokenizer"
             )
         for flag, value in (("--vocab-file", self.vocab_file), ("--merge-file", self.merge_file)):
             if value is None:
-                raise ValueError(f"--tokenizer-type {GPT2_TYPE} needs {flag}")
+                raise UserError(f"--tokenizer-type {GPT2_TYPE} needs {flag}")
 
     def _check_null(self) -> None:
         if self.vocab_size is None:
-            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
+            raise UserError("--tokenizer-type NullTokenizer needs --vocab-size")
         eod = self.null_tokenizer_eod_id
         if eod is not None and not 0 <= eod < self.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"--null-tokenizer-eod-id {eod} must be at least 0 and below --vocab-size "
                 f"{self.vocab_size}"
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paro.errors import UserError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeConfig:
@@ -20,13 +22,13 @@ class RecomputeConfig:
 
     def __post_init__(self) -> None:
         if self.granularity not in ("full", "selective"):
-            raise ValueError(
+            raise UserError(
                 f"--recompute-granularity {self.granularity} is neither full nor selective"
             )
         if self.method not in ("uniform", "block"):
-            raise ValueError(f"--recompute-method {self.method} is neither uniform nor block")
+            raise UserError(f"--recompute-method {self.method} is neither uniform nor block")
         if self.num_layers < 1:
-            raise ValueError(f"--recompute-num-layers {self.num_layers} must be at least 1")
+            raise UserError(f"--recompute-num-layers {self.num_layers} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +70,14 @@ class LlamaConfig:
         ):
             if getattr(self, name) < 1:
                 flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {getattr(self, name)} must be at least 1")
+                raise UserError(f"{flag} {getattr(self, name)} must be at least 1")
         if self.num_attention_heads % self.num_query_groups != 0:
-            raise ValueError(
+            raise UserError(
                 f"--num-attention-heads {self.num_attention_heads} is not divisible by "
                 f"--num-query-groups {self.num_query_groups}"
             )
         if self.kv_channels % 2 != 0:
-            raise ValueError(
+            raise UserError(
                 f"heads of {self.kv_channels} channels cannot be rotated in pairs: choose "
                 "--hidden-size, --num-attention-heads or --kv-channels so that heads are even"
             )
@@ -87,9 +89,9 @@ class LlamaConfig:
             ("--init-method-std", self.init_method_std),
         ):
             if not value > 0.0:
-                raise ValueError(f"{flag} {value} must be positive")
+                raise UserError(f"{flag} {value} must be positive")
         if not self.rope_scaling_low_freq_factor < self.rope_scaling_high_freq_factor:
-            raise ValueError(
+            raise UserError(
                 f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "
                 f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
             )

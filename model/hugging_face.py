@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from model.config import LlamaConfig
+from paro.errors import UserError
 
 _OUTSIDE_BLOCKS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -138,14 +139,14 @@ def hugging_face_name(name: str) -> str:
 
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
-    """The config.json of the family that fits this model; `ValueError` if none does."""
+    """The config.json of the family that fits this model; `UserError` if none does."""
     kinds = {
         (family.add_qkv_bias, family.qk_layernorm): name
         for name, family in reversed(_FAMILIES.items())  # prefer llama to mistral
     }
     model_type = kinds.get((config.add_qkv_bias, config.qk_layernorm))
     if model_type is None:
-        raise ValueError(
+        raise UserError(
             "transformers has no model with both --add-qkv-bias and --qk-layernorm: it cannot be "
             "written for it"
         )
@@ -173,18 +174,18 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
 def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
     """The model that a config.json of any version of transformers describes.
 
-    `ValueError` names the first feature that this model does not support.
+    `UserError` names the first feature that this model does not support.
     """
     family = _family(fields)
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     for name, (ours, meaning) in _FIXED.items():
         theirs = rope.get(name, fields.get(name, ours))
         if theirs != ours:
-            raise ValueError(f"{name} is {theirs!r} there and has to be {ours!r} ({meaning})")
+            raise UserError(f"{name} is {theirs!r} there and has to be {ours!r} ({meaning})")
     _check_window(fields, family)
     for name in _SIZES.values():
         if not isinstance(fields.get(name), int):
-            raise ValueError(f"{name} is {fields.get(name)!r} there and not a whole number")
+            raise UserError(f"{name} is {fields.get(name)!r} there and not a whole number")
     sizes = {own: fields[theirs] for own, theirs in _SIZES.items()}
     heads = sizes["num_attention_heads"]
     groups = fields.get("num_key_value_heads", family.num_key_value_heads)
@@ -210,23 +211,23 @@ def _family(fields: Mapping[str, Any]) -> _Family:
     if model_type in _FAMILIES:
         return _FAMILIES[model_type]
     why = _OTHERS.get(model_type)
-    raise ValueError(
+    raise UserError(
         f"model_type is {model_type!r} there, "
         + (f"which is another model: {why}" if why else f"and has to be one of {[*_FAMILIES]}")
     )
 
 
 def _check_window(fields: Mapping[str, Any], family: _Family) -> None:
-    """Raises `ValueError` for sliding-window attention."""
+    """Raises `UserError` for sliding-window attention."""
     window = fields.get("sliding_window", family.sliding_window)
     # Without use_sliding_window a given window is ignored by every family but Mistral.
     if window is not None and fields.get("use_sliding_window", family.sliding_window is not None):
-        raise ValueError(
+        raise UserError(
             f"sliding_window is {window!r} there and has to be null (attention within a window)"
         )
     others = sorted(set(fields.get("layer_types") or ()) - {"full_attention"})
     if others:
-        raise ValueError(f"layer_types has {others[0]!r} and may have full_attention alone")
+        raise UserError(f"layer_types has {others[0]!r} and may have full_attention alone")
 
 
 def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +237,7 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {"rotary_base": base}
     if kind != "llama3":
-        raise ValueError(
+        raise UserError(
             f"rope_type is {kind!r} there and has to be default or llama3 (scaled positions)"
         )
     factors = {ours: float(rope[theirs]) for ours, theirs in _ROPE_SCALING.items()}

@@ -1,22 +1,102 @@
-"""An error that reports several user mistakes at once."""
+"""The errors that end a run in one line: of the user, of storage, and of another rank."""
+
+# Everything else is a bug of ours and keeps its traceback. An error of a library or of the system
+# becomes a `UserError` only around the call that reads or writes what the user named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+_STORAGE_FAILURES = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),  # full, or mounted read-only
+    *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO),  # a disk or a server is gone
+    *(errno.ENOTCONN, errno.EREMOTEIO, errno.EHOSTDOWN),
+)
 
 
-class MistakesError(ValueError):
-    """One or more user mistakes, one per line; several are preceded by a line with their number.
+class UserError(ValueError):
+    """One or more mistakes that the user can correct; the run ends with status 2.
 
-    An `example` follows on its own lines.
+    Each mistake is printed in one line; several are preceded by a line with their number. An
+    `example` follows on its own lines. All ranks raise it and local rank 0 prints it; with
+    `on_this_rank` only one rank raises and prints it, and the launcher has to stop the others.
     """
 
-    def __init__(self, mistakes: Iterable[str], *, example: str = "") -> None:
-        lines = [" ".join(mistake.split()) for mistake in mistakes]
-        assert lines, "no mistake, no error"
+    def __init__(self, *mistakes: str, example: str = "", on_this_rank: bool = False) -> None:
+        assert mistakes, "no mistake, no error"
+        super().__init__(*mistakes)
+        self.example = example
+        self.on_this_rank = on_this_rank
+
+    def __str__(self) -> str:
+        lines = [" ".join(mistake.split()) for mistake in self.args]
         if len(lines) > 1:
             lines = [f"{len(lines)} mistakes:", *(f"  {line}" for line in lines)]
-        super().__init__("\n".join([*lines, example] if example else lines))
+        return "\n".join([*lines, self.example] if self.example else lines)
+
+
+class StorageError(Exception):
+    """A full disk or a lost mount, raised on all ranks; the run ends with status 1."""
+
+
+class PeerError(Exception):
+    """Another rank failed and prints its traceback; this one ends with status 1 too."""
+
+
+def is_storage_failure(error: BaseException) -> bool:
+    """Whether it is a full disk or a lost mount: neither the user's mistake nor ours."""
+    return isinstance(error, StorageError) or (
+        isinstance(error, OSError) and error.errno in _STORAGE_FAILURES
+    )
+
+
+def for_all_ranks(error: BaseException, rank: int) -> UserError | StorageError | PeerError:
+    """What the other ranks raise where this one meets `error`."""
+    if isinstance(error, (UserError, StorageError, PeerError)):
+        return error
+    if is_storage_failure(error):
+        return StorageError(describe(error))
+    return PeerError(f"rank {rank} failed: {describe(error)}")
+
+
+def describe(error: BaseException) -> str:
+    """A short one-line description of an exception."""
+    if isinstance(error, (UserError, StorageError, PeerError)):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+@contextmanager
+def reading(what: str, *, how: str = "read") -> Iterator[None]:
+    """Around a call that reads what the user named: an error of the system is a `UserError`."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is not UTF-8 text") from error
+    except OSError as error:
+        text = f"{what} cannot be {how}: {error.strerror or error}"
+        if is_storage_failure(error):
+            raise OSError(error.errno, text) from error
+        raise UserError(text) from error
+
+
+def writing(what: str) -> AbstractContextManager[None]:
+    """As `reading`, around a call that writes what the user named."""
+    return reading(what, how="written")
+
+
+@contextmanager
+def about(prefix: str) -> Iterator[None]:
+    """Puts `prefix`, such as a field or a flag, before the text of a `UserError`."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{prefix}{error}") from error
 
 
 def listed(names: Sequence[str]) -> str:

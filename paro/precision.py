@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paro.errors import UserError
+
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -19,9 +21,9 @@ class PrecisionConfig:
         if self.compute not in BYTES_OF:
             raise ValueError(f"compute type {self.compute!r} is none of {', '.join(BYTES_OF)}")
         if self.grad_reduce_in_bf16 and self.compute != "bf16":
-            raise ValueError("--grad-reduce-in-bf16 needs --bf16")
+            raise UserError("--grad-reduce-in-bf16 needs --bf16")
         if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
-            raise ValueError(
+            raise UserError(
                 "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each "
                 "other: give one of them"
             )

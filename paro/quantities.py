@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paro.errors import UserError
+
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -27,12 +29,12 @@ def size_text(num_bytes: int, *, like: int | None = None) -> str:
 
 
 def check_multiple(what: str, size: int, micro_batch_size: int, *, num_ranks: int) -> None:
-    """`ValueError` with the nearest valid sizes unless all ranks get equal whole micro-batches."""
+    """`UserError` with the nearest valid sizes unless all ranks get equal whole micro-batches."""
     at_once = micro_batch_size * num_ranks
     if size > 0 and size % at_once == 0:
         return
     below = size // at_once * at_once
-    raise ValueError(
+    raise UserError(
         f"{what} {size} is no multiple of --micro-batch-size {micro_batch_size} times "
         f"{count_text(num_ranks, 'rank')} (= {at_once}): choose "
         + (f"{below} or {below + at_once}" if below > 0 else f"{at_once}")

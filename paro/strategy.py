@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
+from paro.errors import UserError
 from paro.quantities import count_text
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
@@ -62,29 +63,29 @@ def dominating_letters(letters: str) -> str:
 
 
 def check_group_size(world_size: int, group_size: int) -> None:
-    """Raises `ValueError` unless `group_size` divides `world_size`."""
+    """Raises `UserError` unless `group_size` divides `world_size`."""
     if group_size < 1 or world_size % group_size != 0:
-        raise ValueError(
+        raise UserError(
             f"--paro-group-size {group_size} does not divide the {count_text(world_size, 'rank')}; "
             f"choose one of {_divisors(world_size)}"
         )
 
 
 def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
-    """A legal strategy from letters, degrees or a common name; else `ValueError` with advice."""
+    """A legal strategy from letters, degrees or a common name; else `UserError` with advice."""
     check_group_size(world_size, group_size)
     spelled = NAMED_STRATEGIES.get(text.lower(), text)
     if "," in spelled:
         return _from_degrees(spelled, world_size, group_size)
     letters = spelled.upper()
     if len(letters) != 3 or any(letter not in LETTERS for letter in letters):
-        raise ValueError(
+        raise UserError(
             f"{FLAG} {text!r} is unknown: give three of the letters N, I, G (such as IIG), three "
             f"degrees (such as 4,8,32) or one of {', '.join(NAMED_STRATEGIES)}"
         )
     if not is_legal(letters):
         better = dominating_letters(letters)
-        raise ValueError(
+        raise UserError(
             f"{FLAG} {letters} is not legal: optimizer state must be sharded at least as finely as "
             f"params and grads; {better} sends no more and stores less, use it instead"
         )
@@ -99,26 +100,26 @@ def _from_degrees(text: str, world_size: int, group_size: int) -> Strategy:
     except ValueError:
         degrees = ()
     if len(degrees) != 3 or min(degrees, default=0) < 1:
-        raise ValueError(
+        raise UserError(
             f"{FLAG} {text!r} is unknown: degrees are three positive numbers, params,grads,optim"
         )
     params, grads, optim = degrees
     for state, degree in zip(("params", "grads", "optim"), degrees, strict=True):
         if world_size % degree != 0:
-            raise ValueError(
+            raise UserError(
                 f"{FLAG} {text}: the {state} degree {degree} does not divide the "
                 f"{count_text(world_size, 'rank')}; choose one of {_divisors(world_size)}"
             )
     chain = sorted({*degrees, group_size})
     for low, high in pairwise(chain):
         if high % low != 0:
-            raise ValueError(
+            raise UserError(
                 f"{FLAG} {text} with --paro-group-size {group_size}: {low} does not divide {high}, "
                 "so shards cannot nest; choose degrees that divide one another"
             )
     if optim < max(params, grads):
         better = f"{params},{grads},{max(params, grads)}"
-        raise ValueError(
+        raise UserError(
             f"{FLAG} {text} is not legal: optimizer state must be sharded at least as finely as "
             f"params and grads; {better} sends no more and stores less, use it instead"
         )

@@ -32,8 +32,9 @@ from paro.checkpoint.save import save_checkpoint
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, distributed
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_world
+from paro.errors import UserError
 from paro.layout import make_layout, whole_box
 from paro.report.log import Log
 from paro.sharding.buffers import FlatShard
@@ -201,7 +202,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
             shutil.rmtree(folder)
         control.barrier()
         if not with_save and len(staging) > args.steps:
-            raise ValueError("--steps: saves end before a step begins: the disk is too fast")
+            raise UserError("--steps: saves end before a step begins: the disk is too fast")
     training.close()
     during, alone = statistics.median(with_save), statistics.median(without)
     return {
@@ -228,8 +229,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    with user_mistakes():
-        world = read_world()
+    world = read_world()
     with distributed(RuntimeConfig(distributed_backend="gloo"), world) as control:
         if world.rank == 0:
             shutil.rmtree(args.folder, ignore_errors=True)

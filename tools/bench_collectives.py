@@ -23,13 +23,13 @@ import torch
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.atomic_file import replacing
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, distributed, timeout_of
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
+from paro.errors import UserError, about
 from paro.planning.machine.files import machine_to_json, read_machine
 from paro.planning.machine.machine import (
     Device,
@@ -47,6 +47,7 @@ from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race
 from tools.collective_timing.text import table, told
 from tools.collective_timing.trial import Move
+from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
@@ -84,10 +85,10 @@ class Settings:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ValueError` instead of exiting, so that only one rank reports the error."""
+    """Raises `UserError` instead of exiting, so that only one rank reports the error."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -124,17 +125,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def settings_of(args: argparse.Namespace, world: World) -> Settings:
-    """The settings; `ValueError` for mistakes of the user."""
+    """The settings; `UserError` for mistakes of the user."""
     if world.size == 1:
-        raise ValueError(
+        raise UserError(
             "one process alone has nobody to talk to: start several, such as torchrun "
             "--nproc-per-node 4 tools/bench_collectives.py --group-size 2"
         )
     group_size = world.ranks_per_node if args.group_size is None else args.group_size
     if group_size < 1 or world.size % group_size != 0:
-        raise ValueError(f"--group-size {group_size} does not divide the {world.size} ranks")
+        raise UserError(f"--group-size {group_size} does not divide the {world.size} ranks")
     if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds} must be at least 1")
+        raise UserError(f"--rounds {args.rounds} must be at least 1")
     for flag, path in (("--json", args.json), ("--machine-file", args.machine_file)):
         check_can_write(flag, path)
     if args.plot is not None:
@@ -161,17 +162,15 @@ def trained(args: argparse.Namespace, backend: str) -> RunConfig | None:
     """The training that times a machine file's device; None where no file is written."""
     if args.machine_file is None:
         return None
-    try:
+    with about("--train: "):
         return training_config(args.train or (LARGE if backend == "nccl" else SMALL), backend)
-    except ValueError as error:
-        raise ValueError(f"--train: {error}") from error
 
 
 def chosen(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
-            raise ValueError(f"{flag} {name!r} is none of {', '.join(known)}")
+            raise UserError(f"{flag} {name!r} is none of {', '.join(known)}")
     return names
 
 
@@ -180,13 +179,13 @@ def size_of(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     size = round(Decimal(match[1]) * PREFIXES[match[2]]) if match else 0
     if size < 1:
-        raise ValueError(f"--sizes {text!r} is no size: write it as 4096, 64K or 1.5M")
+        raise UserError(f"--sizes {text!r} is no size: write it as 4096, 64K or 1.5M")
     return size
 
 
 def check_can_write(flag: str, path: Path | None) -> None:
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"{flag} {path} cannot be written: it is a folder, or its folder is not")
+        raise UserError(f"{flag} {path} cannot be written: it is a folder, or its folder is not")
 
 
 def known_machine(args: argparse.Namespace, world_size: int, group_size: int) -> Machine:
@@ -212,10 +211,8 @@ def known_machine(args: argparse.Namespace, world_size: int, group_size: int) ->
 
 def typed_rate(args: argparse.Namespace, link: Link) -> int | None:
     text = getattr(args, f"{link.value}_bandwidth")
-    try:
+    with about(f"--{link.value}-bandwidth: "):
         return None if text is None else bits_per_second(text)
-    except ValueError as error:
-        raise ValueError(f"--{link.value}-bandwidth: {error}") from error
 
 
 def race_all(settings: Settings, control: Control) -> list[Outcome]:
@@ -340,16 +337,10 @@ def write(
         plot(settings.plot, told(facts), of_world)
 
 
-def write_text(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    with user_mistakes():
-        args = make_parser().parse_args(argv)
-        world = read_world()
-        settings = settings_of(args, world)
+    args = make_parser().parse_args(argv)
+    world = read_world()
+    settings = settings_of(args, world)
     with distributed(settings.runtime, world) as control:
         facts = conditions(settings, control)
         if world.rank == 0:

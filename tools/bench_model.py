@@ -27,7 +27,6 @@ from torch import Tensor
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.atomic_file import replacing
 from data.loader import Batch
 from model.config import LlamaConfig, RecomputeConfig, flops_per_token, num_parameters
 from model.hugging_face import hugging_face_config, hugging_face_name
@@ -38,8 +37,11 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.training.assembly import build_training, start_state
 from paro.training.step import train_step
+from tools.shared.command_line import status_of
+from tools.shared.output import write_text
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -114,11 +116,11 @@ def make_parser() -> argparse.ArgumentParser:
 def task_of(args: argparse.Namespace) -> Task:
     heads = args.num_attention_heads
     if heads < 1 or args.hidden_size % heads != 0:
-        raise ValueError(
+        raise UserError(
             f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}"
         )
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device")
+        raise UserError("--device cuda: torch sees no CUDA device")
     config = LlamaConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -166,7 +168,7 @@ def make_transformers(task: Task, *, fused: bool) -> Step:
         from transformers import LlamaConfig as HuggingFaceConfig
         from transformers import LlamaForCausalLM
     except ImportError as error:
-        raise ValueError("the comparison needs transformers: pip install transformers") from error
+        raise UserError("the comparison needs transformers: pip install transformers") from error
 
     sizes = HuggingFaceConfig(**hugging_face_config(task.config), use_cache=False)
     with task.device:
@@ -316,13 +318,13 @@ def run(args: argparse.Namespace) -> None:
     for flag in ("rounds", "steps", "threads", "micro_batch_size", "seq_length", "vocab_size"):
         if getattr(args, flag) < 1:
             shown = flag.replace("_", "-")
-            raise ValueError(f"--{shown} {getattr(args, flag)} must be at least 1")
+            raise UserError(f"--{shown} {getattr(args, flag)} must be at least 1")
     names = args.contenders.split(",")
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
-        raise ValueError(f"--contenders knows {', '.join(CONTENDERS)}, not {', '.join(unknown)}")
+        raise UserError(f"--contenders knows {', '.join(CONTENDERS)}, not {', '.join(unknown)}")
     if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no folder {args.json.absolute().parent}")
+        raise UserError(f"--json {args.json}: there is no folder {args.json.absolute().parent}")
     torch.set_num_threads(args.threads)
     task = task_of(args)
     batch_size, seq_length = task.batch.tokens_BS.shape
@@ -336,19 +338,12 @@ def run(args: argparse.Namespace) -> None:
     rows = report(task, result)
     if args.json is not None:
         shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.config)}
-        with replacing(args.json) as temporary:
-            text = json.dumps({**shape, "rows": rows}, indent=1)
-            temporary.write_text(text + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps({**shape, "rows": rows}, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    try:
-        run(args)
-    except (OSError, ValueError) as error:
-        print(f"bench_model.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of("bench_model.py", lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -26,11 +26,13 @@ from typing import Any, NamedTuple
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.atomic_file import replacing
 from data.corpus import read_batches, texts_of
 from data.sources import Piece
+from paro.errors import UserError
 from tools import preprocess_data
 from tools.preprocessing.encode import EncodingPlan, tokenizer_of
+from tools.shared.command_line import status_of
+from tools.shared.output import write_text
 
 SCRIPT = Path(preprocess_data.__file__)
 
@@ -84,7 +86,7 @@ def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> Turn
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
-        raise ValueError("a process of the bare tokenizer failed, see above")
+        raise UserError("a process of the bare tokenizer failed, see above")
     return Turn(time.perf_counter() - begin, sum(map(float, used[:])))
 
 
@@ -99,7 +101,7 @@ def time_command(words: Sequence[str]) -> Turn:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != 0:
             errors.seek(0)
-            raise ValueError(f"preprocess_data.py failed: {errors.read().strip()}")
+            raise UserError(f"preprocess_data.py failed: {errors.read().strip()}")
     return Turn(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
@@ -151,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(own: argparse.Namespace, words: Sequence[str]) -> None:
     if own.rounds < 1:
-        raise ValueError(f"--rounds {own.rounds} must be at least 1")
+        raise UserError(f"--rounds {own.rounds} must be at least 1")
     args = preprocess_data.make_parser().parse_args([*words, "--output-prefix", "unused"])
     job = preprocess_data.job_of(args)
     rows = race(words, job, args.workers, own.rounds)
@@ -165,18 +167,12 @@ def run(own: argparse.Namespace, words: Sequence[str]) -> None:
     if own.json is not None:
         figures = {"bytes": job.num_bytes, "workers": args.workers, "ratio": ratio, "rounds": rows}
         figures["cpu_ratio"] = cpu_ratio
-        with replacing(own.json) as temporary:
-            temporary.write_text(json.dumps(figures, indent=1))
+        write_text(own.json, json.dumps(figures, indent=1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     own, words = make_parser().parse_known_args(argv)
-    try:
-        run(own, words)
-    except (OSError, ValueError) as error:
-        print(f"bench_preprocess.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of("bench_preprocess.py", lambda: run(own, words))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.atomic_file import replacing
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
+from paro.errors import UserError
 from tools.run_report.runs import Run, read_runs
+from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
@@ -48,11 +49,11 @@ def losses_of(run: Run) -> dict[int, float]:
 
 
 def differences_from(run: Run, reference: Run) -> dict[int, float]:
-    """(loss - reference) / reference by iteration; `ValueError` if they share no iteration."""
+    """(loss - reference) / reference by iteration; `UserError` if they share no iteration."""
     mine, theirs = losses_of(run), losses_of(reference)
     shared = sorted(mine.keys() & theirs.keys())
     if not shared:
-        raise ValueError(f"{run.name} and {reference.name} have logged no iteration in common")
+        raise UserError(f"{run.name} and {reference.name} have logged no iteration in common")
     return {at: (mine[at] - theirs[at]) / theirs[at] for at in shared}
 
 
@@ -121,13 +122,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--json", type=Path, metavar="FILE", help="write curves and distances there")
     add("--plot", type=Path, metavar="FILE", help="draw them there (png, svg, pdf)")
     options = parser.parse_args(argv)
-    with user_mistakes():
-        if len(options.metrics) < 2:
-            raise ValueError("there is nothing to compare: give two metrics files or more")
-        if options.plot is not None:
-            check_can_draw(options.plot)
-        runs = read_runs(options.metrics, options.names)
-        distances = [distance_of(run, runs[0]) for run in runs[1:]]
+    if len(options.metrics) < 2:
+        raise UserError("there is nothing to compare: give two metrics files or more")
+    if options.plot is not None:
+        check_can_draw(options.plot)
+    runs = read_runs(options.metrics, options.names)
+    distances = [distance_of(run, runs[0]) for run in runs[1:]]
     print(table(distances, runs[0]))
     if options.json is not None:
         figures = {
@@ -135,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "distances": [asdict(row) for row in distances],
             "losses": {run.name: losses_of(run) for run in runs},
         }
-        with replacing(options.json) as temporary:
-            temporary.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(figures) + "\n")
     if options.plot is not None:
         draw(options.plot, runs)
 

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from model.config import num_parameters
 from paro.checkpoint.convert.conversion import DTYPES, OPENERS, TARGETS, Conversion
 from paro.checkpoint.convert.source import Source
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
+from paro.errors import writing
 from paro.quantities import size_text
 
 
@@ -86,7 +87,8 @@ def convert(args: argparse.Namespace) -> None:
     if args.dry_run:
         print(f"would write {conversion.target} ({conversion.target_format})")
         return
-    with tqdm(total=source.num_bytes, unit="B", unit_scale=True, disable=None) as bar:
+    bar = tqdm(total=source.num_bytes, unit="B", unit_scale=True, disable=None)
+    with writing(f"--output {conversion.target}"), bar:
         notes = conversion.write(source, bar.update)
     for note in notes:
         print(note)
@@ -95,8 +97,7 @@ def convert(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    with user_mistakes():
-        convert(args)
+    convert(args)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from typing import Any
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from paro.errors import UserError
 from paro.planning.step.simulation import Span
 from tools.planning.pictures import draw_timeline
-from tools.shared.command_line import Parser
+from tools.shared.command_line import Parser, status_of
 from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
@@ -82,7 +83,7 @@ def _length(span: Span) -> float:
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads a trace written by a run on CPU; `ValueError` for any other file."""
+    """Reads a trace written by a run on CPU; `UserError` for any other file."""
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -91,11 +92,11 @@ def read_profile(path: Path) -> Profile:
         rank = int(trace["distributedInfo"]["rank"] if "distributedInfo" in trace else 0)
         steps = [event for event in events if event["name"].startswith(STEP)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: no trace of torch's profiler ({_reason(error)})") from None
+        raise UserError(f"{path}: no trace of torch's profiler ({_reason(error)})") from None
     if any(event.get("cat") == "kernel" for event in events):
-        raise ValueError(f"{path}: the trace of a GPU, whose streams ui.perfetto.dev shows")
+        raise UserError(f"{path}: the trace of a GPU, whose streams ui.perfetto.dev shows")
     if not steps or not any(event["name"] in COMPUTING for event in events):
-        raise ValueError(f"{path}: no step of a training; give what --use-pytorch-profiler wrote")
+        raise UserError(f"{path}: no step of a training; give what --use-pytorch-profiler wrote")
     begin = min(event["ts"] for event in steps)
     end = max(event["ts"] + event["dur"] for event in steps)
     found = _spans(sorted(events, key=lambda event: event["ts"]), rank, begin, end)
@@ -162,22 +163,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    try:
-        if args.plot is not None:
-            check_can_draw(args.plot)
-        profiles = sorted(map(read_profile, args.traces), key=lambda profile: profile.rank)
-        if len({profile.rank for profile in profiles}) < len(profiles):
-            raise ValueError("two traces are of one rank: give those of one run")
-        print(table(profiles))
-        if args.plot is not None:
-            spans = [span for profile in profiles for span in profile.spans]
-            draw_timeline(args.plot, spans, args.title or "steps of a profile", actor="rank")
-            print(f"picture written to {args.plot}")
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    return 0
+    args = make_parser().parse_args(argv)
+    return status_of("draw_profile.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.plot is not None:
+        check_can_draw(args.plot)
+    profiles = sorted(map(read_profile, args.traces), key=lambda profile: profile.rank)
+    if len({profile.rank for profile in profiles}) < len(profiles):
+        raise UserError("two traces are of one rank: give those of one run")
+    print(table(profiles))
+    if args.plot is not None:
+        spans = [span for profile in profiles for span in profile.spans]
+        draw_timeline(args.plot, spans, args.title or "steps of a profile", actor="rank")
+        print(f"picture written to {args.plot}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tools.cluster.lifecycle import down, up
 from tools.cluster.network import check_system
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import open_cluster
-from tools.shared.command_line import Parser
+from tools.shared.command_line import Parser, status_of
 
 DESCRIPTION = """\
 Makes nodes out of network namespaces, with a NIC per rank (or one per node) whose speed the kernel
@@ -158,10 +158,7 @@ def execute(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
-        return execute(args)
-    except (OSError, ValueError) as error:
-        print(f"emulated_cluster.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return status_of("emulated_cluster.py", lambda: execute(args))
     except KeyboardInterrupt:
         return 130
 

@@ -13,7 +13,9 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.atomic_file import replacing
+from paro.errors import UserError
+from tools.shared.command_line import status_of
+from tools.shared.output import output_file
 
 # Tests are excluded because they are repetitive, site-packages because it differs by machine.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -48,13 +50,12 @@ def gather(output: Path, *, min_bytes: int, seed: int) -> str:
     texts = read_texts(python_sources(root))
     size = sum(len(text.encode()) for text in texts)
     if size < min_bytes:
-        raise ValueError(
+        raise UserError(
             f"{root} holds {size:,} bytes of Python sources, fewer than --min-bytes {min_bytes:,}: "
             "use a complete Python, or give a smaller --min-bytes"
         )
     random.Random(seed).shuffle(texts)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(output) as temporary, temporary.open("w", encoding="utf-8") as stream:
+    with output_file(output) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for text in texts:
             stream.write(json.dumps({"text": text}) + "\n")
     return f"{len(texts):,} files, {size:,} bytes of Python sources from {root} -> {output}"
@@ -85,12 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    try:
-        print(gather(args.output, min_bytes=args.min_bytes, seed=args.seed))
-    except (OSError, ValueError) as error:
-        print(f"gather_text.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    sizes = {"min_bytes": args.min_bytes, "seed": args.seed}
+    return status_of("gather_text.py", lambda: print(gather(args.output, **sizes)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from paro.checkpoint.convert.hugging_face import is_hugging_face, open_hugging_f
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import latest_iteration
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
+from paro.errors import UserError, reading
 
 UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete character
 
@@ -40,11 +41,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(f"--temperature {self.temperature} must be 0 (greedy) or positive")
+            raise UserError(f"--temperature {self.temperature} must be 0 (greedy) or positive")
         if self.top_k < 0:
-            raise ValueError(f"--top-k {self.top_k} must be 0 (all tokens) or positive")
+            raise UserError(f"--top-k {self.top_k} must be 0 (all tokens) or positive")
         if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"--top-p {self.top_p} must be above 0 and at most 1")
+            raise UserError(f"--top-p {self.top_p} must be above 0 and at most 1")
 
     def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
         """One token, sampled among the most probable ones."""
@@ -125,10 +126,10 @@ def open_model(directory: Path, iteration: int | None = None) -> Source:
     """Opens a checkpoint of a training (the newest, or one iteration) or a Hugging Face folder."""
     if is_hugging_face(directory):
         if iteration is not None:
-            raise ValueError(f"--ckpt-step {iteration}: a Hugging Face folder has no iterations")
+            raise UserError(f"--ckpt-step {iteration}: a Hugging Face folder has no iterations")
         return open_hugging_face(directory)
     if iteration is None and latest_iteration(directory) is None:
-        raise ValueError(
+        raise UserError(
             f"--load {directory} holds no checkpoint: give the --save of a training, or a folder "
             "with a converted model or one of Hugging Face"
         )
@@ -145,8 +146,8 @@ def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
         return build_tokenizer(moved_tokenizer(saved, moved_to))
     try:
         return build_tokenizer(TokenizerConfig(**saved))
-    except (ValueError, OSError) as error:
-        raise ValueError(
+    except UserError as error:
+        raise UserError(
             f"the tokenizer is not where it was while training ({error}): say where it is with "
             "--tokenizer-model"
         ) from error
@@ -170,7 +171,7 @@ def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
 def load_model(source: Source, tokenizer: Tokenizer) -> Llama:
     """The model with its trained parameters, in fp32 on the CPU."""
     if tokenizer.vocab_size > source.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model has {tokenizer.vocab_size} entries and the model "
             f"{source.config.vocab_size}: give the tokenizer that it was trained with"
         )
@@ -235,19 +236,17 @@ def make_parser() -> argparse.ArgumentParser:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     prompts: list[str] = list(args.prompt or ())
     if args.prompt_file is not None:
-        try:
+        with reading(f"--prompt-file {args.prompt_file}"):
             prompts += args.prompt_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from error
     if not prompts:
-        raise ValueError("there is nothing to continue: give --prompt or --prompt-file")
+        raise UserError("there is nothing to continue: give --prompt or --prompt-file")
     return prompts
 
 
 def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     texts = [tokenizer.encode(prompt) for prompt in prompts]
     if not all(texts):
-        raise ValueError("--prompt is empty: give some text to continue")
+        raise UserError("--prompt is empty: give some text to continue")
     return texts
 
 
@@ -264,9 +263,10 @@ def generate(args: argparse.Namespace) -> None:
         temperature=args.temperature, seed=args.seed, top_k=args.top_k, top_p=args.top_p
     )
     if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
+        raise UserError(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
     prompts = read_prompts(args)
-    source = open_model(args.load, args.ckpt_step)
+    with reading(f"--load {args.load}"):
+        source = open_model(args.load, args.ckpt_step)
     tokenizer = load_tokenizer(source, args.tokenizer_model)
     texts = encode(tokenizer, prompts)
     model = load_model(source, tokenizer)
@@ -287,8 +287,7 @@ def generate(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    with user_mistakes():
-        generate(args)
+    generate(args)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from paro.checkpoint.convert.megatron import is_megatron
 from paro.checkpoint.convert.meta import is_meta
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
-from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import check_files, read_metadata
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
+from paro.errors import UserError, reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,13 @@ class Entry:
 
 
 def format_of(directory: Path) -> str:
-    """Which of the formats a folder has; `CheckpointError` if none."""
+    """Which of the formats a folder has; `UserError` if none."""
     for name, found in (("hf", is_hugging_face), ("meta", is_meta), ("megatron", is_megatron)):
         if found(directory):
             return name
     if latest_iteration(directory) is not None:
         return "paro"
-    raise CheckpointError(
+    raise UserError(
         f"--load {directory} holds no checkpoint: give a folder with a tracker "
         "latest_checkpointed_iteration.txt, or with config.json, or with params.json"
     )
@@ -103,7 +103,7 @@ def lines(kind: str, facts: Mapping[str, Any], entries: Sequence[Entry]) -> Iter
 
 
 def verify(kind: str, directory: Path, iteration: int | None) -> str:
-    """Reads or measures all files that are needed; `CheckpointError` names the first bad file."""
+    """Reads or measures all files that are needed; `UserError` names the first bad file."""
     if kind == "paro":
         folder = find_checkpoint(directory, iteration)
         assert folder is not None, f"{directory} has a tracker"
@@ -160,7 +160,7 @@ def _state_of(entry: Entry) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    with user_mistakes():
+    with reading(f"--load {args.load}"):
         inspect(args)
 
 

@@ -19,7 +19,8 @@ from data.indexed_dataset import IndexedDataset
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import tokenizer_config
 from paro.arguments.parser import parse_args
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
+from paro.errors import UserError
 from tools.inspection.lengths import (
     Bin,
     document_lengths,
@@ -87,7 +88,7 @@ def prefixes_of(args: Namespace) -> list[str]:
         flag = "--per-split-data-args-path"
         blends += read_blend_per_split(args.per_split_data_args_path, flag).values()
     if not blends:
-        raise ValueError("nothing to look at: give --data-path PREFIX")
+        raise UserError("nothing to look at: give --data-path PREFIX")
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
 
@@ -155,7 +156,7 @@ def shown_text(dataset: IndexedDataset, tokenizer: Tokenizer, number: int) -> st
 
 def inspect(own: Namespace, args: Namespace) -> None:
     if own.documents < 0:
-        raise ValueError(f"--documents {own.documents} must be 0 or more")
+        raise UserError(f"--documents {own.documents} must be 0 or more")
     if own.histogram is not None:
         check_can_draw(own.histogram, "--histogram")
     prefixes = prefixes_of(args)
@@ -175,12 +176,11 @@ def inspect(own: Namespace, args: Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     own, rest = make_parser().parse_known_args(argv)
-    with user_mistakes():
-        args = parse_args(rest, trains=own.dump_samples is not None)
-        if own.dump_samples is not None:
-            print(dump(args, own.dump_samples))
-        else:
-            inspect(own, args)
+    args = parse_args(rest, trains=own.dump_samples is not None)
+    if own.dump_samples is not None:
+        print(dump(args, own.dump_samples))
+    else:
+        inspect(own, args)
 
 
 if __name__ == "__main__":

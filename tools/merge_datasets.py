@@ -12,20 +12,23 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.fingerprint import Fingerprint, read_fingerprint
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
+from paro.errors import UserError, reading
+from tools.shared.command_line import status_of
 
 
 def prefixes_in(folder: Path) -> list[Path]:
-    """The data sets of a folder by name; `ValueError` or `OSError` if a file has no partner."""
+    """The data sets of a folder by name; `UserError` if a file has no partner."""
     if not folder.is_dir():
-        raise NotADirectoryError(f"--input {folder} is no folder: give one that holds data sets")
-    files = [path for path in folder.iterdir() if path.suffix in (".bin", ".idx")]
+        raise UserError(f"--input {folder} is no folder: give one that holds data sets")
+    with reading(f"--input {folder}"):
+        files = [path for path in folder.iterdir() if path.suffix in (".bin", ".idx")]
     prefixes = sorted({path.with_suffix("") for path in files}, key=lambda path: path.name)
     if not prefixes:
-        raise ValueError(f"--input {folder} holds no data set, which is a .bin and a .idx file")
+        raise UserError(f"--input {folder} holds no data set, which is a .bin and a .idx file")
     for prefix in prefixes:
         for path in (bin_path(prefix), idx_path(prefix)):
             if not path.is_file():
-                raise FileNotFoundError(
+                raise UserError(
                     f"{path} is missing beside the other file of its data set: write both anew, "
                     f"or take the other out of --input {folder}"
                 )
@@ -37,7 +40,7 @@ def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
     targets = {bin_path(output_prefix).absolute(), idx_path(output_prefix).absolute()}
     for prefix in prefixes:
         if bin_path(prefix).absolute() in targets:
-            raise ValueError(
+            raise UserError(
                 f"--output-prefix {output_prefix} is one of the data sets to be joined: give "
                 "another, best outside --input"
             )
@@ -60,7 +63,7 @@ def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
     first = next(iter(known.items()), None)
     for prefix, fingerprint in known.items():
         if first is not None and fingerprint.digest != first[1].digest:
-            raise ValueError(
+            raise UserError(
                 f"{bin_path(first[0])} was made with {first[1].describe()}, and {bin_path(prefix)} "
                 f"with {fingerprint.describe()}: only data sets of one tokenizer can be joined"
             )
@@ -82,12 +85,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    try:
-        print(merge(prefixes_in(args.input), args.output_prefix))
-    except (OSError, ValueError) as error:
-        print(f"merge_datasets.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of(
+        "merge_datasets.py", lambda: print(merge(prefixes_in(args.input), args.output_prefix))
+    )
 
 
 if __name__ == "__main__":

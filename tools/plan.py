@@ -13,7 +13,7 @@ from typing import Any
 if not __package__:  # run as a script: the repository's packages are next to tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.atomic_file import replacing
+from paro.errors import UserError
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
 from paro.planning.search.description import describe
@@ -41,32 +41,33 @@ from tools.planning.tables import (
     title,
 )
 from tools.planning.workload import case_of, make_parser
+from tools.shared.command_line import status_of
+from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    try:
-        check_files(args)
-        report(args, case_of(args))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    return 0
+    args = make_parser().parse_args(argv)
+    return status_of("plan.py", lambda: run(args))
+
+
+def run(args: Namespace) -> None:
+    check_files(args)
+    report(args, case_of(args))
 
 
 def check_files(args: Namespace) -> None:
-    """Raises `ValueError` if an output file could not be written at the end."""
+    """Raises `UserError` if an output file could not be written at the end."""
     for flag in ("json", "plot", "trace", "timeline", "scaling"):
         path: Path | None = getattr(args, flag)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"--{flag} {path} cannot be written: there is no such folder")
+            raise UserError(f"--{flag} {path} cannot be written: there is no such folder")
         if path is not None and flag in ("plot", "timeline", "scaling"):
             check_can_draw(path, f"--{flag}")
 
 
 def report(args: Namespace, workload: Workload) -> None:
-    """Prints the plan and writes the files; `ValueError` at the end if nothing fits."""
+    """Prints the plan and writes the files; `UserError` at the end if nothing fits."""
     print(title(workload), "", sep="\n")
     rotated = rotated_rows(workload) if workload.materialize.rotates else ()
     rows = best_first((*letter_rows(workload), *rotated))
@@ -90,7 +91,7 @@ def report(args: Namespace, workload: Workload) -> None:
     if args.trace is not None or args.timeline is not None:
         draw_step(args, workload, found.best or found.least)
     if found.best is None:
-        raise ValueError(why_nothing_fits(workload, found))
+        raise UserError(why_nothing_fits(workload, found))
 
 
 def fields_of(
@@ -173,11 +174,6 @@ def draw_step(args: Namespace, workload: Workload, chosen: Estimate) -> None:
         write_text(args.trace, chrome_trace(spans))
     if args.timeline is not None:
         draw_timeline(args.timeline, spans, chosen.candidate.describe())
-
-
-def write_text(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDatasetWriter, bin_path, dtype_for_vocab
 from data.sources import Piece, share_out
 from data.tokenizer_config import TOKENIZER_TYPES, tokenizer_config
+from paro.errors import UserError
 from tools.preprocessing.encode import (
     EncodedBatch,
     EncodingPlan,
@@ -36,6 +37,7 @@ from tools.preprocessing.inputs import add_source_args, pieces_of
 from tools.preprocessing.partitions import Partitions
 from tools.preprocessing.progress import Progress
 from tools.preprocessing.workers import Workers, worker_processes
+from tools.shared.command_line import status_of
 
 NO_SENTENCES = (
     "--split-sentences is not supported: LLaMA trains on whole documents. A data set that has "
@@ -146,7 +148,7 @@ def check_not_empty(job: Job, writers: Sequence[IndexedDatasetWriter], tally: Ta
             sources = sorted({piece.path for piece in job.pieces})
             shown = " ".join(sources[:3]) + (" ..." if len(sources) > 3 else "")
             skipped = " ".join(describe_skipped(tally))
-            raise ValueError(
+            raise UserError(
                 f"--input {shown} holds no text under the key {key!r}"
                 + (f": {skipped}" if skipped else "")
             )
@@ -300,18 +302,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """The job that the flags describe; `ValueError` or `OSError` for what cannot be done."""
+    """The job that the flags describe; `UserError` for what cannot be done."""
     if args.split_sentences:
-        raise ValueError(NO_SENTENCES)
+        raise UserError(NO_SENTENCES)
     for flag in ("workers", "partitions", "log_interval", "max_documents"):
         if getattr(args, flag) < 1:
             name = "--" + flag.replace("_", "-")
-            raise ValueError(f"{name} {getattr(args, flag)} must be at least 1")
+            raise UserError(f"{name} {getattr(args, flag)} must be at least 1")
     if min(args.workers_to_check) < 1:
-        raise ValueError(f"--workers-to-check {min(args.workers_to_check)} must be at least 1")
+        raise UserError(f"--workers-to-check {min(args.workers_to_check)} must be at least 1")
     tokenizer = tokenizer_config(vars(args))
     if tokenizer is None:
-        raise ValueError(f"--tokenizer-type is missing: give one of {', '.join(TOKENIZER_TYPES)}")
+        raise UserError(f"--tokenizer-type is missing: give one of {', '.join(TOKENIZER_TYPES)}")
     plan = EncodingPlan(
         tokenizer=tokenizer,
         keys=tuple(dict.fromkeys(args.json_keys)),
@@ -339,14 +341,10 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
-        run(args)
-    except (OSError, ValueError) as error:
-        print(f"preprocess_data.py: {error}", file=sys.stderr)
-        return 2
+        return status_of("preprocess_data.py", lambda: run(args))
     except KeyboardInterrupt:
         print("preprocess_data.py: stopped; a run with --partitions can go on", file=sys.stderr)
         return 130
-    return 0
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

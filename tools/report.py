@@ -11,10 +11,12 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.atomic_file import replacing
+from paro.errors import UserError
 from tools.run_report.charts import CHARTS, as_png
 from tools.run_report.page import page
 from tools.run_report.runs import read_runs
+from tools.shared.command_line import status_of
+from tools.shared.output import output_file, write_text
 
 DESCRIPTION = """\
 Writes a report of one or several runs, side by side: curves, throughput, MFU, memory,
@@ -40,29 +42,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("this needs matplotlib: pip install -r requirements.txt")
+        raise UserError("this needs matplotlib: pip install -r requirements.txt")
     runs = read_runs(options.metrics, options.names)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(options.output) as temporary:
-        temporary.write_text(page(runs, options.title), encoding="utf-8")
+    write_text(options.output, page(runs, options.title))
     print(f"wrote {options.output}")
     if options.png_dir is not None:
-        options.png_dir.mkdir(parents=True, exist_ok=True)
         for chart in CHARTS:
             place = options.png_dir / f"{chart.name}.png"
-            with replacing(place) as temporary:
+            with output_file(place) as temporary:
                 temporary.write_bytes(as_png(chart, runs))
             print(f"wrote {place}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
-    try:
-        run(options)
-    except (OSError, ValueError) as error:
-        print(f"report.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of("report.py", lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ from typing import Any
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.atomic_file import replacing
 from data.corpus import read_batches, texts_of
 from data.sources import Piece
+from paro.errors import UserError
 from tools.preprocessing.inputs import add_source_args, pieces_of
+from tools.shared.command_line import status_of
+from tools.shared.output import output_file
 
 CHUNK_CHARACTERS = 2000  # the trainer takes short texts; at a cut only one piece can be missed
 SEED = 1234
@@ -67,7 +69,7 @@ def train(chunks: Sequence[str], *, vocab_size: int, character_coverage: float) 
     try:
         from sentencepiece import SentencePieceTrainer
     except ImportError as error:
-        raise ValueError("training a tokenizer needs the package sentencepiece") from error
+        raise UserError("training a tokenizer needs the package sentencepiece") from error
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -79,7 +81,7 @@ def train(chunks: Sequence[str], *, vocab_size: int, character_coverage: float) 
         )
     except RuntimeError as error:  # "INTERNAL: file.cc(1) [condition] What is wrong."
         reason = str(error).rpartition("] ")[2].strip()
-        raise ValueError(
+        raise UserError(
             f"--vocab-size {vocab_size} does not work with this text: {reason}"
         ) from error
     return model.getvalue()
@@ -136,17 +138,16 @@ def make_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     pieces = pieces_of(args)
     if not 0 < args.character_coverage <= 1:
-        raise ValueError(f"--character-coverage {args.character_coverage} must lie in (0, 1]")
+        raise UserError(f"--character-coverage {args.character_coverage} must lie in (0, 1]")
     begin = time.perf_counter()
     chunks = sampled_chunks(pieces, key=args.json_key, sample_bytes=args.sample_bytes)
     size = sum(len(chunk.encode()) for chunk in chunks)
     if size == 0:
-        raise ValueError(f"--input {' '.join(args.input)} holds no text")
+        raise UserError(f"--input {' '.join(args.input)} holds no text")
     print(f"training {args.vocab_size} pieces on {size / 1e6:.1f} MB of text", flush=True)
     model = train(chunks, vocab_size=args.vocab_size, character_coverage=args.character_coverage)
     path = Path(f"{args.output_prefix}.model")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
+    with output_file(path) as temporary:
         temporary.write_bytes(model)
     ratio = bytes_per_token(model, chunks[:: max(1, len(chunks) // 200)])
     seconds = time.perf_counter() - begin
@@ -155,12 +156,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    try:
-        run(args)
-    except (OSError, ValueError) as error:
-        print(f"train_tokenizer.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of("train_tokenizer.py", lambda: run(args))
 
 
 if __name__ == "__main__":

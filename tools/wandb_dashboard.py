@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paro.distributed.user_errors import UserMistakeError, run_script, user_mistakes
+from paro.distributed.user_errors import run_script
+from paro.errors import UserError
 from paro.report import tags
 
 
@@ -131,23 +132,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the view and send nothing")
     options = parser.parse_args(argv)
     entity, project = options.wandb_entity, options.wandb_project
-    with user_mistakes():
-        for package in ("wandb", "wandb_workspaces"):
-            if importlib.util.find_spec(package) is None:
-                raise ValueError(f"this needs {package}: pip install -r requirements.txt")
-        print(describe(entity, project, options.name))
-        workspace = make_workspace(entity or "-", project, options.name)
-        if options.dry_run or not has_account():
-            why = "--dry-run" if options.dry_run else "no account: run `wandb login`"
-            print(f"nothing was saved ({why})")
-            return
-        if entity is None:
-            raise ValueError("--wandb-entity is missing: whose project it is")
+    for package in ("wandb", "wandb_workspaces"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"this needs {package}: pip install -r requirements.txt")
+    print(describe(entity, project, options.name))
+    workspace = make_workspace(entity or "-", project, options.name)
+    if options.dry_run or not has_account():
+        why = "--dry-run" if options.dry_run else "no account: run `wandb login`"
+        print(f"nothing was saved ({why})")
+        return
+    if entity is None:
+        raise UserError("--wandb-entity is missing: whose project it is")
     try:
         workspace.save()
     except Exception as error:  # the service's: network, permissions, a project that does not exist
-        text = " ".join(str(error).split())
-        raise UserMistakeError(f"the view could not be saved: {text}") from error
+        raise UserError(f"the view could not be saved: {error}") from error
     print(f"saved: {workspace.url}")
 
 

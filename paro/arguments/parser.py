@@ -33,7 +33,7 @@ from paro.arguments.needed import EXAMPLE, missing_flags, nothing_needed_is_give
 from paro.arguments.unknown import hint_for
 from paro.arguments.yaml_flags import read_flags
 from paro.collectives.schedule import COLLECTIVES
-from paro.errors import MistakesError
+from paro.errors import UserError
 from paro.planning.machine.files import shipped_machines
 
 _ABOUT = f"""\
@@ -112,7 +112,7 @@ def build_parser() -> ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None, *, trains: bool = True) -> Namespace:
-    """Parses a command line (by default this process's own); `ValueError` lists all mistakes.
+    """Parses a command line (by default this process's own); `UserError` lists all mistakes.
 
     If there are mistakes, the error also lists refused and missing flags; otherwise `check_flags`
     reports those. A program that does not train (`trains`) has neither.
@@ -129,21 +129,19 @@ def parse_args(argv: Sequence[str] | None = None, *, trains: bool = True) -> Nam
     args, unknown = parse_known(parser, words, mistakes)
     mistakes += _describe_unknown(unknown, parser)
     if mistakes and not trains:
-        raise MistakesError(mistakes)
+        raise UserError(*mistakes)
     if mistakes:
         check_flags(args, mistakes)
     return args
 
 
 def check_flags(args: Namespace, mistakes: Sequence[str] = ()) -> None:
-    """`ValueError` lists every flag that is refused or missing, after other `mistakes`."""
+    """`UserError` lists every flag that is refused or missing, after other `mistakes`."""
     named = set(re.findall(r"--[a-z][\w-]*", " ".join(mistakes)))
     found = [*mistakes, *refusals(args), *missing_flags(args, named=named)]
     if found:
         bare = not mistakes and nothing_needed_is_given(args)
-        raise MistakesError(
-            found, example=f"This trains, on any machine:\n{EXAMPLE}" if bare else ""
-        )
+        raise UserError(*found, example=f"This trains, on any machine:\n{EXAMPLE}" if bare else "")
 
 
 def parse_known(

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from paro.arguments.unknown import hint_for
+from paro.errors import UserError, reading
 
 FLAG = "--yaml-cfg"
 
@@ -16,7 +17,7 @@ FLAG = "--yaml-cfg"
 def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]:
     """The flags in the file as command line words, and one line per wrong key.
 
-    `ValueError` if the file cannot be read.
+    `UserError` if the file cannot be read.
 
     Keys are flags with dashes or underscores. `true` sets a switch, `false` and `null` leave a
     flag out, and a list gives a flag several values.
@@ -33,7 +34,7 @@ def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]
         try:
             flag_words = _words(actions[key], value)
             parser.parse_args(flag_words)
-        except (ValueError, ArgumentError) as error:
+        except (UserError, ArgumentError) as error:
             mistakes.append(f"{FLAG} {path}: --{key}: {error}")
         else:
             words += flag_words
@@ -45,24 +46,23 @@ def _spell(option: object) -> str:
 
 
 def _read_mapping(path: str) -> Iterable[tuple[str, object]]:
-    try:
+    with reading(f"{FLAG} {path}"):
         text = Path(path).read_text(encoding="utf-8")
+    try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except OSError as error:
-        raise ValueError(f"{FLAG} {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{FLAG} {path} is no YAML: {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-01
+        raise UserError(f"{FLAG} {path} is no YAML: {error}") from error
     if values is None:
         return []
     if not isinstance(values, dict):
-        raise ValueError(f"{FLAG} {path} must hold one level of `flag: value`")
+        raise UserError(f"{FLAG} {path} must hold one level of `flag: value`")
     assert isinstance(root, yaml.MappingNode), f"{values!r} came from {root}"
     # YAML would silently use the last of two equal keys.
     written = [_spell(key.value) for key, _ in root.value]
     for key in written:
         if written.count(key) > 1:
-            raise ValueError(f"{FLAG} {path}: {key} is given more than once")
+            raise UserError(f"{FLAG} {path}: {key} is given more than once")
     return [(_spell(key), value) for key, value in values.items()]
 
 
@@ -73,13 +73,13 @@ def _words(action: Action, value: object) -> list[str]:
     takes_anything = action.nargs == "*" and action.default == SUPPRESS  # ignored or refused
     if action.nargs == 0 or (takes_anything and isinstance(value, bool)):
         if not isinstance(value, bool):
-            raise ValueError(f"a switch is true or false, not {value!r}")
+            raise UserError(f"a switch is true or false, not {value!r}")
         return [flag] if value else []
     values = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool | dict | list) or item is None for item in values):
-        raise ValueError(f"needs a plain value, not {value!r}")
+        raise UserError(f"needs a plain value, not {value!r}")
     if action.nargs is None:
         if isinstance(value, list):
-            raise ValueError(f"takes one value, not {value!r}")
+            raise UserError(f"takes one value, not {value!r}")
         return [f"{flag}={value}"]
     return [flag, *(str(item) for item in values)]

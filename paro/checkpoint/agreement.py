@@ -9,7 +9,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from paro.checkpoint.errors import CheckpointError, DamagedError, describe
+from paro.checkpoint.manifest import DamagedError
+from paro.errors import (
+    PeerError,
+    StorageError,
+    UserError,
+    describe,
+    for_all_ranks,
+    is_storage_failure,
+)
 
 T = TypeVar("T")
 
@@ -70,42 +78,45 @@ class Ranks:
     def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = True) -> Iterator[None]:
         """Runs a block that may fail on any rank; if it does, every rank raises the same line.
 
-
         The line starts with `blame`, and names the rank unless all ranks failed in the same way.
-        It is a `DamagedError` if every failing rank met one. Exceptions other than
-        `CheckpointError` and `OSError` are bugs and are raised unchanged on the rank of origin.
+        It is a `DamagedError` if every failing rank met one, and a `StorageError` for a full disk;
+        any other error of the system is about the folder that the user gave. A bug is raised
+        unchanged on its rank of origin, and as a `PeerError` on the others.
         """
-        failure: Exception | None = None
-        cause: BaseException | None = None
-        told: tuple[int, bool, str] | None = None
+        failure: BaseException | None = None
+        told: tuple[int, UserError | StorageError | PeerError] | None = None
         try:
             yield
         except CheckpointException as error:  # DCP raises it on all its ranks
             rank = min(error.failures)
-            cause = error.failures[rank][0]
+            failure = error.failures[rank][0]
+            failure.__cause__ = error  # it shows the traceback of each rank
             named = rank if self.all_near else _members(self.near)[rank]
-            told = (named, isinstance(cause, DamagedError), _text(cause))
+            told = (named, _of_the_folder(failure, named))
         except Exception as error:
-            failure = error
-            told = (self.rank, isinstance(error, DamagedError), _text(error))
+            failure, told = error, (self.rank, _of_the_folder(error, self.rank))
         # A failed rank takes part too, before it raises: the others would wait for it forever.
         everyone = self.gather(told)
-        failures = [entry for entry in everyone if entry is not None]
-        if failure is not None and not isinstance(failure, (CheckpointError, OSError)):
+        if failure is not None and told is not None and isinstance(told[1], PeerError):
             raise failure
+        failures = [entry for entry in everyone if entry is not None]
         if failures:
-            rank, _, text = failures[0]
-            all_fail = len({where for where, _, _ in failures}) == len(everyone)
-            alike = all_fail and len({what for _, _, what in failures}) == 1
+            rank, first = failures[0]
+            if isinstance(first, PeerError):
+                raise first
+            all_fail = len({where for where, _ in failures}) == len(everyone)
+            alike = all_fail and len({str(what) for _, what in failures}) == 1
             named = not (self.alone or alike) and (name_rank or not self.all_near)
-            parts = [blame] * bool(blame) + [f"rank {rank}"] * named + [text]
-            damaged = all(is_damage for _, is_damage, _ in failures)
-            kind = DamagedError if damaged else CheckpointError
-            raise kind(": ".join(parts)) from (failure or cause)
+            parts = [blame] * bool(blame) + [f"rank {rank}"] * named + [str(first)]
+            damaged = all(isinstance(what, DamagedError) for _, what in failures)
+            kind = UserError if isinstance(first, DamagedError) and not damaged else type(first)
+            raise kind(": ".join(parts)) from failure
 
 
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else describe(error)
+def _of_the_folder(error: BaseException, rank: int) -> UserError | StorageError | PeerError:
+    if isinstance(error, OSError) and not is_storage_failure(error):
+        return UserError(describe(error))
+    return for_all_ranks(error, rank)
 
 
 def _members(group: dist.ProcessGroup | None) -> list[int]:

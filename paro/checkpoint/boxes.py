@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from paro.checkpoint.errors import CheckpointError, DamagedError
+from paro.checkpoint.manifest import DamagedError
+from paro.errors import UserError
 from paro.layout import Shape, rectangles
 from paro.sharding.buffers import FlatShard
 
@@ -180,22 +181,22 @@ class BoxLoadPlanner(DefaultLoadPlanner):
 
 
 def check_states(states: dict[str, BoxedState], metadata: Metadata) -> None:
-    """Raises `CheckpointError` unless a checkpoint has exactly our parameters, and these states."""
+    """Raises `UserError` unless a checkpoint has exactly our parameters, and these states."""
     saved = metadata.state_dict_metadata
     for name, state in states.items():
         kind, _, parameter = name.partition(".")
         if name not in saved:
             what = parameter if kind == PARAM else f"{kind} of {parameter}"
-            raise CheckpointError(f"{MISMATCH}: only the model has {what}")
+            raise UserError(f"{MISMATCH}: only the model has {what}")
         there = getattr(saved[name], "size", None)
         if there is None or tuple(there) != state.shape:
-            raise CheckpointError(
+            raise UserError(
                 f"{MISMATCH}: {name} is {_text(there)} there and {_text(state.shape)} here"
             )
     for name in saved:
         kind, _, parameter = name.partition(".")
         if kind == PARAM and name not in states:
-            raise CheckpointError(f"{MISMATCH}: only the checkpoint has {parameter}")
+            raise UserError(f"{MISMATCH}: only the checkpoint has {parameter}")
 
 
 def _text(shape: Iterable[int] | None) -> str:

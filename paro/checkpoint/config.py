@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paro.errors import UserError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
@@ -36,23 +38,23 @@ class CheckpointConfig:
             ),
         ):
             if value is not None and self.load is None:
-                raise ValueError(f"{flag} needs --load")
+                raise UserError(f"{flag} needs --load")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            raise ValueError(
+            raise UserError(
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler "
                 "contradict each other: give one"
             )
         if self.start_over and self.save is None:
-            raise ValueError("--start-over needs --save")
+            raise UserError("--start-over needs --save")
         if self.start_over and self.saves_where_it_loads:
-            raise ValueError(
+            raise UserError(
                 f"--start-over moves the checkpoints of --save {self.save} aside and --load names "
                 "the same folder: leave --start-over out to continue, or --load to begin again"
             )
         if self.save_retain_interval is None:
             return
         if not self.save_interval or self.save_retain_interval % self.save_interval != 0:
-            raise ValueError(
+            raise UserError(
                 f"--save-retain-interval {self.save_retain_interval} must be a multiple of "
                 f"--save-interval {self.save_interval}"
             )

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paro.checkpoint.errors import CheckpointError, DamagedError, describe
 from paro.checkpoint.manifest import (
     FORMAT_VERSION,
+    DamagedError,
     FileSum,
     check_format,
     library_versions,
@@ -27,6 +27,7 @@ from paro.checkpoint.manifest import (
     write_durably,
     write_manifest,
 )
+from paro.errors import UserError, describe, reading
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
@@ -44,13 +45,14 @@ def iteration_directory(root: Path, iteration: int) -> Path:
 def latest_iteration(directory_root: str | Path) -> int | None:
     """The iteration in the tracker; None if nothing was saved. `DamagedError` for a bad tracker."""
     root = Path(directory_root)
-    try:
-        text = (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        _refuse_strangers(root)
-        return None
-    except NotADirectoryError:
-        raise CheckpointError(f"{root} is a file: give a folder of checkpoints") from None
+    with reading(f"{root / TRACKER}"):
+        try:
+            text = (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            _refuse_strangers(root)
+            return None
+        except NotADirectoryError:
+            raise UserError(f"{root} is a file: give a folder of checkpoints") from None
     if not (text.isascii() and text.isdigit()):
         if not iterations_in(root):
             _refuse_strangers(root)
@@ -81,7 +83,8 @@ def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
 
 def iterations_in(root: Path) -> set[int]:
     """Every iteration that has a folder, complete or not."""
-    names = (path.name.removesuffix(_REPLACED) for path in root.glob("iter_*") if path.is_dir())
+    with reading(f"{root}"):
+        names = [path.name.removesuffix(_REPLACED) for path in root.glob("iter_*") if path.is_dir()]
     return {int(name[5:]) for name in names if name[5:].isascii() and name[5:].isdigit()}
 
 
@@ -129,9 +132,10 @@ def find_checkpoint(directory_root: str | Path, iteration: int | None = None) ->
         return None
     directory = iteration_directory(root, wanted)
     # A crash between the two renames of `finish_checkpoint` leaves only the replaced folder.
-    for candidate in (directory, _replaced(directory)):
-        if candidate.is_dir():
-            return candidate
+    with reading(f"{directory}"):
+        for candidate in (directory, _replaced(directory)):
+            if candidate.is_dir():
+                return candidate
     says = f"{TRACKER} names iteration {wanted}, but " if iteration is None else ""
     raise DamagedError(f"{says}{directory} does not exist")
 
@@ -177,10 +181,9 @@ def common_of(directory: Path) -> dict[str, Any]:
         content = path.read_bytes() if manifest is None else manifest.read_file(COMMON)
         common = json.loads(content)
         format_version, _ = common["format_version"], common["iteration"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        what = str(error) if isinstance(error, CheckpointError) else describe(error)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(
-            f"{path} is missing or damaged ({what}): resume from another iteration"
+            f"{path} is missing or damaged ({describe(error)}): resume from another iteration"
         ) from None
     check_format(directory, format_version, common.get("versions"))
     return dict(common)
@@ -255,16 +258,16 @@ def remove_checkpoint(directory_root: str | Path, iteration: int) -> None:
 
 
 def _refuse_strangers(root: Path) -> None:
-    """Raises `CheckpointError` if a root without a valid tracker holds files of another kind."""
+    """Raises `UserError` if a root without a valid tracker holds files of another kind."""
     if (root / METADATA).exists() or (root / COMMON).exists():
-        raise CheckpointError(
+        raise UserError(
             f"{root} is one iteration of a checkpoint: give the folder that holds it, "
             f"{root.absolute().parent}"
         )
     strangers = ("config.json", "params.json", "*.safetensors", "*.pth", "mp_rank_*")
     for pattern in (*strangers, "release/mp_rank_*"):
         if found := next(root.glob(pattern), None):
-            raise CheckpointError(
+            raise UserError(
                 f"{root} holds no checkpoint of this project (it has {found.name}): convert it "
                 "with tools/convert_checkpoint.py"
             )

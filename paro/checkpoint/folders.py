@@ -7,13 +7,14 @@ from pathlib import Path
 
 from paro.checkpoint.directory import RANK_MARK
 from paro.distributed.control import Control
+from paro.errors import UserError, reading, writing
 
 
 def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]:
     """The ranks, grouped by the folder that they see under this path; collective.
 
     Every rank creates a temporary marker file and looks for those of the others. Raises
-    `ValueError` if two ranks see each other's files differently.
+    `UserError` if two ranks see each other's files differently.
     """
     rank, size = control.world.rank, control.world.size
     if size == 1:
@@ -26,11 +27,11 @@ def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]
 
     mark = root / mark_of(rank)
     try:
-        with control.raise_on_all_ranks():
+        with control.raise_on_all_ranks(), writing(f"--save {root}"):
             root.mkdir(parents=True, exist_ok=True)
             mark.touch()
         # All markers exist: the block above ends once all ranks have left it.
-        with control.raise_on_all_ranks():
+        with control.raise_on_all_ranks(), reading(f"--save {root}"):
             names = {path.name for path in root.iterdir()}
         seen = tuple(other for other in range(size) if mark_of(other) in names)
         # Also a barrier: no marker is removed before every rank has listed the folder.
@@ -40,7 +41,7 @@ def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]
     with control.raise_on_all_ranks():
         for other in seen:
             if folders[other] != seen:
-                raise ValueError(
+                raise UserError(
                     f"{root}: ranks {rank} and {other} do not see each other's files alike: give "
                     "a folder that all share, or that every node has for itself"
                 )

@@ -21,9 +21,9 @@ from paro.checkpoint.boxes import (
     check_states,
 )
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
-from paro.checkpoint.errors import CheckpointError, DamagedError
-from paro.checkpoint.manifest import read_manifest
+from paro.checkpoint.manifest import DamagedError, read_manifest
 from paro.checkpoint.storage import CheckedReader, read_metadata
+from paro.errors import StorageError, UserError
 from paro.sharding.buffers import FlatShard
 
 
@@ -49,7 +49,7 @@ def load_checkpoint(
     Collective, on the thread that owns the group. Every rank passes a shard of every unit and of
     each state it wants; states left out are not read. A converted model has no moments: they
     become zero. A checkpoint that any rank finds incomplete or damaged is logged and skipped for
-    the next one, unless `wanted.iteration` names it. If `CheckpointError` is raised, it is raised
+    the next one, unless `wanted.iteration` names it. If `UserError` is raised, it is raised
     on all ranks, and shards are unchanged unless a file proved to be damaged while it was read.
     """
     ranks = Ranks(process_group)
@@ -69,16 +69,16 @@ def load_checkpoint(
         except DamagedError as error:
             text = f"{blame}: {error}"
             if wanted.iteration is not None:
-                raise CheckpointError(f"{text}; another --ckpt-step may be whole") from error
+                raise UserError(f"{text}; another --ckpt-step may be whole") from error
             say(f"  passing over iteration {iteration}: {error}")
             complaint = complaint or text
-        except CheckpointError as error:
-            raise CheckpointError(f"{blame}: {error}") from error
+        except (UserError, StorageError) as error:
+            raise type(error)(f"{blame}: {error}") from error
         else:
             at = f"at iteration {common['iteration']}"
             say(f"  successfully loaded checkpoint from {directory_root} {at}")
             return common
-    raise CheckpointError(f"{complaint}; no checkpoint there is whole")
+    raise UserError(f"{complaint}; no checkpoint there is whole")
 
 
 def _silence(_line: str) -> None:
@@ -91,7 +91,7 @@ def _order(
     """The iterations that all ranks try, best first, and what is wrong with the tracker or None.
 
     Rank 0's order holds for all ranks: else they could resume from different iterations. Raises
-    `CheckpointError` if other ranks see checkpoints and rank 0 sees none.
+    `UserError` if other ranks see checkpoints and rank 0 sees none.
     """
     if iteration is not None:
         return [iteration], None
@@ -101,7 +101,7 @@ def _order(
     everyone = ranks.gather(mine)
     if any(order for order, _ in everyone) and not everyone[0][0]:
         rank = next(rank for rank, (order, _) in enumerate(everyone) if order)
-        raise CheckpointError(
+        raise UserError(
             f"{blame}: rank 0 sees no checkpoint there and rank {rank} sees iteration "
             f"{everyone[rank][0][0]}: bring the missing part to the node of rank 0"
         )
@@ -127,7 +127,7 @@ def _load_iteration(
         metadata = read_metadata(directory)
         present = _parameters(states) if common.get("parameters_only") else states
         if common.get("has_moments") is False and len(_parameters(present)) < len(present):
-            raise CheckpointError(
+            raise UserError(
                 f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
             )
         check_states(present, metadata)
@@ -150,10 +150,10 @@ def _parameters(states: dict[str, BoxedState]) -> dict[str, BoxedState]:
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """`CheckpointError` for the first field that differs, also where all shapes are equal.
+    """`UserError` for the first field that differs, also where all shapes are equal.
 
     Shapes alone do not distinguish 8 heads of 16 from 4 heads of 32.
     """
     for name, value in json.loads(json.dumps(dict(here))).items():
         if name in there and there[name] != value:
-            raise CheckpointError(f"{MISMATCH}: {name} is {there[name]} there and {value} here")
+            raise UserError(f"{MISMATCH}: {name} is {there[name]} there and {value} here")

@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from paro.checkpoint.checksum import crc32
-from paro.checkpoint.errors import CheckpointError, DamagedError, describe
+from paro.errors import UserError, describe, reading
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2  # 1 had no manifest
 
 _PACKAGES = ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "transformers")
 _BLOCK_BYTES = 2**20
+
+
+class DamagedError(UserError):
+    """A checkpoint is incomplete or damaged; an older one may be complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,7 @@ class Manifest:
         self.check_sizes()
         for name, file in self.files.items():
             path = self.directory / name
-            with path.open("rb") as opened:
+            with reading(f"{path}"), path.open("rb") as opened:
                 for stretch in file.stretches:
                     checksum, left = 0, stretch.length
                     while block := opened.read(min(left, _BLOCK_BYTES)):
@@ -175,11 +179,11 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def check_format(directory: Path, format_version: object, versions: object) -> None:
-    """Raises `CheckpointError` for the format of a later version of this project."""
+    """Raises `UserError` for the format of a later version of this project."""
     if not isinstance(format_version, int) or format_version > FORMAT_VERSION:
         named = versions.items() if isinstance(versions, dict) else ()
         with_them = ", with " * bool(named) + ", ".join(f"{name} {v}" for name, v in named)
-        raise CheckpointError(
+        raise UserError(
             f"{directory} has format {format_version}, and this version reads formats up to "
             f"{FORMAT_VERSION}: use the version that wrote it{with_them}"
         )

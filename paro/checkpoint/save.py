@@ -19,9 +19,9 @@ from paro.checkpoint.directory import (
     latest_iteration,
     remove_checkpoint,
 )
-from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.manifest import FileSum
 from paro.checkpoint.storage import BoundedWriter, check_files, read_metadata
+from paro.errors import UserError
 from paro.sharding.buffers import FlatShard
 
 
@@ -38,7 +38,7 @@ def save_checkpoint(
 
     Every rank passes a shard of every unit and state, final on the current stream. `common` must
     be JSON; the iteration, the format and the versions are added. `log` is called on the first
-    rank. After a `CheckpointError`, raised on all ranks, the previous checkpoint is unchanged.
+    rank. After an error, raised on all ranks, the previous checkpoint is unchanged.
     """
     states = boxed_states(shards, to_write=True)
     write_states(directory_root, iteration, states, common, ranks=Ranks(process_group), log=log)
@@ -108,12 +108,12 @@ def _read_back(folder: Path) -> None:
     """Checks that this rank sees the files of all others, before the folder is put in place."""
     try:
         check_files(folder, list(read_metadata(folder).storage_data.values()))
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}: all ranks must see one and the same folder") from None
+    except UserError as error:
+        raise UserError(f"{error}: all ranks must see one and the same folder") from None
 
 
 def _latest_or_none(root: Path) -> int | None:
     try:
         return latest_iteration(root)
-    except (CheckpointError, OSError):
+    except (UserError, OSError):
         return None  # a bad tracker names no checkpoint that could be removed

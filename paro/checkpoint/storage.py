@@ -35,9 +35,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from paro.checkpoint.boxes import MAX_ITEM_BYTES
 from paro.checkpoint.checksum import crc32
 from paro.checkpoint.directory import METADATA
-from paro.checkpoint.errors import CheckpointError, DamagedError, describe
-from paro.checkpoint.manifest import FileSum, Manifest, Stretch
+from paro.checkpoint.manifest import DamagedError, FileSum, Manifest, Stretch
 from paro.checkpoint.stored_tensor import tensor_in
+from paro.errors import describe
 
 Place = tuple[str, int, int]  # file name, offset and length in bytes
 
@@ -108,10 +108,11 @@ class BoundedWriter(FileSystemWriter):
                         )
                     )
                 os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:
+        except RuntimeError as error:
             # torch hides an error of the stream, such as a full disk, behind its own.
-            cause = (stream.failure if stream is not None else None) or error
-            raise CheckpointError(f"cannot write: {describe(cause)}") from error
+            if stream is not None and stream.failure is not None:
+                raise stream.failure from error
+            raise
         self.sums[name] = FileSum(tuple(stretches))
         return results
 
@@ -217,9 +218,7 @@ class CheckedReader(FileSystemReader):
                             _read_soon(file, by_place[asked][0])
                             asked += 1
                         self._read_rectangle(file, place, wanted, planner)
-            except CheckpointError:
-                raise
-            except Exception as error:  # an unpickler fails in many ways
+            except OSError as error:
                 raise DamagedError(f"{path} is damaged ({describe(error)})") from error
         future: Future[None] = Future()
         future.set_result(None)
@@ -235,9 +234,13 @@ class CheckedReader(FileSystemReader):
         content, checksum = _read(file, memoryview(self._room)[:length])
         if self.manifest is not None:
             self.manifest.check_sum(name, begin, len(content), checksum)
-        saved = tensor_in(content)
-        for item in items:
-            part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
+        try:
+            saved = tensor_in(content)
+            parts = [narrow_tensor_by_index(saved, i.storage_offsets, i.lengths) for i in items]
+        except Exception as error:  # an unpickler fails in many ways
+            path = Path(self.path) / name
+            raise DamagedError(f"{path} is damaged ({describe(error)})") from error
+        for item, part in zip(items, parts, strict=True):
             target = planner.resolve_tensor(item).detach()
             assert target.shape == part.shape, f"{item.storage_index}: {part.shape}"
             target.copy_(part)

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from paro.errors import UserError
 from paro.quantities import check_multiple
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -42,7 +43,7 @@ class BatchSchedule:
             ("--eval-global-batch-size", self.eval_batch),
         ):
             if size < 1:
-                raise ValueError(f"{flag} {size} must be at least 1")
+                raise UserError(f"{flag} {size} must be at least 1")
         if self.step_batch_size_schedule is None:
             self._check_multiple("--global-batch-size", self.global_batch_size)
         if self.rampup_batch_size is not None:
@@ -122,7 +123,7 @@ class BatchSchedule:
             consumed += count * size
 
     def check_from(self, consumed_samples: int) -> None:
-        """`ValueError` unless all batch sizes from here on divide into micro-batches on all ranks.
+        """`UserError` unless all batch sizes from here on divide into micro-batches on all ranks.
 
         Earlier sizes of a step schedule need not be: the number of ranks may have changed since.
         """
@@ -144,13 +145,13 @@ class BatchSchedule:
     def _check_rampup(self, start: int, increment: int, samples: int) -> None:
         flag = f"--rampup-batch-size {start} {increment} {samples}"
         if start < 1 or increment < 1 or samples < 0:
-            raise ValueError(f"{flag}: START and INCREMENT must be at least 1, SAMPLES at least 0")
+            raise UserError(f"{flag}: START and INCREMENT must be at least 1, SAMPLES at least 0")
         if start > self.global_batch_size:
-            raise ValueError(
+            raise UserError(
                 f"{flag} starts above --global-batch-size {self.global_batch_size}: lower START"
             )
         if (self.global_batch_size - start) % increment != 0:
-            raise ValueError(
+            raise UserError(
                 f"{flag} cannot reach --global-batch-size {self.global_batch_size} from {start} "
                 f"in steps of {increment}"
             )
@@ -162,7 +163,7 @@ class BatchSchedule:
         at_once = self.eval_micro_batch * self.data_parallel_size
         given = (self.eval_global_batch_size, self.eval_micro_batch_size)
         if given != (None, None) and self.eval_batch % at_once != 0:
-            raise ValueError(
+            raise UserError(
                 f"--eval-global-batch-size {self.eval_batch} is not divisible by "
                 f"--eval-micro-batch-size {self.eval_micro_batch} times {self.data_parallel_size} "
                 f"ranks (= {at_once}); each is its counterpart in training where it is not given"
@@ -178,24 +179,24 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
     `text` is a list of TOKENS:SIZE, separated by blanks or commas, in any order.
     """
     if seq_length < 1:
-        raise ValueError(f"--seq-length {seq_length} must be at least 1")
+        raise UserError(f"--seq-length {seq_length} must be at least 1")
     steps = []
     for entry in text.replace(",", " ").split():
         tokens, colon, samples = entry.partition(":")
         if not colon:
-            raise ValueError(f"{_STEPS_FLAG}: {entry!r} is not TOKENS:SIZE, such as 250B:1536")
+            raise UserError(f"{_STEPS_FLAG}: {entry!r} is not TOKENS:SIZE, such as 250B:1536")
         steps.append((_number(tokens, entry) // seq_length, _number(samples, entry)))
     steps.sort()
     if not steps or steps[0][0] != 0:
-        raise ValueError(f"{_STEPS_FLAG} {text!r} has no size to begin with: add 0:SIZE")
+        raise UserError(f"{_STEPS_FLAG} {text!r} has no size to begin with: add 0:SIZE")
     for (begin, size), (following, next_size) in pairwise(steps):
         if begin == following:
-            raise ValueError(
+            raise UserError(
                 f"{_STEPS_FLAG} {text!r}: the sizes {size} and {next_size} begin at the same "
                 f"sample, {begin}, of {seq_length} tokens each"
             )
     if min(size for _, size in steps) < 1:
-        raise ValueError(f"{_STEPS_FLAG} {text!r}: every size must be at least 1")
+        raise UserError(f"{_STEPS_FLAG} {text!r}: every size must be at least 1")
     return tuple(steps)
 
 
@@ -209,7 +210,7 @@ def _number(text: str, entry: str) -> int:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ValueError(
+        raise UserError(
             f"{_STEPS_FLAG}: {text!r} in {entry!r} is no number such as 768, 1.5M or 250B"
         )
     return int(number)

@@ -9,6 +9,7 @@ from typing import Any
 from data.tokenizer_config import saved_tokenizer
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
+from paro.errors import UserError
 from paro.optim.lr_schedule import ScheduleConfig
 
 
@@ -49,7 +50,7 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
             taken[name] = common[name]
     longest = taken.get("max_position_embeddings")
     if longest is not None and args.seq_length > longest:
-        raise ValueError(
+        raise UserError(
             f"--seq-length {args.seq_length} is above --max-position-embeddings {longest}, which "
             "--use-checkpoint-args takes from --load: shorten it, or give the model's flags instead"
         )

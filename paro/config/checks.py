@@ -15,6 +15,7 @@ from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
+from paro.errors import UserError
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
 from paro.planning.rotation import why_not_rotating
 from paro.report.config import ReportConfig
@@ -24,7 +25,7 @@ from paro.strategy import Strategy
 
 def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
     if data.seq_length > model.max_position_embeddings:
-        raise ValueError(
+        raise UserError(
             f"--seq-length {data.seq_length} is above --max-position-embeddings "
             f"{model.max_position_embeddings}: shorten the one or raise the other"
         )
@@ -33,14 +34,14 @@ def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
 def check_rotation(
     sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig, world_size: int
 ) -> None:
-    """`ValueError` if --paro-materialize rotate does not support this model or strategy."""
+    """`UserError` if --paro-materialize rotate does not support this model or strategy."""
     if sharding.materialize != "rotate":
         return
     reason = why_not_rotating(
         strategy, model, world_size=world_size, group_size=sharding.group_size
     )
     if reason is not None:
-        raise ValueError(reason)
+        raise UserError(reason)
 
 
 def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
@@ -54,19 +55,19 @@ def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
         ("--ckpt-step", checkpoint.ckpt_step, 0),
     ):
         if value is not None and value < least:
-            raise ValueError(f"{flag} {value} must be at least {least}")
+            raise UserError(f"{flag} {value} must be at least {least}")
     minutes = train.exit_duration_in_mins
     if minutes is not None and not 0.0 < minutes < math.inf:
-        raise ValueError(f"--exit-duration-in-mins {minutes} must be a positive number")
+        raise UserError(f"--exit-duration-in-mins {minutes} must be a positive number")
 
 
 def check_load(checkpoint: CheckpointConfig) -> None:
     if not checkpoint.exit_on_missing_checkpoint:
         return
     if checkpoint.load is None:
-        raise ValueError("--exit-on-missing-checkpoint needs --load")
+        raise UserError("--exit-on-missing-checkpoint needs --load")
     if newest_whole(checkpoint.load) is None:
-        raise ValueError(
+        raise UserError(
             f"--load {checkpoint.load} holds no checkpoint, and --exit-on-missing-checkpoint says "
             "not to start afresh"
         )
@@ -80,7 +81,7 @@ def check_save(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
 
 
 def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
-    """`ValueError` if a new run would mix its checkpoints with those already in --save."""
+    """`UserError` if a new run would mix its checkpoints with those already in --save."""
     save, load = checkpoint.save, checkpoint.load
     if save is None or train.skip_train or checkpoint.start_over or checkpoint.continues:
         return
@@ -88,13 +89,13 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
     if held is None:
         return
     if checkpoint.saves_where_it_loads:
-        raise ValueError(
+        raise UserError(
             f"--save {save} holds {held}, and --finetune begins at iteration 0: leave --finetune "
             "out to continue, or give another --save"
         )
     why = "there is no --load" if load is None else f"--load {load} is another folder"
     how = f"--load {save} without --finetune" if checkpoint.finetune else f"--load {save}"
-    raise ValueError(
+    raise UserError(
         f"--save {save} holds {held}, and {why}: give {how} to continue, another --save, or "
         "--start-over to move them to a folder of their own inside it"
     )
@@ -129,14 +130,14 @@ def _listed(flags: list[str]) -> str:
 
 
 def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:
-    """`ValueError` at the start if a tracker's package is missing or its folder not writable."""
+    """`UserError` at the start if a tracker's package is missing or its folder not writable."""
     for flag, given, package in (
         ("--tensorboard-dir", report.tensorboard_dir, "tensorboard"),
         ("--wandb-project", report.wandb_project, "wandb"),
         ("--terminal live", report.terminal if report.terminal == "live" else None, "rich"),
     ):
         if given is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(
+            raise UserError(
                 f"{flag} needs the package {package}: pip install {package}, or leave it out"
             )
     if report.tensorboard_dir is not None:
@@ -151,22 +152,22 @@ def check_profile(
     profile: ProfileConfig, report: ReportConfig, checkpoint: CheckpointConfig
 ) -> None:
     if report.log_progress and checkpoint.save is None:
-        raise ValueError("--log-progress needs --save: progress.txt lies with the checkpoints")
+        raise UserError("--log-progress needs --save: progress.txt lies with the checkpoints")
     if profile.use_pytorch_profiler and not (report.tensorboard_dir or checkpoint.save):
-        raise ValueError("--use-pytorch-profiler needs --tensorboard-dir, or --save, for its trace")
+        raise UserError("--use-pytorch-profiler needs --tensorboard-dir, or --save, for its trace")
 
 
 def _check_writable(flag: str, place: str) -> None:
     folder = Path(place).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise ValueError(f"{flag} {place}: {folder} is a file, not a folder")
     try:
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            raise UserError(f"{flag} {place}: {folder} is a file, not a folder")
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         # /proc and similar file systems report "No such file or directory", which would mislead.
         missing = isinstance(error, FileNotFoundError)
         reason = "files cannot be created there" if missing else error.strerror
-        raise ValueError(f"{flag} {place} cannot be written: {folder}: {reason}") from error
+        raise UserError(f"{flag} {place} cannot be written: {folder}: {reason}") from error

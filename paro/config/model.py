@@ -9,7 +9,7 @@ from typing import Any
 from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.arguments.needed import details_without_full, missing_sizes
-from paro.errors import MistakesError
+from paro.errors import UserError
 
 _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
@@ -23,13 +23,13 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         preset = LLAMA_PRESETS[args.llama_preset]
         is_grouped = preset.num_query_groups < preset.num_attention_heads
         if args.group_query_attention and not (is_grouped or "num_query_groups" in given):
-            raise ValueError(
+            raise UserError(
                 f"--group-query-attention: --llama-preset {args.llama_preset} has no groups of "
                 "queries: give --num-query-groups"
             )
         sizes = _published_sizes(preset, given) | given
     if missing := missing_sizes(args):
-        raise MistakesError(missing)
+        raise UserError(*missing)
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     defaults = {
         "ffn_hidden_size": 8 * hidden_size // 3 // 64 * 64,
@@ -38,7 +38,7 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         "max_position_embeddings": args.seq_length,
     }
     if "kv_channels" not in sizes and hidden_size != heads * defaults["kv_channels"]:
-        raise ValueError(
+        raise UserError(
             f"--hidden-size {hidden_size} is not divisible by --num-attention-heads {heads}: "
             "change one, or give --kv-channels"
         )
@@ -75,9 +75,7 @@ def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, An
 def _num_query_groups(args: Namespace, heads: int) -> int:
     grouped = args.group_query_attention or args.llama_preset is not None
     if args.num_query_groups not in (None, heads) and not grouped:
-        raise ValueError(
-            f"--num-query-groups {args.num_query_groups} needs --group-query-attention"
-        )
+        raise UserError(f"--num-query-groups {args.num_query_groups} needs --group-query-attention")
     return 1 if args.group_query_attention else heads
 
 
@@ -85,7 +83,7 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
     granularity = args.recompute_granularity
     if args.recompute_activations:
         if granularity == "full":
-            raise ValueError(
+            raise UserError(
                 "--recompute-activations means --recompute-granularity selective and contradicts "
                 "full: give one of them"
             )
@@ -93,7 +91,7 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
     detail = {"method": args.recompute_method, "num_layers": args.recompute_num_layers}
     given = {name: value for name, value in detail.items() if value is not None}
     if details_without_full(args):
-        raise ValueError(
+        raise UserError(
             "--recompute-method and --recompute-num-layers need --recompute-granularity full"
         )
     if args.recompute_modules is not None and not _recomputes_core(args, granularity):
@@ -105,17 +103,17 @@ def _recomputes_core(args: Namespace, granularity: str | None) -> bool:
     """Whether --recompute-modules names core attention; norms are always recomputed."""
     flag = "--recompute-modules"
     if granularity != "selective":
-        raise ValueError(
+        raise UserError(
             f"{flag} needs --recompute-granularity selective: give that, or leave it out"
         )
     for module in args.recompute_modules:
         if module == "mlp":
-            raise ValueError(
+            raise UserError(
                 f"{flag} {module} is not supported: core_attn and layernorm are recomputed by "
                 "themselves, all else only with --recompute-granularity full"
             )
         if module not in _MODULES:
-            raise ValueError(
+            raise UserError(
                 f"{flag} {module}: a LLaMA has no such module; give core_attn, layernorm or both"
             )
     return "core_attn" in args.recompute_modules

@@ -8,6 +8,7 @@ from model.config import LlamaConfig
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
 from paro.planning.search.description import describe
@@ -23,13 +24,13 @@ AUTO = "auto"
 def take_machine(text: str | None, world: World, group_size: int) -> Machine | None:
     """The machine of --paro-machine (a name or a file), scaled to this world size.
 
-    `ValueError` if it was measured on other ranks or its groups do not nest with ours.
+    `UserError` if it was measured on other ranks or its groups do not nest with ours.
     """
     if text is None:
         return None
     machine = find_machine(text)
     if machine.measured and (machine.world_size, machine.group_size) != (world.size, group_size):
-        raise ValueError(
+        raise UserError(
             f"--paro-machine {text} was measured on {machine.world_size} ranks in groups of "
             f"{machine.group_size}, this run has {world.size} in groups of {group_size}: measure "
             "it here with tools/bench_collectives.py --machine-file"
@@ -37,7 +38,7 @@ def take_machine(text: str | None, world: World, group_size: int) -> Machine | N
     machine = machine.for_world(world.size, told="--paro-machine")
     small, large = sorted((group_size, machine.group_size))
     if large % small != 0:
-        raise ValueError(
+        raise UserError(
             f"--paro-machine {text} has groups of {machine.group_size}, which do not nest with "
             f"--paro-group-size {group_size}: choose {machine.group_size}, or one that divides it"
         )
@@ -54,12 +55,12 @@ def case_of(
     device_type: str,
     memory_gb: float | None,
 ) -> Workload:
-    """The planner's workload for this run; `ValueError` without --paro-machine.
+    """The planner's workload for this run; `UserError` without --paro-machine.
 
     Devices have `memory_gb` of memory (GB) if given, else the machine's own.
     """
     if sharding.machine is None:
-        raise ValueError(
+        raise UserError(
             f"{FLAG} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
             "that tools/bench_collectives.py --machine-file wrote"
         )
@@ -82,7 +83,7 @@ def case_of(
 def choose_strategy(workload: Workload) -> tuple[Strategy, Sequence[str]]:
     """The fastest strategy that fits with all other flags as given, and log lines that explain it.
 
-    `ValueError` if no strategy fits.
+    `UserError` if no strategy fits.
     """
     found: SearchResult = plan(
         workload,
@@ -93,5 +94,5 @@ def choose_strategy(workload: Workload) -> tuple[Strategy, Sequence[str]]:
         ),
     )
     if found.best is None:
-        raise ValueError(f"{FLAG} {AUTO}: {why_nothing_fits(workload, found)}")
+        raise UserError(f"{FLAG} {AUTO}: {why_nothing_fits(workload, found)}")
     return found.best.candidate.strategy, describe(found)

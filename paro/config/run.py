@@ -38,7 +38,7 @@ from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig, World
-from paro.errors import MistakesError
+from paro.errors import UserError
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
@@ -85,7 +85,7 @@ class RunConfig:
 
     @classmethod
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
-        """The configuration for `world`, whose ranks need not exist; `ValueError` for mistakes."""
+        """The configuration for `world`, whose ranks need not exist; `UserError` for mistakes."""
         check_flags(args)
         notices = (*ignored_lines(args), *flags_without_effect(args))
         checkpoint = _take(CheckpointConfig, args)
@@ -160,7 +160,7 @@ def _with_saved_args(
     else:
         args = with_checkpoint_args(args, common)
     if missing := missing_flags(args, loaded=True):
-        raise MistakesError(missing)
+        raise UserError(*missing)
     return args, lines
 
 
@@ -183,7 +183,7 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
     degrees = strategy.degrees if strategy else None
     if args.use_distributed_optimizer and degrees != (1, 1, world.size):
-        raise ValueError(
+        raise UserError(
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
             f"and contradicts --paro-strategy {args.paro_strategy}: give one of them"
         )
@@ -203,7 +203,7 @@ def _take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) -
     if args.step_batch_size_schedule is not None:
         for flag in ("global_batch_size", "rampup_batch_size"):
             if getattr(args, flag) is not None:
-                raise ValueError(
+                raise UserError(
                     f"--step-batch-size-schedule and --{flag.replace('_', '-')} contradict each "
                     "other: give one of them"
                 )
@@ -227,17 +227,17 @@ def _take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) -
 
 def _take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
     if args.train_iters is not None and args.train_samples is not None:
-        raise ValueError("--train-iters and --train-samples contradict each other: give one")
+        raise UserError("--train-iters and --train-samples contradict each other: give one")
     train_iters = args.train_iters
     if train_iters is None:
         train_iters = batches.iterations_within(args.train_samples)
         if train_iters < 1:
-            raise ValueError(
+            raise UserError(
                 f"--train-samples {args.train_samples} is less than the first global batch of "
                 f"{batches.batch_size_at(0)}: there is no iteration to train"
             )
     if train_iters < 1:
-        raise ValueError(f"--train-iters {train_iters} leaves nothing to train: give 1 or more")
+        raise UserError(f"--train-iters {train_iters} leaves nothing to train: give 1 or more")
     return _take(TrainConfig, args, train_iters=train_iters)
 
 
@@ -251,12 +251,12 @@ def _take_schedule(
     constant = args.weight_decay_incr_style == "constant"
     start, end = args.start_weight_decay, args.end_weight_decay
     if constant and not start is end is None:
-        raise ValueError(
+        raise UserError(
             "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or "
             "cosine; constant takes --weight-decay"
         )
     if not constant and None in (start, end):
-        raise ValueError(
+        raise UserError(
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs both "
             "--start-weight-decay and --end-weight-decay"
         )
@@ -283,7 +283,7 @@ def _samples(args: Namespace, name: str, batches: BatchSchedule) -> int | None:
         return samples
     if samples is not None:
         flag = "--" + name.replace("_", "-")
-        raise ValueError(f"{flag}-iters and {flag}-samples contradict each other: give one")
+        raise UserError(f"{flag}-iters and {flag}-samples contradict each other: give one")
     return batches.samples_after(iterations)
 
 
@@ -292,17 +292,17 @@ def _warmup_samples(args: Namespace, batches: BatchSchedule, decay_samples: int)
     if fraction is None:
         return _samples(args, "lr_warmup", batches) or 0
     if args.lr_warmup_iters or args.lr_warmup_samples:
-        raise ValueError(
+        raise UserError(
             "--lr-warmup-fraction contradicts --lr-warmup-iters and --lr-warmup-samples: give one"
         )
     if not 0.0 <= fraction < 1.0:
-        raise ValueError(f"--lr-warmup-fraction {fraction} must lie in [0, 1)")
+        raise UserError(f"--lr-warmup-fraction {fraction} must lie in [0, 1)")
     return float(fraction * decay_samples)
 
 
 def _take_precision(args: Namespace) -> PrecisionConfig:
     if args.fp16 and args.bf16:
-        raise ValueError("--fp16 and --bf16 contradict each other: give one of them")
+        raise UserError("--fp16 and --bf16 contradict each other: give one of them")
     compute = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
     return _take(PrecisionConfig, args, compute=compute)
 

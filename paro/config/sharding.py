@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paro.errors import UserError
 from paro.planning.machine.machine import Machine
 
 
@@ -20,11 +21,11 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         if self.collective == "auto" and self.machine is None:
-            raise ValueError(
+            raise UserError(
                 "--paro-collective auto chooses by what was measured: give --paro-machine FILE, "
                 "which tools/bench_collectives.py --machine-file FILE writes"
             )
         if self.rotate_in_place and self.materialize != "rotate":
-            raise ValueError("--paro-rotate-in-place needs --paro-materialize rotate")
+            raise UserError("--paro-rotate-in-place needs --paro-materialize rotate")
         if self.prefetch_units < 0:
-            raise ValueError(f"--paro-prefetch-units {self.prefetch_units} is negative; 0 is off")
+            raise UserError(f"--paro-prefetch-units {self.prefetch_units} is negative; 0 is off")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from paro.errors import UserError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -29,9 +31,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if not hasattr(signal, self.exit_signal):
-            raise ValueError(f"--exit-signal {self.exit_signal} is no signal of this system")
+            raise UserError(f"--exit-signal {self.exit_signal} is no signal of this system")
         if self.skip_train and self.eval_iters == 0:
-            raise ValueError(
+            raise UserError(
                 "--skip-train and --eval-iters 0 leave nothing to do: give 1 or more iterations to "
                 "evaluate"
             )

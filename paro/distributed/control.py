@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paro.distributed.user_errors import UserMistakeError, one_line
 from paro.distributed.world import World
+from paro.errors import PeerError, for_all_ranks
 
 
 class Control:
@@ -45,18 +45,21 @@ class Control:
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Raises a user's mistake on all ranks if the block fails with one on any rank.
+        """Raises an error on all ranks if the block fails on any rank: that of the lowest one.
 
-        `ValueError` and `OSError` count as such; all ranks raise the text of the lowest failed one.
+        A bug is raised unchanged where it happened, and as a `PeerError` on the other ranks.
         """
-        mistake: str | None = None
+        failure: Exception | None = None
         try:
             yield
-        except (ValueError, OSError) as error:
-            mistake = one_line(error)
-        first = next((text for text in self.gather(mistake) if text is not None), None)
+        except Exception as error:
+            failure = error
+        told = None if failure is None else for_all_ranks(failure, self.world.rank)
+        first = next((error for error in self.gather(told) if error is not None), None)
+        if failure is not None and isinstance(told, PeerError):
+            raise failure
         if first is not None:
-            raise UserMistakeError(first)
+            raise first
 
 
 class PlannedControl(Control):

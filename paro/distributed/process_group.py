@@ -15,8 +15,8 @@ import torch.distributed as dist
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
 from paro.distributed.rendezvous import fresh_store
-from paro.distributed.user_errors import user_mistakes
 from paro.distributed.world import World
+from paro.errors import UserError, writing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,22 +29,22 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         if self.distributed_timeout_minutes <= 0:
-            raise ValueError(
+            raise UserError(
                 f"--distributed-timeout-minutes {self.distributed_timeout_minutes} must be positive"
             )
 
 
 def device_for(config: RuntimeConfig, world: World) -> torch.device:
-    """The GPU of this local rank for nccl, the CPU for gloo; `ValueError` without the GPU."""
+    """The GPU of this local rank for nccl, the CPU for gloo; `UserError` without the GPU."""
     if config.distributed_backend == "gloo":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise UserError(
             "--distributed-backend nccl needs CUDA devices and torch sees none; "
             "give --distributed-backend gloo to run on CPU ranks"
         )
     if world.local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise UserError(
             f"local rank {world.local_rank} has no GPU: torch sees {torch.cuda.device_count()}; "
             "start one process per GPU, and under SLURM give GPUs to the node (--gpus-per-node) "
             "instead of one to each task, so that ranks see each other's"
@@ -64,9 +64,9 @@ def _store_of_this_attempt(world: World, timeout: timedelta) -> dist.Store | Non
 @contextmanager
 def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
     """Initializes torch.distributed for the block, unless the world is a single process."""
-    with user_mistakes():
-        device = device_for(config, world)
-        if config.flight_recorder_dir is not None:
+    device = device_for(config, world)
+    if config.flight_recorder_dir is not None:
+        with writing(f"--flight-recorder-dir {config.flight_recorder_dir}"):
             record_flights(config.flight_recorder_dir)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
+
+from paro.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,28 +36,28 @@ class LaunchConfig:
         if not self.dry_run:
             for flag, value in self._given().items():
                 if value is not None:
-                    raise ValueError(
+                    raise UserError(
                         f"{flag} {value} is for --dry-run, which starts no rank: the ranks of a "
                         "training are those that torchrun or srun starts"
                     )
             return
         assert self.world_size is not None, "one of the flags that are needed"
         for flag, value in self._given().items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{flag} {value} must be positive")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{flag} {value} must be positive")
         if self.world_size % self._ranks_per_node():
-            raise ValueError(
+            raise UserError(
                 f"--world-size {self.world_size} is no multiple of the {self._ranks_per_node()} "
                 "ranks of a node: give --ranks-per-node, or another number of ranks"
             )
 
     def world(self) -> World:
-        """Rank 0 of the planned ranks in a dry run, else this process; `ValueError` if invalid."""
+        """Rank 0 of the planned ranks in a dry run, else this process; `UserError` if invalid."""
         if not self.dry_run:
             return read_world()
         assert self.world_size is not None, "a dry run has a world size"
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError(
+        if "WORLD_SIZE" in os.environ and _number_in("WORLD_SIZE") > 1:
+            raise UserError(
                 "--dry-run is one plain process, here are "
                 f"{os.environ['WORLD_SIZE']}: start it with python instead of torchrun"
             )
@@ -72,14 +75,14 @@ class LaunchConfig:
 
 
 def read_world() -> World:
-    """The world from torchrun's or SLURM's variables; `ValueError` if some are missing."""
+    """The world from torchrun's or SLURM's variables; `UserError` if some are missing."""
     by_srun = "SLURM_STEP_TASKS_PER_NODE" in os.environ and not _is_torchrun()
     if "RANK" in os.environ and not by_srun:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
     elif by_srun and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        raise ValueError(
+        raise UserError(
             f"srun started {os.environ['SLURM_STEP_NUM_TASKS']} tasks and MASTER_ADDR is not set: "
             "export MASTER_ADDR=$(scontrol show hostnames | head -1) and MASTER_PORT before srun, "
             "as examples/pretrain_llama_65b_slurm.sh does"
@@ -90,12 +93,17 @@ def read_world() -> World:
     needed = names if alone else (*names, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if missing:
-        raise ValueError(f"the launcher must set {', '.join(missing)} in the environment")
-    # SLURM writes tasks per node as 8(x4), or 8(x3),4 if the last node has fewer.
-    rank, size, local_rank, ranks_per_node = (
-        int(re.split(r"[(,]", os.environ[name])[0]) for name in names
-    )
+        raise UserError(f"the launcher must set {', '.join(missing)} in the environment")
+    rank, size, local_rank, ranks_per_node = map(_number_in, names)
     return World(rank=rank, size=size, local_rank=local_rank, ranks_per_node=ranks_per_node)
+
+
+def _number_in(name: str) -> int:
+    """The number in a variable; SLURM's tasks per node are 8(x4), or 8(x3),4 on unequal nodes."""
+    number = re.match(r"\d+", os.environ[name])
+    if number is None:
+        raise UserError(f"{name} is {os.environ[name]!r} in the environment, and not a number")
+    return int(number[0])
 
 
 def _is_torchrun() -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paro.errors import UserError
+
 
 def make_adamw(
     groups: list[dict[str, Any]],
@@ -49,9 +51,9 @@ def implementation_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def find_apex() -> Any:
-    """NVIDIA's FusedAdam, or `ValueError`; PyPI's `apex` is another package without `amp_C`."""
+    """NVIDIA's FusedAdam, or `UserError`; PyPI's `apex` is another package without `amp_C`."""
     if importlib.util.find_spec("amp_C") is None or importlib.util.find_spec("apex") is None:
-        raise ValueError(
+        raise UserError(
             "--adam-implementation apex needs NVIDIA's apex with its CUDA extensions "
             "(https://github.com/NVIDIA/apex); leave the flag away for torch's fused AdamW"
         )

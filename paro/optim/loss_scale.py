@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from paro.errors import UserError
+
 GROWTH = 2.0
 BACKOFF = 0.5
 
@@ -27,16 +29,16 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         assert not (self.dynamic and self.loss_scale), f"{self.loss_scale} is a constant scale"
         if self.loss_scale is not None and not 0.0 < self.loss_scale < math.inf:
-            raise ValueError(f"--loss-scale {self.loss_scale} must be a positive number")
+            raise UserError(f"--loss-scale {self.loss_scale} must be a positive number")
         if not 0.0 < self.min_loss_scale <= self.initial_loss_scale < math.inf:
-            raise ValueError(
+            raise UserError(
                 f"--min-loss-scale {self.min_loss_scale} must be above 0 and not above "
                 f"--initial-loss-scale {self.initial_loss_scale}"
             )
         if self.loss_scale_window < 1:
-            raise ValueError(f"--loss-scale-window {self.loss_scale_window} must be at least 1")
+            raise UserError(f"--loss-scale-window {self.loss_scale_window} must be at least 1")
         if self.hysteresis < 1:
-            raise ValueError(f"--hysteresis {self.hysteresis} must be at least 1")
+            raise UserError(f"--hysteresis {self.hysteresis} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

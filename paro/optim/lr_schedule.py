@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paro.errors import UserError
+
 # The fraction of lr - min_lr that remains after the fraction `ratio` of the decay.
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
@@ -47,31 +49,31 @@ class ScheduleConfig:
 
     def _check_rates(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0.0):
-            raise ValueError(f"--lr {self.lr} must be a positive number")
+            raise UserError(f"--lr {self.lr} must be a positive number")
         if not 0.0 <= self.min_lr <= self.lr:
-            raise ValueError(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
+            raise UserError(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
         if not 0.0 <= self.lr_warmup_init <= self.lr:
-            raise ValueError(
+            raise UserError(
                 f"--lr-warmup-init {self.lr_warmup_init} must lie between 0 and --lr {self.lr}"
             )
         if self.lr_decay_style not in DECAY_STYLES:
-            raise ValueError(
+            raise UserError(
                 f"--lr-decay-style {self.lr_decay_style} is none of {', '.join(DECAY_STYLES)}"
             )
         if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:
-            raise ValueError(
+            raise UserError(
                 f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is none of "
                 f"{', '.join(WSD_DECAY_STYLES)}"
             )
 
     def _check_lengths(self) -> None:
         if self.lr_decay_samples <= 0:
-            raise ValueError(
+            raise UserError(
                 f"the learning rate decays over {self.lr_decay_samples} samples: give "
                 "--lr-decay-iters or --lr-decay-samples above 0"
             )
         if not 0 <= self.lr_warmup_samples < self.lr_decay_samples:
-            raise ValueError(
+            raise UserError(
                 f"the warm-up takes {self.lr_warmup_samples:g} samples and must be shorter than "
                 f"the decay of {self.lr_decay_samples}: lower --lr-warmup-iters, "
                 "--lr-warmup-samples or --lr-warmup-fraction, or train longer"
@@ -79,29 +81,29 @@ class ScheduleConfig:
         if self.lr_decay_style != "WSD":
             return
         if self.lr_wsd_decay_samples is None:
-            raise ValueError(
+            raise UserError(
                 "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"
             )
         if not 0 < self.lr_wsd_decay_samples <= self.lr_decay_samples:
-            raise ValueError(
+            raise UserError(
                 f"the WSD tail of {self.lr_wsd_decay_samples} samples must lie within the decay "
                 f"of {self.lr_decay_samples}: change --lr-wsd-decay-iters or -samples"
             )
 
     def _check_weight_decay(self) -> None:
         if not 0.0 <= self.start_weight_decay <= self.end_weight_decay:
-            raise ValueError(
+            raise UserError(
                 f"weight decay goes from {self.start_weight_decay} to {self.end_weight_decay}: "
                 "--start-weight-decay must be at least 0 and not above --end-weight-decay"
             )
         if self.weight_decay_incr_style not in WEIGHT_DECAY_STYLES:
-            raise ValueError(
+            raise UserError(
                 f"--weight-decay-incr-style {self.weight_decay_incr_style} is none of "
                 f"{', '.join(WEIGHT_DECAY_STYLES)}"
             )
         constant = self.weight_decay_incr_style == "constant"
         if constant and self.start_weight_decay != self.end_weight_decay:
-            raise ValueError(
+            raise UserError(
                 f"--start-weight-decay {self.start_weight_decay} and --end-weight-decay "
                 f"{self.end_weight_decay} differ: choose --weight-decay-incr-style linear or cosine"
             )

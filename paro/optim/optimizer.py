@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import attach_moments, find_apex, make_adamw, set_num_steps
 from paro.sharding.buffers import FlatShard
@@ -39,11 +40,11 @@ class OptimConfig:
     def __post_init__(self) -> None:
         for flag, beta in (("--adam-beta1", self.adam_beta1), ("--adam-beta2", self.adam_beta2)):
             if not 0.0 <= beta < 1.0:
-                raise ValueError(f"{flag} {beta} must lie in [0, 1)")
+                raise UserError(f"{flag} {beta} must lie in [0, 1)")
         if self.adam_eps <= 0.0:
-            raise ValueError(f"--adam-eps {self.adam_eps} must be positive")
+            raise UserError(f"--adam-eps {self.adam_eps} must be positive")
         if self.clip_grad < 0.0:
-            raise ValueError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
+            raise UserError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
         if self.adam_implementation == "apex":
             find_apex()
 

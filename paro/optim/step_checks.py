@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from paro.errors import UserError
+
 _MEMORY = 50.0  # length of the running means, in steps
 _WARMUP_STEPS = 100  # no check for spikes or large norms before this many finite steps
 _DEVIATIONS = 6.0  # a spike is above the mean loss by this many standard deviations
@@ -29,7 +31,7 @@ class StepChecksConfig:
     def __post_init__(self) -> None:
         limit = self.exit_after_skipped_iterations
         if limit is not None and limit < 1:
-            raise ValueError(f"--exit-after-skipped-iterations {limit} must be at least 1")
+            raise UserError(f"--exit-after-skipped-iterations {limit} must be at least 1")
 
 
 class Verdict(Enum):

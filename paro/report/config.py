@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paro.errors import UserError
+
 
 def run_record_path(metrics_file: str | Path) -> Path:
     """The path of the run record next to a metrics file."""
@@ -45,9 +47,9 @@ class ReportConfig:
             ("--logging-level", self.logging_level),
         ):
             if value is not None and value < 1:
-                raise ValueError(f"{flag} {value} must be at least 1")
+                raise UserError(f"{flag} {value} must be at least 1")
         if self.peak_tflops is not None and not 0.0 < self.peak_tflops < math.inf:
-            raise ValueError(f"--peak-tflops {self.peak_tflops} must be a positive number")
+            raise UserError(f"--peak-tflops {self.peak_tflops} must be a positive number")
 
     def without_records(self) -> ReportConfig:
         """A copy that prints everything and writes no files or dashboards."""

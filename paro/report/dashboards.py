@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data.atomic_file import replacing
+from paro.errors import UserError
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 
@@ -215,7 +216,7 @@ def open_dashboards(
 
 
 def check_login(config: ReportConfig, log: Log) -> None:
-    """`ValueError` if the rank that writes to Weights & Biases has no API key.
+    """`UserError` if the rank that writes to Weights & Biases has no API key.
 
     Like wandb itself it looks in the environment, wandb's settings and netrc. It contacts no
     server.
@@ -235,10 +236,10 @@ def check_login(config: ReportConfig, log: Log) -> None:
             return
         key = settings.api_key or read_netrc_auth(host=settings.base_url)
     except (wandb.Error, ValueError) as error:
-        raise ValueError(f"{flag}: {error}") from error
+        raise UserError(f"{flag}: {error}") from error
     problem = check_api_key(key) if key else "there is no API key."
     if problem is not None:
-        raise ValueError(
+        raise UserError(
             f"{flag}: {problem} On the machine of rank {log.rank}, which writes to Weights & "
             "Biases, run wandb login or set WANDB_API_KEY; WANDB_MODE=offline needs no key and "
             "keeps the run on disk"

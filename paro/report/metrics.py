@@ -13,6 +13,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from paro.errors import UserError, writing
 from paro.report.record import Metrics
 
 _BEGINNING = '{"iteration": '
@@ -23,15 +24,11 @@ class MetricsFile:
 
     def __init__(self, path: str, *, start_iteration: int) -> None:
         place = Path(path)
-        try:
+        with writing(f"--metrics-file {path}"):
             place.parent.mkdir(parents=True, exist_ok=True)
             if place.exists():
                 _drop_lines_after(place, start_iteration)
             self._stream = place.open("a", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"--metrics-file {path} cannot be written: {error.strerror}"
-            ) from error
 
     def write(self, metrics: Metrics) -> None:
         """Appends one line and flushes it."""
@@ -66,6 +63,6 @@ def _iteration_of(line: bytes, path: Path) -> float:
             return math.inf
         return float(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"--metrics-file {path} exists and is no metrics file: give another name"
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from data.atomic_file import replacing
+from paro.errors import UserError
 from paro.report.log import Log
 from paro.report.observer import Observer
 
@@ -28,12 +29,12 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.profile_step_start < self.profile_step_end:
-            raise ValueError(
+            raise UserError(
                 f"--profile-step-start {self.profile_step_start} must lie below --profile-step-end "
                 f"{self.profile_step_end}, and not below 0"
             )
         if self.use_pytorch_profiler and not self.profile:
-            raise ValueError("--use-pytorch-profiler needs --profile")
+            raise UserError("--use-pytorch-profiler needs --profile")
 
 
 class Profiler(Observer):

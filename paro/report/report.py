@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from paro.errors import writing
 from paro.report.config import ReportConfig, run_record_path
 from paro.report.dashboards import Dashboards, one_line, open_dashboards
 from paro.report.log import Log
@@ -228,7 +229,8 @@ def open_report(
         metrics_file = MetricsFile(config.metrics_file, start_iteration=start_iteration)
         place = run_record_path(config.metrics_file)
         run_record = RunRecord(place, start_iteration=start_iteration)
-        run_record.start(arguments, facts, device)
+        with writing(f"--metrics-file {config.metrics_file}: {place}"):
+            run_record.start(arguments, facts, device)
     save = arguments.get("save")
     dashboards = open_dashboards(
         config,

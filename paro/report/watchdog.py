@@ -19,6 +19,7 @@ from typing import TextIO
 
 from data.atomic_file import replacing
 from paro.distributed.flight_recorder import FLIGHT_PREFIX, recorded_collectives
+from paro.errors import UserError, writing
 from paro.report.observer import Observer
 
 _BEAT_SECONDS = 1.0
@@ -35,7 +36,7 @@ class WatchConfig:
     def __post_init__(self) -> None:
         minutes = self.hang_dump_minutes
         if minutes is not None and not 0.0 <= minutes < math.inf:
-            raise ValueError(f"--hang-dump-minutes {minutes} must be 0 or more; 0: never")
+            raise UserError(f"--hang-dump-minutes {minutes} must be 0 or more; 0: never")
 
 
 class Watchdog(Observer):
@@ -57,12 +58,8 @@ class Watchdog(Observer):
         self._heartbeat = None
         if rank == 0 and config.heartbeat_file is not None:
             self._heartbeat = Path(config.heartbeat_file)
-            try:
+            with writing(f"--heartbeat-file {self._heartbeat}"):
                 self._heartbeat.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(
-                    f"--heartbeat-file {self._heartbeat} cannot be written: {error.strerror}"
-                ) from error
         self._stream = stream or sys.__stderr__ or sys.stderr
         self._state: _State = ("starting", 0, time.monotonic())
         self._told: _State | None = None

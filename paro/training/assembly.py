@@ -21,6 +21,7 @@ from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Use
 from paro.distributed.process_group import timeout_of
 from paro.distributed.timers import Timers, make_timers
+from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
@@ -158,7 +159,7 @@ def _algorithm(config: RunConfig, control: Control) -> str | AlgorithmChoice:
     digests = control.gather(sha256(machine_to_json(machine).encode()).digest())
     with control.raise_on_all_ranks():
         if len(set(digests)) > 1:
-            raise ValueError("--paro-machine: ranks read different files: give all the same one")
+            raise UserError("--paro-machine: ranks read different files: give all the same one")
         return choice_by(machine)
 
 

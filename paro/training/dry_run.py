@@ -20,6 +20,7 @@ from paro.config.record import model_line, recorded_arguments
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
 from paro.planning.memory.gathering import MemorySnapshot
 from paro.planning.memory.limit import MemoryLimit, memory_limit
@@ -85,7 +86,7 @@ class PlannedRun:
 
 
 def plan_run(config: RunConfig, world: World) -> PlannedRun:
-    """Builds one rank on the meta device; `ValueError` for what cannot be built."""
+    """Builds one rank on the meta device; `UserError` for what cannot be built."""
     is_trained, batches = not config.train.skip_train, config.batches
     control = PlannedControl(world, torch.device("meta"))
     on_meta = build_training(config, control, is_trained=lambda _name: is_trained)
@@ -126,7 +127,7 @@ def _case(config: RunConfig, device_type: str) -> Workload | None:
 
 
 def run_dry(config: RunConfig, world: World) -> None:
-    """Prints a summary and the details; `ValueError` if the launch would fail."""
+    """Prints a summary and the details; `UserError` if the launch would fail."""
     plan = plan_run(config, world)
     found = None if plan.workload is None or plan.launch is None else search(plan.workload)
     details: list[str] = []
@@ -135,7 +136,7 @@ def run_dry(config: RunConfig, world: World) -> None:
         try:
             for line in section(plan):
                 details.append(line)
-        except ValueError as mistake:
+        except UserError as mistake:
             mistakes.append(str(mistake))
     if not plan.fits:
         mistakes.append(_why_not(plan, found))
@@ -151,7 +152,7 @@ def run_dry(config: RunConfig, world: World) -> None:
     ):
         log.log0(line)
     if mistakes:
-        raise ValueError("; ".join(mistakes))
+        raise UserError("; ".join(mistakes))
 
 
 # The summary

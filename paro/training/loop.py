@@ -11,7 +11,7 @@ from datetime import datetime
 from types import FrameType
 
 from data.loader import Batch
-from paro.distributed.user_errors import UserMistakeError
+from paro.errors import StorageError, UserError
 from paro.optim.step_checks import Expectation, Verdict, reason_to_stop
 from paro.report.memory import MemoryForecast, allocator_bytes
 from paro.report.observer import Observer
@@ -64,12 +64,12 @@ class Saving:
             self.saved_iteration = state.iteration
 
     def finish(self, state: TrainState) -> None:
-        """Saves the final state; here a failed save is always an error (`UserMistakeError`)."""
+        """Saves the final state; here a failed save is always an error."""
         if not self.settle():
             self.saved_iteration = None
         self.save(state)
         if self.saved_iteration != state.iteration or not self.settle():
-            raise UserMistakeError(f"the run ends unsaved at iteration {state.iteration}")
+            raise StorageError(f"the run ends unsaved at iteration {state.iteration}")
 
     def is_due(self, iteration: int) -> bool:
         return self.interval is not None and iteration % self.interval == 0
@@ -224,7 +224,7 @@ class Loop:
     def _stop_if_wrong(self, result: StepResult) -> None:
         """Ends a diverging run without saving, so that it resumes from an earlier, good state.
 
-        Raises `UserMistakeError` on all ranks: the verdict is the same on all of them.
+        Raises `UserError` on all ranks: the verdict is the same on all of them.
         """
         training, state = self.training, self.state
         reason = reason_to_stop(
@@ -235,7 +235,7 @@ class Loop:
         finite = training.control.gather(result.own.loss_is_finite)
         ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
         where = f"; the loss is not finite on ranks {', '.join(ranks)}" if ranks else ""
-        raise UserMistakeError(f"{reason}{where}; nothing was saved since")
+        raise UserError(f"{reason}{where}; nothing was saved since")
 
     def _held(self) -> dict[str, int]:
         ledger = self.training.model.context.ledger

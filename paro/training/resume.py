@@ -14,7 +14,6 @@ from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import PARAM, boxed_states
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import next_earlier, read_common, set_aside
-from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.folders import ranks_by_folder
 from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import write_states
@@ -24,7 +23,7 @@ from paro.config.train import TrainConfig
 from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
 from paro.distributed.process_group import timeout_of
-from paro.distributed.user_errors import UserMistakeError, one_line, user_mistakes
+from paro.errors import StorageError, UserError, reading
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
 from paro.report.log import Log
@@ -90,10 +89,9 @@ class Saver:
     def _set_aside(self) -> None:
         """Moves another run's checkpoints in --save aside, under the same name on every node."""
         number = max(self._ranks.gather(next_earlier(self._root)))
-        with user_mistakes():
-            earlier = self._ranks.first_decides(
-                lambda: set_aside(self._root, number), f"--save {self._root}"
-            )
+        earlier = self._ranks.first_decides(
+            lambda: set_aside(self._root, number), f"--save {self._root}"
+        )
         if earlier is not None:
             self._log.log0(f"--start-over: what --save {self._root} held is in {earlier} now")
 
@@ -125,7 +123,7 @@ class Saver:
             return True
         try:
             write()
-        except CheckpointError as error:  # such as a full disk; raised on all ranks
+        except (UserError, StorageError) as error:  # raised on all ranks
             return self._give_up(error)
         self._note(state, is_async=False)
         return True
@@ -135,7 +133,7 @@ class Saver:
         failure = self._background.wait()
         if failure is None:
             return True
-        if not isinstance(failure, CheckpointError):
+        if not isinstance(failure, (UserError, StorageError)):
             raise failure
         return self._give_up(failure)
 
@@ -150,10 +148,10 @@ class Saver:
         if self._progress is not None:
             self._progress.finished(iteration)
 
-    def _give_up(self, error: CheckpointError) -> bool:
-        told = f"iteration {self._under_way} is not saved: {one_line(error)}"
+    def _give_up(self, error: UserError | StorageError) -> bool:
+        told = f"iteration {self._under_way} is not saved: {error}"
         if self._config.checkpoint.on_save_failure == "stop":
-            raise UserMistakeError(told) from error
+            raise type(error)(told) from error
         self._log.log0(f"{told}; training goes on (--on-save-failure continue)")
         return False
 
@@ -179,15 +177,17 @@ class Saver:
 
 
 def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Control) -> None:
-    """Raises `ValueError` if no rank finds the folder of --load; collective.
+    """Raises `UserError` if no rank finds the folder of --load; collective.
 
     A folder that is also --save may be missing: it is created by the first save.
     """
     if checkpoint.load is None or (checkpoint.continues and not train.skip_train):
         return
+    with control.raise_on_all_ranks(), reading(f"--load {checkpoint.load}"):
+        exists = Path(checkpoint.load).exists()
     with control.raise_on_all_ranks():
-        if not any(control.gather(Path(checkpoint.load).exists())):
-            raise ValueError(
+        if not any(control.gather(exists)):
+            raise UserError(
                 f"--load {checkpoint.load} does not exist: give a folder of checkpoints, or leave "
                 "--load out to begin with random weights"
             )
@@ -265,10 +265,10 @@ def _loss_scale_of(common: Mapping[str, Any], config: LossScaleConfig) -> LossSc
 
 
 def _check_schedule(common: Mapping[str, Any], config: RunConfig) -> None:
-    """Raises `CheckpointError` for a changed schedule, unless a flag says which one to use."""
+    """Raises `UserError` for a changed schedule, unless a flag says which one to use."""
     change = schedule_change(common, config)
     if change is not None and not config.checkpoint.override_opt_param_scheduler:
-        raise CheckpointError(
+        raise UserError(
             f"--load {config.checkpoint.load}: the schedule changed: {change}: give "
             "--override-opt_param-scheduler to take the flags', or "
             "--use-checkpoint-opt_param-scheduler to keep the checkpoint's"

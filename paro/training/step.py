@@ -18,7 +18,7 @@ from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposed, Exposure
 from paro.distributed.timers import Timers
-from paro.distributed.user_errors import UserMistakeError, one_line
+from paro.errors import UserError
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import ParoOptimizer
@@ -292,8 +292,8 @@ class _TimedBatches(Iterator[Batch]):
             with self._timers.measure("batch-generator", level=2):
                 batch = next(self._source)
         # A token id above the vocabulary, in a file too large to scan, or a worker that died.
-        except (ValueError, ChildProcessError) as error:
-            raise UserMistakeError(one_line(error), on_this_rank=True) from error
+        except UserError as error:
+            raise UserError(*error.args, on_this_rank=True) from error
         self.seconds += time.perf_counter() - begin
         return batch.to(self._device, non_blocking=True)
 

@@ -17,6 +17,7 @@ from pyarrow import parquet
 from data import corpus
 from data.corpus import place_of, read_batches, texts_of
 from data.sources import find_pieces, share_out
+from paro.errors import UserError
 
 
 def texts(path: Path, *keys: str) -> list[tuple[list[str], ...]]:
@@ -76,7 +77,7 @@ def test_a_damaged_compressed_file_is_named(
     path = tmp_path / f"a.jsonl.{suffix}"
     whole = gzip.compress(lines) if suffix == "gz" else zstd(lines)
     path.write_bytes(damage(whole))
-    with pytest.raises(ValueError, match=r"a\.jsonl\.\w+ is damaged or truncated") as caught:
+    with pytest.raises(UserError, match=r"a\.jsonl\.\w+ is damaged or truncated") as caught:
         texts(path)
     assert "\n" not in str(caught.value)
 
@@ -96,9 +97,9 @@ def test_a_parquet_file_is_a_document_per_row(tmp_path: Path) -> None:
 
 def test_a_parquet_file_without_the_column_or_with_other_values(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ["a", "b", "c", "d", None])
-    with pytest.raises(ValueError, match=r"a\.parquet has no column 'body'; its columns are: text"):
+    with pytest.raises(UserError, match=r"a\.parquet has no column 'body'; its columns are: text"):
         texts(path, "body")
-    with pytest.raises(ValueError, match=r"a\.parquet, row 5: the value of 'text' is no text but"):
+    with pytest.raises(UserError, match=r"a\.parquet, row 5: the value of 'text' is no text but"):
         texts(path)
 
 
@@ -139,7 +140,7 @@ BAD_LINES = [
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         texts(path)
     assert f"{path}, line 3" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -160,11 +161,11 @@ def test_a_txt_file_that_is_not_utf8_is_named(
 ) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 \(byte 4\)"):
+    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 \(byte 4\)"):
         texts(path)
     monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
     path.write_bytes(b"ab\n" * 100 + b"caf\xe9")
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 \(byte 304\)"):
+    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 \(byte 304\)"):
         texts(path)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from data import indexed_dataset
 from data.indexed_dataset import EncodedDocuments, IndexedDatasetWriter
+from paro.errors import UserError
 
 DTYPE = np.dtype("<u2")
 Document = list[list[int]]
@@ -71,6 +72,6 @@ def test_a_document_in_parts_may_become_too_long(
             writer.add_documents(encoded([[[1, 2, 3]]], unfinished=True))
             writer.add_documents(encoded([[[1, 2, 3]]]))
 
-    with pytest.raises(ValueError, match="a sequence of 6 tokens exceeds the format's 5"):
+    with pytest.raises(UserError, match="a sequence of 6 tokens exceeds the format's 5"):
         write()
     assert list(tmp_path.iterdir()) == []

@@ -27,6 +27,7 @@ from data.tokenizer_json import write_tokenizer_json
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.training.assembly import build_data
 from paro.training.dry_run import run_dry
 from tests.data.test_hugging_face_tokenizer import byte_level, write
@@ -118,7 +119,7 @@ def test_it_is_written_with_the_corpus_and_goes_with_it(tmp_path: Path) -> None:
 def test_damage_is_named(text: str | bytes, tmp_path: Path) -> None:
     path = fingerprint_path(tmp_path / "x")
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(ValueError, match=r"x\.tokenizer is damaged: write the corpus again, or"):
+    with pytest.raises(UserError, match=r"x\.tokenizer is damaged: write the corpus again, or"):
         check_tokenizer(tmp_path / "x", None)
 
 
@@ -143,7 +144,7 @@ def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path
         return RunConfig.from_args(args_with(model), World())
 
     build_data(run_with(pieces))
-    with pytest.raises(ValueError, match=r"^[^\n]*$") as mistake:
+    with pytest.raises(UserError, match=r"^[^\n]*$") as mistake:
         build_data(run_with(other))
     told = str(mistake.value)
     assert f"{bin_path(prefix)} was made with SentencePieceTokenizer " in told
@@ -151,7 +152,7 @@ def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path
     assert "the tokenizer given is Llama2Tokenizer" in told
     assert "/other.model (280 ids" in told
     assert f"remove {prefix}.tokenizer" in told
-    with pytest.raises(ValueError, match=r"x_text_document\.bin was made with"):
+    with pytest.raises(UserError, match=r"x_text_document\.bin was made with"):
         run_dry(run_with(other), World())
     fingerprint_path(prefix).unlink()
     build_data(run_with(other))
@@ -162,5 +163,5 @@ def test_every_corpus_of_a_blend_is_compared(pieces: Path, tmp_path: Path) -> No
         with IndexedDatasetWriter(tmp_path / name, np.dtype("<u2"), made_with) as writer:
             writer.add_document([[1] * 99])
     config = DataConfig(seq_length=8, data_path=("1", str(tmp_path / "a"), "1", f"{tmp_path}/b"))
-    with pytest.raises(ValueError, match=r"b\.bin was made with"):
+    with pytest.raises(UserError, match=r"b\.bin was made with"):
         build_datasets(config, SplitCounts(train=4), 300, config_of("Llama2Tokenizer", pieces))

@@ -12,6 +12,7 @@ import tiktoken
 from data.gpt2_tokenizer import END, write_gpt2_tokenizer_json
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
+from paro.errors import UserError
 from tests.helpers.gpt2 import TEXT, write_gpt2
 
 # GPT-2's regular expression for words, as published by its authors.
@@ -103,7 +104,7 @@ def test_files_at_fault_are_named(
         files[which].unlink()
     else:
         files[which].write_text(change(files[which].read_text(encoding="utf-8")), encoding="utf-8")
-    with pytest.raises((ValueError, OSError), match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         build(files)
     assert "\n" not in str(caught.value)
 
@@ -121,7 +122,7 @@ def test_files_at_fault_are_named(
     ],
 )
 def test_flags_that_contradict_are_refused(flags: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         tokenizer_config(flags)
 
 
@@ -130,5 +131,5 @@ def test_another_size_of_the_vocabulary_is_refused(files: tuple[Path, Path]) -> 
     flags = {"vocab_file": vocab_file, "merge_file": merge_file, "vocab_size": 50257}
     config = tokenizer_config(flags)
     assert config is not None, "the two files alone name a type"
-    with pytest.raises(ValueError, match=r"--vocab-size 50257 contradicts --vocab-file .* 301 ent"):
+    with pytest.raises(UserError, match=r"--vocab-size 50257 contradicts --vocab-file .* 301 ent"):
         build_tokenizer(config)

@@ -25,6 +25,7 @@ from data.gpt_dataset import (
 )
 from data.index_cache import cached_arrays
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from paro.errors import UserError
 
 VOCAB = 1000
 SAMPLING = Sampling(split="80,20,0", seq_length=8, seed=1234)
@@ -236,7 +237,7 @@ def test_a_builder_that_dies_holds_nobody_back(corpus: IndexedDataset) -> None:
 
 def test_a_sequence_longer_than_the_training_data_is_refused(corpus: IndexedDataset) -> None:
     sampling = replace(SAMPLING, seq_length=corpus.num_tokens)
-    with pytest.raises(ValueError, match=r"--seq-length .* is longer than the data") as caught:
+    with pytest.raises(UserError, match=r"--seq-length .* is longer than the data") as caught:
         build(corpus, sampling=sampling)
     for flag in ("--split", "--data-path", corpus.prefix):
         assert flag in str(caught.value)
@@ -251,7 +252,7 @@ def test_the_shortest_data_that_make_a_sample(tmp_path: Path) -> None:
     # Two epochs and a token: samples cross the end of an epoch.
     assert dataset.plan.num_epochs == 3
     assert sorted(all_samples(dataset))[0] == list(range(9))
-    with pytest.raises(ValueError, match="leaves 9 tokens"):
+    with pytest.raises(UserError, match="leaves 9 tokens"):
         build(IndexedDataset(tmp_path / "x"), sampling=replace(sampling, seq_length=9))
 
 
@@ -264,7 +265,7 @@ def test_all_of_a_corpus_may_be_for_one_split(corpus: IndexedDataset) -> None:
     sampling = replace(SAMPLING, split=None, flag="--valid-data-path")
     dataset = build(corpus, "valid", sampling, num_samples=5)
     assert set(dataset.order.document_index.tolist()) == set(range(30))
-    with pytest.raises(ValueError, match=r"tokens of --valid-data-path .* for validation"):
+    with pytest.raises(UserError, match=r"tokens of --valid-data-path .* for validation"):
         build(corpus, "valid", replace(sampling, seq_length=corpus.num_tokens))
 
 
@@ -276,7 +277,7 @@ def test_without_a_number_of_samples_there_is_one_epoch(corpus: IndexedDataset) 
 
 
 def test_a_training_split_without_documents_is_refused(corpus: IndexedDataset) -> None:
-    with pytest.raises(ValueError, match="leaves 0 tokens"):
+    with pytest.raises(UserError, match="leaves 0 tokens"):
         build(corpus, sampling=replace(SAMPLING, split="0,1,0"))
 
 
@@ -289,7 +290,7 @@ def test_an_id_outside_the_vocabulary_is_found_when_opening(
         writer.add_document([[1] * 999 + [VOCAB]])
     indexed = IndexedDataset(tmp_path / "x")
     check_vocabulary(indexed, VOCAB + 1)
-    with pytest.raises(ValueError, match=f"token id {VOCAB}, the vocabulary has {VOCAB} entries"):
+    with pytest.raises(UserError, match=f"token id {VOCAB}, the vocabulary has {VOCAB} entries"):
         check_vocabulary(indexed, VOCAB)
 
 
@@ -300,14 +301,14 @@ def test_the_scan_reads_every_token_of_a_corpus_of_its_size(
     for place in range(0, 633, 7):
         with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
             writer.add_document([[1] * place + [VOCAB] + [1] * (632 - place)])
-        with pytest.raises(ValueError, match="token id"):
+        with pytest.raises(UserError, match="token id"):
             check_vocabulary(IndexedDataset(tmp_path / "x"), VOCAB)
 
 
 def test_an_id_outside_the_vocabulary_is_found_when_fetching(corpus: IndexedDataset) -> None:
     dataset = build(corpus)
     dataset.vocab_size = int(dataset[3].max())
-    with pytest.raises(ValueError, match=r"--data-path.*--tokenizer-model") as caught:
+    with pytest.raises(UserError, match=r"--data-path.*--tokenizer-model") as caught:
         dataset[3]
     assert "corpus.bin" in str(caught.value)
 

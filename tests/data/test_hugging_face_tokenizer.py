@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from data.hugging_face_tokenizer import HuggingFaceTokenizer
+from paro.errors import UserError
 from tests.helpers.ranks import ROOT
 
 TEXT = "def f(x):\n    return x  # naïve\n"
@@ -146,7 +147,7 @@ def test_transformers_is_not_imported(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"neither a tokenizer\.json nor a tokenizer that trans"):
+    with pytest.raises(UserError, match=r"neither a tokenizer\.json nor a tokenizer that trans"):
         HuggingFaceTokenizer(str(tmp_path))
 
 
@@ -156,12 +157,12 @@ def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -
 def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     gpt2(tmp_path)
     (tmp_path / name).write_text("{")
-    with pytest.raises(ValueError, match=rf"{re.escape(name)} is not a JSON object"):
+    with pytest.raises(UserError, match=rf"{re.escape(name)} is not a JSON object"):
         HuggingFaceTokenizer(str(tmp_path))
 
 
 def test_several_ends_are_none(tmp_path: Path) -> None:
     gpt2(tmp_path)
     write(tmp_path, "config.json", {"eos_token_id": [0, 5]})
-    with pytest.raises(ValueError, match="does not say which token ends a document"):
+    with pytest.raises(UserError, match="does not say which token ends a document"):
         HuggingFaceTokenizer(str(tmp_path))

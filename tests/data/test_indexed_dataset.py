@@ -19,6 +19,7 @@ from data.indexed_dataset import (
     dtype_for_vocab,
     sequence_pointers,
 )
+from paro.errors import UserError
 
 Documents = list[list[list[int]]]
 DOCUMENTS: Documents = [[[1, 2, 3]], [], [[4], [5, 6]]]
@@ -112,7 +113,7 @@ def test_whatever_byte_of_header_or_lengths_is_wrong_is_noticed(
     place = data.draw(st.integers(0, HEADER.size + 4 * 3 - 1))
     content[place] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"x\.(idx|bin) ") as caught:
+    with pytest.raises(UserError, match=r"x\.(idx|bin) ") as caught:
         IndexedDataset(prefix)
     assert "\n" not in str(caught.value)
 
@@ -126,7 +127,7 @@ def test_a_file_cut_anywhere_is_noticed(
     path = Path(f"{prefix}.{data.draw(st.sampled_from(['bin', 'idx']))}")
     content = path.read_bytes()
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-    with pytest.raises(ValueError, match=path.name):
+    with pytest.raises(UserError, match=path.name):
         IndexedDataset(prefix)
 
 
@@ -172,14 +173,14 @@ def test_pickle_carries_the_prefix_and_not_the_data(tmp_path: Path) -> None:
 def test_an_error_while_writing_leaves_the_old_files_and_nothing_else(tmp_path: Path) -> None:
     write(tmp_path / "x", DOCUMENTS)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(UserError, match="does not fit"):
         write(tmp_path / "x", [[[9, 9, 9]], [[2**16]]])
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("token", [-1, 65536])
 def test_an_id_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> None:
-    with pytest.raises(ValueError, match=f"token id {token} does not fit uint16"):
+    with pytest.raises(UserError, match=f"token id {token} does not fit uint16"):
         write(tmp_path / "x", [[[1, token]]])
     assert list(tmp_path.iterdir()) == []
 
@@ -188,14 +189,14 @@ def test_an_id_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> None:
 def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
     write(tmp_path / "x", DOCUMENTS)
     (tmp_path / f"x{suffix}").unlink()
-    with pytest.raises(FileNotFoundError, match=rf"x\{suffix} is missing.*--data-path") as caught:
+    with pytest.raises(UserError, match=rf"x\{suffix} is missing.*--data-path") as caught:
         IndexedDataset(tmp_path / "x")
     assert "\n" not in str(caught.value)
 
 
 def test_a_prefix_given_with_its_suffix_is_explained(tmp_path: Path) -> None:
     write(tmp_path / "x", DOCUMENTS)
-    with pytest.raises(FileNotFoundError, match=r"without \.bin or \.idx"):
+    with pytest.raises(UserError, match=r"without \.bin or \.idx"):
         IndexedDataset(tmp_path / "x.bin")
 
 
@@ -230,7 +231,7 @@ def test_a_damaged_index_is_refused(
     assert len(whole) == 102
     whole[offset : offset + len(content)] = content
     path.write_bytes(whole)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         IndexedDataset(tmp_path / "x")
     assert "tools/preprocess_data.py" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -250,7 +251,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, suffix: str, kept: int, mes
     write(tmp_path / "x", DOCUMENTS)
     path = tmp_path / f"x{suffix}"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         IndexedDataset(tmp_path / "x")
 
 
@@ -258,7 +259,7 @@ def test_multimodal_files_are_refused_as_such(tmp_path: Path) -> None:
     write(tmp_path / "x", DOCUMENTS)
     with (tmp_path / "x.idx").open("ab") as stream:
         stream.write(bytes(3))
-    with pytest.raises(ValueError, match="multimodal"):
+    with pytest.raises(UserError, match="multimodal"):
         IndexedDataset(tmp_path / "x")
 
 
@@ -270,5 +271,5 @@ def test_a_wild_pointer_is_found_when_it_is_followed(tmp_path: Path) -> None:
     path.write_bytes(whole)
     indexed = IndexedDataset(tmp_path / "x")
     assert indexed[0].tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match="points sequence 1 at no place"):
+    with pytest.raises(UserError, match="points sequence 1 at no place"):
         indexed.get(1)

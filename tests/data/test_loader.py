@@ -18,6 +18,7 @@ from data.config import DataConfig
 from data.document_bounds import DocumentRules
 from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
+from paro.errors import UserError
 
 SEQ = 4
 NUM_WORKERS = [0, pytest.param(2, marks=pytest.mark.process)]
@@ -35,7 +36,7 @@ class Numbered:
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if index == self.broken_at:
-            raise ValueError(f"sample {index} is broken")
+            raise UserError(f"sample {index} is broken")
         return np.arange(index, index + SEQ + 1)
 
     def describe(self) -> str:
@@ -158,7 +159,7 @@ def test_a_killed_worker_is_one_line() -> None:
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - before
     os.kill(worker.pid or 0, signal.SIGKILL)
-    with pytest.raises(ChildProcessError, match=r"reads data ahead.*--num-workers") as caught:
+    with pytest.raises(UserError, match=r"reads data ahead.*--num-workers") as caught:
         list(islice(batches, 10))
     told = str(caught.value)
     del caught  # it holds this frame, and so the object
@@ -171,7 +172,7 @@ def test_the_end_of_the_data_is_an_error_and_not_a_second_round(num_workers: int
         Numbered(10), rank=0, world_size=2, micro_batch_size=2, num_workers=num_workers
     )
     assert [samples_in(batch) for batch in islice(batches, 3)] == [[0, 1], [4, 5], [8, 9]]
-    with pytest.raises(ValueError, match="ends after 10 samples and sample 13 is asked for"):
+    with pytest.raises(UserError, match="ends after 10 samples and sample 13 is asked for"):
         next(batches)
 
 
@@ -181,7 +182,7 @@ def test_an_error_in_the_data_stays_one_line(num_workers: int) -> None:
         Numbered(broken_at=3), rank=0, world_size=1, micro_batch_size=2, num_workers=num_workers
     )
     next(batches)
-    with pytest.raises(ValueError, match=r"^sample 3 is broken$"):
+    with pytest.raises(UserError, match=r"^sample 3 is broken$"):
         next(batches)
 
 
@@ -217,7 +218,7 @@ def test_batches_come_in_page_locked_memory(num_workers: int) -> None:
     assert batch.tokens_BS.is_pinned()
     assert batch.loss_mask_BS.is_pinned()
     assert batch.to(torch.device("cuda"), non_blocking=True).labels_BS[0].tolist() == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match="ends after 20 samples"):
+    with pytest.raises(UserError, match="ends after 20 samples"):
         next(batches)
 
 
@@ -292,7 +293,7 @@ def test_training_data_without_weights_are_not_read_twice(prefix: str) -> None:
     first, again = datasets.valid[3].tolist(), datasets.valid[3 + once].tolist()
     assert first == again
     assert f"500 samples in {500 / once:.2f} rounds" in datasets.describe()[1]
-    with pytest.raises(ValueError, match=r"without weights holds .* and training draws 1000"):
+    with pytest.raises(UserError, match=r"without weights holds .* and training draws 1000"):
         build_datasets(config, SplitCounts(train=1000), vocab_size=200)
 
 
@@ -306,7 +307,7 @@ def test_a_corpus_without_a_sample_is_left_out_of_a_held_out_blend(
     datasets = build_datasets(config, SplitCounts(train=10, valid=5), vocab_size=200)
     assert f"nothing of {tmp_path / 'small'}: too few tokens" in datasets.describe()[1]
     config = DataConfig(seq_length=8, train_data_path=words)
-    with pytest.raises(ValueError, match=r"3 tokens of --train-data-path .*small for training"):
+    with pytest.raises(UserError, match=r"3 tokens of --train-data-path .*small for training"):
         build_datasets(config, SplitCounts(train=10), vocab_size=200)
 
 
@@ -319,13 +320,13 @@ def test_evaluation_alone_needs_no_training_samples(prefix: str) -> None:
 
 def test_a_vocabulary_smaller_than_the_ids_is_refused(prefix: str) -> None:
     config = DataConfig(seq_length=8, data_path=(prefix,))
-    with pytest.raises(ValueError, match="token id 118, the vocabulary has 100 entries"):
+    with pytest.raises(UserError, match="token id 118, the vocabulary has 100 entries"):
         build_datasets(config, SplitCounts(train=10), vocab_size=100)
 
 
 def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
     config = DataConfig(seq_length=8, data_path=(str(tmp_path / "none"),))
-    with pytest.raises(FileNotFoundError, match="--data-path"):
+    with pytest.raises(UserError, match="--data-path"):
         build_datasets(config, SplitCounts(train=10), vocab_size=100)
 
 
@@ -348,5 +349,5 @@ def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_senseless_configurations_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         DataConfig(**{"seq_length": 8, **fields})  # type: ignore[arg-type]

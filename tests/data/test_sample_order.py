@@ -18,6 +18,7 @@ from data.sample_order import (
     split_bounds,
     split_matrix,
 )
+from paro.errors import UserError
 
 SIZES = [5, 3, 7, 4, 6, 2]
 
@@ -162,5 +163,5 @@ def test_a_weight_of_zero_is_no_split() -> None:
 
 @pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan", "inf,1"])
 def test_a_senseless_split_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="--split"):
+    with pytest.raises(UserError, match="--split"):
         parse_split(text)

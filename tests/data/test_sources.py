@@ -10,6 +10,7 @@ import pytest
 from data import sources
 from data.corpus import read_batches, texts_of
 from data.sources import SourceKind, find_pieces, share_out
+from paro.errors import UserError
 
 
 def write(path: Path, text: str = "a") -> Path:
@@ -47,7 +48,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path, name: str, message: str) -
     write(tmp_path / "a.csv")
     write(tmp_path / "bad.parquet")
     (tmp_path / "empty").mkdir()
-    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         find_pieces([tmp_path / name])
     assert "\n" not in str(caught.value)
 
@@ -69,9 +70,9 @@ def test_a_data_set_on_disk(tmp_path: Path) -> None:
     assert [len(found_texts(share)) > 0 for share in shares] == [True] * 4
     assert [text for share in shares for text in found_texts(share)] == [str(i) for i in range(50)]
     assert found_texts(find_pieces([tmp_path / "splits"], split="held")) == ["0", "1", "2"]
-    with pytest.raises(ValueError, match="has no split 'test': give --dataset-split, one of train"):
+    with pytest.raises(UserError, match="has no split 'test': give --dataset-split, one of train"):
         find_pieces([tmp_path / "splits"], split="test")
-    with pytest.raises(ValueError, match="has no column 'body'; its columns are: text, id"):
+    with pytest.raises(UserError, match="has no column 'body'; its columns are: text, id"):
         list(read_batches([piece], ["body"]))
 
 
@@ -89,7 +90,7 @@ def test_a_name_that_nobody_knows_is_one_line(monkeypatch: pytest.MonkeyPatch) -
         raise ConnectionError("no way\nto the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(ValueError, match=r"datasets does not find it: no way$"):
+    with pytest.raises(UserError, match=r"datasets does not find it: no way$"):
         find_pieces(["nobody/nothing"])
 
 

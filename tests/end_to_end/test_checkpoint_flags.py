@@ -257,7 +257,7 @@ def test_a_save_that_failed_stops_the_run(
     run("--train-iters", 6, "--exit-interval", 1, "--save", tmp_path)
     fill_the_disk(monkeypatch, at=2)
     flags = ["--train-iters", 6, "--save", tmp_path, "--load", tmp_path, "--save-interval", 2, *how]
-    told = mistake(["--mock-data", *map(str, flags)])
+    told = mistake(["--mock-data", *map(str, flags)], status=1)
     assert told.startswith(f"iteration 2 is not saved: --save {tmp_path}: ")
     assert told.endswith("No space left on device")
     assert iterations(tmp_path) == ["iter_0000001"]
@@ -271,7 +271,8 @@ def test_a_run_whose_end_cannot_be_saved_fails(
 ) -> None:
     fill_the_disk(monkeypatch, at=3)
     flags = ["--train-iters", "3", "--save", str(tmp_path), "--on-save-failure", "continue"]
-    assert "the run ends unsaved at iteration 3" in mistake(["--mock-data", *flags])
+    told = mistake(["--mock-data", *flags], status=1)
+    assert "the run ends unsaved at iteration 3" in told
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:

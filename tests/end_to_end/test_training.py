@@ -25,7 +25,7 @@ import pytest
 
 import pretrain_llama
 from data.indexed_dataset import IndexedDatasetWriter
-from paro.distributed.user_errors import UserMistakeError
+from paro.errors import StorageError, UserError
 from tests.helpers.ranks import ROOT, run_ranks
 from tests.helpers.scripts import run_script
 
@@ -42,21 +42,22 @@ RUN = [SCRIPT, *MODEL, "--mock-data"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The output of a rank, and the mistake that ended it, if any."""
+    """The output of a rank, and the error in one line that ended it, if any."""
 
     printed: str
     mistake: str | None
+    status: int = 0
 
 
 def run_main(words: Sequence[str]) -> Ended:
     """Runs the script in this process, which is a rank if the environment says so."""
-    printed, mistake = StringIO(), None
+    printed, mistake, status = StringIO(), None, 0
     with mock.patch.object(sys, "argv", [*words]), redirect_stdout(printed):
         try:
             pretrain_llama.main()
-        except UserMistakeError as error:
-            mistake = str(error)
-    return Ended(printed.getvalue(), mistake)
+        except (UserError, StorageError) as error:
+            mistake, status = str(error), 2 if isinstance(error, UserError) else 1
+    return Ended(printed.getvalue(), mistake, status)
 
 
 def on_ranks(command: Sequence[object], world_size: int) -> str:
@@ -209,10 +210,11 @@ def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
     assert len(re.findall(r"^pretrain_llama.py: error: ", done.stderr, re.MULTILINE)) == 1
 
 
-def mistake(flags: list[str | Path]) -> str:
-    """The message to the user; one line on stderr and status 2 are tested with `run_script`."""
+def mistake(flags: Sequence[str | Path], *, status: int = 2) -> str:
+    """The message to the user; one line on stderr is tested with `run_script`."""
     ended = run_main([str(word) for word in (SCRIPT, *MODEL, *flags)])
     assert ended.mistake is not None, ended.printed
+    assert ended.status == status
     assert "\n" not in ended.mistake
     return ended.mistake
 

@@ -28,12 +28,13 @@ PURE = (
 # Entry points; only other entry points may import them.
 PROGRAMS = ("pretrain_llama", "tools")
 
-# The only imports apart from Python's standard library: model/ and data/ do not import paro/.
+# The only imports apart from Python's standard library: of paro/, model/ and data/ have the errors.
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("paro.errors",): (),
     PURE: PURE,
-    ("model",): ("model", "torch"),
+    ("model",): ("model", "paro.errors", "torch"),
     ("data",): (
-        "data",
+        *("data", "paro.errors"),
         "numpy",
         "torch",
         *("sentencepiece", "tiktoken", "tokenizers", "transformers"),
@@ -56,6 +57,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
+MAX_CAUGHT_STATEMENTS = 6
 SHAPELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 # Single-letter classes keep this line from matching itself.
@@ -183,6 +185,28 @@ def sizes_are_small(source: Source) -> Iterator[str]:
             yield f"{function.lineno}: {function.name} has {len(parameters)} parameters"
 
 
+def catches_are_narrow(source: Source) -> Iterator[str]:
+    """A library's `ValueError` is caught around the call that raises it: else it may be a bug."""
+    for function, _ in functions_of(source):
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Try):
+                continue
+            caught = {
+                name.id
+                for handler in node.handlers
+                for name in ast.walk(handler.type or ast.Name("BaseException"))
+                if isinstance(name, ast.Name)
+            }
+            inside = [child for statement in node.body for child in ast.walk(statement)]
+            num_statements = sum(isinstance(child, ast.stmt) for child in inside)
+            broad = num_statements > MAX_CAUGHT_STATEMENTS or any(
+                isinstance(child, ast.Yield | ast.YieldFrom) for child in inside
+            )
+            if "ValueError" in caught and (broad or function.name == "main"):
+                what = f"catches ValueError from {num_statements} statements"
+                yield f"{node.lineno}: {function.name} {what}"
+
+
 def functions_are_typed(source: Source) -> Iterator[str]:
     """Every parameter and result has a type."""
     for function, parameters in functions_of(source):
@@ -249,6 +273,7 @@ IN_PRODUCT: tuple[Rule, ...] = (
     imports_no_program,
     imports_are_allowed,
     uses_are_allowed,
+    catches_are_narrow,
     functions_are_typed,
     has_no_globals,
     is_named_for_its_subject,

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, TensorStorageMetada
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.boxes import PARAM
 from paro.checkpoint.directory import find_checkpoint
-from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import CheckedReader, read_metadata
+from paro.errors import UserError
 
 
 def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tensor]:
@@ -23,7 +23,7 @@ def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tenso
     with Ranks(None, alone=True).raise_on_all_ranks(f"--load {root}"):
         directory = find_checkpoint(root, iteration)
         if directory is None:
-            raise CheckpointError("there is no checkpoint")
+            raise UserError("there is no checkpoint")
         saved = read_metadata(directory).state_dict_metadata
         tensors = {
             name: torch.empty(state.size, dtype=torch.float32)

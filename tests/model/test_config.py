@@ -20,6 +20,7 @@ from model.config import (
 )
 from model.initialization import initialize_whole
 from model.llama import Llama
+from paro.errors import UserError
 
 SMALL = LlamaConfig(
     num_layers=2,
@@ -169,7 +170,7 @@ def test_causal_attention_counts_half() -> None:
     ],
 )
 def test_mistakes_name_their_flags(change: dict[str, float], said: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as mistake:
+    with pytest.raises(UserError, match=r"^[^\n]+$") as mistake:
         replace(SMALL, **change)
 
     assert all(text in str(mistake.value) for text in said)
@@ -184,7 +185,7 @@ def test_mistakes_name_their_flags(change: dict[str, float], said: list[str]) ->
     ],
 )
 def test_recomputation_mistakes_name_their_flags(given: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         RecomputeConfig(**given)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from model.config import LLAMA_PRESETS, LlamaConfig
 from model.hugging_face import hugging_face_config, llama_config
+from paro.errors import UserError
 
 
 @pytest.mark.parametrize("config", LLAMA_PRESETS.values(), ids=LLAMA_PRESETS.keys())
@@ -46,22 +47,22 @@ def test_mistral_without_a_window_is_llama() -> None:
     mistral = fields | {"model_type": "mistral", "sliding_window": None}
     assert llama_config(mistral) == LLAMA_PRESETS["mistral-7B"]
     for windowed in (mistral | {"sliding_window": 4096}, fields | {"model_type": "mistral"}):
-        with pytest.raises(ValueError, match=r"^sliding_window is 4096 there .* within a window"):
+        with pytest.raises(UserError, match=r"^sliding_window is 4096 there .* within a window"):
             llama_config(windowed)
 
 
 def test_a_window_of_qwen_counts_where_it_is_switched_on() -> None:
     fields = hugging_face_config(LLAMA_PRESETS["qwen3-8B"]) | {"sliding_window": 4096}
     assert llama_config(fields) == LLAMA_PRESETS["qwen3-8B"]
-    with pytest.raises(ValueError, match=r"^sliding_window is 4096 there"):
+    with pytest.raises(UserError, match=r"^sliding_window is 4096 there"):
         llama_config(fields | {"use_sliding_window": True})
-    with pytest.raises(ValueError, match=r"^layer_types has 'sliding_attention'"):
+    with pytest.raises(UserError, match=r"^layer_types has 'sliding_attention'"):
         llama_config(fields | {"layer_types": ["full_attention", "sliding_attention"]})
 
 
 def test_what_no_architecture_has_is_said() -> None:
     config = replace(LLAMA_PRESETS["qwen3-8B"], add_qkv_bias=True)
-    with pytest.raises(ValueError, match="both --add-qkv-bias and --qk-layernorm"):
+    with pytest.raises(UserError, match="both --add-qkv-bias and --qk-layernorm"):
         hugging_face_config(config)
 
 
@@ -85,18 +86,18 @@ def test_another_model_is_named_by_its_feature(
     preset: str, field: str, value: Any, feature: str
 ) -> None:
     fields = hugging_face_config(LLAMA_PRESETS[preset]) | {field: value}
-    with pytest.raises(ValueError, match=f"^{field} is {re.escape(repr(value))} there.*{feature}"):
+    with pytest.raises(UserError, match=f"^{field} is {re.escape(repr(value))} there.*{feature}"):
         llama_config(fields)
 
 
 def test_another_rotation_is_named() -> None:
     fields = hugging_face_config(LLAMA_PRESETS["llama3.1-8B"])
     fields["rope_parameters"]["rope_type"] = "yarn"
-    with pytest.raises(ValueError, match=r"^rope_type is 'yarn' there"):
+    with pytest.raises(UserError, match=r"^rope_type is 'yarn' there"):
         llama_config(fields)
     fields = hugging_face_config(LLAMA_PRESETS["7B"])
     fields["rope_parameters"]["partial_rotary_factor"] = 0.5
-    with pytest.raises(ValueError, match=r"^partial_rotary_factor is 0\.5 there"):
+    with pytest.raises(UserError, match=r"^partial_rotary_factor is 0\.5 there"):
         llama_config(fields)
 
 

@@ -21,10 +21,10 @@ from model.config import RecomputeConfig
 from paro.arguments.megatron import RULES
 from paro.arguments.parser import build_parser, parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
-from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.save import write_states
 from paro.config.run import RunConfig
 from paro.distributed.world import World
+from paro.errors import StorageError
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
 from paro.strategy import Strategy
@@ -308,7 +308,7 @@ def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         for _ in range(30):
             writer.add_document([np.arange(13)])
     monkeypatch.setattr("paro.optim.step_checks._WARMUP_STEPS", 2)
-    outcomes = [CheckpointError("the disk is full"), DEFAULT, DEFAULT]
+    outcomes = [StorageError("the disk is full"), DEFAULT, DEFAULT]
     saves = MagicMock(wraps=write_states, side_effect=outcomes)
     monkeypatch.setattr("paro.training.resume.write_states", saves)
 

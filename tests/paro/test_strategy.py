@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from paro.errors import UserError
 from paro.strategy import (
     LETTERS,
     dominating_letters,
@@ -45,7 +46,7 @@ def test_refused_letters_name_a_legal_alternative_with_the_same_params_and_grads
     better = dominating_letters(letters)
     assert is_legal(better)
     assert better[:2] == letters[:2]
-    with pytest.raises(ValueError, match=f"--paro-strategy {letters}.*{better}"):
+    with pytest.raises(UserError, match=f"--paro-strategy {letters}.*{better}"):
         parse_strategy(letters, world_size=8, group_size=4)
 
 
@@ -66,7 +67,7 @@ def test_known_names(name: str, letters: str) -> None:
 
 @pytest.mark.parametrize("group_size", [1, 8])
 def test_letters_are_judged_as_letters_where_levels_coincide(group_size: int) -> None:
-    with pytest.raises(ValueError, match="not legal"):
+    with pytest.raises(UserError, match="not legal"):
         parse_strategy("IIN", world_size=8, group_size=group_size)
 
 
@@ -88,18 +89,18 @@ def test_degrees() -> None:
     ],
 )
 def test_refused_texts(text: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(UserError, match=complaint):
         parse_strategy(text, world_size=8, group_size=4)
 
 
 def test_degrees_must_divide_one_another() -> None:
-    with pytest.raises(ValueError, match="2 does not divide 3"):
+    with pytest.raises(UserError, match="2 does not divide 3"):
         parse_strategy("2,2,6", world_size=6, group_size=3)
 
 
 @pytest.mark.parametrize("group_size", [0, 3, 16, -2])
 def test_group_size_must_divide(group_size: int) -> None:
-    with pytest.raises(ValueError, match=r"--paro-group-size.*choose one of 1, 2, 4, 8"):
+    with pytest.raises(UserError, match=r"--paro-group-size.*choose one of 1, 2, 4, 8"):
         parse_strategy("IIG", world_size=8, group_size=group_size)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from data.indexed_dataset import IndexedDatasetWriter
+from paro.errors import UserError
 from tests.helpers.training import TINY
 from tests.paro.training.test_loop import run_loop
 
@@ -77,7 +78,7 @@ def test_full_validation_begins_anew_every_time(flags: str) -> None:
     ],
 )
 def test_senseless_validation_is_refused(wrong: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         run_loop(f"{wrong} --train-iters 1 --micro-batch-size 1", base=CORPUS)
 
 
@@ -85,5 +86,5 @@ def test_weights_and_full_validation_contradict_each_other(flags: str, tmp_path:
     weighed = flags.replace("--valid-data-path ", "--valid-data-path 1 ").replace(
         f" {tmp_path / 'code'}", f" 2 {tmp_path / 'code'}"
     )
-    with pytest.raises(ValueError, match=r"--valid-data-path has weights, and --full-validation"):
+    with pytest.raises(UserError, match=r"--valid-data-path has weights, and --full-validation"):
         run_loop(f"{weighed} --micro-batch-size 1 --full-validation", base=CORPUS)

@@ -18,8 +18,8 @@ from torch import Tensor
 from paro.collectives.api import make_collectives
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.distributed.comm_stream import Event
-from paro.distributed.user_errors import UserMistakeError
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.planning.machine.files import read_machine
 from paro.planning.machine.machine import Nic, fastest_algorithm
 from paro.topology import Axes, AxisSpan, make_topology
@@ -231,7 +231,10 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json cannot be written"),
         (["--plot", "picture.jpeg2"], "--plot picture.jpeg2: the name must end in .png, .svg"),
-        (["--paro-machine", "absent.json"], "machine file absent.json: No such file"),
+        (
+            ["--paro-machine", "absent.json"],
+            "machine file absent.json cannot be read: No such file",
+        ),
         (
             ["--machine-file", "m.json", "--train=--llama-preset 7B"],
             "--train: --seq-length is missing",
@@ -240,14 +243,14 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_say_what_and_where(words: list[str], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)) as error:
+    with pytest.raises(UserError, match=re.escape(told)) as error:
         settings(*words)
     assert "\n" not in str(error.value)
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="--plot needs matplotlib: pip install"):
+    with pytest.raises(UserError, match="--plot needs matplotlib: pip install"):
         settings("--plot", "picture.png")
 
 
@@ -375,5 +378,5 @@ def test_a_wrong_result_on_one_rank_is_seen_by_all(tmp_path: Path) -> None:
 
 
 def test_main_raises_the_one_line() -> None:
-    with pytest.raises(UserMistakeError, match="--rounds"):
+    with pytest.raises(UserError, match="--rounds"):
         main(["--rounds"])

@@ -26,8 +26,8 @@ from paro.checkpoint.convert.native import LazySavePlanner, open_native
 from paro.checkpoint.convert.source import LazyTensor
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.user_errors import UserMistakeError
 from paro.distributed.world import World
+from paro.errors import StorageError, UserError, describe
 from paro.report.log import Log
 from paro.training.assembly import build_training
 from paro.training.resume import load_run
@@ -54,11 +54,13 @@ def convert(source: str, target: str, there: Path, here: Path, *words: object) -
     return here
 
 
-def mistake(source: str, target: str, there: Path, here: Path, *words: object) -> str:
-    with pytest.raises(UserMistakeError) as error:
+def mistake(
+    source: str, target: str, there: Path, here: Path, *words: object, kind: Any = UserError
+) -> str:
+    with pytest.raises(kind) as error:
         convert(source, target, there, here, *words)
     assert "\n" not in str(error.value)
-    return str(error.value)
+    return describe(error.value)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -231,7 +233,7 @@ def test_a_converted_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "99")
     config, training = trained(tmp_path / "new", *flags, "--load", str(tmp_path / "paro"))
-    with pytest.raises(ValueError, match=r"does not match the model: \w+ is"):
+    with pytest.raises(UserError, match=r"does not match the model: \w+ is"):
         load_run(config, training, Log(rank=0, world_size=1))
 
 
@@ -308,7 +310,8 @@ def test_a_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hugging_face, "copy_companions", fail)
-    assert "No space left" in mistake("hf", "hf", tmp_path / "hf", tmp_path / "out")
+    told = mistake("hf", "hf", tmp_path / "hf", tmp_path / "out", kind=OSError)
+    assert told.endswith("out cannot be written: No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -331,9 +334,8 @@ def test_a_failing_disk_is_one_line_for_checkpoints_too(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LazySavePlanner, "resolve_data", fail)
-    told = mistake("hf", "paro", tmp_path / "hf", tmp_path / "out")
-    assert f"--output {tmp_path / 'out'}" in told
-    assert "No space left" in told
+    told = mistake("hf", "paro", tmp_path / "hf", tmp_path / "out", kind=StorageError)
+    assert told == f"--output {tmp_path / 'out'}: No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

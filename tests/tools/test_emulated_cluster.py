@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from paro.errors import UserError
 from tools.cluster import network, state
 from tools.cluster.counters import nic_bytes, reset_traffic, traffic
 from tools.cluster.launch import run
@@ -370,7 +371,7 @@ def test_down_removes_what_a_killed_up_left(steps: int) -> None:
     # Interrupted between a namespace and its mark.
     if steps == 1:
         network.run_tool(["ip", "netns", "add", spec.node(0)])
-    with pytest.raises(ValueError, match="cut off"):
+    with pytest.raises(UserError, match="cut off"):
         up(spec)
     assert down(name) == []
     assert not leftovers(name)

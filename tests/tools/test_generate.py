@@ -19,8 +19,8 @@ from model.llama import Llama
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.user_errors import UserMistakeError
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.training.assembly import build_training
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import ROOT
@@ -70,7 +70,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def mistake(*words: object) -> str:
-    with pytest.raises(UserMistakeError) as error:
+    with pytest.raises(UserError) as error:
         main([*map(str, words)])
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -263,5 +263,5 @@ def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
 
 
 def test_temperature_is_checked_where_it_is_held() -> None:
-    with pytest.raises(ValueError, match="--temperature inf"):
+    with pytest.raises(UserError, match="--temperature inf"):
         Sampling(temperature=math.inf, seed=1)

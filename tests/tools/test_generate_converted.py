@@ -11,7 +11,7 @@ import torch
 
 from data.tokenizer_json import write_tokenizer_json
 from model.llama import Llama
-from paro.distributed.user_errors import UserMistakeError
+from paro.errors import UserError
 from tests.paro.checkpoint.convert.folders import own_model, save_folder
 from tests.tools.test_generate import SIZES, TEXT, save_untrained
 from tools.convert_checkpoint import main as convert
@@ -190,12 +190,12 @@ def test_prompts_come_from_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(UserMistakeError) as error:
+    with pytest.raises(UserError) as error:
         main(["--load", str(tmp_path), "--prompt", "1", *words])
     assert told in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_prompt_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(UserMistakeError, match="nothing to continue"):
+    with pytest.raises(UserError, match="nothing to continue"):
         main(["--load", str(tmp_path)])

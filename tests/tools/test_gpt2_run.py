@@ -17,8 +17,8 @@ from paro.arguments.parser import parse_args
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.user_errors import UserMistakeError
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.training.assembly import build_training
 from tests.helpers.gpt2 import TEXT, write_gpt2
 from tests.helpers.training import save_run
@@ -121,7 +121,7 @@ def test_files_that_moved_are_found_by_their_folder(
 ) -> None:
     text = continued(capsys, saved)
     (tmp_path / "gpt2").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserMistakeError, match="--tokenizer-model"):
+    with pytest.raises(UserError, match="--tokenizer-model"):
         continued(capsys, saved)
     assert continued(capsys, saved, "--tokenizer-model", str(tmp_path / "elsewhere")) == text
     out = converted("paro", "hf", saved, tmp_path / "hf")
@@ -131,6 +131,6 @@ def test_files_that_moved_are_found_by_their_folder(
 
 def test_rows_that_do_not_hold_the_vocabulary_are_refused(tmp_path: Path, saved: Path) -> None:
     for target, message in (("paro", "is less than the 301 entries"), ("hf", "holds no padding")):
-        with pytest.raises(UserMistakeError, match=f"--padded-vocab-size 300 .*{message}"):
+        with pytest.raises(UserError, match=f"--padded-vocab-size 300 .*{message}"):
             converted("paro", target, saved, tmp_path / "out", "--padded-vocab-size", "300")
     assert not (tmp_path / "out").exists()

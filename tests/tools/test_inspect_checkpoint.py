@@ -13,7 +13,7 @@ import torch
 
 from model.config import num_parameters
 from paro.checkpoint.convert.conversion import OPENERS
-from paro.distributed.user_errors import UserMistakeError
+from paro.errors import UserError
 from tests.helpers.ranks import ROOT
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
@@ -83,7 +83,7 @@ def test_a_truncated_file_is_named(name: str, folders: dict[str, Path]) -> None:
     patterns = {"hf": "*.safetensors", "paro": "*/*.distcp", "meta": "*.00.pth"}
     (file,) = folders[name].glob(patterns.get(name, "*/*/*.pt"))
     file.write_bytes(file.read_bytes()[:-2000])
-    with pytest.raises(UserMistakeError) as error:
+    with pytest.raises(UserError) as error:
         main(["--load", str(folders[name]), "--verify"])
     assert str(file) in str(error.value)
     assert "truncated" in str(error.value)

@@ -18,8 +18,8 @@ from data.loader import MicroBatches
 from data.tokenizer_config import TokenizerConfig
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
-from paro.distributed.user_errors import UserMistakeError
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.training.assembly import build_data
 from tests.data.test_tokenizer import train_sentencepiece
 from tools.inspect_dataset import main
@@ -216,7 +216,7 @@ def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(flags: list[str], message: str) -> None:
-    with pytest.raises(UserMistakeError) as caught:
+    with pytest.raises(UserError) as caught:
         main(flags)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

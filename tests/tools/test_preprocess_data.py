@@ -105,7 +105,7 @@ def test_a_bad_line_is_named_and_nothing_is_left(
     flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     assert main(["--input", str(path), *flags, *NULL]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"preprocess_data.py: {path}, ")
+    assert err.startswith(f"preprocess_data.py: error: {path}, ")
     assert message in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [path]
@@ -325,7 +325,7 @@ def test_a_killed_worker_is_one_line_and_leaves_the_good_files(
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     last = err.splitlines()[-1]
-    assert last.startswith("preprocess_data.py: a worker process was killed")
+    assert last.startswith("preprocess_data.py: error: a worker process was killed")
     assert all(line.startswith("Processed") for line in err.splitlines()[:-1])
     assert both_files(good_files) == before
     assert len(list(good_files.parent.iterdir())) == 2
@@ -379,7 +379,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_good_files(
     process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(good_files),
                     "--workers", "1", *NULL, preexec_fn=limit)  # fmt: skip
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
+    assert process.returncode == 1
     assert f"{good_files}_text_document.bin cannot be written: File too large" in err
     assert sum(not line.startswith("Processed") for line in err.splitlines()) == 1
     assert both_files(good_files) == before

@@ -34,7 +34,7 @@ def test_a_key_that_cannot_be_finished_leaves_all_as_they_were(
 
     monkeypatch.setattr(IndexedDatasetWriter, "_write_index", fail)
     capsys.readouterr()
-    assert main([*flags, *keys, "--append-eod"]) == 2
+    assert main([*flags, *keys, "--append-eod"]) == 1
     told = f"{prefix}_{failing}_document.bin cannot be written: No space left on device"
     assert told in capsys.readouterr().err
     assert [both_files(prefix, key) for key in ("title", "body")] == before

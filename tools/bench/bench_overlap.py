@@ -24,8 +24,9 @@ from paro.config.run import RunConfig
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_world
+from paro.errors import UserError
 from paro.topology import Link
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.step import train_step
@@ -54,7 +55,7 @@ def seconds_per_byte(bandwidth: str) -> float:
     """Seconds per byte of a bandwidth in tc's notation: 100mbit, 8gbit."""
     match = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", bandwidth)
     if match is None:
-        raise ValueError(f"bandwidth {bandwidth!r} must look like 100mbit or 8gbit")
+        raise UserError(f"bandwidth {bandwidth!r} must look like 100mbit or 8gbit")
     return 8.0 / (float(match[1]) * UNITS[match[2]])
 
 
@@ -87,10 +88,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="runs of each setting; default 3")
     parser.add_argument("--json", help="write the rows to this file too")
     options = parser.parse_args()
-    with user_mistakes():
-        world = read_world()
-        settings = parse_args([*MODEL.split(), "--paro-group-size", str(options.group_size)])
-        runtime = RunConfig.from_args(settings, world).runtime
+    world = read_world()
+    settings = parse_args([*MODEL.split(), "--paro-group-size", str(options.group_size)])
+    runtime = RunConfig.from_args(settings, world).runtime
     with distributed(runtime, world) as control:
         rows = [measure(strategy, control, options) for strategy in options.strategies.split(",")]
         if world.rank == 0 and options.json:

@@ -33,8 +33,9 @@ from data.atomic_file import replacing
 from model.config import num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
+from paro.errors import UserError
 from paro.quantities import ranks_text
 from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
 from tools.bench.peers.deepspeed_zero import import_deepspeed
@@ -66,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises instead of exiting, so that only one rank reports the error."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -153,17 +154,17 @@ def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
 
 
 def task_of(args: argparse.Namespace, world: World) -> Task:
-    """The training job; `ValueError` if it is impossible."""
+    """The training job; `UserError` if it is impossible."""
     least = {"rounds": 1, "warmup_steps": 2, "steps": 1, "micro_batches": 1, "micro_batch_size": 1}
     for flag, smallest in least.items():
         if getattr(args, flag) < smallest:
             name = flag.replace("_", "-")
-            raise ValueError(f"--{name} {getattr(args, flag)} must be at least {smallest}")
+            raise UserError(f"--{name} {getattr(args, flag)} must be at least {smallest}")
     if world.size < 2 or "MASTER_ADDR" not in os.environ:
-        raise ValueError("start it on 2 ranks or more: torchrun --nproc-per-node 2 ...")
+        raise UserError("start it on 2 ranks or more: torchrun --nproc-per-node 2 ...")
     group_size = world.ranks_per_node if args.group_size is None else args.group_size
     if group_size < 1 or world.size % group_size != 0:
-        raise ValueError(f"--group-size {group_size} does not divide the {world.size} ranks")
+        raise UserError(f"--group-size {group_size} does not divide the {world.size} ranks")
     own_flags = args.paro_flags
     if own_flags is None:
         own_flags = "--grad-reduce-in-bf16" if args.dtype == "bf16" else ""
@@ -189,7 +190,7 @@ class Comparison:
 
 
 def plan_of(args: argparse.Namespace, task: Task, world: World) -> Comparison:
-    """The contenders that this machine can run; `ValueError` for unknown names."""
+    """The contenders that this machine can run; `UserError` for unknown names."""
     asked = list(dict.fromkeys(filter(None, args.contenders.split(","))))
     for name in asked:
         check_name(task, name, world)
@@ -197,22 +198,22 @@ def plan_of(args: argparse.Namespace, task: Task, world: World) -> Comparison:
     names = [name for name in asked if name not in left_out]
     if not names:
         reasons = "; ".join(dict.fromkeys(left_out.values())) or "no name is given"
-        raise ValueError(f"--contenders {args.contenders}: nobody is left: {reasons}")
+        raise UserError(f"--contenders {args.contenders}: nobody is left: {reasons}")
     baselines = args.baselines.split(",") if args.baselines else names[:1]
     strangers = [name for name in baselines if name not in asked]
     if strangers:
-        raise ValueError(f"--baselines {', '.join(strangers)}: not among {', '.join(asked)}")
+        raise UserError(f"--baselines {', '.join(strangers)}: not among {', '.join(asked)}")
     return Comparison(
         names=names, baselines=[b for b in baselines if b in names], left_out=left_out
     )
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Raises `ValueError` for output files that could not be written at the end."""
+    """Raises `UserError` for output files that could not be written at the end."""
     for flag in ("json", "plot"):
         path: Path | None = getattr(args, flag)
         if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"--{flag} {path}: there is no folder {path.absolute().parent}")
+            raise UserError(f"--{flag} {path}: there is no folder {path.absolute().parent}")
     if args.plot is not None:
         check_can_draw(args.plot)
 
@@ -273,12 +274,11 @@ def report(
 
 
 def main() -> None:
-    with user_mistakes():
-        args = make_parser().parse_args()
-        world = read_world()
-        task = task_of(args, world)
-        plan = plan_of(args, task, world)
-        check_files(args)
+    args = make_parser().parse_args()
+    world = read_world()
+    task = task_of(args, world)
+    plan = plan_of(args, task, world)
+    check_files(args)
     if world.rank == 0:
         for name, reason in plan.left_out.items():
             print(f"without {name}: {reason}", flush=True)

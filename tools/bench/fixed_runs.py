@@ -25,6 +25,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.atomic_file import replacing
 from paro.distributed.user_errors import run_script
+from paro.errors import UserError
 from paro.strategy import legal_letters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +90,7 @@ def fixed_runs() -> Iterator[FixedRun]:
 
 
 def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
-    """The `FIELDS` of every step of a run; `ValueError` if the run fails."""
+    """The `FIELDS` of every step of a run; `UserError` if the run fails."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     flags = [*SHARED.split(), *run.flags.split(), "--metrics-file", str(metrics)]
@@ -108,7 +109,7 @@ def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
         text=True,
     )
     if done.returncode != 0:
-        raise ValueError(f"run {run.name!r} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        raise UserError(f"run {run.name!r} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return [{name: row[name] for name in FIELDS} for row in rows]
 

@@ -29,6 +29,7 @@ from data.atomic_file import replacing
 from paro.arguments.megatron import refused
 from paro.arguments.parser import build_parser, by_flag, parse_args, parse_known
 from paro.config.run import RunConfig, take_world
+from paro.errors import UserError
 from paro.training.dry_run import run_dry
 from tools.bench.megatron_page import Count, page
 
@@ -68,13 +69,13 @@ class Trial:
 
 
 def read_configurations(checkout: Path) -> dict[str, tuple[str, ...]]:
-    """The command lines of the configurations by name; `ValueError` if there are none."""
+    """The command lines of the configurations by name; `UserError` if there are none."""
     found = {}
     for path in sorted(checkout.glob(CONFIGURATIONS)):
         arguments = yaml.safe_load(path.read_text(encoding="utf-8"))["MODEL_ARGS"]
         found[path.parent.name] = tuple(command_line(arguments))
     if not found:
-        raise ValueError(f"{checkout} has no {CONFIGURATIONS}: give a checkout of Megatron-LM")
+        raise UserError(f"{checkout} has no {CONFIGURATIONS}: give a checkout of Megatron-LM")
     return found
 
 
@@ -127,7 +128,7 @@ def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
         world = take_world(args)
         with redirect_stdout(io.StringIO()):
             run_dry(RunConfig.from_args(args, world), world)
-    except (ValueError, OSError) as error:
+    except UserError as error:
         return " ".join(str(error).split())
     return None
 
@@ -137,7 +138,7 @@ def commit_of(checkout: Path) -> tuple[str, str]:
     command = ["git", "-C", str(checkout), "log", "-1", "--format=%h %cs"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ValueError(f"{checkout} is no checkout of git's: {done.stderr.strip()}")
+        raise UserError(f"{checkout} is no checkout of git's: {done.stderr.strip()}")
     commit, date = done.stdout.split()
     return commit, date
 
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         configurations = read_configurations(options.checkout)
         commit, date = commit_of(options.checkout)
-    except ValueError as error:
+    except UserError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     trials = [try_configuration(name, words) for name, words in configurations.items()]
     count = count_of(trials, commit, date)

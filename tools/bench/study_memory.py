@@ -20,7 +20,8 @@ from model.config import (
     num_parameters,
     preset_name,
 )
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
+from paro.errors import UserError
 from paro.planning.memory.gathering import MemorySnapshot, peak_memory
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, activations_of, units_of
@@ -173,20 +174,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    with user_mistakes():
-        args = make_parser().parse_args()
-        if args.llama_preset not in LLAMA_PRESETS:
-            raise ValueError(f"--llama-preset {args.llama_preset}: {', '.join(LLAMA_PRESETS)}")
-        recompute = RecomputeConfig(granularity="full") if args.recompute else None
-        model = replace(LLAMA_PRESETS[args.llama_preset], recompute=recompute)
-        setting = Setting(
-            world_size=args.world_size,
-            group_size=args.group_size or args.world_size,
-            size=args.micro_batch_size,
-            seq_length=args.seq_length,
-            precision=PrecisionConfig(compute=args.dtype),
-        )
-        rows = study(setting, model, int(args.memory_gb * 1e9))
+    args = make_parser().parse_args()
+    if args.llama_preset not in LLAMA_PRESETS:
+        raise UserError(f"--llama-preset {args.llama_preset}: {', '.join(LLAMA_PRESETS)}")
+    recompute = RecomputeConfig(granularity="full") if args.recompute else None
+    model = replace(LLAMA_PRESETS[args.llama_preset], recompute=recompute)
+    setting = Setting(
+        world_size=args.world_size,
+        group_size=args.group_size or args.world_size,
+        size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        precision=PrecisionConfig(compute=args.dtype),
+    )
+    rows = study(setting, model, int(args.memory_gb * 1e9))
     print(
         f"{num_parameters(model) / 1e9:.2f}B parameters on "
         f"{ranks_text(setting.world_size, setting.group_size)}, "

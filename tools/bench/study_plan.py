@@ -20,6 +20,7 @@ from data.atomic_file import replacing
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
+from paro.errors import UserError, about
 from paro.planning.machine.collective_time import speed_of
 from paro.planning.machine.files import read_machine
 from paro.planning.machine.machine import Machine, bits_per_second, rate_text
@@ -35,7 +36,7 @@ from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.collective_timing.device import training_config
-from tools.shared.command_line import Parser
+from tools.shared.command_line import Parser, status_of
 from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
@@ -191,22 +192,20 @@ def take_settings(text: str | None, part: StudyPart) -> list[str]:
     for candidate in settings:
         named = parse_setting(candidate)
         if not named.collective:
-            raise ValueError(f"--settings {candidate}: names no collective, as IIG@native does")
+            raise UserError(f"--settings {candidate}: names no collective, as IIG@native does")
         flags = [*part.train_flags.split(), *TRAIN_FLAGS.split(), *named.flags]
         RunConfig.from_args(parse_args(flags), world)
     return settings
 
 
 def _check_speed(part: StudyPart, folder: Path, speed: str) -> None:
-    """Raises `ValueError` if the folder has figures of links of another speed."""
-    try:
+    """Raises `UserError` if the folder has figures of links of another speed."""
+    with about("--inter: "):
         wanted = part.inter(speed)
-    except ValueError as error:
-        raise ValueError(f"--inter: {error}") from error
     for path in part.machine_files(folder):
         found = _inter_of(read_machine(path))
         if found != wanted:
-            raise ValueError(
+            raise UserError(
                 f"--inter {speed}: {path} is of NICs of {found}, not {wanted}: choose another "
                 "--folder"
             )
@@ -243,7 +242,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
     """All that was measured, medians over rounds, and the planner's current predictions."""
     rows = rows_of(folder)
     if not rows:
-        raise ValueError(f"--folder {folder}: there are no rows: measure first")
+        raise UserError(f"--folder {folder}: there are no rows: measure first")
     found = []
     for part in parts():
         by_key: dict[Key, list[list[dict[str, Any]]]] = {}
@@ -253,7 +252,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
             continue
         machines = [read_machine(path) for path in part.machine_files(folder)]
         if not machines:
-            raise ValueError(
+            raise UserError(
                 f"--folder {folder}: {part.machine_in(folder, 1).name} is missing, with which the "
                 "rows were measured: put it there, or measure again in another folder"
             )
@@ -326,7 +325,7 @@ def report(args: argparse.Namespace) -> None:
 def _run(made: Cluster, argv: Sequence[str]) -> None:
     status = run(made, argv)
     if status != 0:
-        raise OSError(f"{shlex.join(argv)} failed, status {status}")
+        raise UserError(f"{shlex.join(argv)} failed, status {status}")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -365,15 +364,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    try:
-        if args.command == "measure":
-            measure(args)
-        else:
-            report(args)
-    except (OSError, ValueError) as error:
-        print(f"study_plan.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    command = measure if args.command == "measure" else report
+    return status_of("study_plan.py", lambda: command(args))
 
 
 if __name__ == "__main__":

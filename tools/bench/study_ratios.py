@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,12 +27,13 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.atomic_file import replacing
+from paro.errors import UserError
 from paro.planning.machine.machine import bits_per_second, rate_text
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 from tools.collective_timing.plot import plot_gains
-from tools.shared.command_line import Parser
+from tools.shared.command_line import Parser, status_of
 from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
@@ -129,7 +131,7 @@ def measure(shape: Shape, ratio: float, nic: NicSetting, rounds: int) -> Point:
         argv += ["--sizes", str(shape.num_bytes), "--rounds", str(rounds), "--json", str(rows)]
         status = run(made, argv)
         if status != 0:
-            raise OSError(f"bench_collectives.py failed at ratio {ratio:g}, status {status}")
+            raise UserError(f"bench_collectives.py failed at ratio {ratio:g}, status {status}")
         return point_of(shape, ratio, nic, json.loads(rows.read_text())["rows"])
 
 
@@ -165,9 +167,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def execute(args: argparse.Namespace) -> None:
-    ratios = [float(word) for word in args.ratios.split(",")]
-    if not all(0 < ratio < float("inf") for ratio in ratios):
-        raise ValueError(f"--ratios {args.ratios}: give positive numbers, joined by commas")
+    try:
+        ratios = [float(word) for word in args.ratios.split(",")]
+    except ValueError:
+        ratios = [math.nan]
+    if not all(0 < ratio < math.inf for ratio in ratios):
+        raise UserError(f"--ratios {args.ratios}: give positive numbers, joined by commas")
     if args.plot:
         check_can_draw(args.plot)
     shape = Shape(
@@ -203,12 +208,7 @@ def execute(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    try:
-        execute(args)
-    except (OSError, ValueError) as error:
-        print(f"study_ratios.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of("study_ratios.py", lambda: execute(args))
 
 
 if __name__ == "__main__":

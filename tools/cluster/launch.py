@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paro.errors import UserError
 from tools.cluster import network, state
 from tools.cluster.interrupts import handling
 from tools.cluster.output import NodeOutput
@@ -51,10 +52,10 @@ def run(cluster: Cluster, argv: Sequence[str], *, env: Mapping[str, str] | None 
     name = cluster.spec.name
     if not argv or not Path(argv[0]).is_file():
         given = f"no file {argv[0]!r}" if argv else "nothing to run"
-        raise FileNotFoundError(f"{given}: give a Python script and its arguments")
+        raise UserError(f"{given}: give a Python script and its arguments")
     with state.locked(name) as held:
         if not held:
-            raise ValueError(f"cluster {name!r} is busy: it runs one script at a time")
+            raise UserError(f"cluster {name!r} is busy: it runs one script at a time")
         spec = state.open_cluster(name).spec
         network.check_namespaces(spec)
         folder = state.folder_of(name) / "run"

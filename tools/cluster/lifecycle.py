@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from paro.errors import UserError
 from tools.cluster import network, state
 from tools.cluster.counters import counters
 from tools.cluster.interrupts import exit_by_signal, handling, noting
@@ -76,7 +77,7 @@ def cluster(spec: ClusterSpec) -> Iterator[Cluster]:
 def _is_unfinished(name: str) -> bool:
     try:
         found = state.load(name)
-    except ValueError:
+    except UserError:
         return False  # damaged: only namespaces with the mark are ours
     return found is None or found.status != "up"
 
@@ -89,10 +90,10 @@ def _remove_when_idle(name: str, namespaces: list[str], *, unfinished: bool) -> 
                 _remove(name, namespaces)
                 return
         if unfinished:
-            raise ValueError(f"cluster {name!r} is being made at this moment; try again")
+            raise UserError(f"cluster {name!r} is being made at this moment; try again")
         end_processes(namespaces)
         if time.monotonic() > deadline:
-            raise OSError(f"what runs in cluster {name!r} does not end; stop it and try again")
+            raise UserError(f"what runs in cluster {name!r} does not end; stop it and try again")
         time.sleep(0.1)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paro.errors import UserError
 from tools.cluster.plan import SETTINGS, Batch, batches
 from tools.cluster.spec import ClusterSpec, is_namespace_of, mark_of
 
@@ -17,16 +18,16 @@ NETNS = Path("/run/netns")  # where iproute2 keeps names of namespaces
 
 
 def check_system() -> None:
-    """Raises `OSError` with what this machine or user lacks for a cluster."""
+    """Raises `UserError` with what this machine or user lacks for a cluster."""
     if os.geteuid() != 0:
-        raise OSError("needs root, to make network namespaces and shape links")
+        raise UserError("needs root, to make network namespaces and shape links")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise OSError(f"needs {' and '.join(missing)}: install the package iproute2")
+        raise UserError(f"needs {' and '.join(missing)}: install the package iproute2")
 
 
 def run_tool(command: Sequence[str], text: str = "") -> str:
-    """Returns what a command prints; raises `OSError` in one line with the command and its error.
+    """Returns what a command prints; raises `UserError` in one line with the command and its error.
 
     A terminal's Ctrl-C does not reach the command, so it is never interrupted.
     """
@@ -35,7 +36,7 @@ def run_tool(command: Sequence[str], text: str = "") -> str:
     )
     if done.returncode != 0:
         complaint = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
-        raise OSError(f"`{' '.join(command)}` failed: {complaint}")
+        raise UserError(f"`{' '.join(command)}` failed: {complaint}")
     return done.stdout
 
 
@@ -51,9 +52,7 @@ def build(spec: ClusterSpec, made: list[str]) -> Iterator[None]:
 
 def _make_namespace(namespace: str, mark: str, made: list[str]) -> None:
     if (NETNS / namespace).exists():
-        raise FileExistsError(
-            f"the network namespace {namespace} exists already; choose another --name"
-        )
+        raise UserError(f"the network namespace {namespace} exists already; choose another --name")
     run_tool(["ip", "netns", "add", namespace])
     made.append(namespace)
     run_tool(["ip", "-n", namespace, "link", "set", "dev", "lo", "alias", mark])
@@ -68,8 +67,8 @@ def _run_batch(batch: Batch) -> None:
         command = [batch.tool, "-n", batch.namespace, "-batch", "-"]
         try:
             run_tool(command, "\n".join(batch.lines) + "\n")
-        except OSError as error:
-            raise OSError(f"{error}; does the kernel have veth, bridge and sch_tbf?") from None
+        except UserError as error:
+            raise UserError(f"{error}; does the kernel have veth, bridge and sch_tbf?") from None
 
 
 def remove(namespace: str) -> None:
@@ -84,7 +83,7 @@ def links(namespace: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(
             run_tool(["ip", "-n", namespace, "-json", "-statistics", "link", "show"])
         )
-    except OSError:
+    except UserError:
         return []
     return found
 
@@ -108,9 +107,9 @@ def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], li
 
 
 def check_namespaces(spec: ClusterSpec) -> None:
-    """Raises `FileNotFoundError` with the parts of a cluster that were removed from outside."""
+    """Raises `UserError` with the parts of a cluster that were removed from outside."""
     missing = [namespace for namespace in spec.namespaces if not (NETNS / namespace).exists()]
     if missing:
-        raise FileNotFoundError(
+        raise UserError(
             f"cluster {spec.name!r} has lost {', '.join(missing)}; take it `down` and `up` again"
         )

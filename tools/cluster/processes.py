@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from paro.errors import UserError
 from tools.cluster.network import NETNS
 
 # In the environment of all processes that `run` starts, inherited by their children.
@@ -40,7 +41,9 @@ def end_processes(
             except ProcessLookupError:
                 continue
         if time.monotonic() > deadline:
-            raise OSError(f"processes {', '.join(map(str, pids))} do not end, not even by SIGKILL")
+            raise UserError(
+                f"processes {', '.join(map(str, pids))} do not end, not even by SIGKILL"
+            )
         time.sleep(0.02)
 
 

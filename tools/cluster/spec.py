@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from paro.errors import UserError, about
 from paro.planning.machine.machine import bits_per_second
 
 NAME = r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
@@ -41,19 +42,17 @@ class ClusterSpec:
             ("--ranks-per-node", self.ranks_per_node, MAX_RANKS),
         ):
             if not 1 <= value <= most:
-                raise ValueError(f"{flag} {value}: give a number from 1 to {most}")
+                raise UserError(f"{flag} {value}: give a number from 1 to {most}")
         if self.nic not in ("per-rank", "shared"):
-            raise ValueError(f"--nic {self.nic}: give per-rank or shared")
+            raise UserError(f"--nic {self.nic}: give per-rank or shared")
         if self.nodes * self.nics > MAX_PORTS:
-            raise ValueError(
+            raise UserError(
                 f"--nodes {self.nodes} with {self.nics} NICs each need {self.nodes * self.nics} "
                 f"ports and a bridge has {MAX_PORTS}; give fewer, or --nic shared"
             )
         for flag, rate in (("--inter", self.inter), ("--intra", self.intra)):
-            try:
+            with about(f"{flag}: "):
                 bits_per_second(rate or "8bit")
-            except ValueError as error:
-                raise ValueError(f"{flag}: {error}") from None
 
     @property
     def nics(self) -> int:
@@ -83,9 +82,9 @@ class ClusterSpec:
 
 
 def check_name(name: str) -> None:
-    """Raises `ValueError` for a name that cannot be part of a namespace's name."""
+    """Raises `UserError` for a name that cannot be part of a namespace's name."""
     if not re.fullmatch(NAME, name):
-        raise ValueError(
+        raise UserError(
             f"--name {name!r}: give up to 32 small letters, digits and hyphens, no hyphen at an end"
         )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from data.atomic_file import replacing
+from paro.errors import UserError
 from tools.cluster.spec import ClusterSpec, check_name
 
 RUNTIME = Path("/run")
@@ -37,14 +38,14 @@ def folder_of(name: str) -> Path:
 
 
 def claim(name: str) -> None:
-    """Makes the folder of a new cluster; `ValueError` says why a name is not available."""
+    """Makes the folder of a new cluster; `UserError` says why a name is not available."""
     try:
         folder_of(name).mkdir()
     except FileExistsError:
         cluster = load(name)
         if cluster is None or cluster.status != "up":
-            raise ValueError(_half_made(name)) from None
-        raise ValueError(
+            raise UserError(_half_made(name)) from None
+        raise UserError(
             f"cluster {name!r} is up already ({cluster.spec.describe()}); "
             "take it `down` first or choose another --name"
         ) from None
@@ -72,21 +73,21 @@ def load(name: str) -> Cluster | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read ({error}); `down --name {name}` removes the cluster"
         ) from None
 
 
 def open_cluster(name: str = "default") -> Cluster:
-    """The cluster of this name; `ValueError` if it is not up."""
+    """The cluster of this name; `UserError` if it is not up."""
     check_name(name)
     cluster = load(name)
     if cluster is None and not folder_of(name).exists():
         names = sorted(path.name.removeprefix(PREFIX) for path in RUNTIME.glob(f"{PREFIX}*"))
         others = f"; there are {', '.join(names)}" if names else ""
-        raise ValueError(f"no cluster {name!r} is up{others}")
+        raise UserError(f"no cluster {name!r} is up{others}")
     if cluster is None or cluster.status != "up":
-        raise ValueError(_half_made(name))
+        raise UserError(_half_made(name))
     return cluster
 
 

@@ -48,7 +48,7 @@ _PAGES = Path("/proc/self/statm")
 
 
 def training_config(flags: str, backend: str) -> RunConfig:
-    """One rank's training with one micro-batch a step; `ValueError` for invalid flags."""
+    """One rank's training with one micro-batch a step; `UserError` for invalid flags."""
     words = flags.split()
     if "--micro-batch-size" not in words:
         words += ["--micro-batch-size", "1"]

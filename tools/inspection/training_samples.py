@@ -6,11 +6,12 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from data.atomic_file import replacing
 from data.loader import Samples, SplitCounts, build_datasets
 from paro.config.run import RunConfig
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.training.assembly import count_samples
+from tools.shared.output import output_file
 
 # What a training needs but its samples do not depend on: set where it is not given.
 SMALL_MODEL = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}
@@ -53,7 +54,7 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
     elif args.train_iters is not None and not (
         args.global_batch_size or args.step_batch_size_schedule
     ):
-        raise ValueError(
+        raise UserError(
             "--dump-samples with --train-iters needs --global-batch-size, which would follow from "
             "the number of ranks: give it, or --train-samples"
         )
@@ -67,8 +68,7 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
 def dump(args: Namespace, path: Path) -> str:
     """Writes a line `{"tokens": [...]}` per sample; returns a line of summary."""
     samples, count = training_samples(args)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary, temporary.open("w", encoding="ascii") as stream:
+    with output_file(path) as temporary, temporary.open("w", encoding="ascii") as stream:
         for number in range(count):
             # The last token is only a label.
             stream.write(json.dumps({"tokens": samples[number][:-1].tolist()}) + "\n")

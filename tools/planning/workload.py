@@ -12,6 +12,7 @@ from model.config import LLAMA_PRESETS
 from paro.arguments.model import add_mixed_precision_args, add_model_args, add_recompute_args
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.model import take_model
+from paro.errors import UserError
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
 from paro.planning.search.settings import Materialize, Workload
@@ -78,32 +79,32 @@ def make_parser() -> Parser:
 
 
 def case_of(args: Namespace) -> Workload:
-    """The workload to plan; a `ValueError` names the flag to change."""
+    """The workload to plan; a `UserError` names the flag to change."""
     machine = find_machine(args.paro_machine)
     world_size = machine.world_size if args.world_size is None else args.world_size
     if world_size < 1:
-        raise ValueError(f"--world-size {world_size} must be at least 1")
+        raise UserError(f"--world-size {world_size} must be at least 1")
     machine = machine.for_world(world_size, told="--paro-machine")
     group_size = machine.group_size if args.paro_group_size is None else args.paro_group_size
     check_group_size(world_size, group_size)
     check_groups(machine, group_size)
     if args.paro_rotate_in_place and args.paro_materialize != "rotate":
-        raise ValueError("--paro-rotate-in-place needs --paro-materialize rotate")
+        raise UserError("--paro-rotate-in-place needs --paro-materialize rotate")
     batch = args.global_batch_size
     if args.paro_prefetch_units < 0:
-        raise ValueError(f"--paro-prefetch-units {args.paro_prefetch_units} is negative; 0 is off")
+        raise UserError(f"--paro-prefetch-units {args.paro_prefetch_units} is negative; 0 is off")
     if args.seq_length is None:
         preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].max_position_embeddings
         args.seq_length = args.max_position_embeddings or preset
     if args.seq_length is None:
-        raise ValueError("--seq-length is missing; --llama-preset gives it too")
+        raise UserError("--seq-length is missing; --llama-preset gives it too")
     if args.seq_length < 1:
-        raise ValueError(f"--seq-length {args.seq_length} must be at least 1")
+        raise UserError(f"--seq-length {args.seq_length} must be at least 1")
     model = take_model(args, vocab_size_of(args))
     if args.seq_length > model.max_position_embeddings:
         model = replace(model, max_position_embeddings=args.seq_length)
     if args.fp16 and args.bf16:
-        raise ValueError("--fp16 and --bf16 contradict each other: give one of them")
+        raise UserError("--fp16 and --bf16 contradict each other: give one of them")
     return Workload(
         model=model,
         machine=machine,
@@ -126,10 +127,10 @@ def case_of(args: Namespace) -> Workload:
 
 
 def check_groups(machine: Machine, group_size: int) -> None:
-    """Raises `ValueError` unless the groups of the run and of the machine nest."""
+    """Raises `UserError` unless the groups of the run and of the machine nest."""
     small, large = sorted((group_size, machine.group_size))
     if large % small != 0:
-        raise ValueError(
+        raise UserError(
             f"--paro-group-size {group_size} and the groups of {machine.group_size} of machine "
             f"{machine.name} do not nest: choose {machine.group_size}, or one that divides it"
         )
@@ -138,12 +139,12 @@ def check_groups(machine: Machine, group_size: int) -> None:
 def vocab_size_of(args: Namespace) -> int:
     if args.vocab_size is not None:
         if args.vocab_size < 1:
-            raise ValueError(f"--vocab-size {args.vocab_size} must be at least 1")
+            raise UserError(f"--vocab-size {args.vocab_size} must be at least 1")
         return int(args.vocab_size)
     if args.llama_preset is None:
         if args.padded_vocab_size is not None:  # planning needs only the number of rows
             return int(args.padded_vocab_size)
-        raise ValueError("--vocab-size is missing; --llama-preset gives it too")
+        raise UserError("--vocab-size is missing; --llama-preset gives it too")
     return LLAMA_PRESETS[args.llama_preset].vocab_size
 
 
@@ -153,7 +154,7 @@ def trainable_of(text: str) -> Trainable:
         found = TrainableKind(kind)
         return Trainable(kind=found, share=float(share) if colon else 1.0)
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"--trainable {text!r} is none of full, last-blocks:SHARE and adapters:SHARE, with a "
             "share above 0 and up to 1"
         ) from error
@@ -164,5 +165,5 @@ def memory_of(args: Namespace) -> int | None:
     if gigabytes is None:
         return None
     if not 0 < gigabytes < math.inf:
-        raise ValueError(f"--device-memory-gb {gigabytes} must be positive")
+        raise UserError(f"--device-memory-gb {gigabytes} must be positive")
     return round(gigabytes * 1e9)

@@ -15,6 +15,7 @@ from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
 from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
+from paro.errors import UserError
 
 NAMED_BAD = 3  # how many of the documents that were left out are named
 
@@ -82,7 +83,7 @@ def encode_all(plan: EncodingPlan, batches: Sequence[RawBatch]) -> list[EncodedB
 
 
 def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
-    """The ids of a batch; `ValueError` names the position of what cannot be encoded."""
+    """The ids of a batch; `UserError` names the position of what cannot be encoded."""
     bad: list[str] = []
     documents = list(texts_of(batch, plan.keys, bad.append if plan.skip_malformed else None))
     by_key = tuple(
@@ -108,7 +109,7 @@ def _encode_key(
     flat = [text for by_document in texts for text in by_document if text]
     try:
         encoded = iter(tokenizer.encode_batch(flat))
-    except ValueError:
+    except UserError:
         _name_the_bad_one(tokenizer, batch, documents, texts)
         raise
     continued = batch.piece.kind is SourceKind.TEXT and batch.first > 0
@@ -145,7 +146,7 @@ def _ids(
     wide = np.frombuffer(together, dtype=np.int64)
     for extreme in (int(wide.min(initial=0)), int(wide.max(initial=0))):
         if not 0 <= extreme < min(vocab_size, np.iinfo(dtype).max + 1):
-            raise ValueError(
+            raise UserError(
                 f"{place_of(batch.piece, batch.first + 1)} or a line behind it becomes token id "
                 f"{extreme}, and the tokenizer has only {vocab_size}: its ids and its size "
                 "contradict each other"
@@ -161,5 +162,5 @@ def _name_the_bad_one(
         for text in by_document:
             try:
                 tokenizer.encode(text)
-            except ValueError as error:
-                raise ValueError(f"{place_of(batch.piece, document.number)}: {error}") from error
+            except UserError as error:
+                raise UserError(f"{place_of(batch.piece, document.number)}: {error}") from error

@@ -13,6 +13,7 @@ from data.fingerprint import fingerprint_path
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
 from data.sources import Piece
 from data.tokenizer import build_tokenizer
+from paro.errors import UserError, reading, writing
 from tools.preprocessing.encode import EncodingPlan, Tally
 
 
@@ -32,18 +33,25 @@ class Partitions:
 
     def _open(self, description: dict[str, Any]) -> None:
         file = self.folder / "run.json"
-        if file.is_file() and _without_none(json.loads(file.read_text(encoding="utf-8"))) != (
-            _without_none(description)
-        ):
-            raise ValueError(
+        if file.is_file() and _without_none(self._read(file)) != _without_none(description):
+            raise UserError(
                 f"{self.folder} holds partitions of a run with another input, tokenizer or flags: "
                 "remove it, or repeat that run"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for left_over in self.folder.glob(".*.tmp"):  # of a run that was killed
-            left_over.unlink()
-        with replacing(file) as temporary:
-            temporary.write_text(json.dumps(description, indent=1), encoding="utf-8")
+        with writing(f"{self.folder}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left_over in self.folder.glob(".*.tmp"):  # of a run that was killed
+                left_over.unlink()
+            with replacing(file) as temporary:
+                temporary.write_text(json.dumps(description, indent=1), encoding="utf-8")
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        with reading(f"{file}"):
+            content = file.read_bytes()
+        try:
+            return dict(json.loads(content))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{file} is damaged: remove {self.folder}, and begin again") from error
 
     def prefixes(self, number: int) -> list[str]:
         """The prefixes of one partition's data sets, one per key."""
@@ -54,7 +62,7 @@ class Partitions:
         file = self._marker(number)
         if not file.is_file():
             return None
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = self._read(file)
         return Tally(**{**fields, "named": tuple(fields["named"])})
 
     def finish(self, number: int, tally: Tally) -> None:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
+from paro.errors import UserError
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -28,7 +30,7 @@ class Workers:
         self.count = count
 
     def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Results in order; `ChildProcessError` if a worker was killed."""
+        """Results in order; `UserError` if a worker was killed."""
         if self._executor is None:
             yield from map(function, tasks)
             return
@@ -41,7 +43,7 @@ class Workers:
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
-            raise ChildProcessError(
+            raise UserError(
                 "a worker process was killed, by the system if memory ran out: try again, with "
                 "fewer --workers if it was memory"
             ) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from paro.errors import UserError, reading
 from paro.report.config import run_record_path
 
 _NEEDED = ("iteration", "lm_loss", "tokens_per_second", "iteration_time_ms")
@@ -70,13 +71,13 @@ class Run:
 
 
 def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
-    """The runs of metrics files, each with its own name; `ValueError` for any other file."""
+    """The runs of metrics files, each with its own name; `UserError` for any other file."""
     if names and len(names) != len(files):
-        raise ValueError(f"--names gives {len(names)} names for {len(files)} metrics files")
+        raise UserError(f"--names gives {len(names)} names for {len(files)} metrics files")
     runs = [_read_run(path) for path in files]
     chosen = list(names) or _names_of(runs, files)
     if len(set(chosen)) < len(chosen):
-        raise ValueError(f"--names must differ: {', '.join(chosen)}")
+        raise UserError(f"--names must differ: {', '.join(chosen)}")
     return [
         Run(
             name=name,
@@ -101,10 +102,8 @@ def _names_of(runs: Sequence[Run], files: Sequence[Path]) -> list[str]:
 
 
 def _read_run(path: Path) -> Run:
-    try:
+    with reading(f"{path}"):
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     lines = []
     written = text.splitlines()
     if written and not text.endswith("\n") and not written[-1].endswith("}"):
@@ -114,12 +113,12 @@ def _read_run(path: Path) -> Run:
             values = json.loads(line)
             missing = [name for name in _NEEDED if name not in values]
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is no line of a metrics file") from error
+            raise UserError(f"{path}, line {number} is no line of a metrics file") from error
         if missing:
-            raise ValueError(f"{path}, line {number} has no {missing[0]}: it is no metrics file")
+            raise UserError(f"{path}, line {number} has no {missing[0]}: it is no metrics file")
         lines.append(values)
     if not lines:
-        raise ValueError(f"{path} is empty: the run has logged no iteration yet")
+        raise UserError(f"{path} is empty: the run has logged no iteration yet")
     record = _read_record(run_record_path(path))
     starts = record.get("starts", [])
     return Run(
@@ -137,7 +136,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: remove it to leave out what it says") from error
+        raise UserError(f"{path} is damaged: remove it to leave out what it says") from error
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:

@@ -1,9 +1,13 @@
-"""Flag parsing for tools that start without torch: a mistake is one line and status 2."""
+"""Flag parsing and exit status of tools that start without torch: an error is one line."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from typing import NoReturn
+
+from paro.errors import StorageError, UserError, describe, is_storage_failure
 
 
 class Parser(argparse.ArgumentParser):
@@ -12,3 +16,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         program = self.prog.split()[0]  # without the subcommand, where there is one
         self.exit(2, f"{program}: error: {' '.join(message.split())}\n")
+
+
+def status_of(name: str, run: Callable[[], int | None]) -> int:
+    """What `run` returns, or 2 after a user's mistake and 1 after a full disk, in one line each."""
+    try:
+        return run() or 0
+    except UserError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, StorageError) as error:
+        if not is_storage_failure(error):
+            raise
+        print(f"{name}: error: {describe(error)}", file=sys.stderr)
+        return 1

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from paro.errors import UserError
+
 _SAMPLE_SECONDS = 0.005
 _COUNTERS = Path("/proc/net/dev")  # of this process's network namespace
 _PAGES = Path("/proc/self/statm")
@@ -31,7 +33,7 @@ def sent_bytes(interfaces: tuple[str, ...], table: str | None = None) -> dict[st
     rows = {name.strip(): row.split() for name, _, row in (line.partition(":") for line in lines)}
     missing = [name for name in interfaces if name not in rows]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but this node has {', '.join(rows)}"
         )
     return {name: int(rows[name][8]) for name in interfaces}

@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.atomic_file import replacing
+from paro.errors import UserError
+from tools.shared.output import output_file
 
 FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_can_draw(path: Path, flag: str = "--plot") -> None:
-    """Raises `ValueError` early for what would otherwise fail after everything was measured."""
+    """Raises `UserError` early for what would otherwise fail after everything was measured."""
     if path.suffix not in FORMATS:
-        raise ValueError(f"{flag} {path}: the name must end in {', '.join(FORMATS)}")
+        raise UserError(f"{flag} {path}: the name must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{flag} needs matplotlib: pip install -r requirements.txt")
+        raise UserError(f"{flag} needs matplotlib: pip install -r requirements.txt")
 
 
 @contextmanager
@@ -38,8 +39,7 @@ def drawing(
     )
     try:
         yield figure, panels
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
+        with output_file(path) as temporary:
             figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
     finally:
         pyplot.close(figure)

@@ -16,7 +16,7 @@ from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.meta import open_meta
 from paro.checkpoint.convert.native import open_native, write_native
 from paro.checkpoint.convert.source import Source
-from paro.checkpoint.errors import CheckpointError
+from paro.errors import UserError, reading
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,
@@ -42,22 +42,23 @@ class Conversion:
     padded_vocab_size: int | None = None  # overrides divisible_by
 
     def open(self) -> Source:
-        """The model to convert, lazy, in the target dtype; `CheckpointError` for wrong flags."""
+        """The model to convert, lazy, in the target dtype; `UserError` for wrong flags."""
         if not self.source.is_dir():
-            raise CheckpointError(f"--input {self.source} is no folder")
+            raise UserError(f"--input {self.source} is no folder")
         if self.target.exists() or self.target.is_symlink():
-            raise CheckpointError(f"--output {self.target} exists: remove it or give another name")
+            raise UserError(f"--output {self.target} exists: remove it or give another name")
         if self.padded_vocab_size is not None and self.target_format == "hf":
-            raise CheckpointError(
+            raise UserError(
                 f"--padded-vocab-size {self.padded_vocab_size} needs --to paro or megatron: a "
                 "Hugging Face folder holds no padding"
             )
-        if self.iteration is None:
-            source = OPENERS[self.source_format](self.source)
-        elif self.source_format == "paro":
-            source = open_native(self.source, self.iteration)
-        else:
-            raise CheckpointError(f"--ckpt-step {self.iteration} needs --from paro")
+        if self.iteration is not None and self.source_format != "paro":
+            raise UserError(f"--ckpt-step {self.iteration} needs --from paro")
+        with reading(f"--input {self.source}"):
+            if self.iteration is None:
+                source = OPENERS[self.source_format](self.source)
+            else:
+                source = open_native(self.source, self.iteration)
         self._rows(source)
         tensors = {name: tensor.cast(self.dtype) for name, tensor in source.tensors.items()}
         return replace(source, tensors=tensors)
@@ -78,7 +79,7 @@ class Conversion:
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
         if free < source.num_bytes:
-            raise CheckpointError(
+            raise UserError(
                 f"--output {self.target} needs {source.num_bytes / 1e9:.1f} GB, and "
                 f"{free / 1e9:.1f} GB are free there"
             )

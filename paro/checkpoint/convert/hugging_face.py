@@ -17,7 +17,7 @@ from model.config import LlamaConfig, parameter_shapes
 from model.hugging_face import hugging_face_config, hugging_face_name, llama_config
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, read_json
-from paro.checkpoint.errors import CheckpointError
+from paro.errors import UserError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -41,22 +41,22 @@ def is_hugging_face(directory: Path) -> bool:
 
 
 def open_hugging_face(directory: Path) -> Source:
-    """Opens a folder that transformers can load; `CheckpointError` names the bad file or field."""
+    """Opens a folder that transformers can load; `UserError` names the bad file or field."""
     if not is_hugging_face(directory):
-        raise CheckpointError(f"{directory} holds no Hugging Face model: it has no {CONFIG}")
+        raise UserError(f"{directory} holds no Hugging Face model: it has no {CONFIG}")
     fields = read_json(directory / CONFIG)
     try:
         config = llama_config(fields)
     except (ValueError, TypeError, KeyError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
-        raise CheckpointError(f"{directory / CONFIG} is not of this architecture: {what}") from None
+        raise UserError(f"{directory / CONFIG} is not of this architecture: {what}") from None
     names = {name: hugging_face_name(name) for name in parameter_shapes(config)}
     stored = _stored_tensors(directory)
     found = {name: stored[theirs] for name, theirs in names.items() if theirs in stored}
     tensors = checked_tensors(config, found, directory, names)
     unknown = sorted(set(stored) - set(names.values()) - _superfluous(config))
     if unknown:
-        raise CheckpointError(f"{directory} has {unknown[0]}, which this model has not")
+        raise UserError(f"{directory} has {unknown[0]}, which this model has not")
     companions = companions_in(directory)
     return Source(
         config=config,
@@ -156,14 +156,14 @@ def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:
     if (directory / INDEX).is_file():
         weight_map = read_json(directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{directory / INDEX} is damaged (it has no weight_map)")
+            raise UserError(f"{directory / INDEX} is damaged (it has no weight_map)")
         names = sorted({str(name) for name in weight_map.values()})
         if any(Path(name).name != name for name in names):
-            raise CheckpointError(f"{directory / INDEX} is damaged (it names files elsewhere)")
+            raise UserError(f"{directory / INDEX} is damaged (it names files elsewhere)")
     elif (directory / WEIGHTS).is_file():
         names = [WEIGHTS]
     else:
-        raise CheckpointError(
+        raise UserError(
             f"{directory} has neither {WEIGHTS} nor {INDEX}: other files of weights may hold "
             "programs; have transformers save it with safe_serialization"
         )
@@ -209,10 +209,10 @@ def _special_ids(source: Source) -> dict[str, int | None]:
         return unknown
     try:
         tokenizer = build_tokenizer(TokenizerConfig(**source.tokenizer))
-    except (ValueError, OSError) as error:
+    except UserError as error:
         if not source.companions:  # its files are missing; the source's notes say so
             return unknown
-        raise CheckpointError(f"the tokenizer cannot be read: {error}") from error
+        raise UserError(f"the tokenizer cannot be read: {error}") from error
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
 
 

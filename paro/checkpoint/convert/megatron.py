@@ -32,7 +32,7 @@ from paro.checkpoint.convert.source import (
 )
 from paro.checkpoint.convert.torch_file import fill_torch_file, lazy, load_torch_file
 from paro.checkpoint.directory import TRACKER
-from paro.checkpoint.errors import CheckpointError
+from paro.errors import UserError
 
 FILE = "mp_rank_00/model_optim_rng.pt"
 _CUT_BY_COLUMNS = ("wo", "w_down")
@@ -114,10 +114,10 @@ def is_megatron(root: Path) -> bool:
 
 
 def open_megatron(root: Path) -> Source:
-    """Opens a `--ckpt-format torch` checkpoint; `CheckpointError` if it cannot be read."""
+    """Opens a `--ckpt-format torch` checkpoint; `UserError` if it cannot be read."""
     path = _iteration(root) / FILE
     if not path.is_file():
-        raise CheckpointError(
+        raise UserError(
             f"{path} is missing: only --ckpt-format torch without pipeline parallelism can be read"
         )
     args, first = _contents(path)
@@ -171,7 +171,7 @@ def write_megatron(
 def _check_rope_scaling(config: LlamaConfig) -> None:
     for name, theirs in _ROPE_SCALING.items() if config.use_rope_scaling else ():
         if getattr(config, name) != theirs:
-            raise CheckpointError(
+            raise UserError(
                 f"Megatron-LM has no --{name.replace('_', '-')}: it takes {theirs}, and this model "
                 f"has {getattr(config, name)}"
             )
@@ -196,23 +196,23 @@ def _fill(view: Tensor, tensor: LazyTensor, advance: Callable[[int], None]) -> N
 def _iteration(root: Path) -> Path:
     tracker = root / TRACKER
     if not tracker.is_file():
-        raise CheckpointError(f"{root} holds no checkpoint of Megatron's: it has no {TRACKER}")
+        raise UserError(f"{root} holds no checkpoint of Megatron's: it has no {TRACKER}")
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == "release":
         return root / text
     if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(f"{tracker} says {text[:40]!r} and names no iteration")
+        raise UserError(f"{tracker} says {text[:40]!r} and names no iteration")
     return root / f"iter_{int(text):07d}"
 
 
 def _contents(path: Path) -> tuple[Namespace, Mapping[str, Any]]:
-    """The arguments and tensors in a rank's file; `CheckpointError` if it has none."""
+    """The arguments and tensors in a rank's file; `UserError` if it has none."""
     saved = load_torch_file(path)
     if not isinstance(saved, dict) or not isinstance(saved.get("args"), Namespace):
-        raise CheckpointError(f"{path} is no checkpoint of Megatron's: it has no args")
+        raise UserError(f"{path} is no checkpoint of Megatron's: it has no args")
     stored = saved.get("model")
     if not isinstance(stored, dict):
-        raise CheckpointError(f"{path} is no checkpoint of Megatron's: it has no model")
+        raise UserError(f"{path} is no checkpoint of Megatron's: it has no model")
     return saved["args"], stored
 
 
@@ -224,14 +224,14 @@ def _config(
     for name, ours in _FIXED.items():
         theirs = given.get(name, ours)
         if theirs not in (ours, _ALIKE.get(name, ours)):
-            raise CheckpointError(
+            raise UserError(
                 f"{path} is not of this architecture: {name} is {theirs!r} there, and must be "
                 f"{ours!r}"
             )
     stored = [rank.get("embedding.word_embeddings.weight") for rank in ranks]
     embeddings = [embedding for embedding in stored if isinstance(embedding, Tensor)]
     if len(embeddings) != len(ranks):
-        raise CheckpointError(f"{path} has no embedding.word_embeddings.weight")
+        raise UserError(f"{path} has no embedding.word_embeddings.weight")
     try:
         grouped = given.get("group_query_attention", False)
         config = LlamaConfig(
@@ -246,9 +246,9 @@ def _config(
             **{name: given.get(name, False) for name in _FEATURES},
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: its arguments make no LLaMA: {error}") from None
+        raise UserError(f"{path}: its arguments make no LLaMA: {error}") from None
     if config.num_query_groups % len(ranks) or config.ffn_hidden_size % len(ranks):
-        raise CheckpointError(
+        raise UserError(
             f"{path}: {len(ranks)} tensor-parallel ranks do not divide its "
             f"{config.num_query_groups} query groups"
         )
@@ -278,7 +278,7 @@ def _found(
             continue
         for tensor in tensors:
             if part in fused and tuple(tensor.shape) != fused[part]:
-                raise CheckpointError(
+                raise UserError(
                     f"{path}: {theirs} is {tuple(tensor.shape)}, and its arguments make it "
                     f"{fused[part]}"
                 )

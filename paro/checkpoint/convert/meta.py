@@ -21,7 +21,7 @@ from paro.checkpoint.convert.source import (
     read_json,
 )
 from paro.checkpoint.convert.torch_file import lazy, load_torch_file
-from paro.checkpoint.errors import CheckpointError
+from paro.errors import UserError
 
 PARAMS = "params.json"
 
@@ -57,9 +57,9 @@ def is_meta(directory: Path) -> bool:
 
 
 def open_meta(directory: Path) -> Source:
-    """Opens a folder as Meta published it; `CheckpointError` names the bad file."""
+    """Opens a folder as Meta published it; `UserError` names the bad file."""
     if not is_meta(directory):
-        raise CheckpointError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
+        raise UserError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
     params = read_json(directory / PARAMS)
     shards: list[Mapping[str, Tensor]] = [_tensors_in(path) for path in _files(directory)]
     config = _config(directory, params, shards)
@@ -97,21 +97,21 @@ def half_rotation(weight_RD: Tensor, head: int) -> Tensor:
 def _files(directory: Path) -> list[Path]:
     files = sorted(directory.glob("consolidated.*.pth"))
     if not files:
-        raise CheckpointError(f"{directory} has no consolidated.00.pth")
+        raise UserError(f"{directory} has no consolidated.00.pth")
     for number, path in enumerate(files):
         expected = directory / f"consolidated.{number:02d}.pth"
         if path != expected:
-            raise CheckpointError(f"{expected} is missing")
+            raise UserError(f"{expected} is missing")
     return files
 
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file; `CheckpointError` if they are not a model's."""
+    """The tensors of a file; `UserError` if they are not a model's."""
     content = load_torch_file(path)
     entries = content.items() if isinstance(content, dict) else ()
     tensors = {name: value for name, value in entries if isinstance(value, Tensor)}
     if "tok_embeddings.weight" not in tensors:
-        raise CheckpointError(f"{path} holds no model: it has no tok_embeddings.weight")
+        raise UserError(f"{path} holds no model: it has no tok_embeddings.weight")
     return tensors
 
 
@@ -146,9 +146,9 @@ def _config(
         epsilon, base = float(params["norm_eps"]), float(params.get("rope_theta", 10000.0))
         stretched_by = float(params.get("rope_scaling_factor", 8.0))
     except KeyError as error:
-        raise CheckpointError(f"{directory / PARAMS} is damaged: no {error}") from None
+        raise UserError(f"{directory / PARAMS} is damaged: no {error}") from None
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{directory / PARAMS} is damaged: {error}") from None
+        raise UserError(f"{directory / PARAMS} is damaged: {error}") from None
     first = shards[0]
     columns = first["tok_embeddings.weight"].shape[1]
     by_rows = columns == hidden  # LLaMA-3 splits the vocabulary, older models the channels
@@ -156,11 +156,11 @@ def _config(
     gate = "layers.0.feed_forward.w1.weight"
     for needed in ("layers.0.attention.wq.weight", gate):
         if any(needed not in shard for shard in shards):
-            raise CheckpointError(f"{directory} has no {needed}: a file is damaged")
+            raise UserError(f"{directory} has no {needed}: a file is damaged")
     rows = first["layers.0.attention.wq.weight"].shape[0]
     if rows * len(shards) != hidden:
         missing = directory / f"consolidated.{len(shards):02d}.pth"
-        raise CheckpointError(f"{missing} is missing: there are {len(shards)} of {hidden // rows}")
+        raise UserError(f"{missing} is missing: there are {len(shards)} of {hidden // rows}")
     config = LlamaConfig(
         num_layers=layers,
         hidden_size=hidden,

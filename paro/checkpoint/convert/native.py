@@ -34,9 +34,9 @@ from paro.checkpoint.directory import (
     find_checkpoint,
     finish_checkpoint,
 )
-from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files, read_metadata
+from paro.errors import UserError
 
 COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
 # Fields that a run may change; common.json does not have them among the model's fields.
@@ -44,10 +44,10 @@ FREE_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
 
 
 def open_native(root: Path, iteration: int | None = None) -> Source:
-    """Opens a checkpoint of a run or of a conversion; `CheckpointError` says what is wrong."""
+    """Opens a checkpoint of a run or of a conversion; `UserError` says what is wrong."""
     directory = find_checkpoint(root, iteration)
     if directory is None:
-        raise CheckpointError(f"{root} holds no checkpoint: it has no {TRACKER}")
+        raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}")
     common = common_of(directory)
     metadata = read_metadata(directory)
     check_files(directory, list(metadata.storage_data.values()))
@@ -193,7 +193,7 @@ def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
     try:
         return LlamaConfig(**{"max_position_embeddings": 2048, **free, **common["model"]})
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{directory}/common.json has no model: {error}") from None
+        raise UserError(f"{directory}/common.json has no model: {error}") from None
 
 
 def _true_vocab_size(common: Mapping[str, Any], rows: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paro.checkpoint.convert.source import LazyTensor
-from paro.checkpoint.errors import CheckpointError, describe
+from paro.errors import UserError, describe
 
 _DTYPES = {
     "F64": torch.float64,
@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a file, each read when its rows are requested.
 
-    The library checks the header against the file size, so `CheckpointError` for a truncated file.
+    The library checks the header against the file size, so `UserError` for a truncated file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -39,16 +39,14 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
                 view = file.get_slice(name)
                 kind = view.get_dtype()
                 if kind not in _DTYPES:
-                    raise CheckpointError(f"{path}: {name} is {kind}, which is no weight's type")
+                    raise UserError(f"{path}: {name} is {kind}, which is no weight's type")
                 tensors[name] = LazyTensor(
                     shape=tuple(view.get_shape()),
                     dtype=_DTYPES[kind],
                     rows=partial(_read_rows, path, name),
                 )
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is missing, truncated or damaged ({describe(error)})") from (
-            None
-        )
+        raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from (None)
     return tensors
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.config import LlamaConfig, parameter_shapes
-from paro.checkpoint.errors import CheckpointError, describe
+from paro.errors import UserError, describe
 from paro.layout import Shape
 
 # How much of a tensor is read at once; a conversion holds a few times as much in memory.
@@ -122,15 +122,15 @@ def checked_tensors(
 ) -> dict[str, LazyTensor]:
     """The model's tensors in model order; `names` are their names in the file.
 
-    Raises `CheckpointError` for a tensor that is missing or has another shape.
+    Raises `UserError` for a tensor that is missing or has another shape.
     """
     tensors = {}
     for name, shape in parameter_shapes(config).items():
         theirs = names.get(name, name)
         if name not in found:
-            raise CheckpointError(f"{where} has no {theirs}: a file is missing or damaged")
+            raise UserError(f"{where} has no {theirs}: a file is missing or damaged")
         if found[name].shape != shape:
-            raise CheckpointError(
+            raise UserError(
                 f"{where}: {theirs} is {_times(found[name].shape)}, and its configuration makes "
                 f"it {_times(shape)}"
             )
@@ -139,13 +139,13 @@ def checked_tensors(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; `CheckpointError` if there is none."""
+    """The JSON object in a file; `UserError` if there is none."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({describe(error)})") from None
+        raise UserError(f"{path} is missing or damaged ({describe(error)})") from None
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} is damaged (it holds no object)")
+        raise UserError(f"{path} is damaged (it holds no object)")
     return fields
 
 

@@ -19,7 +19,7 @@ from torch.serialization import (
 )
 
 from paro.checkpoint.convert.source import LazyTensor
-from paro.checkpoint.errors import CheckpointError, describe
+from paro.errors import UserError, describe
 
 
 class _Inert:
@@ -36,7 +36,7 @@ def load_torch_file(path: Path) -> Any:
     """The contents of a file, with its tensors memory-mapped.
 
     torch's weights-only unpickler makes plain data, tensors and namespaces. Everything else that
-    the file names, functions included, becomes an inert object. `CheckpointError` for bad files.
+    the file names, functions included, becomes an inert object. `UserError` for bad files.
     """
     try:
         names = get_unsafe_globals_in_checkpoint(str(path))
@@ -44,13 +44,11 @@ def load_torch_file(path: Path) -> Any:
         with safe_globals([Namespace, *inert]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
-        raise CheckpointError(
+        raise UserError(
             f"{path} names code that cannot be left out: nothing of it was run, and it is not read"
         ) from None
     except Exception as error:  # damage causes many kinds of errors
-        raise CheckpointError(f"{path} is missing, truncated or damaged ({describe(error)})") from (
-            None
-        )
+        raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from (None)
 
 
 @contextmanager

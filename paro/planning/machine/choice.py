@@ -6,6 +6,7 @@ from functools import cache, partial
 
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import COLLECTIVES, Op
+from paro.errors import UserError
 from paro.planning.machine.machine import Machine, fastest_algorithm
 from paro.topology import Axes
 
@@ -13,12 +14,12 @@ from paro.topology import Axes
 def choice_by(machine: Machine) -> AlgorithmChoice:
     """The choice of the fastest algorithm, by the measurements of a machine.
 
-    Raises `ValueError` if these name unknown algorithms, or lack a collective over some axes.
+    Raises `UserError` if these name unknown algorithms, or lack a collective over some axes.
     """
     names = tuple(dict.fromkeys(row.algorithm for row in machine.measured))
     unknown = sorted(set(names) - set(COLLECTIVES))
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"machine {machine.name} was measured with {', '.join(unknown)}; the algorithms are "
             f"{', '.join(COLLECTIVES)}: measure it again"
         )

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paro.collectives.schedule import Op, count_pieces
+from paro.errors import UserError
 from paro.layout import chunk_numel
 from paro.planning.machine.machine import LinkSpeed, Machine, Nic, measured_at, seconds
 from paro.topology import Axes, Axis, AxisSpan, Link
@@ -280,7 +281,7 @@ def _has_links(machine: Machine, axes: Axes) -> bool:
 def speed_of(machine: Machine, link: Link) -> LinkSpeed:
     speed = machine.link(link)
     if speed is None:
-        raise ValueError(
+        raise UserError(
             f"machine {machine.name}: links.{link.value} is missing: measure it with "
             "tools/bench_collectives.py --machine-file, or type it"
         )

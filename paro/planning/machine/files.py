@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paro.collectives.schedule import COLLECTIVES, Op
+from paro.errors import UserError, about, reading
 from paro.planning.machine.machine import (
     BandwidthSource,
     Device,
@@ -93,12 +93,12 @@ def shipped_machines() -> tuple[str, ...]:
 
 
 def find_machine(text: str) -> Machine:
-    """The shipped machine of this name, or the machine in this file; `ValueError` if neither."""
+    """The shipped machine of this name, or the machine in this file; `UserError` if neither."""
     if text in shipped_machines():
         return read_machine(SHIPPED / f"{text}.json")
     path = Path(text)
-    if not path.exists():
-        raise ValueError(
+    if not os.path.exists(path):  # False too where the folder may not be searched
+        raise UserError(
             f"machine file {path}: No such file; machines that come with this project are "
             f"{', '.join(shipped_machines())}"
         )
@@ -106,26 +106,25 @@ def find_machine(text: str) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine in a file; a `ValueError` names the file and the wrong field."""
-    try:
+    """The machine in a file; a `UserError` names the file and the wrong field."""
+    where = f"machine file {path}"
+    with reading(where):
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"machine file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"machine file {path} is no text") from error
-    return machine_from_json(text, f"machine file {path}")
+    return machine_from_json(text, where)
 
 
 def machine_from_json(text: str, where: str) -> Machine:
-    """The machine in the text of a machine file; a `ValueError` begins with `where`."""
+    """The machine in the text of a machine file; a `UserError` begins with `where`."""
     try:
-        return _machine(json.loads(text, object_pairs_hook=_without_repeats))
+        value = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+        raise UserError(f"{where} is not JSON: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"{where} is nested too deeply for a machine") from error
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise UserError(f"{where} is nested too deeply for a machine") from error
+    except ValueError as error:  # a repeated field, or a number of thousands of digits
+        raise UserError(f"{where}: {error}") from error
+    with about(f"{where}: "):
+        return _machine(value)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in fields:
         if names.count(name) > 1:
-            raise ValueError(f"{name}: is there {names.count(name)} times")
+            raise UserError(f"{name}: is there {names.count(name)} times")
     return fields
 
 
@@ -192,8 +191,8 @@ def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:
 def _machine(value: object) -> Machine:
     fields = _fields(value, _MACHINE, _OPTIONAL)
     if fields["format"] != FORMAT:
-        raise ValueError(f"format: {fields['format']!r} is not {FORMAT!r}")
-    with _inside("links"):
+        raise UserError(f"format: {fields['format']!r} is not {FORMAT!r}")
+    with about("links."):
         links = _fields(fields["links"], _LINKS)
         intra, inter = (_link_speed(links[name], name) for name in ("intra", "inter"))
     return Machine(
@@ -212,7 +211,7 @@ def _machine(value: object) -> Machine:
 
 
 def _device(value: object) -> Device:
-    with _inside("device"):
+    with about("device."):
         fields = _fields(value, _DEVICE, _DEVICE_MORE)
     for name in ("memory_bytes", "reserved_bytes"):
         fields[name] = round(fields[name])
@@ -220,22 +219,24 @@ def _device(value: object) -> Device:
 
 
 def _uneven(value: object, index: int) -> GroupSpeed:
-    with _inside(f"uneven[{index}]"):
+    with about(f"uneven[{index}]."):
         return GroupSpeed(**_fields(value, _UNEVEN, _UNEVEN_MORE))
 
 
 def _sources(value: dict[str, object]) -> tuple[tuple[str, str], ...]:
-    with _inside("sources"):
+    with about("sources."):
         return tuple(_fields(value, dict.fromkeys(value, str)).items())
 
 
 def _link_speed(value: object, name: str) -> LinkSpeed | None:
     if value is None:
         return None
-    with _inside(name):
+    with about(f"{name}."):
         fields = _fields(value, _LINK)
+        with about("bandwidth: "):
+            rate = bits_per_second(fields["bandwidth"])
         return LinkSpeed(
-            bits_per_second=_rate(fields["bandwidth"]),
+            bits_per_second=rate,
             latency_seconds=fields["latency_seconds"],
             bandwidth_source=_choice(
                 BandwidthSource, fields["bandwidth_source"], "bandwidth_source"
@@ -244,7 +245,7 @@ def _link_speed(value: object, name: str) -> LinkSpeed | None:
 
 
 def _measured(value: object, index: int) -> Measured:
-    with _inside(f"measured[{index}]"):
+    with about(f"measured[{index}]."):
         fields = _fields(value, _MEASURED, _MEASURED_MORE)
         return Measured(
             axes=_choice(Axes, fields["axes"], "axes"),
@@ -259,42 +260,26 @@ def _measured(value: object, index: int) -> Measured:
 
 def _algorithm(name: str) -> str:
     if name not in COLLECTIVES:
-        raise ValueError(f"algorithm: {name!r} is none of {', '.join(COLLECTIVES)}")
+        raise UserError(f"algorithm: {name!r} is none of {', '.join(COLLECTIVES)}")
     return name
-
-
-@contextmanager
-def _inside(place: str) -> Iterator[None]:
-    """Prefixes a `ValueError` with the field that it is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{place}.{error}") from error
 
 
 def _fields(value: object, types: Types, optional: Types | None = None) -> dict[str, Any]:
     """A JSON object with all of these fields, some optional ones, no others, of these types."""
     known = types | (optional or {})
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is no object with the fields {', '.join(types)}")
+        raise UserError(f"{value!r} is no object with the fields {', '.join(types)}")
     for name in (*types, *value):
         if name not in value:
-            raise ValueError(f"{name}: is missing")
+            raise UserError(f"{name}: is missing")
         if name not in known:
-            raise ValueError(f"{name}: is unknown; the fields are {', '.join(known)}")
+            raise UserError(f"{name}: is unknown; the fields are {', '.join(known)}")
         # In Python, true is a number too.
         if not isinstance(value[name], known[name]) or isinstance(value[name], bool):
-            raise ValueError(f"{name}: {value[name]!r} is of the wrong type")
+            raise UserError(f"{name}: {value[name]!r} is of the wrong type")
         if isinstance(value[name], float) and not math.isfinite(value[name]):
-            raise ValueError(f"{name}: {value[name]} cannot be, it must be a finite number")
+            raise UserError(f"{name}: {value[name]} cannot be, it must be a finite number")
     return value
-
-
-def _rate(text: str) -> int:
-    try:
-        return bits_per_second(text)
-    except ValueError as error:
-        raise ValueError(f"bandwidth: {error}") from error
 
 
 def _choice(choices: type[Choice], value: str, field: str) -> Choice:
@@ -302,4 +287,4 @@ def _choice(choices: type[Choice], value: str, field: str) -> Choice:
         return choices(value)
     except ValueError as error:
         known = ", ".join(choice.value for choice in choices)
-        raise ValueError(f"{field}: {value!r} is none of {known}") from error
+        raise UserError(f"{field}: {value!r} is none of {known}") from error

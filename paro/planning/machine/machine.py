@@ -17,6 +17,7 @@ from enum import Enum
 from itertools import pairwise
 
 from paro.collectives.schedule import Op
+from paro.errors import UserError, about
 from paro.topology import Axes, Link
 
 MOST_RANKS = 1 << 20  # the largest world size that can be planned
@@ -145,31 +146,29 @@ class Machine:
         for row, following in pairwise(sorted(rows, key=str)):
             if row == following:
                 what = f"{row[1].value} over {row[0].value} axes by {row[2]}, {row[3]} bytes"
-                raise ValueError(f"measured: {what}, is there twice")
+                raise UserError(f"measured: {what}, is there twice")
         num_uneven = sum(part.num_groups for part in self.uneven)
         if num_uneven > self.num_groups:
-            raise ValueError(f"uneven: {num_uneven} groups cannot be, there are {self.num_groups}")
+            raise UserError(f"uneven: {num_uneven} groups cannot be, there are {self.num_groups}")
 
     def for_world(self, world_size: int, *, told: str) -> Machine:
-        """The same machine with another number of groups; a `ValueError` begins with `told`."""
+        """The same machine with another number of groups; a `UserError` begins with `told`."""
         if world_size == self.world_size:
             return self
         if self.measured:
-            raise ValueError(
+            raise UserError(
                 f"{told} {self.name} was measured on {self.world_size} ranks in groups of "
                 f"{self.group_size}, this is for {world_size} ranks: measure it there with "
                 "tools/bench_collectives.py --machine-file, or leave out what was measured"
             )
         group_size = min(self.group_size, world_size)
         if world_size % group_size != 0:
-            raise ValueError(
+            raise UserError(
                 f"{told} {self.name} has groups of {group_size}, which do not divide the "
                 f"{world_size} ranks: choose a multiple of {group_size}"
             )
-        try:
+        with about(f"{told} {self.name} for {world_size} ranks: "):
             return replace(self, world_size=world_size, group_size=group_size)
-        except ValueError as error:
-            raise ValueError(f"{told} {self.name} for {world_size} ranks: {error}") from error
 
     @property
     def num_groups(self) -> int:
@@ -181,7 +180,7 @@ class Machine:
 
 def _check(field: str, value: object, holds: bool, rule: str) -> None:
     if not holds:
-        raise ValueError(f"{field}: {value} cannot be, it must be {rule}")
+        raise UserError(f"{field}: {value} cannot be, it must be {rule}")
 
 
 def _check_number(field: str, value: float, *, or_zero: bool = False) -> None:
@@ -194,7 +193,7 @@ def bits_per_second(text: str) -> int:
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})", text.strip().lower())
     bits = round(Decimal(match[1]) * _UNITS[match[2]]) if match else 0
     if bits <= 0:
-        raise ValueError(f"{text!r} is no rate: write it as 100mbit or 2.5gbit")
+        raise UserError(f"{text!r} is no rate: write it as 100mbit or 2.5gbit")
     return bits
 
 
@@ -208,10 +207,10 @@ def rate_text(bits: int) -> str:
 
 
 def fastest_algorithm(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> str:
-    """The algorithm with the least time for this buffer size; `ValueError` if none was measured."""
+    """The algorithm with the least time for this buffer size; `UserError` if none was measured."""
     names = dict.fromkeys(r.algorithm for r in machine.measured if (r.axes, r.op) == (axes, op))
     if not names:
-        raise ValueError(
+        raise UserError(
             f"machine {machine.name}: no {op.value} over {axes.value} axes was measured; measure "
             "it with tools/bench_collectives.py --machine-file"
         )
@@ -219,10 +218,10 @@ def fastest_algorithm(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> s
 
 
 def seconds(machine: Machine, op: Op, axes: Axes, algorithm: str, num_bytes: int) -> float:
-    """Time of a collective at this buffer size; `ValueError` if it was never measured."""
+    """Time of a collective at this buffer size; `UserError` if it was never measured."""
     found = measured_at(machine, op, axes, algorithm, num_bytes)
     if found is None:
-        raise ValueError(
+        raise UserError(
             f"machine {machine.name}: no {op.value} over {axes.value} axes by {algorithm} was "
             "measured; measure it with tools/bench_collectives.py --machine-file"
         )

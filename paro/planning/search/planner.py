@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paro.distributed.byte_counter import Sent
+from paro.errors import UserError
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
@@ -283,9 +284,9 @@ class _Search:
         self._estimator = estimator or Estimator(workload)
         self.settings = tuple(all_settings(workload, search_space or SearchSpace()))
         if not self.settings:
-            raise ValueError(
-                workload.infeasible_reason(workload.strategy("III"), workload.materialize)
-            )
+            reason = workload.infeasible_reason(workload.strategy("III"), workload.materialize)
+            assert reason is not None, "a setting that is feasible is among them"
+            raise UserError(reason)
         self._sizes = {id(s): self._estimator.memory(s).total for s in self.settings}
         self._least = {id(s): self._estimator.costs(s).least_seconds() for s in self.settings}
         self._limit = workload.limit.usable_bytes
@@ -377,7 +378,7 @@ def best_that_fits(
 
 
 def plan(workload: Workload, search_space: SearchSpace | None = None) -> SearchResult:
-    """Solves the workload exactly over the search space; `ValueError` if that is empty."""
+    """Solves the workload exactly over the search space; `UserError` if that is empty."""
     search = _Search(workload, search_space, None)
     fitting = search.that_fit()
     best = search.best(fitting)

@@ -8,6 +8,7 @@ from enum import Enum
 from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
+from paro.errors import UserError
 from paro.planning.machine.machine import Machine
 from paro.planning.memory.limit import USABLE, MemoryLimit, memory_limit
 from paro.planning.rotation import why_not_rotating
@@ -79,9 +80,9 @@ class Workload:
         )
 
     def micro_batches(self, size: int) -> int:
-        """Micro-batches of this size per rank and step; `ValueError` if it does not divide."""
+        """Micro-batches of this size per rank and step; `UserError` if it does not divide."""
         if size < 1:
-            raise ValueError(f"--micro-batch-size {size} must be at least 1")
+            raise UserError(f"--micro-batch-size {size} must be at least 1")
         batch, num_ranks = self.global_batch_size, self.world_size
         check_multiple("--global-batch-size", batch, size, num_ranks=num_ranks)
         return batch // (size * num_ranks)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from model.config import LlamaConfig
+from paro.errors import UserError
 from paro.layout import ALIGN
 from paro.planning.cost_model import UnitSize
 from paro.planning.units import units_of
@@ -28,7 +29,7 @@ class Trainable:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ValueError(f"--trainable share {self.share} must lie in (0, 1]")
+            raise UserError(f"--trainable share {self.share} must lie in (0, 1]")
 
     def units(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from paro.errors import UserError
 from paro.planning.machine.collective_time import scalar_seconds
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.step.comm_costs import CommCosts, seconds_of
@@ -93,9 +94,9 @@ class StepCosts:
 
 
 def device_of(machine: Machine) -> Device:
-    """The device of a machine; `ValueError` if its file has none."""
+    """The device of a machine; `UserError` if its file has none."""
     if machine.device is None:
-        raise ValueError(
+        raise UserError(
             f"machine {machine.name}: device is missing, which planning needs: add an object with "
             "name, memory_bytes, reserved_bytes, peak_flops, sustained_flops and "
             "memory_bytes_per_second"

@@ -15,6 +15,7 @@ from paro.arguments.needed import EXAMPLE
 from paro.arguments.parser import build_parser, check_flags, parse_args
 from paro.arguments.synonyms import SYNONYMS, TABLE
 from paro.arguments.unknown import hint_for
+from paro.errors import UserError
 from tests.helpers.ranks import ROOT
 
 
@@ -98,7 +99,7 @@ NEEDED = [
 
 def told(words: Sequence[str]) -> list[str]:
     """The lines printed to the user for these flags."""
-    with pytest.raises(ValueError, match="--") as error:
+    with pytest.raises(UserError, match="--") as error:
         check_flags(parse_args(words))
     return str(error.value).splitlines()
 
@@ -304,5 +305,5 @@ def test_all_mistakes_in_a_file_are_told_at_once(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--yaml-cfg .*none\.yaml cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"--yaml-cfg .*none\.yaml cannot be read: No such file"):
         parse_args(["--yaml-cfg", str(tmp_path / "none.yaml")])

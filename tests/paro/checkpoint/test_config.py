@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paro.checkpoint.config import CheckpointConfig
+from paro.errors import UserError
 
 
 @pytest.mark.parametrize("interval", [None, 0, 3])
 def test_what_is_retained_is_a_multiple_of_what_is_saved(interval: int | None) -> None:
-    with pytest.raises(ValueError, match=f"5 must be a multiple of --save-interval {interval}$"):
+    with pytest.raises(UserError, match=f"5 must be a multiple of --save-interval {interval}$"):
         CheckpointConfig(save_interval=interval, save_retain_interval=5)

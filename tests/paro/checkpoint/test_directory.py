@@ -22,8 +22,8 @@ from paro.checkpoint.directory import (
     read_common,
     set_aside,
 )
-from paro.checkpoint.errors import CheckpointError, DamagedError
-from paro.checkpoint.manifest import MANIFEST
+from paro.checkpoint.manifest import MANIFEST, DamagedError
+from paro.errors import UserError
 
 
 def save(root: Path, iteration: int, text: str = "") -> Path:
@@ -64,30 +64,30 @@ def test_a_folder_that_is_empty_or_missing_holds_nothing(tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["", "release", "-1", "1.5", "12abc", "\x00\x00"])
 def test_a_tracker_that_is_no_number(tmp_path: Path, text: str) -> None:
     (tmp_path / TRACKER).write_text(text)
-    with pytest.raises(CheckpointError, match=f"{TRACKER} says .*: write the number") as caught:
+    with pytest.raises(UserError, match=f"{TRACKER} says .*: write the number") as caught:
         find_checkpoint(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_tracker_that_names_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("100\n")
-    with pytest.raises(CheckpointError, match=r"names iteration 100, but .*iter_0000100 does not"):
+    with pytest.raises(UserError, match=r"names iteration 100, but .*iter_0000100 does not"):
         find_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="iter_0000200 does not exist"):
+    with pytest.raises(UserError, match="iter_0000200 does not exist"):
         find_checkpoint(tmp_path, 200)
 
 
 def test_the_folder_of_one_iteration_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     directory = save(tmp_path, 100)
     (directory / ".metadata").touch()
-    with pytest.raises(CheckpointError, match=f"give the folder that holds it, {tmp_path}"):
+    with pytest.raises(UserError, match=f"give the folder that holds it, {tmp_path}"):
         find_checkpoint(directory)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 100) / MANIFEST
     path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 3'))
-    with pytest.raises(CheckpointError, match=r"has format 3, .* reads formats up to 2") as caught:
+    with pytest.raises(UserError, match=r"has format 3, .* reads formats up to 2") as caught:
         read_common(tmp_path)
     assert not isinstance(caught.value, DamagedError)  # must not fall back to an older one
 
@@ -107,7 +107,7 @@ def test_format_1_had_no_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", '{"format_ver', "[1, 2]", "{}", '{"format_version": 1}'])
 def test_a_damaged_common_file(tmp_path: Path, text: str) -> None:
     (save(tmp_path, 100) / COMMON).write_text(text)
-    with pytest.raises(CheckpointError, match=r"common\.json is (truncated|missing or damaged)"):
+    with pytest.raises(UserError, match=r"common\.json is (truncated|missing or damaged)"):
         read_common(tmp_path)
 
 
@@ -115,7 +115,7 @@ def test_a_save_that_stopped_half_way_changes_nothing_and_is_cleared_away(tmp_pa
     save(tmp_path, 100)
     (begin_checkpoint(tmp_path, 150) / "half").touch()
     assert latest_iteration(tmp_path) == 100
-    with pytest.raises(CheckpointError, match="iter_0000150 does not exist"):
+    with pytest.raises(UserError, match="iter_0000150 does not exist"):
         find_checkpoint(tmp_path, 150)
     save(tmp_path, 200)
     assert names(tmp_path) == ["iter_0000100", "iter_0000200", TRACKER]
@@ -226,18 +226,16 @@ def test_who_turned_back_gets_older_ones_before_newer(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_format_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError, match=r"holds no checkpoint of this project \(it has config"
-    ):
+    with pytest.raises(UserError, match=r"holds no checkpoint of this project \(it has config"):
         latest_iteration(tmp_path)
-    with pytest.raises(CheckpointError, match="is a file: give a folder"):
+    with pytest.raises(UserError, match="is a file: give a folder"):
         latest_iteration(tmp_path / "config.json")
 
 
 def test_a_release_of_megatrons_is_to_be_converted(tmp_path: Path) -> None:
     (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / TRACKER).write_text("release")
-    with pytest.raises(CheckpointError, match=r"it has mp_rank_00\): convert it with tools/conv"):
+    with pytest.raises(UserError, match=r"it has mp_rank_00\): convert it with tools/conv"):
         candidates(tmp_path)
 
 

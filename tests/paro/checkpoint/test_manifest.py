@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paro.checkpoint.errors import CheckpointError, DamagedError
 from paro.checkpoint.load import Loading, load_checkpoint
-from paro.checkpoint.manifest import MANIFEST, read_manifest
+from paro.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from paro.checkpoint.save import save_checkpoint
+from paro.errors import UserError
 from tests.paro.checkpoint.toy_run import IIG, ONE, all_shards, assert_true, make_shards
 
 
@@ -52,7 +52,7 @@ def test_one_bit_anywhere_is_found(saved: Path, seed: int) -> None:
     drawn = random.Random(seed)
     path = drawn.choice(sorted(saved.iterdir()))
     flip(path, drawn.randrange(path.stat().st_size))
-    with pytest.raises(CheckpointError, match=path.name):
+    with pytest.raises(UserError, match=path.name):
         verified(saved)
 
 
@@ -83,7 +83,7 @@ def test_a_damaged_newest_one_is_named_and_passed_over(
     assert lines[0].startswith("  passing over iteration 200: ")
     assert name in lines[0]
     assert "\n" not in lines[0]
-    with pytest.raises(CheckpointError, match=f"{name}.*; another --ckpt-step may be whole$"):
+    with pytest.raises(UserError, match=f"{name}.*; another --ckpt-step may be whole$"):
         load_checkpoint(saved.parent, shards, wanted=Loading(iteration=200))
 
 
@@ -104,14 +104,14 @@ def test_a_converted_model_behind_a_damaged_one_has_no_moments_of_that(tmp_path:
 def test_where_none_is_whole_the_newest_ones_fault_is_told(saved: Path) -> None:
     damage(saved / "__0_0.distcp")
     (saved.parent / "iter_0000100" / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged .*checkpoint there is"):
+    with pytest.raises(UserError, match=r"__0_0\.distcp is damaged .*checkpoint there is"):
         load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
 
 
 def test_a_newer_format_is_refused_and_not_passed_over(saved: Path) -> None:
     path = saved / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 99}))
-    with pytest.raises(CheckpointError, match=r"has format 99, .* use the version that wrote it"):
+    with pytest.raises(UserError, match=r"has format 99, .* use the version that wrote it"):
         load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
 
 

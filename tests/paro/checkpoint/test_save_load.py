@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.directory import TRACKER
-from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import save_checkpoint, write_states
+from paro.errors import UserError
 from tests.helpers.parameters import load_parameters
 from tests.paro.checkpoint.toy_run import (
     DEGREES_ON_EIGHT,
@@ -129,7 +129,7 @@ def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
     shards = make_shards(ONE, 0, filled=False)
     assert load_checkpoint(tmp_path, shards) is None
     assert load_checkpoint(tmp_path / "missing", shards) is None
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(UserError, match="there is no checkpoint"):
         load_parameters(tmp_path)
 
 
@@ -139,7 +139,7 @@ class OtherNodeFails(Ranks):
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
         result = super().first_decides(action, blame)
         if "iter_0000200" in os.listdir(blame.removeprefix("--save ")):
-            raise CheckpointError("rank 2: No space left on device")
+            raise UserError("rank 2: No space left on device")
         return result
 
 
@@ -150,7 +150,7 @@ def test_the_one_before_goes_only_when_the_next_is_whole_on_every_node(tmp_path:
 
     alone = Ranks(None, alone=True)
     save(100, alone)
-    with pytest.raises(CheckpointError, match="rank 2"):
+    with pytest.raises(UserError, match="rank 2"):
         save(200, OtherNodeFails(None, alone=True))
     common = load_checkpoint(
         tmp_path, make_shards(ONE, 0, filled=False), wanted=Loading(iteration=100)
@@ -164,7 +164,7 @@ def test_the_one_before_goes_only_when_the_next_is_whole_on_every_node(tmp_path:
 def test_a_tracker_that_names_nothing_is_no_empty_folder(tmp_path: Path, text: str) -> None:
     (tmp_path / TRACKER).write_text(text)
     shards = make_shards(ONE, 0, filled=False)
-    with pytest.raises(CheckpointError, match=f"{TRACKER} says .*; no checkpoint there is whole"):
+    with pytest.raises(UserError, match=f"{TRACKER} says .*; no checkpoint there is whole"):
         load_checkpoint(tmp_path, shards)
 
 
@@ -188,7 +188,7 @@ def test_moments_can_be_left_out_but_are_not_made_up(one: Path, tmp_path: Path) 
     load_checkpoint(one, params)
     assert_true(params)
     save_checkpoint(tmp_path / "params", 100, params, {})
-    with pytest.raises(CheckpointError, match=r"only the model has exp_avg of embedding\.weight$"):
+    with pytest.raises(UserError, match=r"only the model has exp_avg of embedding\.weight$"):
         load_checkpoint(tmp_path / "params", make_shards(ONE, 0, filled=False))
 
 
@@ -199,7 +199,7 @@ def test_another_model_is_told_by_its_first_field_that_differs(one: Path) -> Non
         f"--load {one}: the checkpoint does not match the model: "
         "hidden_size is 256 there and 128 here"
     )
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(UserError) as caught:
         load_checkpoint(one, shards, wanted=Loading(model=model))
     assert str(caught.value) == text
     load_checkpoint(one, shards, wanted=Loading(model={"num_layers": 4, "hidden_size": 256}))
@@ -217,7 +217,7 @@ def test_another_shape_is_told(
     one: Path, changes: dict[str, tuple[int, ...]], complaint: str
 ) -> None:
     shards = make_shards(ONE, 0, filled=False, shapes=SHAPES | changes)
-    with pytest.raises(CheckpointError, match=complaint):
+    with pytest.raises(UserError, match=complaint):
         load_checkpoint(one, shards)
     assert not any(shard.values.any() for shard in shards)
 
@@ -225,8 +225,8 @@ def test_another_shape_is_told(
 def test_parameters_on_one_side_only_are_told(one: Path, tmp_path: Path) -> None:
     some = make_shards(ONE, 0, filled=False)
     without_norm = [s for s in some if s.layout.spans[0].box.name != "norm.weight"]
-    with pytest.raises(CheckpointError, match=r"only the checkpoint has norm\.weight"):
+    with pytest.raises(UserError, match=r"only the checkpoint has norm\.weight"):
         load_checkpoint(one, without_norm)
     save_checkpoint(tmp_path / "without", 100, without_norm, {})
-    with pytest.raises(CheckpointError, match=r"only the model has norm\.weight"):
+    with pytest.raises(UserError, match=r"only the model has norm\.weight"):
         load_checkpoint(tmp_path / "without", some)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from paro.checkpoint.directory import latest_iteration
-from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import save_checkpoint
 from paro.checkpoint.storage import read_metadata
+from paro.errors import StorageError, UserError
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.toy_run import (
@@ -55,19 +55,36 @@ def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
     if rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
     try:
-        with pytest.raises(CheckpointError) as unwritten:
+        with pytest.raises(StorageError) as unwritten:
             save_checkpoint(root, 200, shards, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(CheckpointError) as unread:
+    with pytest.raises(UserError) as unread:
         load_checkpoint(root, shards, wanted=Loading(model={"hidden_size": 1}))
     assert_true(shards)
     return str(unwritten.value), str(unread.value)
 
 
+def meet_a_bug(root: Path, *, failing: int) -> tuple[str, str]:
+    """What this rank raises where the code of one rank fails while all load."""
+    rank = dist.get_rank()
+
+    def fail(*_: object) -> None:
+        if rank == failing:
+            list(zip([1], [], strict=True))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paro.checkpoint.load._check_model", fail)
+        try:
+            load_checkpoint(root, make_shards(IIG, rank, filled=False))
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "none", ""
+
+
 def read_fails_alike(root: Path) -> str:
     shards = make_shards(IIG, dist.get_rank(), filled=False)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(UserError) as caught:
         load_checkpoint(root, shards)
     assert not any(shard.values.any() for shard in shards)
     return str(caught.value)
@@ -121,11 +138,18 @@ def test_replicas_share_the_writing_and_write_each_byte_once(tmp_path: Path) -> 
     assert files == {f"__{rank}_0.distcp" for rank in range(4)}
 
 
+def test_a_bug_on_one_rank_is_no_damage(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {"model": {"hidden_size": 2}})
+    own = ("ValueError", "zip() argument 2 is shorter than argument 1")
+    others = ("PeerError", f"rank 2 failed: ValueError: {own[1]}")
+    assert run_ranks(meet_a_bug, 4, tmp_path, failing=2) == [others, others, own, others]
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_failure_on_one_rank_is_told_by_all(tmp_path: Path, failing: int) -> None:
     save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {"model": {"hidden_size": 2}})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    unwritten = f"--save {tmp_path}: rank {failing}: cannot write: File too large"
+    unwritten = f"--save {tmp_path}: rank {failing}: File too large"
     unread = (
         f"--load {tmp_path}: the checkpoint does not match the model: "
         "hidden_size is 2 there and 1 here"

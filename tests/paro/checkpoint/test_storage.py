@@ -17,11 +17,11 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 import paro.checkpoint.storage as storage
 from paro.checkpoint.directory import latest_iteration
-from paro.checkpoint.errors import CheckpointError
 from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 from paro.checkpoint.save import save_checkpoint
 from paro.checkpoint.storage import read_metadata
+from paro.errors import StorageError, UserError
 from paro.layout import make_layout, whole_box
 from paro.sharding.buffers import FlatShard
 from tests.helpers.parameters import load_parameters
@@ -131,7 +131,7 @@ def test_metadata_runs_no_code(saved: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(made)))
     reseal(saved)
-    with pytest.raises(CheckpointError, match=r"\.metadata is missing or damaged .*mkdir"):
+    with pytest.raises(UserError, match=r"\.metadata is missing or damaged .*mkdir"):
         load_parameters(tmp_path)
     assert not made.exists()
 
@@ -142,7 +142,7 @@ def test_metadata_reaches_nothing_through_a_trusted_module(saved: Path) -> None:
     parts = [module.encode(), b"os.getpid"]
     strings = b"".join(b"\x8c" + bytes([len(part)]) + part for part in parts)
     (saved / ".metadata").write_bytes(b"\x80\x04" + strings + b"\x93)R.")
-    with pytest.raises(CheckpointError, match=r"it refers to .*os\.getpid"):
+    with pytest.raises(UserError, match=r"it refers to .*os\.getpid"):
         read_metadata(saved)
 
 
@@ -150,7 +150,7 @@ def test_metadata_reaches_nothing_through_a_trusted_module(saved: Path) -> None:
 def test_truncated_metadata(saved: Path, kept: int) -> None:
     path = saved / ".metadata"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"\.metadata is truncated: \d+ bytes of") as caught:
+    with pytest.raises(UserError, match=r"\.metadata is truncated: \d+ bytes of") as caught:
         load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
     assert str(caught.value).startswith(f"--load {saved.parent}: ")
     assert "\n" not in str(caught.value)
@@ -162,10 +162,10 @@ def test_a_missing_or_truncated_file_is_found_before_anything_is_read(saved: Pat
     path.write_bytes(whole[:-1])
     shards = make_shards(ONE, 0, filled=False)
     length = len(whole)
-    with pytest.raises(CheckpointError, match=f"{path.name} is truncated: {length - 1} bytes of"):
+    with pytest.raises(UserError, match=f"{path.name} is truncated: {length - 1} bytes of"):
         load_checkpoint(saved.parent, shards)
     path.unlink()
-    with pytest.raises(CheckpointError, match=f"No such file or directory: .*{path.name}"):
+    with pytest.raises(UserError, match=f"No such file or directory: .*{path.name}"):
         load_checkpoint(saved.parent, shards)
     assert not any(shard.values.any() for shard in shards)
 
@@ -173,7 +173,7 @@ def test_a_missing_or_truncated_file_is_found_before_anything_is_read(saved: Pat
 def test_a_damaged_file_is_named(saved: Path) -> None:
     path = next(saved.glob("*.distcp"))
     path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(CheckpointError, match=f"{path.name} is damaged") as caught:
+    with pytest.raises(UserError, match=f"{path.name} is damaged") as caught:
         load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
     assert "\n" not in str(caught.value)
 
@@ -187,14 +187,14 @@ def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:
     reseal(saved)
     shards = make_shards(ONE, 0, filled=False)
     hole = f"exp_avg.block.wide has a hole: {35 - missing} of 35 elements found"
-    with pytest.raises(CheckpointError, match=hole):
+    with pytest.raises(UserError, match=hole):
         load_checkpoint(saved.parent, shards)
     assert not any(shard.values.any() for shard in shards)
 
 
 def test_metadata_can_be_missing(saved: Path) -> None:
     (saved / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"\.metadata is missing"):
+    with pytest.raises(UserError, match=r"\.metadata is missing"):
         load_parameters(saved.parent)
 
 
@@ -204,7 +204,7 @@ def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path, nu
     layout = make_layout(boxes, decayed=frozenset(), world_size=1)
     values = torch.zeros(layout.numel)
     shard = FlatShard(layout=layout, start=0, values=values, state="param")
-    refused = pytest.raises(CheckpointError, match=r"cannot write: File too large$")
+    refused = pytest.raises(StorageError, match=r": File too large$")
     with refused, small_files():
         save_checkpoint(tmp_path, 100, [shard], {})
     assert list(tmp_path.iterdir()) == []
@@ -213,5 +213,5 @@ def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path, nu
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"^--save .*: Not a directory: .*file/inside"):
+    with pytest.raises(UserError, match=r"^--save .*: Not a directory: .*file/inside"):
         save_checkpoint(tmp_path / "file" / "inside", 1, make_shards(ONE, 0, filled=True), {})

@@ -3,6 +3,7 @@
 import pytest
 
 from paro.config.batch_schedule import BatchSchedule, parse_steps
+from paro.errors import UserError
 
 
 def make(rampup: tuple[int, int, int] | None = None, **sizes: int) -> BatchSchedule:
@@ -82,7 +83,7 @@ def test_a_ramp_without_length_is_none(rampup: tuple[int, int, int]) -> None:
 def test_sizes_that_do_not_divide_are_refused(
     sizes: dict[str, int], rampup: tuple[int, int, int] | None, parts: list[str]
 ) -> None:
-    with pytest.raises(ValueError, match="--") as error:
+    with pytest.raises(UserError, match="--") as error:
         make(rampup, **sizes)
     for part in parts:
         assert part in str(error.value)
@@ -148,7 +149,7 @@ def test_tokens_become_samples_as_in_megatron() -> None:
     ],
 )
 def test_a_schedule_that_cannot_be_read_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match="--step-batch-size-schedule") as error:
+    with pytest.raises(UserError, match="--step-batch-size-schedule") as error:
         parse_steps(text, 100)
     assert message in str(error.value)
 
@@ -156,9 +157,9 @@ def test_a_schedule_that_cannot_be_read_is_refused(text: str, message: str) -> N
 def test_sizes_before_a_resume_need_not_divide() -> None:
     schedule = make_steps(((0, 4), (40, 24), (100, 16)))
     schedule.check_from(40)
-    with pytest.raises(ValueError, match="the size 4 is no multiple of --micro-batch-size 2"):
+    with pytest.raises(UserError, match="the size 4 is no multiple of --micro-batch-size 2"):
         schedule.check_from(39)
-    with pytest.raises(ValueError, match="the size 12 is no multiple"):
+    with pytest.raises(UserError, match="the size 12 is no multiple"):
         make_steps(((0, 8), (40, 12), (100, 16))).check_from(0)
 
 
@@ -191,5 +192,5 @@ def test_evaluations_have_batches_of_their_own(
     ],
 )
 def test_evaluations_that_do_not_divide_are_refused(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make(**sizes)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paro.config.checkpoint import with_checkpoint_args
+from paro.errors import UserError
 
 COMMON: dict[str, Any] = {
     "model": {"vocab_size": 128, "num_attention_heads": 4, "num_query_groups": 2},
@@ -23,5 +24,5 @@ def test_the_longest_sequence_is_the_checkpoints_whatever_the_flag_says() -> Non
     assert with_checkpoint_args(args, COMMON).max_position_embeddings == 32
     args.seq_length = 64
     told = r"--seq-length 64 is above --max-position-embeddings 32, which --use-checkpoint-args"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(UserError, match=told):
         with_checkpoint_args(args, COMMON)

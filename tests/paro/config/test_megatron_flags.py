@@ -11,6 +11,7 @@ from paro.arguments.parser import parse_args
 from paro.config.plan import case_of
 from paro.config.run import RunConfig
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.report.log import set_logging_level
 from paro.training.assembly import count_samples
 
@@ -28,7 +29,7 @@ def configure(words: str) -> RunConfig:
 
 
 def refusal(words: str) -> str:
-    with pytest.raises(ValueError, match="--") as error:
+    with pytest.raises(UserError, match="--") as error:
         configure(words)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -126,7 +127,7 @@ def test_a_preset_without_a_tokenizer_has_its_published_vocabulary(name: str) ->
 
 def test_the_files_of_gpt2_name_its_type_even_beside_mock_data() -> None:
     words = f"{SMALL} --train-iters 10 --vocab-file no/vocab.json --merge-file no/merges.txt"
-    with pytest.raises(FileNotFoundError, match=r"--vocab-file no/vocab\.json is missing"):
+    with pytest.raises(UserError, match=r"--vocab-file no/vocab\.json is missing"):
         configure(words)
 
 

@@ -9,6 +9,7 @@ import pytest
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.planning.machine.files import machine_to_json
 from paro.planning.search.planner import letter_rows
 from tests.paro.planning.cases import machine, workload
@@ -53,7 +54,7 @@ def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
     small = configured(f"{flags} {dry} --device-memory-gb 20")
     assert large.strategy.name == configured(flags).strategy.name
     assert large.strategy.name != small.strategy.name
-    with pytest.raises(ValueError, match=r"nothing fits the 3\.6 GB that can be used of 4 GB"):
+    with pytest.raises(UserError, match=r"nothing fits the 3\.6 GB that can be used of 4 GB"):
         configured(f"{flags} {dry} --device-memory-gb 4")
 
 
@@ -96,7 +97,7 @@ def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_told_in_one_line(flags: str, told: str) -> None:
-    with pytest.raises(ValueError, match=r"\A[^\n]*\Z") as error:
+    with pytest.raises(UserError, match=r"\A[^\n]*\Z") as error:
         configured(flags)
     assert told in str(error.value)
 
@@ -107,13 +108,13 @@ def test_groups_may_be_several_nodes() -> None:
 
 
 def test_a_world_that_disagrees_with_the_machine() -> None:
-    with pytest.raises(ValueError, match="groups of 8, which do not divide the 12 ranks"):
+    with pytest.raises(UserError, match="groups of 8, which do not divide the 12 ranks"):
         configured(
             "--paro-machine dgx-h100 --paro-group-size 4 --micro-batch-size 1 "
             "--global-batch-size 12",
             World(size=12, ranks_per_node=4),
         )
-    with pytest.raises(ValueError, match="do not nest with --paro-group-size 12"):
+    with pytest.raises(UserError, match="do not nest with --paro-group-size 12"):
         configured(
             "--paro-machine dgx-h100 --micro-batch-size 1 --global-batch-size 48",
             World(size=48, ranks_per_node=12),

@@ -8,6 +8,7 @@ from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
+from paro.errors import UserError
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -24,7 +25,7 @@ def configure(words: str, world: World = TWO_BY_TWO) -> RunConfig:
 
 def refusal(words: str, world: World = TWO_BY_TWO) -> str:
     """The one line printed to the user."""
-    with pytest.raises((ValueError, OSError)) as error:
+    with pytest.raises(UserError) as error:
         configure(words, world)
     assert "\n" not in str(error.value)
     return str(error.value)

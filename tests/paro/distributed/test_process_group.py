@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 
@@ -11,9 +12,8 @@ import torch.distributed as dist
 
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, device_for
-from paro.distributed.user_errors import UserMistakeError, one_line, user_mistakes
 from paro.distributed.world import World, read_world
-from paro.errors import MistakesError
+from paro.errors import UserError
 from tests.helpers.ranks import ROOT, run_ranks
 
 LAUNCHERS = (
@@ -36,7 +36,7 @@ def test_alone(bare: pytest.MonkeyPatch) -> None:
 def test_torchrun(bare: pytest.MonkeyPatch) -> None:
     for name, value in zip(LAUNCHERS, ("11", "16", "3", "8"), strict=False):
         bare.setenv(name, value)
-    with pytest.raises(ValueError, match="must set MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(UserError, match="must set MASTER_ADDR, MASTER_PORT"):
         read_world()
     bare.setenv("MASTER_ADDR", "node0")
     bare.setenv("MASTER_PORT", "6000")
@@ -45,7 +45,7 @@ def test_torchrun(bare: pytest.MonkeyPatch) -> None:
     bare.delenv("MASTER_PORT")
     assert read_world().size == 1
     bare.delenv("LOCAL_RANK")
-    with pytest.raises(ValueError, match="LOCAL_RANK"):
+    with pytest.raises(UserError, match="LOCAL_RANK"):
         read_world()
 
 
@@ -57,7 +57,7 @@ def test_slurm(bare: pytest.MonkeyPatch, tasks: str) -> None:
     bare.setenv("SLURM_LOCALID", "1")
     bare.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
     bare.setenv("SLURM_STEP_NUM_TASKS", "16")
-    with pytest.raises(ValueError, match="must set MASTER_PORT"):
+    with pytest.raises(UserError, match="must set MASTER_PORT"):
         read_world()
     bare.setenv("MASTER_PORT", "6000")
     assert read_world() == World(rank=9, size=16, local_rank=1, ranks_per_node=8)
@@ -65,7 +65,7 @@ def test_slurm(bare: pytest.MonkeyPatch, tasks: str) -> None:
         bare.setenv(name, value)  # as a hook of the container runtime does
     assert read_world() == World(rank=9, size=16, local_rank=1, ranks_per_node=8)
     bare.setenv("RANK", "1")  # set by hand, inside a task
-    with pytest.raises(ValueError, match="must set LOCAL_WORLD_SIZE"):
+    with pytest.raises(UserError, match="must set LOCAL_WORLD_SIZE"):
         read_world()
 
 
@@ -73,7 +73,7 @@ def test_tasks_of_srun_are_no_worlds_of_their_own(bare: pytest.MonkeyPatch) -> N
     bare.setenv("SLURM_PROCID", "9")
     bare.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
     bare.setenv("SLURM_STEP_NUM_TASKS", "16")
-    with pytest.raises(ValueError, match="export MASTER_ADDR"):
+    with pytest.raises(UserError, match="export MASTER_ADDR"):
         read_world()
     bare.setenv("SLURM_STEP_TASKS_PER_NODE", "1")
     bare.setenv("SLURM_STEP_NUM_TASKS", "1")
@@ -83,20 +83,8 @@ def test_tasks_of_srun_are_no_worlds_of_their_own(bare: pytest.MonkeyPatch) -> N
 def test_devices() -> None:
     assert device_for(RuntimeConfig(distributed_backend="gloo"), World()) == torch.device("cpu")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="--distributed-backend gloo"):
+        with pytest.raises(UserError, match="--distributed-backend gloo"):
             device_for(RuntimeConfig(), World())
-
-
-def test_one_line() -> None:
-    assert one_line(ValueError("a\n  b")) == "a b"
-    assert one_line(ValueError()) == "ValueError"
-
-
-def test_several_mistakes_keep_their_lines() -> None:
-    assert one_line(MistakesError(["a\n b"])) == "a b"
-    with pytest.raises(UserMistakeError) as error, user_mistakes():
-        raise MistakesError(["a\n b", "c"], example="run\n  this")
-    assert str(error.value) == "2 mistakes:\n  a b\n  c\nrun\n  this"
 
 
 def _control() -> Control:
@@ -104,21 +92,49 @@ def _control() -> Control:
     return Control(world, torch.device("cpu"))
 
 
-def agree_on_a_mistake() -> tuple[list[float], str]:
+def meet(failures: dict[int, Exception]) -> tuple[str, str]:
+    """The kind and text of what this rank raises where ranks fail with these errors."""
     control = _control()
-    summed = control.sum([control.world.rank, 0.5])
     try:
         with control.raise_on_all_ranks():
-            if control.world.rank == 2:
-                raise ValueError("rank 2 finds\na mistake")
-    except UserMistakeError as mistake:
-        return summed, str(mistake)
-    return summed, "none"
+            if control.world.rank in failures:
+                raise failures[control.world.rank]
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def agree() -> list[object]:
+    several = UserError("a\n b", "c", example="run\n  this")
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/x")
+    return [
+        _control().sum([float(dist.get_rank()), 0.5]),
+        meet({2: UserError("rank 2 finds\na mistake"), 3: UserError("later")}),
+        meet({1: several}),
+        meet({3: full}),
+        meet({1: ValueError("zip() argument 2 is shorter"), 2: UserError("another")}),
+        meet({}),
+    ]
 
 
 @pytest.mark.ranks
-def test_a_mistake_of_one_rank_is_everybody_s() -> None:
-    assert run_ranks(agree_on_a_mistake, 4) == [([6.0, 2.0], "rank 2 finds a mistake")] * 4
+def test_an_error_of_one_rank_is_everybody_s() -> None:
+    ranks = run_ranks(agree, 4)
+    for rank, (summed, one, several, full, bug, none) in enumerate(ranks):
+        assert summed == [6.0, 2.0]
+        assert one == ("UserError", "rank 2 finds a mistake")
+        assert several == ("UserError", "2 mistakes:\n  a b\n  c\nrun\n  this")
+        assert full == ("StorageError", "No space left on device: /data/x")
+        text = "rank 1 failed: ValueError: zip() argument 2 is shorter"
+        own = ("ValueError", "zip() argument 2 is shorter")
+        assert bug == (own if rank == 1 else ("PeerError", text))
+        assert none == ("none", "")
+
+
+def script(body: str) -> subprocess.CompletedProcess[str]:
+    program = "from paro.distributed.user_errors import *\ndef main():\n    {body}\n"
+    code = f"{program.format(body=body)}run_script('script', main)"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.process
@@ -126,16 +142,34 @@ def test_a_mistake_of_one_rank_is_everybody_s() -> None:
     ("body", "status", "stderr"),
     [
         ("pass", 0, ""),
-        ("raise UserMistakeError('mend it')", 2, "script: error: mend it\n"),
+        ("raise UserError('mend it')", 2, "script: error: mend it\n"),
+        ("raise UserError('a', 'b')", 2, "script: error: 2 mistakes:\n  a\n  b\n"),
         ("raise RuntimeError('a bug')", 1, "RuntimeError: a bug"),
+        ("list(zip([1], [], strict=True))", 1, "ValueError: zip() argument 2 is shorter"),
+        ("open('/absent')", 1, "FileNotFoundError: "),
         ("raise SystemExit(3)", 3, ""),
         ("raise KeyboardInterrupt", 130, "script: interrupted\n"),
     ],
 )
 def test_how_a_script_ends(body: str, status: int, stderr: str) -> None:
-    program = "from paro.distributed.user_errors import *\ndef main():\n    {body}\n"
-    code = f"{program.format(body=body)}run_script('script', main)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = script(body)
     assert done.returncode == status
     assert stderr in done.stderr
     assert ("Traceback" in done.stderr) == (status == 1)
+
+
+@pytest.mark.process
+def test_a_full_disk_is_one_line_and_status_1() -> None:
+    for kind, told in (
+        ("OSError(28, 'No space', '/x')", "No space: /x"),
+        ("StorageError('a')", "a"),
+    ):
+        done = script(f"raise {kind}")
+        assert (done.returncode, done.stderr) == (1, f"script: error: {told}\n")
+
+
+@pytest.mark.process
+def test_the_failure_of_another_rank_is_one_line_and_status_1() -> None:
+    quickly = "import paro.distributed.user_errors as own; own._SPEAKER_SECONDS = 0.1"
+    done = script(f"{quickly}; raise PeerError('rank 1 failed: KeyError')")
+    assert (done.returncode, done.stderr) == (1, "script: error: rank 1 failed: KeyError\n")

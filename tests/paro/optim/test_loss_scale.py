@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from paro.errors import UserError
 from paro.optim.loss_scale import LossScaleConfig, start_loss_scale, update_loss_scale
 
 
@@ -79,5 +80,5 @@ def test_a_stored_state_goes_on_as_if_nothing_had_happened() -> None:
     ],
 )
 def test_impossible_settings_name_their_flag(changes: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ValueError, match=flag):
+    with pytest.raises(UserError, match=flag):
         LossScaleConfig(**changes)

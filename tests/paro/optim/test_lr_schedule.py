@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from paro.errors import UserError
 from paro.optim.lr_schedule import LrSchedule, ScheduleConfig
 
 # 100 samples of warm-up, decay from there to sample 1100 (1000 samples), lr 1.0 down to 0.1.
@@ -126,6 +127,6 @@ def test_constant_weight_decay() -> None:
     ],
 )
 def test_contradictions_name_their_flag(changes: dict[str, Any], part: str) -> None:
-    with pytest.raises(ValueError, match="--") as error:
+    with pytest.raises(UserError, match="--") as error:
         make(**changes)
     assert part in str(error.value)

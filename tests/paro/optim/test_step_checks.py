@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from paro.errors import UserError
 from paro.optim.step_checks import (
     Expectation,
     StepChecksConfig,
@@ -97,5 +98,5 @@ def test_when_to_stop() -> None:
     told = reason_to_stop(first, expected, Verdict.NOT_FINITE, iteration=7)
     assert told is not None
     assert "iteration 7" in told
-    with pytest.raises(ValueError, match="--exit-after-skipped-iterations 0"):
+    with pytest.raises(UserError, match="--exit-after-skipped-iterations 0"):
         StepChecksConfig(exit_after_skipped_iterations=0)

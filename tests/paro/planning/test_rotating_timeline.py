@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from model.config import RecomputeConfig
+from paro.errors import UserError
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.search.planner import Estimator, letter_rows, plan, rotated_rows
@@ -274,8 +275,8 @@ def test_a_search_keeps_to_the_way_of_the_case() -> None:
 def test_a_model_that_cannot_rotate_is_refused_with_what_could() -> None:
     given = workload(materialize=Materialize.ROTATE)
     odd = replace(given, model=replace(given.model, num_attention_heads=3, num_query_groups=3))
-    with pytest.raises(ValueError, match="cannot cut --num-attention-heads 3"):
+    with pytest.raises(UserError, match="cannot cut --num-attention-heads 3"):
         plan(odd)
     lora = replace(given, trainable=Trainable(kind=TrainableKind.ADAPTERS, share=0.01))
-    with pytest.raises(ValueError, match="adapters are planned beside gathered parameters alone"):
+    with pytest.raises(UserError, match="adapters are planned beside gathered parameters alone"):
         plan(lora)

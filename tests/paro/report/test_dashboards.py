@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paro.errors import UserError
 from paro.report.config import ReportConfig
 from paro.report.dashboards import RUN_ID_FILE, Dashboards, check_login, open_dashboards
 from paro.report.log import Log
@@ -135,7 +136,7 @@ def test_without_a_key_the_rank_that_writes_refuses() -> None:
     check_login(ReportConfig(), Log())
     check_login(config, Log(rank=0, world_size=2))
     told = r"--wandb-project p: .* rank 1, .* wandb login .* WANDB_MODE=offline"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(UserError, match=told):
         check_login(config, Log(rank=1, world_size=2))
 
 
@@ -168,7 +169,7 @@ def test_what_wandb_cannot_use_is_refused_too(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="--wandb-project p: "):
+    with pytest.raises(UserError, match="--wandb-project p: "):
         check_login(ReportConfig(wandb_project="p"), Log())
 
 

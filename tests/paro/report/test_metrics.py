@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paro.errors import UserError
 from paro.report.metrics import MetricsFile
 from paro.report.record import Metrics
 
@@ -130,12 +131,12 @@ def test_a_fresh_run_keeps_the_old_file_aside(tmp_path: Path) -> None:
 def test_a_file_that_is_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"--metrics-file .*notes\.txt"):
+    with pytest.raises(UserError, match=r"--metrics-file .*notes\.txt"):
         MetricsFile(str(path), start_iteration=0)
     assert path.read_text() == text
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--metrics-file .*m\.jsonl cannot be written"):
+    with pytest.raises(UserError, match=r"--metrics-file .*m\.jsonl cannot be written"):
         MetricsFile(str(tmp_path / "file" / "m.jsonl"), start_iteration=0)

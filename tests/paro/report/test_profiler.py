@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paro.errors import UserError
 from paro.report.log import Log
 from paro.report.profiler import MemoryHistory, ProfileConfig, Profiler
 from tests.paro.training.test_loop import run_loop
@@ -97,5 +98,5 @@ def test_a_gpus_allocations_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_settings_are_told(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(UserError, match=told):
         config(**changes)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paro.errors import UserError
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
@@ -161,5 +162,5 @@ def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_impossible_settings_name_their_flag(changes: dict[str, float], flag: str) -> None:
-    with pytest.raises(ValueError, match=flag):
+    with pytest.raises(UserError, match=flag):
         ReportConfig(**changes)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paro.errors import UserError
 from paro.report.watchdog import WatchConfig, Watchdog
 from tests.helpers.ranks import ROOT, run_ranks
 
@@ -96,7 +97,7 @@ def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
 def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = WatchConfig(heartbeat_file=str(tmp_path / "file" / "beat"))
-    with pytest.raises(ValueError, match="--heartbeat-file"):
+    with pytest.raises(UserError, match="--heartbeat-file"):
         Watchdog(config, rank=0, timeout_minutes=10.0)
     stream = Stream()
     config = WatchConfig(heartbeat_file=str(tmp_path), hang_dump_minutes=0.0)  # a folder
@@ -104,7 +105,7 @@ def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None
     dog.begins("training", 1)
     dog.ends()
     assert stream.getvalue().count("--heartbeat-file is left out from here on") == 1
-    with pytest.raises(ValueError, match="--hang-dump-minutes -1"):
+    with pytest.raises(UserError, match="--hang-dump-minutes -1"):
         WatchConfig(hang_dump_minutes=-1.0)
 
 

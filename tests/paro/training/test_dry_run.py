@@ -22,6 +22,7 @@ from paro.collectives.schedule import Op
 from paro.config.run import RunConfig, take_world
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine, Measured
 from paro.topology import Axes
@@ -204,7 +205,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(
         writer.add_document([np.arange(600)])
     args = parse_args(f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4".split())
     world = take_world(args)
-    with pytest.raises(ValueError, match="holds token id 599, the vocabulary has 100"):
+    with pytest.raises(UserError, match="holds token id 599, the vocabulary has 100"):
         run_dry(RunConfig.from_args(args, world), world)
 
 
@@ -214,7 +215,7 @@ def test_checkpoints_that_would_be_mixed_up_are_refused(
     finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, {})
     args = parse_args(f"{MOCK} --save {tmp_path} --dry-run --world-size 4".split())
     world = take_world(args)
-    with pytest.raises(ValueError, match="holds a checkpoint, iteration 5, and there is no --load"):
+    with pytest.raises(UserError, match="holds a checkpoint, iteration 5, and there is no --load"):
         run_dry(RunConfig.from_args(args, world), world)
     assert "> the launch would fail: " in capsys.readouterr().out
 
@@ -226,7 +227,7 @@ def test_a_machine_file_is_read(tmp_path: Path) -> None:
     machine = Machine(name="two by two", source="", world_size=4, group_size=2, measured=(row,))
     (tmp_path / "machine.json").write_text(machine_to_json(machine))
     words = f"{MOCK} --paro-machine {tmp_path}/machine.json --dry-run --world-size 8"
-    with pytest.raises(ValueError, match="was measured on 4 ranks in groups of 2, this run has 8"):
+    with pytest.raises(UserError, match="was measured on 4 ranks in groups of 2, this run has 8"):
         planned(words)
 
 
@@ -250,7 +251,7 @@ def test_a_machine_file_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_refused(words: str, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(UserError, match=text):
         planned(f"{MOCK} {words}")
 
 
@@ -306,7 +307,7 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
 def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None:
     args = parse_args([*PLANNED.split(), *words.split()])
     world = take_world(args)
-    with pytest.raises(ValueError, match=r"\A[^\n]*\Z") as error:
+    with pytest.raises(UserError, match=r"\A[^\n]*\Z") as error:
         run_dry(RunConfig.from_args(args, world), world)
     assert told in str(error.value)
 

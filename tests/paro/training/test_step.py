@@ -15,6 +15,7 @@ from paro.config.run import RunConfig
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.step import Training, train_step
 from tests.helpers.ranks import run_ranks
@@ -92,7 +93,7 @@ def test_cached_memory_is_given_back_so_often(level: int, monkeypatch: pytest.Mo
 
 
 def test_a_run_with_nothing_to_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="--skip-train and --eval-iters 0"):
+    with pytest.raises(UserError, match="--skip-train and --eval-iters 0"):
         TrainConfig(train_iters=1, skip_train=True, eval_iters=0)
 
 

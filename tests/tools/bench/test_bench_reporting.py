@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.distributed.user_errors import UserMistakeError
+from paro.errors import UserError
 from tests.helpers.training import TINY
 from tools.bench import bench_reporting
 from tools.bench.bench_reporting import costs, is_reported, main
@@ -45,5 +45,5 @@ def test_every_second_step_is_reported(
 
 
 def test_too_few_rounds_are_a_mistake() -> None:
-    with pytest.raises(UserMistakeError, match="--rounds 0 must be at least 1"):
+    with pytest.raises(UserError, match="--rounds 0 must be at least 1"):
         main(["--rounds", "0"])

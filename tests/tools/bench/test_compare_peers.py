@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paro.distributed.world import World
+from paro.errors import UserError
 from tests.helpers.scripts import run_script
 from tools.bench.compare_peers import check_files, make_parser, plan_of, task_of
 from tools.bench.peers import registry
@@ -142,7 +143,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:
     args = make_parser().parse_args(flags.split())
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(UserError, match=told):
         plan_of(args, task_of(args, WORLD), WORLD)
 
 
@@ -154,7 +155,7 @@ def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:
     ],
 )
 def test_a_file_that_could_not_be_written_is_refused_at_the_start(flags: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(UserError, match=told):
         check_files(make_parser().parse_args(flags.split()))
 
 
@@ -170,7 +171,7 @@ def test_without_deepspeed_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert plan.baselines == ["ddp"]
     assert plan.left_out == dict.fromkeys(["deepspeed-1", "deepspeed-hpz"], lacks())
     args = make_parser().parse_args(["--contenders", "deepspeed-3"])
-    with pytest.raises(ValueError, match="nobody is left: DeepSpeed is not installed"):
+    with pytest.raises(UserError, match="nobody is left: DeepSpeed is not installed"):
         plan_of(args, task_of(args, WORLD), WORLD)
 
 

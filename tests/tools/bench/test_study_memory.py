@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.distributed.user_errors import UserMistakeError
+from paro.errors import UserError
 from tools.bench.study_memory import largest, main
 
 
@@ -41,5 +41,5 @@ def test_rotation_needs_least_and_trains_the_largest(
 
 def test_an_unknown_preset_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["study_memory.py", "--llama-preset", "8T"])
-    with pytest.raises(UserMistakeError, match=r"--llama-preset 8T: qwen3-0\.6B, "):
+    with pytest.raises(UserError, match=r"--llama-preset 8T: qwen3-0\.6B, "):
         main()

@@ -87,7 +87,7 @@ def test_gains_are_paired_by_round() -> None:
     ("argv", "told"),
     [
         (["--ratios", "1,0"], "--ratios 1,0"),
-        (["--ratios", "1,x"], "'x'"),
+        (["--ratios", "1,x"], "--ratios 1,x"),
         (["--plot", "gains.txt"], "--plot gains.txt"),
         (["--inter", "fast"], "'fast'"),
     ],

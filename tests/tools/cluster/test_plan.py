@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paro.errors import UserError
 from tools.cluster.plan import batches, shaped
 from tools.cluster.spec import ClusterSpec, is_namespace_of
 
@@ -26,7 +27,7 @@ def spec(name: str = "a", **fields: object) -> ClusterSpec:
     ],
 )
 def test_what_cannot_be_built_is_refused(fields: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError) as refused:  # noqa: PT011
+    with pytest.raises(UserError) as refused:
         spec(**fields)
     assert told in str(refused.value)
 

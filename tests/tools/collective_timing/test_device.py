@@ -9,6 +9,7 @@ import torch
 
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.errors import UserError
 from paro.planning.machine.machine import Machine
 from paro.planning.search.planner import Estimator
 from paro.planning.search.settings import Workload
@@ -78,5 +79,5 @@ def test_a_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flags_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="--seq-length"):
+    with pytest.raises(UserError, match="--seq-length"):
         training_config("--num-layers 2", "gloo")

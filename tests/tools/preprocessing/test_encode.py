@@ -14,6 +14,7 @@ from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dtype_for
 from data.sources import find_pieces
 from data.tokenizer import NullTokenizer
 from data.tokenizer_config import TokenizerConfig
+from paro.errors import UserError
 from tools.preprocessing import encode as module
 from tools.preprocessing.encode import EncodingPlan, Tally, encode, encode_all, tasks_of
 
@@ -41,7 +42,7 @@ def test_ids_outside_the_vocabulary_are_refused(
     monkeypatch.setattr(module, "tokenizer_of", lambda config: Wrong(token))
     (batch,) = read_batches(find_pieces([path]), PLAN.keys)
     message = rf"a\.jsonl, line 1 or a line behind it becomes token id {token}, and the tokenizer"
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         encode(PLAN, batch)
     assert "\n" not in str(caught.value)
 

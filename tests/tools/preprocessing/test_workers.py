@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from paro.errors import UserError
 from tools.preprocessing.workers import TASKS_PER_WORKER, worker_processes
 
 
@@ -52,7 +53,7 @@ def test_order_and_how_far_ahead_tasks_are_taken() -> None:
 def test_a_killed_worker_is_a_clear_error() -> None:
     with (
         worker_processes(2, int) as workers,
-        pytest.raises(ChildProcessError, match="a worker process was killed"),
+        pytest.raises(UserError, match="a worker process was killed"),
     ):
         list(workers.map(die, range(100)))
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+from unittest.mock import Mock
+
 import pytest
 
-from tools.shared.command_line import Parser
+from paro.errors import StorageError, UserError
+from tools.shared.command_line import Parser, status_of
 
 
 def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,3 +23,26 @@ def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr().err
     assert (end.value.code, told.count("\n")) == (2, 1)
     assert told.startswith("tool.py: error: argument --rounds")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (UserError("--seed 1 is odd"), 2),
+        (OSError(errno.ENOSPC, "--seed 1 is odd"), 1),
+        (StorageError("--seed 1 is odd"), 1),
+    ],
+)
+def test_an_error_is_one_line_and_a_status(
+    error: Exception, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of("tool.py", Mock(side_effect=error)) == status
+    assert capsys.readouterr().err == "tool.py: error: --seed 1 is odd\n"
+
+
+@pytest.mark.parametrize("bug", [ValueError("a bug"), FileNotFoundError(errno.ENOENT, "a bug")])
+def test_a_bug_is_raised(bug: Exception) -> None:
+    with pytest.raises(type(bug), match="a bug"):
+        status_of("tool.py", Mock(side_effect=bug))
+    assert status_of("tool.py", Mock(return_value=None)) == 0
+    assert status_of("tool.py", Mock(return_value=3)) == 3

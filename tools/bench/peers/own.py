@@ -12,6 +12,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.errors import UserError, about
 from paro.training.assembly import build_training, start_state
 from paro.training.placement import check_placement
 from paro.training.step import train_step
@@ -38,23 +39,21 @@ class OwnSetting(NamedTuple):
 
 
 def parse_setting(text: str) -> OwnSetting:
-    """Parses a candidate; `ValueError` for an unknown rotation.
+    """Parses a candidate; `UserError` for an unknown rotation.
 
     A comma separates candidates on the command line, so degrees are joined by /.
     """
     named, plus, rotation = text.partition("+")
     if plus and rotation not in ROTATIONS:
-        raise ValueError(f"{text}: +{rotation} is none of +{', +'.join(ROTATIONS)}")
+        raise UserError(f"{text}: +{rotation} is none of +{', +'.join(ROTATIONS)}")
     strategy, _, collective = named.partition("@")
     return OwnSetting(strategy.replace("/", ","), collective, rotation)
 
 
 def own_config(task: Task, name: str, world: World) -> RunConfig:
-    """The configuration for `paro:` and a candidate; `ValueError` if it is invalid."""
-    try:
+    """The configuration for `paro:` and a candidate; `UserError` if it is invalid."""
+    with about(f"--contenders {PREFIX}"):
         own = parse_setting(name.removeprefix(PREFIX)).flags
-    except ValueError as error:
-        raise ValueError(f"--contenders {PREFIX}{error}") from error
     flags = [*task.flags, *task.own_flags, *own, "--paro-group-size", str(task.group_size)]
     return RunConfig.from_args(parse_args(flags), world)
 

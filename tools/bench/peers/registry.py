@@ -7,6 +7,7 @@ from functools import partial
 
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.errors import UserError
 from tools.bench.peers import deepspeed_zero, fsdp, own
 from tools.bench.peers.deepspeed_zero import Zero
 from tools.bench.peers.fsdp import FullySharded
@@ -22,11 +23,11 @@ PEERS: dict[str, Callable[[Task, Control], Contender]] = {
 
 
 def check_name(task: Task, name: str, world: World) -> None:
-    """Raises `ValueError` unless a contender of this name could be built for `world`."""
+    """Raises `UserError` unless a contender of this name could be built for `world`."""
     if name.startswith(own.PREFIX):
         own.own_config(task, name, world)
     elif name not in PEERS:
-        raise ValueError(
+        raise UserError(
             f"--contenders knows {', '.join(PEERS)} and "
             f"{own.PREFIX}STRATEGY[@COLLECTIVE][+ROTATION], not {name!r}"
         )

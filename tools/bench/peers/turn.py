@@ -27,8 +27,8 @@ from model.llama import Llama
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, device_for, timeout_of
-from paro.distributed.user_errors import UserMistakeError, one_line, user_mistakes
 from paro.distributed.world import World
+from paro.errors import UserError
 from tools.bench.peers.figures import Turn
 from tools.bench.peers.registry import build
 from tools.bench.peers.task import Contender, Outcome, Task, state_bytes
@@ -59,7 +59,7 @@ def in_own_process(function: Callable[[], Result]) -> Result:
         raise RuntimeError(f"a turn's process ended with {process.exitcode}") from None
     process.join()
     if mistake is not None:
-        raise UserMistakeError(mistake)
+        raise mistake
     return result
 
 
@@ -67,14 +67,13 @@ def _answer(sender: Connection, receiver: Connection, function: Callable[[], obj
     receiver.close()
     try:
         sender.send((function(), None))
-    except UserMistakeError as mistake:
-        sender.send((None, one_line(mistake)))
+    except UserError as mistake:
+        sender.send((None, mistake))
 
 
 def take_turn(task: Task, name: str, world: World, *, number: int) -> Turn:
     """Trains with one contender on all ranks; every rank returns the same figures."""
-    with user_mistakes():
-        device = device_for(task.run.runtime, world)
+    device = device_for(task.run.runtime, world)
     with process_group(task.run.runtime, world, device, number):
         control = Control(world, device)
         batches = _batches(task, world, device)

@@ -33,7 +33,7 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.groups import sharing_groups
 from paro.distributed.process_group import device_for
-from paro.distributed.user_errors import run_script, user_mistakes
+from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.training.assembly import TORCH_TYPES, build_training, start_state
 from paro.training.step import StepResult, Training, TrainState, train_step
@@ -99,8 +99,7 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
     configs = {}
     for candidate in args.settings.split(","):
         flags = [*args.train.split(), *parse_setting(candidate).flags]
-        with user_mistakes():
-            configs[candidate] = RunConfig.from_args(parse_args(flags), world)
+        configs[candidate] = RunConfig.from_args(parse_args(flags), world)
     first = next(iter(configs.values()))
     device = device_for(first.runtime, world)
     counts = [int(word) for word in args.counts.split(",")]

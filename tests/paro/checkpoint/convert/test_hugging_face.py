@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paro.checkpoint.convert.native import open_native
-from paro.distributed.user_errors import UserMistakeError
+from paro.errors import UserError
 from tests.paro.checkpoint.convert.folders import logits_of, own_model, some_tokens
 from tests.tools.test_generate import SIZES, TEXT, save_untrained
 from tools.convert_checkpoint import main as convert
@@ -71,6 +71,6 @@ def test_a_model_that_transformers_has_not_is_one_line(tmp_path: Path) -> None:
     flags = "--qk-layernorm --add-qkv-bias --tokenizer-type NullTokenizer --vocab-size 64"
     save_untrained(tmp_path / "saved", f"{SIZES} {flags}")
     words = ["--to", "hf", "--input", str(tmp_path / "saved"), "--output", str(tmp_path / "hf")]
-    with pytest.raises(UserMistakeError, match="no model with both --add-qkv-bias and --qk-layer"):
+    with pytest.raises(UserError, match="no model with both --add-qkv-bias and --qk-layer"):
         convert(["--from", "paro", *words])
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

@@ -23,7 +23,7 @@ from paro.checkpoint.convert.conversion import Conversion
 from paro.checkpoint.convert.megatron import FILE, open_megatron, write_megatron
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.torch_file import lazy
-from paro.checkpoint.errors import CheckpointError
+from paro.errors import UserError
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 
 CONFIG = LlamaConfig(
@@ -123,7 +123,7 @@ def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
 
 def test_a_rotation_that_megatron_has_no_flags_for_is_refused(tmp_path: Path) -> None:
     config = replace(CONFIG, rope_scaling_original_max_position_embeddings=4096)
-    with pytest.raises(CheckpointError, match="takes 8192, and this model has 4096"):
+    with pytest.raises(UserError, match="takes 8192, and this model has 4096"):
         write_megatron(source_of(config), tmp_path, ignored, rows=128, divisible_by=128)
     assert not any(tmp_path.iterdir())
 
@@ -183,7 +183,7 @@ def test_another_architecture_is_named_by_its_field(
 ) -> None:
     path = saved(tmp_path / "megatron")
     resave(path, lambda content: setattr(content["args"], field, value))
-    with pytest.raises(CheckpointError, match=f"not of this architecture: {field} is"):
+    with pytest.raises(UserError, match=f"not of this architecture: {field} is"):
         open_megatron(tmp_path / "megatron")
 
 
@@ -214,7 +214,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "megatron"
 
     def told() -> str:
-        with pytest.raises(CheckpointError) as error:
+        with pytest.raises(UserError) as error:
             open_megatron(folder)
         assert "\n" not in str(error.value)
         return str(error.value)
@@ -269,7 +269,7 @@ def test_tensor_parallel_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.Mo
         pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
         assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
     second.unlink()
-    with pytest.raises(CheckpointError, match=r"mp_rank_01.* is missing"):
+    with pytest.raises(UserError, match=r"mp_rank_01.* is missing"):
         open_megatron(tmp_path / "megatron")
 
 

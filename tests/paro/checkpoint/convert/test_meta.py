@@ -20,7 +20,7 @@ from model.llama import Llama
 from model.rotary import rotate, rotations
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.checkpoint.convert.meta import half_rotation, meta_name, open_meta
-from paro.checkpoint.errors import CheckpointError
+from paro.errors import UserError
 from tests.paro.checkpoint.convert.folders import (
     logits_of,
     own_model,
@@ -120,7 +120,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "meta"
 
     def told() -> str:
-        with pytest.raises(CheckpointError) as error:
+        with pytest.raises(UserError) as error:
             open_meta(folder)
         assert "\n" not in str(error.value)
         return str(error.value)
@@ -167,7 +167,7 @@ def test_nothing_in_a_file_runs(function: Callable[..., Any], tmp_path: Path) ->
     content = torch.load(path) | {"harm": Harmful(function, str(bait), str(planted))}
     torch.save(content, path)
     if function is os.rename:  # torch accepts nothing from such modules under any name
-        with pytest.raises(CheckpointError, match="names code"):
+        with pytest.raises(UserError, match="names code"):
             open_meta(folder)
     else:
         assert open_meta(folder).config == CONFIG
@@ -193,5 +193,5 @@ def test_logits_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 0)
-    with pytest.raises(CheckpointError, match="holds no model of Meta's"):
+    with pytest.raises(UserError, match="holds no model of Meta's"):
         open_meta(tmp_path / "hf")

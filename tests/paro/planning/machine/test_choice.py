@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paro.collectives.schedule import Op
+from paro.errors import UserError
 from paro.planning.machine.choice import choice_by
 from paro.planning.machine.machine import Machine, Measured
 from paro.topology import Axes
@@ -38,7 +39,7 @@ def test_small_messages_take_the_one_that_wants_few_steps() -> None:
 def test_what_was_not_measured_is_named() -> None:
     whole = machine(native=(1.0, 2.0))
     rows = tuple(r for r in whole.measured if (r.op, r.axes) != (Op.ALL_REDUCE, Axes.INTER))
-    with pytest.raises(ValueError, match=r"no all_reduce over inter axes was measured"):
+    with pytest.raises(UserError, match=r"no all_reduce over inter axes was measured"):
         choice_by(replace(whole, measured=rows))
     # One group has no links between groups.
     one_group = replace(whole, group_size=4, measured=rows)
@@ -46,5 +47,5 @@ def test_what_was_not_measured_is_named() -> None:
 
 
 def test_unknown_algorithms_are_named() -> None:
-    with pytest.raises(ValueError, match="measured with warp-drive; the algorithms are native"):
+    with pytest.raises(UserError, match="measured with warp-drive; the algorithms are native"):
         choice_by(machine(native=(1.0, 1.0), warp_drive=(0.1, 0.1)))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paro.collectives.schedule import Op
+from paro.errors import UserError
 from paro.planning.machine.files import machine_from_json, machine_to_json, read_machine
 from paro.planning.machine.machine import BandwidthSource, LinkSpeed, Machine, Measured, Nic
 from paro.topology import Axes
@@ -94,27 +95,27 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
 def test_a_mistake_names_file_and_field(
     keys: tuple[str | int, ...], value: object, told: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"^machine file m\.json: ") as error:
+    with pytest.raises(UserError, match=r"^machine file m\.json: ") as error:
         machine_from_json(changed(keys, value), "machine file m.json")
     assert told in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"machine file .*absent.json: No such file"):
+    with pytest.raises(UserError, match=r"machine file .*absent.json cannot be read: No such file"):
         read_machine(tmp_path / "absent.json")
     (tmp_path / "text").write_text("fast", encoding="utf-8")
-    with pytest.raises(ValueError, match="text is not JSON: Expecting value"):
+    with pytest.raises(UserError, match="text is not JSON: Expecting value"):
         read_machine(tmp_path / "text")
     (tmp_path / "list").write_text("[]", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"list: \[\] is no object"):
+    with pytest.raises(UserError, match=r"list: \[\] is no object"):
         read_machine(tmp_path / "list")
     (tmp_path / "deep").write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(ValueError, match="deep is nested too deeply"):
+    with pytest.raises(UserError, match="deep is nested too deeply"):
         read_machine(tmp_path / "deep")
     (tmp_path / "twice").write_text('{"name": "a", "name": "b"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="twice: name: is there 2 times"):
+    with pytest.raises(UserError, match="twice: name: is there 2 times"):
         read_machine(tmp_path / "twice")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="binary is no text"):
+    with pytest.raises(UserError, match="binary is not UTF-8 text"):
         read_machine(tmp_path / "binary")

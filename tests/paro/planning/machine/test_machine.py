@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paro.collectives import ho_ring
 from paro.collectives.schedule import Op, make_schedule
+from paro.errors import UserError
 from paro.planning.machine.machine import (
     BandwidthSource,
     LinkSpeed,
@@ -82,7 +83,7 @@ def test_rates_as_tc_spells_them(text: str, bits: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "fast", "100", "12.5GB/s", "-1mbit", "0mbit", "1e3kbit"])
 def test_what_is_no_rate_is_refused_by_its_text(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no rate: write it as 100mbit") as error:
+    with pytest.raises(UserError, match=r"is no rate: write it as 100mbit") as error:
         bits_per_second(text)
     assert repr(text) in str(error.value)
 
@@ -227,9 +228,9 @@ def test_only_what_was_measured_for_the_move_counts() -> None:
 
 
 def test_what_was_not_measured_is_named() -> None:
-    with pytest.raises(ValueError, match="two-nodes: no reduce_scatter over inter axes was"):
+    with pytest.raises(UserError, match="two-nodes: no reduce_scatter over inter axes was"):
         fastest_algorithm(machine(measured=FEW_STEPS), SCATTER, Axes.INTER, 4_000)
-    with pytest.raises(ValueError, match="two-nodes: no all_gather over both axes by ring was"):
+    with pytest.raises(UserError, match="two-nodes: no all_gather over both axes by ring was"):
         seconds(machine(measured=FEW_STEPS), GATHER, Axes.BOTH, "ring", 4_000)
 
 
@@ -285,11 +286,11 @@ def test_one_size_alone_is_all_bandwidth() -> None:
     [("world_size", 0), ("group_size", 3), ("group_size", 0), ("measured", FEW_STEPS * 2)],
 )
 def test_a_machine_that_cannot_be_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(UserError, match=field):
         replace(machine(), **{field: value})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_a_time_that_cannot_be_is_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="seconds"):
+    with pytest.raises(UserError, match="seconds"):
         replace(FEW_STEPS[0], seconds=value)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paro.collectives.schedule import Op
+from paro.errors import UserError
 from paro.planning.machine.files import (
     SHIPPED,
     find_machine,
@@ -46,19 +47,19 @@ def test_the_papers_machines_are_shipped() -> None:
 
 
 def test_machines_that_do_not_exist_or_do_not_match() -> None:
-    with pytest.raises(ValueError, match=r"nowhere: No such file; machines .* dgx-h100"):
+    with pytest.raises(UserError, match=r"nowhere: No such file; machines .* dgx-h100"):
         find_machine("nowhere")
-    with pytest.raises(ValueError, match="groups of 8, which do not divide the 12 ranks"):
+    with pytest.raises(UserError, match="groups of 8, which do not divide the 12 ranks"):
         find_machine("dgx-h100").for_world(12, told="--paro-machine")
     row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=8, seconds=1e-3)
     measured = machine(measured=(row,))
-    with pytest.raises(ValueError, match="was measured on 32 ranks in groups of 8, this is for 64"):
+    with pytest.raises(UserError, match="was measured on 32 ranks in groups of 8, this is for 64"):
         measured.for_world(64, told="--paro-machine")
     bare = replace(machine(), device=None)
-    with pytest.raises(ValueError, match="machine typed: device is missing"):
+    with pytest.raises(UserError, match="machine typed: device is missing"):
         workload(machine=bare)
     unlinked = workload(machine=machine(inter=100, **{"uneven": ()}))
-    with pytest.raises(ValueError, match=r"machine typed: links.inter is missing"):
+    with pytest.raises(UserError, match=r"machine typed: links.inter is missing"):
         letter_rows(replace(unlinked, machine=replace(unlinked.machine, inter=None)))
 
 
@@ -75,7 +76,7 @@ def test_machines_that_do_not_exist_or_do_not_match() -> None:
 def test_impossible_devices_are_named(field: str, value: object, told: str) -> None:
     fields = json.loads(machine_to_json(machine()))
     fields["device"][field] = value
-    with pytest.raises(ValueError, match=r"^file: ") as error:
+    with pytest.raises(UserError, match=r"^file: ") as error:
         machine_from_json(json.dumps(fields), "file")
     assert told in str(error.value)
 
@@ -83,5 +84,5 @@ def test_impossible_devices_are_named(field: str, value: object, told: str) -> N
 def test_too_many_uneven_groups() -> None:
     fields = json.loads(machine_to_json(machine()))
     fields["uneven"] = [{"num_groups": 5, "inter": 0.5}]
-    with pytest.raises(ValueError, match="uneven: 5 groups cannot be, there are 4"):
+    with pytest.raises(UserError, match="uneven: 5 groups cannot be, there are 4"):
         machine_from_json(json.dumps(fields), "file")

@@ -13,6 +13,7 @@ import pytest
 from model.config import LLAMA_PRESETS, RecomputeConfig
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Op, make_schedule
+from paro.errors import UserError
 from paro.planning.machine.collective_time import CollectiveTimes, Job
 from paro.planning.machine.files import (
     find_machine,
@@ -202,7 +203,7 @@ def test_adapters_train_little_and_leave_the_rest() -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="--global-batch-size 100 is no multiple of"):
+    with pytest.raises(UserError, match="--global-batch-size 100 is no multiple of"):
         workload(global_batch_size=100)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paro.distributed.user_errors import UserMistakeError
+from paro.errors import UserError
 from tools.bench.peers.turn import in_own_process
 
 
@@ -20,9 +20,9 @@ def test_a_result_comes_back_from_another_process() -> None:
 @pytest.mark.process
 def test_a_mistake_comes_back_as_one() -> None:
     def mistake() -> None:
-        raise UserMistakeError("no such device")
+        raise UserError("no such device")
 
-    with pytest.raises(UserMistakeError, match="no such device"):
+    with pytest.raises(UserError, match="no such device"):
         in_own_process(mistake)
 
 

@@ -1,0 +1,73 @@
+"""The errors that end a run in one line, and what becomes one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from paro.errors import (
+    PeerError,
+    StorageError,
+    UserError,
+    about,
+    describe,
+    for_all_ranks,
+    is_storage_failure,
+    reading,
+    writing,
+)
+
+
+def test_mistakes_are_one_line_each() -> None:
+    assert str(UserError("a\n b")) == "a b"
+    several = UserError("a\n b", "c", example="run\n  this", on_this_rank=True)
+    assert str(several) == "2 mistakes:\n  a b\n  c\nrun\n  this"
+    again = pickle.loads(pickle.dumps(several))
+    assert str(again) == str(several)
+    assert again.on_this_rank
+    assert isinstance(several, ValueError)  # for those who use the code as a library
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--x cannot be read: No such file"), reading("--x"):
+        (tmp_path / "absent").read_text()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"^--x is not UTF-8 text$"), reading("--x"):
+        (tmp_path / "binary").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="--out cannot be written: Is a dir"), writing("--out"):
+        tmp_path.write_text("")
+
+
+def test_bugs_and_storage_are_not_the_user_s_mistakes() -> None:
+    with pytest.raises(ValueError, match="shorter") as bug, reading("--x"), about("a."):
+        list(zip([1], [], strict=True))
+    assert not isinstance(bug.value, UserError)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for kind, how in ((reading, "read"), (writing, "written")):
+        with pytest.raises(OSError, match="No space") as caught, kind("--x"):
+            raise full
+        assert is_storage_failure(caught.value)
+        assert describe(caught.value) == f"--x cannot be {how}: No space left on device"
+    assert not is_storage_failure(FileNotFoundError(errno.ENOENT, "no"))
+
+
+def test_about_keeps_the_kind_of_a_mistake() -> None:
+    class OwnError(UserError):
+        pass
+
+    with pytest.raises(OwnError, match=r"^links\.speed is missing$"), about("links."):
+        raise OwnError("speed is missing")
+
+
+def test_what_other_ranks_raise() -> None:
+    mistake = UserError("a")
+    assert for_all_ranks(mistake, 3) is mistake
+    full = for_all_ranks(OSError(errno.EIO, "Input/output error", "/data"), 3)
+    assert (type(full), str(full)) == (StorageError, "Input/output error: /data")
+    bug = for_all_ranks(KeyError("x"), 3)
+    assert (type(bug), str(bug)) == (PeerError, "rank 3 failed: KeyError: 'x'")
+    assert for_all_ranks(bug, 1) is bug

@@ -1,0 +1,24 @@
+"""Output files of tools: complete or not there at all; an error of the system names the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from data.atomic_file import replacing
+from paro.errors import writing
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[Path]:
+    """A temporary path, renamed to `path` if the block succeeds; makes the folder."""
+    with writing(f"{path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            yield temporary
+
+
+def write_text(path: Path, text: str) -> None:
+    with output_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
