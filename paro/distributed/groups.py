@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -78,33 +76,7 @@ def make_groups(
                 if members in seen:
                     continue
                 seen.add(members)
-                group = _make(use, members, timeout)
+                group = dist.new_group(list(members), timeout=timeout)
                 if rank in members:
                     mine[use, run] = group
     return Groups(topology=topology, rank=rank, _by_use_and_run=mine)
-
-
-_Shared = dict[tuple[Use, tuple[int, ...]], dist.ProcessGroup]
-_shared: ContextVar[_Shared | None] = ContextVar("_shared", default=None)
-
-
-@contextmanager
-def sharing_groups() -> Iterator[None]:
-    """Trainings built in the block share process groups: for several that alternate in a process.
-
-    Every live gloo group uses CPU time. None of the shared groups may be closed.
-    """
-    token = _shared.set({})
-    try:
-        yield
-    finally:
-        _shared.reset(token)
-
-
-def _make(use: Use, members: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    shared = _shared.get()
-    if shared is None:
-        return dist.new_group(list(members), timeout=timeout)
-    if (use, members) not in shared:
-        shared[use, members] = dist.new_group(list(members), timeout=timeout)
-    return shared[use, members]
