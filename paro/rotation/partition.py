@@ -17,10 +17,11 @@ from paro.layout import (
     make_sliced_layout,
     whole_box,
 )
-from paro.rotation.part import Half, MicroBatchState, PartSpec, RotatingPart, RotationPlan
+from paro.rotation.part import Half, PartSpec, RotatingPart, RotationPlan
 from paro.rotation.ring import Ring
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
+from paro.sharding.distributed_model import MicroBatchState
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import ShardingContext, make_comm_plan
 from paro.strategy import Strategy, replicated
@@ -38,7 +39,7 @@ class UnitSpec(wrap.UnitSpec, Protocol):
     def recomputed(self) -> bool: ...
 
 
-def runs_beside_rotation(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
+def rotation_runs(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
     """The axis spans of the collectives of a rotated model: only those that run once a step."""
     runs: dict[Use, frozenset[AxisSpan]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
     for comm_plan in (
@@ -56,7 +57,8 @@ class Parts:
 
     parts: tuple[RotatingPart, ...]
     rotating: tuple[RotatingUnit, ...]
-    beside: tuple[ShardedUnit, ...]  # norms: whole on every rank
+    replicated: tuple[ShardedUnit, ...]  # norms
+    state: MicroBatchState
 
 
 def cut_into_parts(
@@ -64,7 +66,6 @@ def cut_into_parts(
     specs: Sequence[UnitSpec],
     context: ShardingContext,
     ring: Ring,
-    state: MicroBatchState,
     *,
     in_place: bool,
 ) -> Parts:
@@ -77,7 +78,7 @@ def cut_into_parts(
     original = dict(model.named_parameters())
     bound = wrap.bind_empty(model, context)
     units: dict[str, tuple[Half, ...]] = {}  # by the name of a part's first parameter
-    parts = []
+    state, parts = MicroBatchState(), []
     for spec in specs:
         for part in spec.parts:
             holder = spec.borrows[0] if spec.borrows else spec.name
@@ -98,10 +99,13 @@ def cut_into_parts(
             parts.append(RotatingPart(spec.module, part, units[key], plan, state))
     rotating = tuple(unit for halves in units.values() for half in halves for unit in half)
     held = {span.box.name for unit in rotating for span in unit.layout.spans}
-    beside = tuple(
-        _units_beside({n: p for n, p in original.items() if n not in held}, bound, context)
+    others = {name: p for name, p in original.items() if name not in held}
+    return Parts(
+        parts=tuple(parts),
+        rotating=rotating,
+        replicated=tuple(_replicated_units(others, bound, context)),
+        state=state,
     )
-    return Parts(parts=tuple(parts), rotating=rotating, beside=beside)
 
 
 def _half_numbers(
@@ -139,7 +143,7 @@ def _make_halves(
         yield tuple(units)
 
 
-def _units_beside(
+def _replicated_units(
     parameters: Mapping[str, nn.Parameter],
     bound: dict[str, nn.Parameter],
     context: ShardingContext,

@@ -80,7 +80,7 @@ class Ring:
 
     def shift(self, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
         """Starts a shift: sends `outgoing` to one neighbour, fills `incoming` from the other."""
-        assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs room beside"
+        assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs scratch"
         tag = self._take_tags(1)
         if not self._streams.runs_concurrently:
             return self._streams.submit(
@@ -94,16 +94,16 @@ class Ring:
 
         return _Underway(self._stream, finish)
 
-    def shift_in_place(self, values: Tensor, beside: Tensor, turn: Turn) -> Event:
-        """Starts a shift within `values`, in chunks received into the scratch `beside`.
+    def shift_in_place(self, values: Tensor, scratch: Tensor, turn: Turn) -> Event:
+        """Starts a shift within `values`, in chunks received into `scratch`.
 
-        A chunk is overwritten after it has been sent; `beside` holds two. With threads all sends
+        A chunk is overwritten after it has been sent; `scratch` holds two. With threads all sends
         start at once and receives overlap copies; on CUDA streams a chunk is one grouped exchange.
         """
-        step = beside.numel() // 2
+        step = scratch.numel() // 2
         chunks = values.split(step)
         landings = [
-            beside[number % 2 * step :][: chunk.numel()] for number, chunk in enumerate(chunks)
+            scratch[number % 2 * step :][: chunk.numel()] for number, chunk in enumerate(chunks)
         ]
         first_tag = self._take_tags(len(chunks))
 
@@ -186,6 +186,6 @@ def make_ring(
     return Ring(run[0], groups, streams, traffic)
 
 
-def room_beside(numel: int, dtype: torch.dtype) -> int:
+def scratch_numel(numel: int, dtype: torch.dtype) -> int:
     """Elements of scratch for an in-place shift of a buffer of `numel` elements: two chunks."""
     return 2 * chunk_numel(numel, dtype.itemsize)

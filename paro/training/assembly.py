@@ -29,8 +29,7 @@ from paro.planning.machine.choice import choice_by
 from paro.planning.machine.files import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
-from paro.rotation.part import MicroBatchState
-from paro.rotation.partition import cut_into_parts, runs_beside_rotation
+from paro.rotation.partition import cut_into_parts, rotation_runs
 from paro.rotation.ring import make_ring
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import Ledger
@@ -98,7 +97,7 @@ def _spread(
     )
     rotates = sharding.materialize == "rotate"
     comm_plan = make_comm_plan(strategy, topology)
-    runs = runs_beside_rotation(strategy, topology) if rotates else comm_plan.runs()
+    runs = rotation_runs(strategy, topology) if rotates else comm_plan.runs()
     is_planned = device.type == "meta"
     if is_planned:
         runs = dict.fromkeys(Use, frozenset[AxisSpan]())
@@ -143,9 +142,9 @@ def _spread(
         traffic=traffic,
         timeout=None if is_planned else timeout_of(config.runtime),
     )
-    progress, in_place = MicroBatchState(), sharding.rotate_in_place
-    parts = cut_into_parts(model, model.units(), context, ring, progress, in_place=in_place)
-    return RotatedModel(model, parts, ring, progress, timers=timers)
+    in_place = sharding.rotate_in_place
+    parts = cut_into_parts(model, model.units(), context, ring, in_place=in_place)
+    return RotatedModel(model, parts, ring, timers=timers)
 
 
 def _algorithm(config: RunConfig, control: Control) -> str | AlgorithmChoice:

@@ -20,7 +20,6 @@ from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import Groups
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.precision import PrecisionConfig
-from paro.rotation.part import MicroBatchState
 from paro.rotation.partition import cut_into_parts
 from paro.rotation.ring import Ring
 from paro.rotation.rotated_model import RotatedModel
@@ -119,9 +118,8 @@ def lone_rotating_rank(
     (axis,) = topology.axes_between(1, strategy.params)
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
     ring = Ring(axis, groups, InlineStreams(), collectives._wire._traffic)
-    progress = MicroBatchState()
-    parts = cut_into_parts(llama, llama.units(), context, ring, progress, in_place=in_place)
-    return _lone(config, RotatedModel(llama, parts, ring, progress))
+    parts = cut_into_parts(llama, llama.units(), context, ring, in_place=in_place)
+    return _lone(config, RotatedModel(llama, parts, ring))
 
 
 def _context(

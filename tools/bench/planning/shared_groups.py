@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -26,7 +27,7 @@ class SharedGroups:
         make = dist.new_group
         asked: Counter[Sequence[int]] = Counter()
 
-        def shared(ranks: list[int], **settings: object) -> dist.ProcessGroup:
+        def shared(ranks: list[int], **settings: Any) -> dist.ProcessGroup:
             members = tuple(ranks)
             key = members, asked[members]
             asked[members] += 1
