@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from paro.checkpoint.agreement import Ranks
-from paro.checkpoint.boxes import BoxedState, BoxSavePlanner, boxed_states
+from paro.checkpoint.boxes import BoxedState, BoxSavePlanner
 from paro.checkpoint.directory import (
     begin_checkpoint,
     discard_checkpoint,
@@ -22,26 +21,6 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.manifest import FileSum
 from paro.checkpoint.storage import BoundedWriter, check_files, read_metadata
 from paro.errors import UserError
-from paro.sharding.buffers import FlatShard
-
-
-def save_checkpoint(
-    directory_root: str | Path,
-    iteration: int,
-    shards: Iterable[FlatShard],
-    common: Mapping[str, Any],
-    *,
-    log: Callable[[str], None] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Saves `shards` and `common` as `iteration`; collective, on the thread that owns the group.
-
-    Every rank passes a shard of every unit and state, final on the current stream. `common` must
-    be JSON; the iteration, the format and the versions are added. `log` is called on the first
-    rank. After an error, raised on all ranks, the previous checkpoint is unchanged.
-    """
-    states = boxed_states(shards, to_write=True)
-    write_states(directory_root, iteration, states, common, ranks=Ranks(process_group), log=log)
 
 
 def write_states(
@@ -54,10 +33,13 @@ def write_states(
     log: Callable[[str], None] | None = None,
     retain_interval: int | None = None,
 ) -> None:
-    """As `save_checkpoint`, for states that are boxed already and may be copies; collective.
+    """Saves states, which may be copies, and `common` as `iteration`; collective.
 
-    With `retain_interval` the previous latest checkpoint is removed afterwards, unless its
-    iteration is a multiple. Each folder gets what the ranks that see it hold.
+    Every rank passes what it holds of every state; each folder gets what the ranks that see it
+    hold. `common` must be JSON; the iteration, the format and the versions are added. `log` is
+    called on the first rank. With `retain_interval` the previous latest checkpoint is removed
+    afterwards, unless its iteration is a multiple. After an error, raised on all ranks, the
+    previous checkpoint is unchanged.
     """
     blame = f"--save {directory_root}"
     if ranks.is_first and log:
@@ -98,10 +80,10 @@ def _write(
             states,
             storage_writer=writer,
             planner=BoxSavePlanner(whole=ranks.all_near),
-            process_group=ranks.near,
-            no_dist=ranks.alone,
+            process_group=ranks.near.group,
+            no_dist=ranks.everyone.world.size == 1,
         )
-    return {name: file for sums in ranks.gather_near(writer.sums) for name, file in sums.items()}
+    return {name: file for sums in ranks.near.gather(writer.sums) for name, file in sums.items()}
 
 
 def _read_back(folder: Path) -> None:

@@ -41,26 +41,20 @@ class Groups:
             dist.destroy_process_group(self._by_use_and_run.popitem()[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveGroups:
-    """The process groups used to save checkpoints, by one thread at a time."""
-
-    world: dist.ProcessGroup
-    near: dist.ProcessGroup | None  # the ranks that see this rank's folder, if not all do
-
-
 def make_save_groups(
     folders: Sequence[tuple[int, ...]], rank: int, timeout: timedelta
-) -> SaveGroups:
-    """Gloo groups, under any backend, for save plans and results; collective over the world."""
-    world = dist.new_group(backend="gloo", timeout=timeout)
-    near = None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Gloo groups, under any backend, of all ranks and of those that see this rank's folder.
+
+    For save plans and results, by one thread at a time; collective over the world.
+    """
+    world = near = dist.new_group(backend="gloo", timeout=timeout)
     if len(folders) > 1:
         for members in folders:
             group = dist.new_group(list(members), backend="gloo", timeout=timeout)
             if rank in members:
                 near = group
-    return SaveGroups(world=world, near=near)
+    return world, near
 
 
 def make_groups(
