@@ -110,7 +110,7 @@ def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 def test_holes_and_overlaps_are_not_saved(
     tmp_path: Path, shards: list[FlatShard], complaint: str
 ) -> None:
-    with pytest.raises(UserError, match=complaint):
+    with pytest.raises((AssertionError, ValueError), match=complaint):
         save_checkpoint(tmp_path, 1, shards, {})
     assert list(tmp_path.iterdir()) == []
 
