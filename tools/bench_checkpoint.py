@@ -135,10 +135,13 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
     seconds: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
     ranks = with_one_folder(control)
 
-    def save() -> None:
-        write_states(folder, 1, boxed_states(shards, to_write=True), {}, ranks=ranks)
+    log = Log(rank=1, world_size=2).log0  # no output
 
-    load = partial(load_checkpoint, folder, shards, control)
+    def save() -> None:
+        states = boxed_states(shards, to_write=True)
+        write_states(folder, 1, states, {}, ranks=ranks, log=log)
+
+    load = partial(load_checkpoint, folder, shards, control, log=log)
     peaks = {"save": peak_of(save), "load": peak_of(load)}  # in a separate round that is not timed
     control.barrier()
     if control.world.rank == 0:

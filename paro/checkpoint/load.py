@@ -42,18 +42,17 @@ def load_checkpoint(
     control: Control,
     *,
     wanted: Loading = Loading(),
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None],
 ) -> dict[str, Any] | None:
     """Fills `shards` in place; returns the contents of common.json, None if nothing was saved.
 
-    Collective. Every rank passes a shard of every unit and of
-    each state it wants; states left out are not read. A converted model has no moments: they
-    become zero. A checkpoint that any rank finds incomplete or damaged is logged and skipped for
-    the next one, unless `wanted.iteration` names it. If `UserError` is raised, it is raised
-    on all ranks, and shards are unchanged unless a file proved to be damaged while it was read.
+    Collective; `log` is called on every rank. Every rank passes a shard of every unit and of each
+    state it wants; states left out are not read. A converted model has no moments: they become
+    zero. A checkpoint that any rank finds incomplete or damaged is logged and skipped for the next
+    one, unless `wanted.iteration` names it. If `UserError` is raised, it is raised on all ranks,
+    and shards are unchanged unless a file proved to be damaged while it was read.
     """
     ranks = with_one_folder(control)
-    say = log if ranks.is_first and log else _silence
     blame = f"--load {directory_root}"
     states = boxed_states(shards, to_write=False)
     if not wanted.moments:
@@ -62,7 +61,7 @@ def load_checkpoint(
     if not order and complaint is None:
         return None
     if order and complaint is not None:
-        say(f"  {complaint}")
+        log(f"  {complaint}")
     for iteration in order:
         try:
             common = _load_iteration(Path(directory_root), iteration, states, wanted.model, ranks)
@@ -70,19 +69,15 @@ def load_checkpoint(
             text = f"{blame}: {error}"
             if wanted.iteration is not None:
                 raise UserError(f"{text}; another --ckpt-step may be whole") from error
-            say(f"  passing over iteration {iteration}: {error}")
+            log(f"  passing over iteration {iteration}: {error}")
             complaint = complaint or text
         except (UserError, StorageError) as error:
             raise type(error)(f"{blame}: {error}") from error
         else:
             at = f"at iteration {common['iteration']}"
-            say(f"  successfully loaded checkpoint from {directory_root} {at}")
+            log(f"  successfully loaded checkpoint from {directory_root} {at}")
             return common
     raise UserError(f"{complaint}; no checkpoint there is whole")
-
-
-def _silence(_line: str) -> None:
-    """The `log` of all ranks but the first."""
 
 
 def _order(

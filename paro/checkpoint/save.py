@@ -30,21 +30,20 @@ def write_states(
     common: Mapping[str, Any],
     *,
     ranks: Ranks,
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None],
     retain_interval: int | None = None,
 ) -> None:
     """Saves states, which may be copies, and `common` as `iteration`; collective.
 
     Every rank passes what it holds of every state; each folder gets what the ranks that see it
     hold. `common` must be JSON; the iteration, the format and the versions are added. `log` is
-    called on the first rank. With `retain_interval` the previous latest checkpoint is removed
+    called on every rank. With `retain_interval` the previous latest checkpoint is removed
     afterwards, unless its iteration is a multiple. After an error, raised on all ranks, the
     previous checkpoint is unchanged.
     """
     blame = f"--save {directory_root}"
-    if ranks.is_first and log:
-        place = f"{directory_root} in torch_dist format"
-        log(f"saving checkpoint at iteration {iteration:7d} to {place}")
+    place = f"{directory_root} in torch_dist format"
+    log(f"saving checkpoint at iteration {iteration:7d} to {place}")
     root = Path(directory_root)
     previous = _latest_or_none(root) if ranks.is_first_near else None
     folder = ranks.first_decides(lambda: begin_checkpoint(root, iteration), blame)
@@ -65,8 +64,7 @@ def write_states(
         and previous % retain_interval != 0
     ):
         remove_checkpoint(root, previous)
-    if ranks.is_first and log:
-        log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
+    log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
 
 def _write(

@@ -183,7 +183,7 @@ class RotatingPart:
         """Runs right before the backward of a step, for each of its outputs."""
         if position == self._in_backward:
             return
-        self._end_step()
+        self.end_step()
         self._in_backward, self._input_done = position, False
         if self._plan.returns:
             number, step = position
@@ -212,9 +212,10 @@ class RotatingPart:
         if all_here and (
             self._input_done if self._input_needs_grad else not self._trains_replicated
         ):
-            self._end_step()
+            self.end_step()
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """Ends the step that is in backward, if any; call it too when backward has finished."""
         position, self._in_backward = self._in_backward, None
         if position is None:
             return
@@ -225,10 +226,6 @@ class RotatingPart:
             if step == 0 and unit.trainable and self._plan.completes and self._state.last:
                 with torch.profiler.record_function(f"paro/reduce:{unit.name}"):
                     unit.step_reduce()
-
-    def finish_backward(self) -> None:
-        """Ends the last open step; call it when backward has finished."""
-        self._end_step()
 
     def close(self) -> None:
         """Drops the leaves: autograd keeps them alive, and their hooks reference this part."""

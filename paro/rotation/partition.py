@@ -10,12 +10,8 @@ from torch import nn
 
 from paro.distributed.groups import Use
 from paro.layout import (
-    Shape,
-    decays,
     halves_of,
-    make_layout,
     make_sliced_layout,
-    whole_box,
 )
 from paro.rotation.part import Half, PartSpec, RotatingPart, RotationPlan
 from paro.rotation.ring import Ring
@@ -87,7 +83,10 @@ def cut_into_parts(
             if key not in units:
                 label = spec.name if len(spec.parts) == 1 else f"{spec.name}.{part.method}"
                 matrices = {name: original[name] for name in own}
-                halves = _half_numbers(matrices, own, ring, part.shares) if in_place else (None,)
+                halves: tuple[int | None, ...] = (None,)
+                if in_place:
+                    shapes = {name: tuple(matrix.shape) for name, matrix in matrices.items()}
+                    halves = halves_of(shapes, cuts=own, number=ring.size, shares=part.shares)
                 units[key] = tuple(
                     _make_halves(label, matrices, own, halves, context, ring, in_place)
                 )
@@ -99,20 +98,15 @@ def cut_into_parts(
             parts.append(RotatingPart(spec.module, part, units[key], plan, state))
     rotating = tuple(unit for halves in units.values() for half in halves for unit in half)
     held = {span.box.name for unit in rotating for span in unit.layout.spans}
+    strategy = replicated(context.strategy)
+    comm_plan = make_comm_plan(strategy, context.topology)
     others = {name: p for name, p in original.items() if name not in held}
-    return Parts(
-        parts=tuple(parts),
-        rotating=rotating,
-        replicated=tuple(_replicated_units(others, bound, context)),
-        state=state,
+    norms = tuple(
+        wrap.make_units("norms", others, replace(context, strategy=strategy, comm_plan=comm_plan))
     )
-
-
-def _half_numbers(
-    matrices: Mapping[str, nn.Parameter], cuts: Mapping[str, int], ring: Ring, shares: int | None
-) -> tuple[int | None, ...]:
-    shapes = {name: tuple(matrix.shape) for name, matrix in matrices.items()}
-    return halves_of(shapes, cuts=cuts, number=ring.size, shares=shares)
+    for unit in norms:
+        unit.bind(bound)
+    return Parts(parts=tuple(parts), rotating=rotating, replicated=norms, state=state)
 
 
 def _make_halves(
@@ -127,7 +121,7 @@ def _make_halves(
     """The units of a part's slices, or of their first and then their second halves."""
     for half in halves:
         units = []
-        for trainable, shapes in _by_training(matrices):
+        for trainable, shapes in wrap.by_training(matrices):
             layout = make_sliced_layout(
                 shapes,
                 cuts=cuts,
@@ -141,30 +135,3 @@ def _make_halves(
                 RotatingUnit(name, layout, context, ring, trainable=trainable, in_place=in_place)
             )
         yield tuple(units)
-
-
-def _replicated_units(
-    parameters: Mapping[str, nn.Parameter],
-    bound: dict[str, nn.Parameter],
-    context: ShardingContext,
-) -> Iterator[ShardedUnit]:
-    strategy = replicated(context.strategy)
-    comm_plan = make_comm_plan(strategy, context.topology)
-    whole = replace(context, strategy=strategy, comm_plan=comm_plan)
-    for trainable, shapes in _by_training(parameters):
-        boxes = [whole_box(name, shape) for name, shape in shapes.items()]
-        decayed = frozenset(name for name, shape in shapes.items() if decays(shape))
-        layout = make_layout(boxes, decayed=decayed, world_size=context.topology.world_size)
-        name = "norms" if trainable else "norms (frozen)"
-        unit = ShardedUnit(name, layout, whole, trainable=trainable)
-        unit.bind(bound)
-        yield unit
-
-
-def _by_training(
-    parameters: Mapping[str, nn.Parameter],
-) -> Iterator[tuple[bool, dict[str, Shape]]]:
-    for trainable in (True, False):
-        chosen = {n: tuple(p.shape) for n, p in parameters.items() if p.requires_grad is trainable}
-        if chosen:
-            yield trainable, chosen

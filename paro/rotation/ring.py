@@ -26,8 +26,6 @@ from paro.distributed.groups import Groups, Use, make_groups
 from paro.layout import chunk_numel
 from paro.topology import Axis, AxisSpan, Topology
 
-_TAGS = 1 << 31  # tags of a backend are below this
-
 
 class Turn(Enum):
     """Direction of a shift; the value is the change of a slice's position."""
@@ -143,17 +141,15 @@ class Ring:
 
     def _send(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         to, _ = self._neighbours(turn)
-        return self._wire.send(Use.ROTATE, self._run, tensor, to, tag % _TAGS)
+        return self._wire.send(Use.ROTATE, self._run, tensor, to, tag)
 
     def _receive(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         _, source = self._neighbours(turn)
-        return self._wire.receive(Use.ROTATE, self._run, tensor, source, tag % _TAGS)
+        return self._wire.receive(Use.ROTATE, self._run, tensor, source, tag)
 
     def _exchange(self, outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
         to, source = self._neighbours(turn)
-        self._wire.exchange(
-            Use.ROTATE, self._run, (outgoing, to), (incoming, source), tag=tag % _TAGS
-        )
+        self._wire.exchange(Use.ROTATE, self._run, (outgoing, to), (incoming, source), tag=tag)
 
     def _neighbours(self, turn: Turn) -> tuple[int, int]:
         """The ranks to send to and to receive from."""

@@ -51,7 +51,7 @@ class RotatedModel(DistributedModel):
 
     def _end_backward(self) -> None:
         for part in self._parts:
-            part.finish_backward()
+            part.end_step()
 
     def _receive(self, unit: ShardedUnit, name: str, gradient: Tensor) -> None:
         if unit.receive(name, gradient):

@@ -163,15 +163,17 @@ def save_checkpoint(
 ) -> None:
     """Saves shards as a run does, from ranks that all see the folder."""
     states, ranks = boxed_states(shards, to_write=True), with_one_folder(control_here(group))
-    write_states(root, iteration, states, common, ranks=ranks, log=log)
+    first = log if log is not None and ranks.is_first else lambda _line: None
+    write_states(root, iteration, states, common, ranks=ranks, log=first)
 
 
 def load_checkpoint(
     root: Path,
     shards: Iterable[FlatShard],
     *,
+    log: Callable[[str], None] = lambda _line: None,
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Loads shards as a run does."""
-    return load.load_checkpoint(root, shards, control_here(group), **options)
+    return load.load_checkpoint(root, shards, control_here(group), log=log, **options)
