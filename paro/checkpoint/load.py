@@ -54,7 +54,7 @@ def load_checkpoint(
     """
     ranks = with_one_folder(control)
     blame = f"--load {directory_root}"
-    states = boxed_states(shards, to_write=False)
+    states = boxed_states(shards)
     if not wanted.moments:
         states = _parameters(states)
     order, complaint = _order(directory_root, wanted.iteration, ranks, blame)

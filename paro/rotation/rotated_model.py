@@ -20,9 +20,7 @@ class RotatedModel(DistributedModel):
     The parts do this themselves when the model calls them.
     """
 
-    def __init__(
-        self, model: nn.Module, parts: Parts, ring: Ring, *, timers: Timers | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, parts: Parts, ring: Ring, timers: Timers) -> None:
         # The first unit's context is the model's: norms have a separate, replicated one.
         super().__init__(model, [*parts.rotating, *parts.replicated], parts.state, timers)
         # Norms are updated and all-gathered first: the next step needs all of them at its start.

@@ -44,14 +44,14 @@ class DistributedModel:
         model: nn.Module,
         units: Sequence[UnitShards],
         state: MicroBatchState,
-        timers: Timers | None,
+        timers: Timers,
     ) -> None:
         self.model = model
         self.units = units
         self.context = units[0].context
         self.trainable_units = [unit for unit in units if unit.trainable]
         self._state = state
-        self._timers = timers or Timers()
+        self._timers = timers
         self._handles: list[RemovableHandle] = []
 
     def begin_step(self, num_micro_batches: int) -> None:

@@ -28,9 +28,9 @@ class ShardedModel(DistributedModel):
         self,
         model: nn.Module,
         modules: list[UnitModule],
+        timers: Timers,
         *,
         prefetch_units: int,
-        timers: Timers | None = None,
     ) -> None:
         units = [unit for module in modules for unit in module.own]
         super().__init__(model, units, MicroBatchState(), timers)

@@ -19,7 +19,6 @@ from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Use
-from paro.distributed.process_group import timeout_of
 from paro.distributed.timers import Timers, make_timers
 from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
@@ -116,7 +115,7 @@ def _spread(
         runs=runs,
         streams=streams,
         traffic=traffic,
-        timeout=timeout_of(config.runtime),
+        timeout=config.runtime.timeout,
     )
     context = ShardingContext(
         topology=topology,
@@ -133,18 +132,18 @@ def _spread(
     )
     if not rotates:
         nodes = make_unit_modules(model, model.units(), context)
-        return ShardedModel(model, nodes, prefetch_units=sharding.prefetch_units, timers=timers)
+        return ShardedModel(model, nodes, timers, prefetch_units=sharding.prefetch_units)
     ring = make_ring(
         strategy.params,
         topology=topology,
         rank=rank,
         streams=streams,
         traffic=traffic,
-        timeout=None if is_planned else timeout_of(config.runtime),
+        timeout=None if is_planned else config.runtime.timeout,
     )
     in_place = sharding.rotate_in_place
     parts = cut_into_parts(model, model.units(), context, ring, in_place=in_place)
-    return RotatedModel(model, parts, ring, timers=timers)
+    return RotatedModel(model, parts, ring, timers)
 
 
 def _algorithm(config: RunConfig, control: Control) -> str | AlgorithmChoice:

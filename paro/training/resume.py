@@ -21,7 +21,6 @@ from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
-from paro.distributed.process_group import timeout_of
 from paro.errors import StorageError, UserError, reading
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
@@ -62,7 +61,7 @@ class Saver:
         self._under_way: int | None = None
         control = training.control
         folders = ranks_by_folder(self._root, control)
-        self._ranks = with_folders(folders, control, timeout_of(config.runtime))
+        self._ranks = with_folders(folders, control, config.runtime.timeout)
         if len(folders) > 1:
             log.log0(
                 f"--save {self._root} is another folder on {len(folders)} sets of ranks: each "
@@ -98,7 +97,7 @@ class Saver:
         shards = training.optimizer.flat_shards()
         if config.checkpoint.no_save_optim:
             shards = (shard for shard in shards if shard.state == PARAM)
-        states = boxed_states(shards, to_write=True, among=self._ranks.near_ranks)
+        states = boxed_states(shards, writers=self._ranks.near_ranks)
         if config.checkpoint.async_save:
             states = self._copy.take(states)
         write = partial(

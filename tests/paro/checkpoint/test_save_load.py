@@ -147,7 +147,7 @@ class OtherNodeFails(Ranks):
 
 def test_the_one_before_goes_only_when_the_next_is_whole_on_every_node(tmp_path: Path) -> None:
     def save(iteration: int, ranks: Ranks) -> None:
-        states = boxed_states(make_shards(ONE, 0, filled=True), to_write=True)
+        states = boxed_states(make_shards(ONE, 0, filled=True), writers={0})
         write_states(
             tmp_path, iteration, states, {}, ranks=ranks, log=lambda _: None, retain_interval=1000
         )

@@ -162,7 +162,8 @@ def save_checkpoint(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Saves shards as a run does, from ranks that all see the folder."""
-    states, ranks = boxed_states(shards, to_write=True), with_one_folder(control_here(group))
+    ranks = with_one_folder(control_here(group))
+    states = boxed_states(shards, writers=range(8))  # one process may hold the shards of many
     first = log if log is not None and ranks.is_first else lambda _line: None
     write_states(root, iteration, states, common, ranks=ranks, log=first)
 

@@ -17,7 +17,9 @@ from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
+from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Groups
+from paro.distributed.timers import Timers
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.precision import PrecisionConfig
 from paro.rotation.partition import cut_into_parts
@@ -97,7 +99,7 @@ def lone_rank(
     context = _context(strategy, topology, precision, device)
     llama = _empty_llama(config, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
-    return _lone(config, ShardedModel(llama, nodes, prefetch_units=prefetch_units))
+    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=prefetch_units))
 
 
 def lone_rotating_rank(
@@ -119,7 +121,7 @@ def lone_rotating_rank(
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
     ring = Ring(axis, groups, InlineStreams(), collectives._wire._traffic)
     parts = cut_into_parts(llama, llama.units(), context, ring, in_place=in_place)
-    return _lone(config, RotatedModel(llama, parts, ring))
+    return _lone(config, RotatedModel(llama, parts, ring, Timers()))
 
 
 def _context(
@@ -138,6 +140,7 @@ def _context(
         reduce_dtype=TYPES[precision.wire],
         accumulate_dtype=TYPES[precision.accumulate],
         ledger=Ledger(),
+        exposure=Exposure(topology),
     )
 
 
