@@ -279,7 +279,7 @@ class Llama(nn.Module):
         attention = replace(
             _ATTENTION,
             cuts=attention_cuts(self.config),
-            beside=attention_norms(self.config),
+            replicated=attention_norms(self.config),
             shares=self.config.num_query_groups,
         )
         blocks = (
@@ -352,10 +352,12 @@ _ATTENTION = SlicedPart(
     method="attention",
     of_slice="attention",
     cuts=ATTENTION_CUTS,
-    beside=("attention_norm",),
+    replicated=("attention_norm",),
     join=_add_attention,
 )
-_MLP = SlicedPart(method="mlp", of_slice="mlp", cuts=MLP_CUTS, beside=("mlp_norm",), join=_add_mlp)
+_MLP = SlicedPart(
+    method="mlp", of_slice="mlp", cuts=MLP_CUTS, replicated=("mlp_norm",), join=_add_mlp
+)
 _LOSS = SlicedPart(
     method="loss", of_slice="score_slice", cuts=VOCABULARY_CUTS, join=_join_losses, of_rows=True
 )

@@ -19,7 +19,7 @@ class SlicedPart:
     method: str
     of_slice: str
     cuts: Mapping[str, int]  # its matrices' names, and the dim along which each is cut
-    beside: tuple[str, ...] = ()  # parameters that each slice reads whole
+    replicated: tuple[str, ...] = ()  # parameters that every slice reads whole
     join: Callable[..., Tensor]
     of_rows: bool = False  # whether the module's `first_row` is set to the slice's first row
     shares: int | None = None  # indivisible shares, if it can only be cut between them

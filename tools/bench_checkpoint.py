@@ -27,8 +27,10 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 import torch
 
 from paro.arguments.parser import parse_args
+from paro.checkpoint.agreement import with_one_folder
+from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.load import load_checkpoint
-from paro.checkpoint.save import save_checkpoint
+from paro.checkpoint.save import write_states
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, distributed
@@ -131,8 +133,15 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
     total = int(control.sum([float(held)])[0])
     folder, plain = args.folder / "ckpt", args.folder / f"plain_{control.world.rank}"
     seconds: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
-    save = partial(save_checkpoint, folder, 1, shards, {})
-    load = partial(load_checkpoint, folder, shards)
+    ranks = with_one_folder(control)
+
+    log = Log(rank=1, world_size=2).log0  # no output
+
+    def save() -> None:
+        states = boxed_states(shards, writers=ranks.near_ranks)
+        write_states(folder, 1, states, {}, ranks=ranks, log=log)
+
+    load = partial(load_checkpoint, folder, shards, control, log=log)
     peaks = {"save": peak_of(save), "load": peak_of(load)}  # in a separate round that is not timed
     control.barrier()
     if control.world.rank == 0:

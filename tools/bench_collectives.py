@@ -26,7 +26,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.process_group import RuntimeConfig, distributed, timeout_of
+from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError, about
@@ -221,7 +221,7 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
         control=control,
         topology=settings.topology,
         backend=settings.runtime.distributed_backend,
-        timeout=timeout_of(settings.runtime),
+        timeout=settings.runtime.timeout,
         algorithms=settings.algorithms,
         rounds=settings.rounds,
         beside_computing=settings.machine_file is not None and control.device.type == "cpu",

@@ -1,123 +1,103 @@
-"""Collectives of a save or load: one rank decides, and all ranks raise the same error."""
+"""The ranks of a save or load: one rank per folder decides, and all ranks raise the same error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
 
-import torch.distributed as dist
+import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from paro.checkpoint.manifest import DamagedError
-from paro.errors import (
-    PeerError,
-    StorageError,
-    UserError,
-    describe,
-    for_all_ranks,
-    is_storage_failure,
-)
+from paro.distributed.control import Control
+from paro.distributed.groups import make_save_groups
+from paro.distributed.world import World
+from paro.errors import UserError, describe, is_storage_failure
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of a process group, or this process alone where there is none.
+    """All ranks, and those that see the same folder as this one: the ranks of a node, or all.
 
-    `near` is the group of ranks that see the same folder as this one, if not all do. Every method
-    is collective and called from the one thread that uses the groups. With NCCL, objects are sent
-    through the current device, which the runtime has set.
+    Every method is collective and called from the one thread that uses the groups.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        *,
-        near: dist.ProcessGroup | None = None,
-        alone: bool = False,
-    ) -> None:
-        self.group = process_group
-        self.near = near or process_group
-        self.alone = alone or not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if self.alone else dist.get_rank(process_group)
-        self.is_first = self.rank == 0
-        self.is_first_near = self.alone or dist.get_rank(self.near) == 0
-        self.all_near = self.near is self.group
-        # The ranks that see the same folder as this one; None: all ranks.
-        self.sharing = None if self.all_near else frozenset(_members(near))
+    everyone: Control
+    near: Control
+    near_ranks: Sequence[int]  # the ranks of `near` in `everyone`
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order."""
-        if self.alone:
-            return [value]
-        gathered: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+    @property
+    def all_near(self) -> bool:
+        return self.near is self.everyone
 
-    def gather_near(self, value: T) -> list[T]:
-        """The values of the ranks that see the same folder, in rank order."""
-        if self.alone:
-            return [value]
-        gathered: list[Any] = [None] * dist.get_world_size(self.near)
-        dist.all_gather_object(gathered, value, group=self.near)
-        return gathered
+    @property
+    def is_first(self) -> bool:
+        return self.everyone.world.rank == 0
+
+    @property
+    def is_first_near(self) -> bool:
+        return self.near.world.rank == 0
 
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
         """Runs `action` on the first rank of every folder; all get its result or its error."""
-        outcome: list[Any] = [None]
+        outcome: T | None = None
         with self.raise_on_all_ranks(blame, name_rank=False):
             if self.is_first_near:
-                outcome[0] = action()
-        if not self.alone:
-            dist.broadcast_object_list(outcome, group=self.near, group_src=0)
-        result: T = outcome[0]
+                outcome = action()
+        result: T = self.near.gather(outcome)[0]
         return result
 
     @contextmanager
     def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = True) -> Iterator[None]:
-        """Runs a block that may fail on any rank; if it does, every rank raises the same line.
+        """As `Control.raise_on_all_ranks`, around code that reads or writes the folder.
 
-        The line starts with `blame`, and names the rank unless all ranks failed in the same way.
-        It is a `DamagedError` if every failing rank met one, and a `StorageError` for a full disk;
-        any other error of the system is about the folder that the user gave. A bug is raised
-        unchanged on its rank of origin, and as a `PeerError` on the others.
+        An error of the system other than a full disk is about the folder, which the user gave.
         """
-        failure: BaseException | None = None
-        told: tuple[int, UserError | StorageError | PeerError] | None = None
+        name_rank = name_rank or not self.all_near
+        with self.everyone.raise_on_all_ranks(blame, name_rank=name_rank):
+            try:
+                with self._own_failure():
+                    yield
+            except OSError as error:
+                if is_storage_failure(error):
+                    raise
+                raise UserError(describe(error)) from error
+
+    @contextmanager
+    def _own_failure(self) -> Iterator[None]:
+        """DCP raises an error with the failures of all its ranks: each rank raises its own."""
         try:
             yield
-        except CheckpointException as error:  # DCP raises it on all its ranks
-            rank = min(error.failures)
-            failure = error.failures[rank][0]
-            failure.__cause__ = error  # it shows the traceback of each rank
-            named = rank if self.all_near else _members(self.near)[rank]
-            told = (named, _of_the_folder(failure, named))
-        except Exception as error:
-            failure, told = error, (self.rank, _of_the_folder(error, self.rank))
-        # A failed rank takes part too, before it raises: the others would wait for it forever.
-        everyone = self.gather(told)
-        if failure is not None and told is not None and isinstance(told[1], PeerError):
-            raise failure
-        failures = [entry for entry in everyone if entry is not None]
-        if failures:
-            rank, first = failures[0]
-            if isinstance(first, PeerError):
-                raise first
-            all_fail = len({where for where, _ in failures}) == len(everyone)
-            alike = all_fail and len({str(what) for _, what in failures}) == 1
-            named = not (self.alone or alike) and (name_rank or not self.all_near)
-            parts = [blame] * bool(blame) + [f"rank {rank}"] * named + [str(first)]
-            damaged = all(isinstance(what, DamagedError) for _, what in failures)
-            kind = UserError if isinstance(first, DamagedError) and not damaged else type(first)
-            raise kind(": ".join(parts)) from failure
+        except CheckpointException as error:
+            failures = dict(error.failures)  # by rank in the group, of all its ranks
+            own = failures.pop(self.near.world.rank, None)
+            if own is not None:
+                raise own[0] from error
+            if not failures.keys() <= set(range(self.near.world.size)):
+                raise RuntimeError("DCP names ranks that do not save here") from error
 
 
-def _of_the_folder(error: BaseException, rank: int) -> UserError | StorageError | PeerError:
-    if isinstance(error, OSError) and not is_storage_failure(error):
-        return UserError(describe(error))
-    return for_all_ranks(error, rank)
+def with_one_folder(control: Control) -> Ranks:
+    """For ranks that all see the same folder."""
+    return Ranks(control, control, range(control.world.size))
 
 
-def _members(group: dist.ProcessGroup | None) -> list[int]:
-    return dist.get_process_group_ranks(group)
+def one_process() -> Ranks:
+    """For a program of one process."""
+    return with_one_folder(Control(World(), torch.device("cpu")))
+
+
+def with_folders(folders: Sequence[tuple[int, ...]], control: Control, timeout: timedelta) -> Ranks:
+    """For saves under way while the ranks train: with process groups of their own."""
+    if control.world.size == 1:
+        return with_one_folder(control)
+    world, near = make_save_groups(folders, control.world.rank, timeout)
+    everyone = control.over(world, range(control.world.size))
+    if len(folders) == 1:
+        return with_one_folder(everyone)
+    (members,) = (ranks for ranks in folders if control.world.rank in ranks)
+    return Ranks(everyone, control.over(near, members), members)

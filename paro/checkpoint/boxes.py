@@ -56,12 +56,12 @@ class BoxedState:
 
 
 def boxed_states(
-    shards: Iterable[FlatShard], *, to_write: bool, among: Collection[int] | None = None
+    shards: Iterable[FlatShard], *, writers: Collection[int] = ()
 ) -> dict[str, BoxedState]:
     """Every state of the shards' units, with the rectangles this rank holds or must write.
 
-    With `to_write`, the replicas of a shard (those in `among`, if given) each write a part of it,
-    in rectangles of at most `MAX_ITEM_BYTES`, because each is written and read in one piece.
+    With `writers`, which include this rank, the replicas of a shard among them each write a part of
+    it, in rectangles of at most `MAX_ITEM_BYTES`, because each is written and read in one piece.
     """
     states: dict[str, BoxedState] = {}
     for shard in shards:
@@ -72,13 +72,13 @@ def boxed_states(
                 name, BoxedState(shape=span.box.shape, dtype=shard.values.dtype)
             )
             assert state.shape == span.box.shape, f"{name}: {state.shape} and {span.box.shape}"
-        low, high = shard.own_part(among) if to_write else (0, shard.values.numel())
+        low, high = shard.own_part(writers) if writers else (0, shard.values.numel())
         for piece in shard.layout.pieces(shard.start + low, shard.start + high):
             mine = states[f"{shard.state}.{piece.box.name}"].rectangles
             base = piece.offset - shard.start - piece.low
             for part in rectangles(piece.box, piece.low, piece.high):
                 flat = shard.values.detach()[base + part.low : base + part.high]
-                for corner, values in _items(part.start, flat.view(part.extent), to_write):
+                for corner, values in _items(part.start, flat.view(part.extent), bool(writers)):
                     assert corner not in mine, f"{piece.box.name} is held twice at {corner}"
                     mine[corner] = values
     return states

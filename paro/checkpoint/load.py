@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import LoadPlan
 
-from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.agreement import Ranks, with_one_folder
 from paro.checkpoint.boxes import (
     MISMATCH,
     PARAM,
@@ -23,6 +22,7 @@ from paro.checkpoint.boxes import (
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, read_manifest
 from paro.checkpoint.storage import CheckedReader, read_metadata
+from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
 from paro.sharding.buffers import FlatShard
 
@@ -39,30 +39,29 @@ class Loading:
 def load_checkpoint(
     directory_root: str | Path,
     shards: Iterable[FlatShard],
+    control: Control,
     *,
     wanted: Loading = Loading(),
-    log: Callable[[str], None] | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    log: Callable[[str], None],
 ) -> dict[str, Any] | None:
     """Fills `shards` in place; returns the contents of common.json, None if nothing was saved.
 
-    Collective, on the thread that owns the group. Every rank passes a shard of every unit and of
-    each state it wants; states left out are not read. A converted model has no moments: they
-    become zero. A checkpoint that any rank finds incomplete or damaged is logged and skipped for
-    the next one, unless `wanted.iteration` names it. If `UserError` is raised, it is raised
-    on all ranks, and shards are unchanged unless a file proved to be damaged while it was read.
+    Collective; `log` is called on every rank. Every rank passes a shard of every unit and of each
+    state it wants; states left out are not read. A converted model has no moments: they become
+    zero. A checkpoint that any rank finds incomplete or damaged is logged and skipped for the next
+    one, unless `wanted.iteration` names it. If `UserError` is raised, it is raised on all ranks,
+    and shards are unchanged unless a file proved to be damaged while it was read.
     """
-    ranks = Ranks(process_group)
-    say = log if ranks.is_first and log else _silence
+    ranks = with_one_folder(control)
     blame = f"--load {directory_root}"
-    states = boxed_states(shards, to_write=False)
+    states = boxed_states(shards)
     if not wanted.moments:
         states = _parameters(states)
     order, complaint = _order(directory_root, wanted.iteration, ranks, blame)
     if not order and complaint is None:
         return None
     if order and complaint is not None:
-        say(f"  {complaint}")
+        log(f"  {complaint}")
     for iteration in order:
         try:
             common = _load_iteration(Path(directory_root), iteration, states, wanted.model, ranks)
@@ -70,19 +69,15 @@ def load_checkpoint(
             text = f"{blame}: {error}"
             if wanted.iteration is not None:
                 raise UserError(f"{text}; another --ckpt-step may be whole") from error
-            say(f"  passing over iteration {iteration}: {error}")
+            log(f"  passing over iteration {iteration}: {error}")
             complaint = complaint or text
         except (UserError, StorageError) as error:
             raise type(error)(f"{blame}: {error}") from error
         else:
             at = f"at iteration {common['iteration']}"
-            say(f"  successfully loaded checkpoint from {directory_root} {at}")
+            log(f"  successfully loaded checkpoint from {directory_root} {at}")
             return common
     raise UserError(f"{complaint}; no checkpoint there is whole")
-
-
-def _silence(_line: str) -> None:
-    """The `log` of all ranks but the first."""
 
 
 def _order(
@@ -98,7 +93,7 @@ def _order(
     mine: tuple[list[int], str | None] = ([], None)
     with ranks.raise_on_all_ranks(blame, name_rank=False):
         mine = candidates(root)
-    everyone = ranks.gather(mine)
+    everyone = ranks.everyone.gather(mine)
     if any(order for order, _ in everyone) and not everyone[0][0]:
         rank = next(rank for rank, (order, _) in enumerate(everyone) if order)
         raise UserError(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from paro.checkpoint.agreement import Ranks
-from paro.checkpoint.boxes import BoxedState, BoxSavePlanner, boxed_states
+from paro.checkpoint.boxes import BoxedState, BoxSavePlanner
 from paro.checkpoint.directory import (
     begin_checkpoint,
     discard_checkpoint,
@@ -22,26 +21,6 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.manifest import FileSum
 from paro.checkpoint.storage import BoundedWriter, check_files, read_metadata
 from paro.errors import UserError
-from paro.sharding.buffers import FlatShard
-
-
-def save_checkpoint(
-    directory_root: str | Path,
-    iteration: int,
-    shards: Iterable[FlatShard],
-    common: Mapping[str, Any],
-    *,
-    log: Callable[[str], None] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Saves `shards` and `common` as `iteration`; collective, on the thread that owns the group.
-
-    Every rank passes a shard of every unit and state, final on the current stream. `common` must
-    be JSON; the iteration, the format and the versions are added. `log` is called on the first
-    rank. After an error, raised on all ranks, the previous checkpoint is unchanged.
-    """
-    states = boxed_states(shards, to_write=True)
-    write_states(directory_root, iteration, states, common, ranks=Ranks(process_group), log=log)
 
 
 def write_states(
@@ -51,18 +30,20 @@ def write_states(
     common: Mapping[str, Any],
     *,
     ranks: Ranks,
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None],
     retain_interval: int | None = None,
 ) -> None:
-    """As `save_checkpoint`, for states that are boxed already and may be copies; collective.
+    """Saves states, which may be copies, and `common` as `iteration`; collective.
 
-    With `retain_interval` the previous latest checkpoint is removed afterwards, unless its
-    iteration is a multiple. Each folder gets what the ranks that see it hold.
+    Every rank passes what it holds of every state; each folder gets what the ranks that see it
+    hold. `common` must be JSON; the iteration, the format and the versions are added. `log` is
+    called on every rank. With `retain_interval` the previous latest checkpoint is removed
+    afterwards, unless its iteration is a multiple. After an error, raised on all ranks, the
+    previous checkpoint is unchanged.
     """
     blame = f"--save {directory_root}"
-    if ranks.is_first and log:
-        place = f"{directory_root} in torch_dist format"
-        log(f"saving checkpoint at iteration {iteration:7d} to {place}")
+    place = f"{directory_root} in torch_dist format"
+    log(f"saving checkpoint at iteration {iteration:7d} to {place}")
     root = Path(directory_root)
     previous = _latest_or_none(root) if ranks.is_first_near else None
     folder = ranks.first_decides(lambda: begin_checkpoint(root, iteration), blame)
@@ -83,8 +64,7 @@ def write_states(
         and previous % retain_interval != 0
     ):
         remove_checkpoint(root, previous)
-    if ranks.is_first and log:
-        log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
+    log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
 
 def _write(
@@ -98,10 +78,10 @@ def _write(
             states,
             storage_writer=writer,
             planner=BoxSavePlanner(whole=ranks.all_near),
-            process_group=ranks.near,
-            no_dist=ranks.alone,
+            process_group=ranks.near.group,
+            no_dist=ranks.everyone.world.size == 1,
         )
-    return {name: file for sums in ranks.gather_near(writer.sums) for name, file in sums.items()}
+    return {name: file for sums in ranks.near.gather(writer.sums) for name, file in sums.items()}
 
 
 def _read_back(folder: Path) -> None:

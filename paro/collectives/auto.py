@@ -15,7 +15,7 @@ from paro.distributed.groups import Groups, Use
 from paro.topology import AxisSpan, axes_of
 
 
-class AutoCollectives:
+class AutoCollectives(Collectives):
     """Delegates every call to the chosen algorithm; all share comm streams and process groups."""
 
     def __init__(
@@ -25,10 +25,9 @@ class AutoCollectives:
         groups: Groups,
         streams: CommStreams,
     ) -> None:
+        super().__init__(groups, streams)
         self._algorithms = algorithms
         self._choice = choice
-        self._groups = groups
-        self._streams = streams
 
     def all_gather(
         self,
@@ -56,10 +55,6 @@ class AutoCollectives:
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         # Any comm stream works: the job waits for the reduction, whichever algorithm ran it.
         return self._streams.submit((Use.REDUCE, run[-1].index), job, after=after)
-
-    def close(self) -> None:
-        self._streams.close()
-        self._groups.close()
 
     def _best(self, op: Op, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype) -> Collectives:
         if not run:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives import h_ring, ho_ring, ring
+from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
 from paro.collectives.transfer import Buffer, Level, Scratch, Transfer
 from paro.collectives.wire import Wire, shard_in
@@ -60,16 +61,14 @@ class Ends:
         return Level(use=use, run=run, first_tag=first_tag, scratch=scratch)
 
 
-class ScheduledCollectives:
+class ScheduledCollectives(Collectives):
     """Collectives by one of this package's point-to-point algorithms."""
 
     def __init__(
         self, name: str, groups: Groups, streams: CommStreams, traffic: ByteCounter, ends: Ends
     ) -> None:
+        super().__init__(groups, streams)
         self._name = name
-        self._groups = groups
-        self._rank = groups.rank
-        self._streams = streams
         self._wire = Wire(groups, traffic)
         self._ends = ends
 
@@ -109,10 +108,6 @@ class ScheduledCollectives:
         return self._streams.submit(
             _stream(Use.REDUCE, parts_of(self._name, run)[-1]), job, after=after
         )
-
-    def close(self) -> None:
-        self._streams.close()
-        self._groups.close()
 
     def _submit(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paro.collectives.interface import Collectives
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import DONE, CommStreams, Event, Job
@@ -12,7 +13,7 @@ from paro.distributed.groups import Groups, Use
 from paro.topology import AxisSpan
 
 
-class FlatCollectives:
+class FlatCollectives(Collectives):
     """What a sharding library does that does not distinguish links inside and between groups.
 
     Backends order shards by rank, whose most significant digit is the outermost axis; in the nested
@@ -20,9 +21,7 @@ class FlatCollectives:
     """
 
     def __init__(self, groups: Groups, streams: CommStreams, traffic: ByteCounter) -> None:
-        self._groups = groups
-        self._rank = groups.rank
-        self._streams = streams
+        super().__init__(groups, streams)
         self._wire = Wire(groups, traffic)
 
     @staticmethod
@@ -61,16 +60,9 @@ class FlatCollectives:
         self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         def job() -> None:
-            moved = whole.to(comm_dtype)
-            self._wire.all_reduce(Use.REDUCE, run, moved)
-            if moved is not whole:
-                whole.copy_(moved)
+            self._wire.all_reduce(Use.REDUCE, run, whole, comm_dtype)
 
         return self._submit(Use.REDUCE, run, job, after)
-
-    def close(self) -> None:
-        self._streams.close()
-        self._groups.close()
 
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         return self._submit(Use.REDUCE, run, job, after)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from paro.distributed.comm_stream import Event, Job
+from paro.distributed.comm_stream import CommStreams, Event, Job
+from paro.distributed.groups import Groups
 from paro.topology import AxisSpan
 
 
-class Collectives(Protocol):
+class Collectives(ABC):
     """Collectives on flat buffers along `run`, an axis span ordered innermost first.
 
     All work in place on nested shards (layout.py): `whole` is the buffer at the coarse degree of
@@ -19,6 +20,12 @@ class Collectives(Protocol):
     streams and returns their completion; an empty span costs nothing. Data is sent in `comm_dtype`.
     """
 
+    def __init__(self, groups: Groups, streams: CommStreams) -> None:
+        self._groups = groups
+        self._rank = groups.rank
+        self._streams = streams
+
+    @abstractmethod
     def all_gather(
         self,
         whole: Tensor,
@@ -32,18 +39,23 @@ class Collectives(Protocol):
         This rank's shard is `shard`, or if that is None, already in its range of `whole`.
         """
 
+    @abstractmethod
     def reduce_scatter(
         self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         """Writes the sum over `run` to this rank's shard of `whole`; the rest is undefined."""
 
+    @abstractmethod
     def all_reduce(
         self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         """Writes the sum over `run` to all of `whole`."""
 
+    @abstractmethod
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         """Queues local work after a reduction over `run`, on the comm stream of its last job."""
 
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""
+        self._streams.close()
+        self._groups.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paro.collectives.interface import Collectives
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import DONE, CommStreams, Event, Job
@@ -12,13 +13,11 @@ from paro.distributed.groups import Groups, Use
 from paro.topology import Axis, AxisSpan
 
 
-class NativeCollectives:
+class NativeCollectives(Collectives):
     """One backend call per axis: gathers from outermost to innermost, reductions in reverse."""
 
     def __init__(self, groups: Groups, streams: CommStreams, traffic: ByteCounter) -> None:
-        self._groups = groups
-        self._rank = groups.rank
-        self._streams = streams
+        super().__init__(groups, streams)
         self._wire = Wire(groups, traffic)
 
     @staticmethod
@@ -62,17 +61,16 @@ class NativeCollectives:
         event = self.reduce_scatter(whole, inner, comm_dtype, after=after)
         part = shard_in(whole, inner, self._rank)
         event = self._submit(
-            Use.REDUCE, outermost, self._sum_job(part, outermost, comm_dtype), event
+            Use.REDUCE,
+            outermost,
+            lambda: self._wire.all_reduce(Use.REDUCE, (outermost,), part, comm_dtype),
+            event,
         )
         for depth in reversed(range(len(inner))):
-            part = shard_in(whole, inner[:depth], self._rank)
-            job = self._spread_job(part, inner[depth], comm_dtype)
+            outer = shard_in(whole, inner[:depth], self._rank)
+            job = self._spread_job(outer, inner[depth], comm_dtype)
             event = self._submit(Use.REDUCE, inner[depth], job, event)
         return event
-
-    def close(self) -> None:
-        self._streams.close()
-        self._groups.close()
 
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         return self._submit(Use.REDUCE, run[-1], job, after)
@@ -103,14 +101,5 @@ class NativeCollectives:
             own = self._wire.reduce_scatter(Use.REDUCE, (axis,), whole.to(comm_dtype))
             if whole.dtype != comm_dtype:
                 shard_in(whole, (axis,), self._rank).copy_(own)
-
-        return job
-
-    def _sum_job(self, whole: Tensor, axis: Axis, comm_dtype: torch.dtype) -> Job:
-        def job() -> None:
-            moved = whole.to(comm_dtype)
-            self._wire.all_reduce(Use.REDUCE, (axis,), moved)
-            if whole.dtype != comm_dtype:
-                whole.copy_(moved)
 
         return job

@@ -19,8 +19,6 @@ from paro.distributed.comm_stream import Job
 from paro.distributed.groups import Use
 from paro.topology import AxisSpan
 
-_TAGS = 1 << 31  # tags of a backend are below this
-
 
 class Scratch:
     """Receive buffers for the chunks of a level that are not received in place, reused.
@@ -99,7 +97,7 @@ class Transfer:
         self._buffer = buffer
         self._wire = wire
         self._tags = {
-            index: (levels[level].first_tag + number) % _TAGS
+            index: levels[level].first_tag + number
             for level, indices in enumerate(schedule.of_level)
             for number, index in enumerate(indices)
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +16,8 @@ from paro.topology import AxisSpan, Link, nested_range
 # a local sum send only the necessary bytes (gloo's all-to-all leaves slow links idle in between).
 # This many bytes are staged at a time, which avoids an extra buffer the size of a unit.
 _STAGED_BYTES = 4 << 20
+
+_TAGS = 1 << 31  # tags of a backend are below this
 
 # torch 2.13 renamed these two; 2.11 and 2.12 have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,11 +58,14 @@ class Wire:
         self._count_ring(run, whole.nbytes - shard.nbytes)
         _all_gather(whole, shard, group=self._groups.of(use, run))
 
-    def all_reduce(self, use: Use, run: AxisSpan, whole: Tensor) -> None:
+    def all_reduce(self, use: Use, run: AxisSpan, whole: Tensor, comm_dtype: torch.dtype) -> None:
         """Sums `whole` in place over the axis span."""
+        moved = whole.to(comm_dtype)
         size = len(self._members(run))
-        self._count_ring(run, 2 * whole.nbytes * (size - 1) // size)
-        dist.all_reduce(whole, group=self._groups.of(use, run))
+        self._count_ring(run, 2 * moved.nbytes * (size - 1) // size)
+        dist.all_reduce(moved, group=self._groups.of(use, run))
+        if moved is not whole:
+            whole.copy_(moved)
 
     def reduce_scatter(self, use: Use, run: AxisSpan, whole: Tensor) -> Tensor:
         """Splits `whole` by rank; returns this rank's part of it, which then holds the sum."""
@@ -93,23 +100,29 @@ class Wire:
     def send(self, use: Use, run: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to send a tensor, which must not change until the message is complete."""
         self._traffic.add(self._link_to(peer), tensor.nbytes)
-        group = self._groups.of(use, run)
-        try:
-            work = dist.isend(tensor, peer, group=group, tag=tag)
-        except RuntimeError as error:
-            raise RuntimeError(f"{self._told('to', peer)} failed: {error}") from error
-        assert work is not None, f"rank {self._rank} is no member of the group along {run}"
-        return Pending(work, tensor, self._told("to", peer))
+        return self._start(dist.isend, "to", use, run, tensor, peer, tag)
 
     def receive(self, use: Use, run: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to receive into `tensor`."""
-        group = self._groups.of(use, run)
+        return self._start(dist.irecv, "from", use, run, tensor, peer, tag)
+
+    def _start(
+        self,
+        start: Callable[..., dist.Work | None],
+        direction: str,
+        use: Use,
+        run: AxisSpan,
+        tensor: Tensor,
+        peer: int,
+        tag: int,
+    ) -> Pending:
+        group, told = self._groups.of(use, run), self._told(direction, peer)
         try:
-            work = dist.irecv(tensor, peer, group=group, tag=tag)
+            work = start(tensor, peer, group=group, tag=tag % _TAGS)
         except RuntimeError as error:
-            raise RuntimeError(f"{self._told('from', peer)} failed: {error}") from error
+            raise RuntimeError(f"{told} failed: {error}") from error
         assert work is not None, f"rank {self._rank} is no member of the group along {run}"
-        return Pending(work, tensor, self._told("from", peer))
+        return Pending(work, tensor, told)
 
     def exchange(
         self,
@@ -128,8 +141,8 @@ class Wire:
         try:
             works = dist.batch_isend_irecv(
                 [
-                    dist.P2POp(dist.isend, sent, to, group, tag),
-                    dist.P2POp(dist.irecv, received, source, group, tag),
+                    dist.P2POp(dist.isend, sent, to, group, tag % _TAGS),
+                    dist.P2POp(dist.irecv, received, source, group, tag % _TAGS),
                 ]
             )
         except RuntimeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,25 +10,36 @@ import torch
 import torch.distributed as dist
 
 from paro.distributed.world import World
-from paro.errors import PeerError, for_all_ranks
+from paro.errors import PeerError, StorageError, UserError, for_all_ranks
+
+Told = UserError | StorageError | PeerError
 
 
 class Control:
-    """Small collectives over all ranks; only the training thread may call them.
+    """Small collectives over all ranks, or those of `group`; only one thread may call them.
 
-    They use the default process group and are not counted as traffic.
+    They are not counted as traffic. With NCCL, objects are sent through the current device, which
+    the runtime has set.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(
+        self, world: World, device: torch.device, *, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.world = world
         self.device = device
+        self.group = group  # None: the default one, for the training thread
+
+    def over(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Control:
+        """The same over a group of `ranks`, which include this one."""
+        world = World(rank=ranks.index(self.world.rank), size=len(ranks))
+        return Control(world, self.device, group=group)
 
     def sum(self, values: list[float]) -> list[float]:
         """Each value summed over the ranks, in fp64; every rank gets the same bits."""
         if self.world.size == 1:
             return values
         on_device = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(on_device)
+        dist.all_reduce(on_device, group=self.group)
         return [float(value) for value in on_device.tolist()]
 
     def barrier(self) -> None:
@@ -40,14 +51,16 @@ class Control:
         if self.world.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world.size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     @contextmanager
-    def raise_on_all_ranks(self) -> Iterator[None]:
+    def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = False) -> Iterator[None]:
         """Raises an error on all ranks if the block fails on any rank: that of the lowest one.
 
-        A bug is raised unchanged where it happened, and as a `PeerError` on the other ranks.
+        Its line starts with `blame`, and with `name_rank` names the rank unless all ranks failed in
+        the same way. It is of a subclass of `UserError` only if every failing rank met that. A bug
+        is raised unchanged where it happened, and as a `PeerError` on the other ranks.
         """
         failure: Exception | None = None
         try:
@@ -55,11 +68,31 @@ class Control:
         except Exception as error:
             failure = error
         told = None if failure is None else for_all_ranks(failure, self.world.rank)
-        first = next((error for error in self.gather(told) if error is not None), None)
+        # A failed rank takes part too, before it raises: the others would wait for it forever.
+        everyone: list[Told | None] = self.gather(told)
         if failure is not None and isinstance(told, PeerError):
             raise failure
-        if first is not None:
-            raise first
+        failures = {rank: error for rank, error in enumerate(everyone) if error is not None}
+        if failures:
+            named = name_rank and not _are_alike(everyone)
+            raise _merged(failures, blame, named=named) from failure
+
+
+def _are_alike(everyone: Sequence[Told | None]) -> bool:
+    return None not in everyone and len({str(error) for error in everyone}) == 1
+
+
+def _merged(failures: Mapping[int, Told], blame: str, *, named: bool) -> Told:
+    rank, first = next(iter(failures.items()))
+    if isinstance(first, PeerError):  # a bug there
+        return first
+    prefixes = [blame] * bool(blame) + [f"rank {rank}"] * named
+    kind = type(first)
+    if isinstance(first, UserError) and not all(isinstance(e, kind) for e in failures.values()):
+        kind = UserError
+    if kind is type(first) and not prefixes:
+        return first
+    return kind(": ".join([*prefixes, str(first)]))
 
 
 class PlannedControl(Control):

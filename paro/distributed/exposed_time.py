@@ -50,10 +50,10 @@ class Exposed:
 class Exposure:
     """Accumulates the exposed time of all units; the training loop reads it once per step.
 
-    Times per kind of link need `topology`. `on_streams` measures on the device instead of the host.
+    `on_streams` measures on the device instead of the host, and not by kind of link.
     """
 
-    def __init__(self, topology: Topology | None = None, *, on_streams: bool = False) -> None:
+    def __init__(self, topology: Topology, *, on_streams: bool = False) -> None:
         self._topology = topology
         self._on_streams = on_streams
         self._by_kind = dict.fromkeys(WaitKind, 0.0)
@@ -92,14 +92,11 @@ class Exposure:
 
     def note(self, stream: Hashable, seconds: float) -> None:
         """Adds to the links of comm stream `(use, axis index, ...)`; if it has both, to inter."""
-        if self._topology is None or self._on_streams:
-            return
-        self._by_link[_link(self._topology, _axes(stream))] += seconds
+        if not self._on_streams:
+            self._by_link[_link(self._topology, _axes(stream))] += seconds
 
     def name(self, stream: Hashable) -> str:
         """The name of a comm stream: its use, axes and links, such as "gather 0 intra"."""
-        if self._topology is None:
-            return str(stream)
         axes = _axes(stream)
         numbers = "+".join(map(str, axes))
         return f"{stream[0].value} {numbers} {_link(self._topology, axes).value}"  # type: ignore[index]
@@ -115,7 +112,7 @@ class Exposure:
         self._pending = unfinished
         by_kind, by_link = self._by_kind, self._by_link
         self._by_kind, self._by_link = dict.fromkeys(WaitKind, 0.0), dict.fromkeys(Link, 0.0)
-        knows_links = self._topology is not None and not self._on_streams
+        knows_links = not self._on_streams
         return Exposed(
             gather=by_kind[WaitKind.GATHER],
             reduce=by_kind[WaitKind.REDUCE],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -43,26 +41,20 @@ class Groups:
             dist.destroy_process_group(self._by_use_and_run.popitem()[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveGroups:
-    """The process groups used to save checkpoints, by one thread at a time."""
-
-    world: dist.ProcessGroup
-    near: dist.ProcessGroup | None  # the ranks that see this rank's folder, if not all do
-
-
 def make_save_groups(
     folders: Sequence[tuple[int, ...]], rank: int, timeout: timedelta
-) -> SaveGroups:
-    """Gloo groups, under any backend, for save plans and results; collective over the world."""
-    world = dist.new_group(backend="gloo", timeout=timeout)
-    near = None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Gloo groups, under any backend, of all ranks and of those that see this rank's folder.
+
+    For save plans and results, by one thread at a time; collective over the world.
+    """
+    world = near = dist.new_group(backend="gloo", timeout=timeout)
     if len(folders) > 1:
         for members in folders:
             group = dist.new_group(list(members), backend="gloo", timeout=timeout)
             if rank in members:
                 near = group
-    return SaveGroups(world=world, near=near)
+    return world, near
 
 
 def make_groups(
@@ -78,33 +70,7 @@ def make_groups(
                 if members in seen:
                     continue
                 seen.add(members)
-                group = _make(use, members, timeout)
+                group = dist.new_group(list(members), timeout=timeout)
                 if rank in members:
                     mine[use, run] = group
     return Groups(topology=topology, rank=rank, _by_use_and_run=mine)
-
-
-_Shared = dict[tuple[Use, tuple[int, ...]], dist.ProcessGroup]
-_shared: ContextVar[_Shared | None] = ContextVar("_shared", default=None)
-
-
-@contextmanager
-def sharing_groups() -> Iterator[None]:
-    """Trainings built in the block share process groups: for several that alternate in a process.
-
-    Every live gloo group uses CPU time. None of the shared groups may be closed.
-    """
-    token = _shared.set({})
-    try:
-        yield
-    finally:
-        _shared.reset(token)
-
-
-def _make(use: Use, members: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    shared = _shared.get()
-    if shared is None:
-        return dist.new_group(list(members), timeout=timeout)
-    if (use, members) not in shared:
-        shared[use, members] = dist.new_group(list(members), timeout=timeout)
-    return shared[use, members]

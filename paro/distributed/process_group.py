@@ -27,6 +27,11 @@ class RuntimeConfig:
     distributed_timeout_minutes: int = 10
     flight_recorder_dir: str | None = None
 
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of a collective."""
+        return timedelta(minutes=self.distributed_timeout_minutes)
+
     def __post_init__(self) -> None:
         if self.distributed_timeout_minutes <= 0:
             raise UserError(
@@ -73,10 +78,10 @@ def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
     if world.size > 1:
         dist.init_process_group(
             config.distributed_backend,
-            store=_store_of_this_attempt(world, timeout_of(config)),
+            store=_store_of_this_attempt(world, config.timeout),
             rank=world.rank,
             world_size=world.size,
-            timeout=timeout_of(config),
+            timeout=config.timeout,
             device_id=device if device.type == "cuda" else None,
         )
     control = Control(world, device)
@@ -88,11 +93,6 @@ def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
         control.barrier()
         if device.type == "cuda":
             dist.destroy_process_group()
-
-
-def timeout_of(config: RuntimeConfig) -> timedelta:
-    """The timeout of a collective."""
-    return timedelta(minutes=config.distributed_timeout_minutes)
 
 
 def seed_everything(seed: int) -> None:

@@ -42,12 +42,8 @@ def set_num_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
     for state in optimizer.state.values():
         state["step"].fill_(num_steps)
     for group in optimizer.param_groups:
-        if "step" in group or implementation_of(optimizer) == "apex":
+        if "step" in group or not isinstance(optimizer, torch.optim.AdamW):
             group["step"] = num_steps  # apex counts steps per group
-
-
-def implementation_of(optimizer: torch.optim.Optimizer) -> str:
-    return "torch" if isinstance(optimizer, torch.optim.AdamW) else "apex"
 
 
 def find_apex() -> Any:

@@ -25,15 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from paro.rotation.rotating_unit import RotatingUnit
-from paro.sharding.distributed_model import Phase
-
-
-@dataclass(slots=True, kw_only=True)
-class MicroBatchState:
-    """The phase of the current micro-batch; shared by all parts of a model."""
-
-    phase: Phase = Phase.IDLE
-    last: bool = False  # whether it is the last one of its step
+from paro.sharding.distributed_model import MicroBatchState, Phase
 
 
 class PartSpec(Protocol):
@@ -49,7 +41,7 @@ class PartSpec(Protocol):
     def cuts(self) -> Mapping[str, int]: ...
 
     @property
-    def beside(self) -> tuple[str, ...]: ...
+    def replicated(self) -> tuple[str, ...]: ...
 
     @property
     def join(self) -> Callable[..., Tensor]: ...
@@ -102,8 +94,8 @@ class RotatingPart:
                 module.register_parameter(name, None)
         self._parameters = module._parameters
         self._leaves: dict[tuple[Position, int], dict[str, nn.Parameter]] = {}  # by position, slot
-        self._beside = [module.get_parameter(name) for name in spec.beside]
-        self._trains_beside = any(parameter.requires_grad for parameter in self._beside)
+        self._replicated = [module.get_parameter(name) for name in spec.replicated]
+        self._trains_replicated = any(parameter.requires_grad for parameter in self._replicated)
         self._trains = any(unit.trainable for half in halves for unit in half)
         self._name = halves[0][0].name.partition(" ")[0]
         self._moves_home = False
@@ -127,7 +119,7 @@ class RotatingPart:
         if not torch.is_grad_enabled():
             return False
         tensors = (arg for arg in args if isinstance(arg, Tensor))
-        return self._trains or any(tensor.requires_grad for tensor in (*tensors, *self._beside))
+        return self._trains or any(tensor.requires_grad for tensor in (*tensors, *self._replicated))
 
     def _slices(self) -> Iterator[Callable[..., Any]]:
         for number, half in enumerate(self._halves):
@@ -191,7 +183,7 @@ class RotatingPart:
         """Runs right before the backward of a step, for each of its outputs."""
         if position == self._in_backward:
             return
-        self._end_step()
+        self.end_step()
         self._in_backward, self._input_done = position, False
         if self._plan.returns:
             number, step = position
@@ -217,10 +209,13 @@ class RotatingPart:
         number, step = self._in_backward
         # If the input needs no gradient but a norm does, no hook fires when the norm's is computed.
         all_here = all(unit.has_all(step) for unit in self._halves[number])
-        if all_here and (self._input_done if self._input_needs_grad else not self._trains_beside):
-            self._end_step()
+        if all_here and (
+            self._input_done if self._input_needs_grad else not self._trains_replicated
+        ):
+            self.end_step()
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """Ends the step that is in backward, if any; call it too when backward has finished."""
         position, self._in_backward = self._in_backward, None
         if position is None:
             return
@@ -231,10 +226,6 @@ class RotatingPart:
             if step == 0 and unit.trainable and self._plan.completes and self._state.last:
                 with torch.profiler.record_function(f"paro/reduce:{unit.name}"):
                     unit.step_reduce()
-
-    def finish_backward(self) -> None:
-        """Ends the last open step; call it when backward has finished."""
-        self._end_step()
 
     def close(self) -> None:
         """Drops the leaves: autograd keeps them alive, and their hooks reference this part."""

@@ -10,17 +10,14 @@ from torch import nn
 
 from paro.distributed.groups import Use
 from paro.layout import (
-    Shape,
-    decays,
     halves_of,
-    make_layout,
     make_sliced_layout,
-    whole_box,
 )
-from paro.rotation.part import Half, MicroBatchState, PartSpec, RotatingPart, RotationPlan
+from paro.rotation.part import Half, PartSpec, RotatingPart, RotationPlan
 from paro.rotation.ring import Ring
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
+from paro.sharding.distributed_model import MicroBatchState
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import ShardingContext, make_comm_plan
 from paro.strategy import Strategy, replicated
@@ -38,7 +35,7 @@ class UnitSpec(wrap.UnitSpec, Protocol):
     def recomputed(self) -> bool: ...
 
 
-def runs_beside_rotation(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
+def rotation_runs(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
     """The axis spans of the collectives of a rotated model: only those that run once a step."""
     runs: dict[Use, frozenset[AxisSpan]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
     for comm_plan in (
@@ -56,7 +53,8 @@ class Parts:
 
     parts: tuple[RotatingPart, ...]
     rotating: tuple[RotatingUnit, ...]
-    beside: tuple[ShardedUnit, ...]  # norms: whole on every rank
+    replicated: tuple[ShardedUnit, ...]  # norms
+    state: MicroBatchState
 
 
 def cut_into_parts(
@@ -64,7 +62,6 @@ def cut_into_parts(
     specs: Sequence[UnitSpec],
     context: ShardingContext,
     ring: Ring,
-    state: MicroBatchState,
     *,
     in_place: bool,
 ) -> Parts:
@@ -77,7 +74,7 @@ def cut_into_parts(
     original = dict(model.named_parameters())
     bound = wrap.bind_empty(model, context)
     units: dict[str, tuple[Half, ...]] = {}  # by the name of a part's first parameter
-    parts = []
+    state, parts = MicroBatchState(), []
     for spec in specs:
         for part in spec.parts:
             holder = spec.borrows[0] if spec.borrows else spec.name
@@ -86,7 +83,10 @@ def cut_into_parts(
             if key not in units:
                 label = spec.name if len(spec.parts) == 1 else f"{spec.name}.{part.method}"
                 matrices = {name: original[name] for name in own}
-                halves = _half_numbers(matrices, own, ring, part.shares) if in_place else (None,)
+                halves: tuple[int | None, ...] = (None,)
+                if in_place:
+                    shapes = {name: tuple(matrix.shape) for name, matrix in matrices.items()}
+                    halves = halves_of(shapes, cuts=own, number=ring.size, shares=part.shares)
                 units[key] = tuple(
                     _make_halves(label, matrices, own, halves, context, ring, in_place)
                 )
@@ -98,17 +98,15 @@ def cut_into_parts(
             parts.append(RotatingPart(spec.module, part, units[key], plan, state))
     rotating = tuple(unit for halves in units.values() for half in halves for unit in half)
     held = {span.box.name for unit in rotating for span in unit.layout.spans}
-    beside = tuple(
-        _units_beside({n: p for n, p in original.items() if n not in held}, bound, context)
+    strategy = replicated(context.strategy)
+    comm_plan = make_comm_plan(strategy, context.topology)
+    others = {name: p for name, p in original.items() if name not in held}
+    norms = tuple(
+        wrap.make_units("norms", others, replace(context, strategy=strategy, comm_plan=comm_plan))
     )
-    return Parts(parts=tuple(parts), rotating=rotating, beside=beside)
-
-
-def _half_numbers(
-    matrices: Mapping[str, nn.Parameter], cuts: Mapping[str, int], ring: Ring, shares: int | None
-) -> tuple[int | None, ...]:
-    shapes = {name: tuple(matrix.shape) for name, matrix in matrices.items()}
-    return halves_of(shapes, cuts=cuts, number=ring.size, shares=shares)
+    for unit in norms:
+        unit.bind(bound)
+    return Parts(parts=tuple(parts), rotating=rotating, replicated=norms, state=state)
 
 
 def _make_halves(
@@ -123,7 +121,7 @@ def _make_halves(
     """The units of a part's slices, or of their first and then their second halves."""
     for half in halves:
         units = []
-        for trainable, shapes in _by_training(matrices):
+        for trainable, shapes in wrap.by_training(matrices):
             layout = make_sliced_layout(
                 shapes,
                 cuts=cuts,
@@ -137,30 +135,3 @@ def _make_halves(
                 RotatingUnit(name, layout, context, ring, trainable=trainable, in_place=in_place)
             )
         yield tuple(units)
-
-
-def _units_beside(
-    parameters: Mapping[str, nn.Parameter],
-    bound: dict[str, nn.Parameter],
-    context: ShardingContext,
-) -> Iterator[ShardedUnit]:
-    strategy = replicated(context.strategy)
-    comm_plan = make_comm_plan(strategy, context.topology)
-    whole = replace(context, strategy=strategy, comm_plan=comm_plan)
-    for trainable, shapes in _by_training(parameters):
-        boxes = [whole_box(name, shape) for name, shape in shapes.items()]
-        decayed = frozenset(name for name, shape in shapes.items() if decays(shape))
-        layout = make_layout(boxes, decayed=decayed, world_size=context.topology.world_size)
-        name = "norms" if trainable else "norms (frozen)"
-        unit = ShardedUnit(name, layout, whole, trainable=trainable)
-        unit.bind(bound)
-        yield unit
-
-
-def _by_training(
-    parameters: Mapping[str, nn.Parameter],
-) -> Iterator[tuple[bool, dict[str, Shape]]]:
-    for trainable in (True, False):
-        chosen = {n: tuple(p.shape) for n, p in parameters.items() if p.requires_grad is trainable}
-        if chosen:
-            yield trainable, chosen

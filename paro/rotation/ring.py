@@ -26,8 +26,6 @@ from paro.distributed.groups import Groups, Use, make_groups
 from paro.layout import chunk_numel
 from paro.topology import Axis, AxisSpan, Topology
 
-_TAGS = 1 << 31  # tags of a backend are below this
-
 
 class Turn(Enum):
     """Direction of a shift; the value is the change of a slice's position."""
@@ -80,7 +78,7 @@ class Ring:
 
     def shift(self, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
         """Starts a shift: sends `outgoing` to one neighbour, fills `incoming` from the other."""
-        assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs room beside"
+        assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs scratch"
         tag = self._take_tags(1)
         if not self._streams.runs_concurrently:
             return self._streams.submit(
@@ -94,16 +92,16 @@ class Ring:
 
         return _Underway(self._stream, finish)
 
-    def shift_in_place(self, values: Tensor, beside: Tensor, turn: Turn) -> Event:
-        """Starts a shift within `values`, in chunks received into the scratch `beside`.
+    def shift_in_place(self, values: Tensor, scratch: Tensor, turn: Turn) -> Event:
+        """Starts a shift within `values`, in chunks received into `scratch`.
 
-        A chunk is overwritten after it has been sent; `beside` holds two. With threads all sends
+        A chunk is overwritten after it has been sent; `scratch` holds two. With threads all sends
         start at once and receives overlap copies; on CUDA streams a chunk is one grouped exchange.
         """
-        step = beside.numel() // 2
+        step = scratch.numel() // 2
         chunks = values.split(step)
         landings = [
-            beside[number % 2 * step :][: chunk.numel()] for number, chunk in enumerate(chunks)
+            scratch[number % 2 * step :][: chunk.numel()] for number, chunk in enumerate(chunks)
         ]
         first_tag = self._take_tags(len(chunks))
 
@@ -143,17 +141,15 @@ class Ring:
 
     def _send(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         to, _ = self._neighbours(turn)
-        return self._wire.send(Use.ROTATE, self._run, tensor, to, tag % _TAGS)
+        return self._wire.send(Use.ROTATE, self._run, tensor, to, tag)
 
     def _receive(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         _, source = self._neighbours(turn)
-        return self._wire.receive(Use.ROTATE, self._run, tensor, source, tag % _TAGS)
+        return self._wire.receive(Use.ROTATE, self._run, tensor, source, tag)
 
     def _exchange(self, outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
         to, source = self._neighbours(turn)
-        self._wire.exchange(
-            Use.ROTATE, self._run, (outgoing, to), (incoming, source), tag=tag % _TAGS
-        )
+        self._wire.exchange(Use.ROTATE, self._run, (outgoing, to), (incoming, source), tag=tag)
 
     def _neighbours(self, turn: Turn) -> tuple[int, int]:
         """The ranks to send to and to receive from."""
@@ -186,6 +182,6 @@ def make_ring(
     return Ring(run[0], groups, streams, traffic)
 
 
-def room_beside(numel: int, dtype: torch.dtype) -> int:
+def scratch_numel(numel: int, dtype: torch.dtype) -> int:
     """Elements of scratch for an in-place shift of a buffer of `numel` elements: two chunks."""
     return 2 * chunk_numel(numel, dtype.itemsize)

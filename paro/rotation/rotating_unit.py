@@ -37,7 +37,7 @@ from torch import Tensor
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
 from paro.layout import UnitLayout
-from paro.rotation.ring import Ring, Turn, room_beside
+from paro.rotation.ring import Ring, Turn, scratch_numel
 from paro.sharding.buffers import ElasticBuffer
 from paro.sharding.shards import ShardingContext, UnitShards
 
@@ -78,10 +78,10 @@ class RotatingUnit(UnitShards):
         compute, wire = context.compute_dtype, context.reduce_dtype
         self._E, self._F = self._spare(numel, compute), self._spare(numel, compute)
         self._X, self._Y = self._spare(numel, wire), self._spare(numel, wire)
-        self._beside = self._spare(room_beside(numel, compute), compute)
-        self._beside_grads = self._beside  # they are exchanged one after the other
+        self._scratch = self._spare(scratch_numel(numel, compute), compute)
+        self._grad_scratch = self._scratch  # they are exchanged one after the other
         if wire != compute:
-            self._beside_grads = self._spare(room_beside(numel, wire), wire)
+            self._grad_scratch = self._spare(scratch_numel(numel, wire), wire)
         self._grad_boxes: dict[int, dict[str, Tensor]] = {}  # by step: views of X or Y
         self._moves_home = False  # forward shifts the slices themselves; backward returns them
         self._is_away = False  # S holds the slice of the next rank
@@ -100,11 +100,11 @@ class RotatingUnit(UnitShards):
             return self._ring.shift(outgoing, incoming, turn)
 
     def _shift_in_place(
-        self, kind: WaitKind, values: Tensor, beside: ElasticBuffer, turn: Turn
+        self, kind: WaitKind, values: Tensor, scratch: ElasticBuffer, turn: Turn
     ) -> None:
         exposure = self.context.exposure
         with exposure.submitting(kind):
-            moved = self._ring.shift_in_place(values, beside.values, turn)
+            moved = self._ring.shift_in_place(values, scratch.values, turn)
         exposure.wait(kind, moved)
 
     # Forward #
@@ -116,7 +116,7 @@ class RotatingUnit(UnitShards):
         self._moves_home = moves_home
         self._arrived = DONE
         if self._in_place:
-            self._beside.alloc()
+            self._scratch.alloc()
             if not moves_home:
                 self._E.alloc()
             return
@@ -144,14 +144,14 @@ class RotatingUnit(UnitShards):
             return
         slot, next_slot = self._slot(step), self._slot(step + 1)
         if slot is next_slot:
-            self._shift_in_place(WaitKind.GATHER, slot, self._beside, Turn.CLOCKWISE)
+            self._shift_in_place(WaitKind.GATHER, slot, self._scratch, Turn.CLOCKWISE)
         else:
             moved = self._shift(WaitKind.GATHER, slot, next_slot, Turn.CLOCKWISE)
             self.context.exposure.wait(WaitKind.GATHER, moved)
 
     def end(self) -> None:
         """Frees the spare weight slots."""
-        for spare in (self._E, self._F, self._beside):
+        for spare in (self._E, self._F, self._scratch):
             if spare.alive:
                 spare.free()
 
@@ -188,7 +188,7 @@ class RotatingUnit(UnitShards):
         if not self._is_away or self._leaving_for == step - 1:
             return
         if step + 1 == self.num_steps:
-            spare = self._beside if self._in_place else self._E
+            spare = self._scratch if self._in_place else self._E
             if not spare.alive:  # alive if a recomputed forward stopped early
                 spare.alloc()
         self.context.exposure.wait(WaitKind.GATHER, self._arrived)
@@ -221,7 +221,7 @@ class RotatingUnit(UnitShards):
             self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)
             self._grads_arrived = DONE
             return
-        for spare in (self._X, self._beside_grads if self._in_place else self._Y):
+        for spare in (self._X, self._grad_scratch if self._in_place else self._Y):
             if not spare.alive:
                 spare.alloc()
         for low, high in self._gaps[index]:
@@ -240,12 +240,12 @@ class RotatingUnit(UnitShards):
             return
         turn = Turn.COUNTER_CLOCKWISE
         if self._in_place and self._is_away:
-            self._shift_in_place(WaitKind.GATHER, self.param_shard, self._beside, turn)
+            self._shift_in_place(WaitKind.GATHER, self.param_shard, self._scratch, turn)
         if not self.trainable:
             return
         slot, before = self._grad_slot(step), self._grad_slot(step - 1)
         if self._in_place:
-            self._shift_in_place(WaitKind.REDUCE, slot, self._beside_grads, turn)
+            self._shift_in_place(WaitKind.REDUCE, slot, self._grad_scratch, turn)
         else:
             self._grads_arrived = self._shift(WaitKind.REDUCE, slot, before, turn)
 
@@ -264,7 +264,7 @@ class RotatingUnit(UnitShards):
         else:
             self.grad_shard.add_(came_home)
         self._fresh = False
-        for spare in (self._X, self._Y, self._beside_grads):
+        for spare in (self._X, self._Y, self._grad_scratch):
             if spare.alive:
                 spare.free()
 

@@ -27,12 +27,12 @@ class FlatShard:
         """True on exactly one replica, for sums that must count each element once."""
         return self.rank == self.replicas[0]
 
-    def own_part(self, among: Collection[int] | None = None) -> tuple[int, int]:
+    def own_part(self, writers: Collection[int]) -> tuple[int, int]:
         """The range [begin, end) of `values` that this rank writes; replicas divide the work.
 
-        With `among`, only the ranks in it divide the work; the other replicas write separately.
+        Only the replicas in `writers` do; the others write separately.
         """
-        sharing = [rank for rank in self.replicas if among is None or rank in among]
+        sharing = [rank for rank in self.replicas if rank in writers]
         numel, index = self.values.numel(), sharing.index(self.rank)
         return index * numel // len(sharing), (index + 1) * numel // len(sharing)
 

@@ -1,14 +1,18 @@
-"""The interface of a distributed model: sharded (gathered parameters) or rotated."""
+"""The frame of a step, for both kinds of distributed model: sharded (gathered) and rotated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from paro.sharding.shards import ShardingContext, UnitShards
+from paro.distributed.timers import Timers
+from paro.sharding.shards import UnitShards
 
 
 class Phase(Enum):
@@ -20,23 +24,39 @@ class Phase(Enum):
     BACKWARD = 3
 
 
-class DistributedModel(Protocol):
-    """A model that trains and evaluates this rank's batches; its units hold this rank's shards."""
+@dataclass(slots=True)
+class MicroBatchState:
+    """The phase of the current micro-batch; the parts of a rotated model share it."""
 
-    @property
-    def model(self) -> nn.Module: ...
+    phase: Phase = Phase.IDLE
+    last: bool = False  # whether it is the last one of its step
 
-    @property
-    def context(self) -> ShardingContext: ...
 
-    @property
-    def units(self) -> Sequence[UnitShards]: ...
+class DistributedModel:
+    """A model that trains and evaluates this rank's batches; its units hold this rank's shards.
 
-    @property
-    def trainable_units(self) -> Sequence[UnitShards]: ...
+    Subclasses make parameters readable where the model needs them, and pass gradients to the units.
+    After an exception the model is unusable.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitShards],
+        state: MicroBatchState,
+        timers: Timers,
+    ) -> None:
+        self.model = model
+        self.units = units
+        self.context = units[0].context
+        self.trainable_units = [unit for unit in units if unit.trainable]
+        self._state = state
+        self._timers = timers
+        self._handles: list[RemovableHandle] = []
 
     def begin_step(self, num_micro_batches: int) -> None:
         """Starts a step of `num_micro_batches` micro-batches."""
+        self._assert_idle()
 
     def forward_backward(
         self,
@@ -47,18 +67,69 @@ class DistributedModel(Protocol):
         last: bool,
         **documents: Any,
     ) -> Tensor:
-        """Accumulates the gradients of one micro-batch and returns its weighted loss."""
+        """Accumulates the gradients of one micro-batch and returns its weighted loss.
+
+        `documents` are keyword arguments of the model.
+        """
+        self._begin(Phase.FORWARD)
+        self._state.last = last
+        with self._timers.measure("forward-compute", level=2):
+            loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
+        self._state.phase = Phase.BACKWARD
+        with self._timers.measure("backward-compute", level=2):
+            loss.backward()
+        self._end_backward()
+        self._state.phase = Phase.IDLE
+        return loss.detach()
 
     def finish_gradients(self) -> None:
         """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
+        self._assert_idle()
+        for unit in self.trainable_units:
+            unit.wait_reduced()
 
+    @torch.no_grad()
     def evaluate(
         self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any
     ) -> Tensor:
         """The weighted loss of a batch, computed without gradients."""
+        self._begin(Phase.EVALUATION)
+        loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
+        self._state.phase = Phase.IDLE
+        return loss
 
     def wait_for_updated_params(self) -> None:
         """Waits until `param_shard` of every unit holds the last update."""
+        for unit in self.units:
+            unit.wait_for_updated_params()
 
     def close(self) -> None:
-        """Closes comm streams and process groups; call it on every rank with no work in flight."""
+        """Closes comm streams and process groups; call it on every rank with no work in flight.
+
+        Also removes the model's hooks: autograd keeps them alive, and they reference this object.
+        """
+        self.context.collectives.close()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _begin(self, phase: Phase) -> None:
+        """Starts a forward; extended by subclasses."""
+        assert self._state.phase is Phase.IDLE, f"the model is in {self._state.phase}"
+        self._state.phase = phase
+
+    def _end_backward(self) -> None:
+        """Runs after the backward of a micro-batch; defined by subclasses."""
+        raise NotImplementedError
+
+    def _assert_idle(self) -> None:
+        assert self._state.phase is Phase.IDLE, f"the model is in {self._state.phase}"
+
+    def _on_gradient(self, parameter: nn.Parameter, receive: Callable[[Tensor], None]) -> None:
+        """Passes the parameter's gradient of every backward to `receive` instead of keeping it."""
+
+        def arrived(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            receive(gradient)
+
+        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))

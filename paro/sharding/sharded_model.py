@@ -3,51 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from paro.distributed.timers import Timers
-from paro.sharding.distributed_model import Phase
+from paro.sharding.distributed_model import DistributedModel, MicroBatchState, Phase
 from paro.sharding.sharded_unit import ShardedUnit, UnitState
 from paro.sharding.wrap import UnitModule
 
 
-class ShardedModel:
+class ShardedModel(DistributedModel):
     """A model whose unit modules have whole parameters only while they run.
 
     The order of a step is known in advance: for every micro-batch all unit modules forward, then
     backward in reverse. Up to `1 + prefetch_units` of them are live (gathered or being gathered) at
     once, or as many as are recomputed together; with `prefetch_units` 0 nothing overlaps. In
     backward a unit module is released when its input gradient is computed and all its parameter
-    gradients have arrived. At most two units hold whole gradients that wait to be reduced. After
-    an exception the model is unusable.
+    gradients have arrived. At most two units hold whole gradients that wait to be reduced.
     """
 
     def __init__(
         self,
         model: nn.Module,
         modules: list[UnitModule],
+        timers: Timers,
         *,
         prefetch_units: int,
-        timers: Timers | None = None,
     ) -> None:
-        self.model = model
+        units = [unit for module in modules for unit in module.own]
+        super().__init__(model, units, MicroBatchState(), timers)
         self.modules = modules
-        self._timers = timers or Timers()
-        self.units = [unit for module in modules for unit in module.own]
-        self.context = self.units[0].context
-        self.trainable_units = [unit for unit in self.units if unit.trainable]
         self._max_live = 1 + prefetch_units
         self._max_whole_grads = 2 if prefetch_units else 1
-        self._phase = Phase.IDLE
-        self._last = False
         self._upcoming: deque[UnitModule] = deque()
         self._live: list[UnitModule] = []
         self._reducing: deque[ShardedUnit] = deque()
-        self._handles: list[RemovableHandle] = []
         parameters = dict(model.named_parameters())
         for module in modules:
             self._hook(module, parameters)
@@ -61,73 +53,30 @@ class ShardedModel:
         for _ in range(num_micro_batches):
             self._upcoming.extend([*self.modules, *backward])
 
-    def forward_backward(
-        self,
-        tokens_BS: Tensor,
-        labels_BS: Tensor,
-        weights_BS: Tensor,
-        *,
-        last: bool,
-        **documents: Any,
-    ) -> Tensor:
-        """Accumulates the gradients of one micro-batch and returns its weighted loss.
+    def finish_gradients(self) -> None:
+        """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
+        assert not self._upcoming, f"the step has more to run: {self._upcoming}"
+        while self._reducing:
+            self._reducing.popleft().free_whole_grad()
+        super().finish_gradients()
 
-        `documents` are keyword arguments of the model.
-        """
-        assert self._phase is Phase.IDLE, f"a micro-batch begins in {self._phase}"
-        self._phase, self._last = Phase.FORWARD, last
+    def _begin(self, phase: Phase) -> None:
+        if phase is Phase.EVALUATION:
+            self._assert_idle()
+            self._upcoming.extend(self.modules)
+        super()._begin(phase)
         for module in self.modules:
             module.input_grad_made = False
             module.num_units_to_arrive = len(module.trainable())
-        with self._timers.measure("forward-compute", level=2):
-            loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
-        self._phase = Phase.BACKWARD
-        with self._timers.measure("backward-compute", level=2):
-            loss.backward()
+
+    def _end_backward(self) -> None:
         for module in self.modules:
             assert module.num_units_to_arrive == 0, f"{module.name} received no gradient"
             if module.held_for_backward:
                 self._release(module)
-        self._phase = Phase.IDLE
-        return loss.detach()
-
-    def finish_gradients(self) -> None:
-        """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
-        self._assert_idle()
-        assert not self._upcoming, f"the step has more to run: {self._upcoming}"
-        while self._reducing:
-            self._reducing.popleft().free_whole_grad()
-        for unit in self.trainable_units:
-            unit.wait_reduced()
-
-    @torch.no_grad()
-    def evaluate(
-        self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any
-    ) -> Tensor:
-        """The weighted loss of a batch, computed without gradients."""
-        self._assert_idle()
-        self._phase = Phase.EVALUATION
-        self._upcoming.extend(self.modules)
-        loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
-        self._phase = Phase.IDLE
-        return loss
-
-    def wait_for_updated_params(self) -> None:
-        """Waits until `param_shard` of every unit holds the last update."""
-        for unit in self.units:
-            unit.wait_for_updated_params()
-
-    def close(self) -> None:
-        """Closes comm streams and process groups; call it on every rank with no work in flight.
-
-        Also removes the model's hooks: autograd keeps them alive, and they reference this object.
-        """
-        self.context.collectives.close()
-        while self._handles:
-            self._handles.pop().remove()
 
     def _assert_idle(self) -> None:
-        assert self._phase is Phase.IDLE, f"the model is in {self._phase}"
+        super()._assert_idle()
         assert not self._live, f"live outside a step: {[module.name for module in self._live]}"
 
     # Called by autograd and module hooks #
@@ -140,26 +89,17 @@ class ShardedModel:
         self._handles += [before, after]
         for unit in module.trainable():
             for span in unit.layout.spans:
-                self._hook_gradient(module, unit, span.box.name, parameters[span.box.name])
-
-    def _hook_gradient(
-        self, module: UnitModule, unit: ShardedUnit, name: str, parameter: nn.Parameter
-    ) -> None:
-        def arrived(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            self._receive(module, unit, name, gradient)
-
-        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+                name = span.box.name
+                self._on_gradient(parameters[name], partial(self._receive, module, unit, name))
 
     def _before_forward(self, module: UnitModule) -> None:
-        assert self._phase is not Phase.IDLE, f"{module.name} runs outside a step"
+        assert self._state.phase is not Phase.IDLE, f"{module.name} runs outside a step"
         self._require(module)
-        if self._phase is Phase.BACKWARD:  # activation recomputation, maybe of several blocks
+        if self._state.phase is Phase.BACKWARD:  # activation recomputation, maybe of several blocks
             module.held_for_backward = True
 
     def _after_forward(self, module: UnitModule, output: Tensor) -> None:
-        if self._phase is Phase.BACKWARD:
+        if self._state.phase is Phase.BACKWARD:
             return
         if output.requires_grad:
             output.register_hook(lambda _grad: self._output_grad_made(module))
@@ -189,7 +129,7 @@ class ShardedModel:
             self._reducing.append(unit)
         if unit.receive(name, gradient):
             with torch.profiler.record_function(f"paro/reduce:{unit.name}"):
-                unit.reduce(last=self._last)
+                unit.reduce(last=self._state.last)
             module.num_units_to_arrive -= 1
             self._release_if_through(module)
 

@@ -158,11 +158,8 @@ class ShardedUnit(UnitShards):
         self.num_arrived = 0
 
     def _queue_reduction(self, *, last: bool) -> Event:
-        context, comm_plan, collectives = (
-            self.context,
-            self.context.comm_plan,
-            self.context.collectives,
-        )
+        context = self.context
+        comm_plan, collectives = context.comm_plan, context.collectives
         event: Event = DONE
         if self._grad_U is not None:
             grad_U, grad_shard, fresh = self._grad_U.values, self.grad_shard, self._fresh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class ShardingContext:
     reduce_dtype: torch.dtype
     accumulate_dtype: torch.dtype
     ledger: Ledger
-    exposure: Exposure = field(default_factory=Exposure)
+    exposure: Exposure
 
 
 class UnitShards:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from paro.layout import Box, UnitLayout, decays, make_layout, whole_box
+from paro.layout import Shape, decays, make_layout, whole_box
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import ShardingContext
 
@@ -66,13 +66,14 @@ def make_unit_modules(
         parameters = {names[id(p)]: p for p in spec.module.parameters()}
         assert not seen & parameters.keys(), f"{seen & parameters.keys()} lie in two units"
         seen |= parameters.keys()
-        own_units[spec.name] = tuple(_make_units(spec.name, parameters, context))
+        own_units[spec.name] = tuple(make_units(spec.name, parameters, context))
     assert seen == set(names.values()), f"in no unit: {set(names.values()) - seen}"
     bound = bind_empty(model, context)
     for unit in (unit for units in own_units.values() for unit in units):
         unit.bind(bound)
 
-    first_trained = _first_trained([own_units[spec.name] for spec in specs])
+    trained = (any(unit.trainable for unit in own_units[spec.name]) for spec in specs)
+    first_trained = next((index for index, any_is in enumerate(trained) if any_is), len(specs))
     return [
         UnitModule(
             index=index,
@@ -88,21 +89,28 @@ def make_unit_modules(
     ]
 
 
-def _make_units(
-    name: str, parameters: dict[str, nn.Parameter], context: ShardingContext
-) -> Iterable[ShardedUnit]:
+def make_units(
+    name: str, parameters: Mapping[str, nn.Parameter], context: ShardingContext
+) -> Iterator[ShardedUnit]:
+    """The units of trainable and of frozen parameters, if there are any."""
+    for trainable, shapes in by_training(parameters):
+        label = name if trainable else f"{name} (frozen)"
+        layout = make_layout(
+            [whole_box(name, shape) for name, shape in shapes.items()],
+            decayed=frozenset(name for name, shape in shapes.items() if decays(shape)),
+            world_size=context.topology.world_size,
+        )
+        yield ShardedUnit(label, layout, context, trainable=trainable)
+
+
+def by_training(
+    parameters: Mapping[str, nn.Parameter],
+) -> Iterator[tuple[bool, dict[str, Shape]]]:
+    """The shapes of the trainable and of the frozen parameters, if there are any."""
     for trainable in (True, False):
-        chosen = {n: p for n, p in parameters.items() if p.requires_grad is trainable}
-        if chosen:
-            label = name if trainable else f"{name} (frozen)"
-            layout = _layout_of(chosen, context.topology.world_size)
-            yield ShardedUnit(label, layout, context, trainable=trainable)
-
-
-def _layout_of(parameters: dict[str, nn.Parameter], world_size: int) -> UnitLayout:
-    boxes: list[Box] = [whole_box(name, tuple(p.shape)) for name, p in parameters.items()]
-    decayed = frozenset(name for name, p in parameters.items() if decays(tuple(p.shape)))
-    return make_layout(boxes, decayed=decayed, world_size=world_size)
+        shapes = {n: tuple(p.shape) for n, p in parameters.items() if p.requires_grad is trainable}
+        if shapes:
+            yield trainable, shapes
 
 
 def bind_empty(model: nn.Module, context: ShardingContext) -> dict[str, nn.Parameter]:
@@ -114,10 +122,3 @@ def bind_empty(model: nn.Module, context: ShardingContext) -> dict[str, nn.Param
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, bound[name])
     return bound
-
-
-def _first_trained(units_of_node: list[tuple[ShardedUnit, ...]]) -> int:
-    for index, units in enumerate(units_of_node):
-        if any(unit.trainable for unit in units):
-            return index
-    return len(units_of_node)  # nothing is trained: evaluation only

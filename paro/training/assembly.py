@@ -19,7 +19,6 @@ from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Use
-from paro.distributed.process_group import timeout_of
 from paro.distributed.timers import Timers, make_timers
 from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
@@ -29,8 +28,7 @@ from paro.planning.machine.choice import choice_by
 from paro.planning.machine.files import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
-from paro.rotation.part import MicroBatchState
-from paro.rotation.partition import cut_into_parts, runs_beside_rotation
+from paro.rotation.partition import cut_into_parts, rotation_runs
 from paro.rotation.ring import make_ring
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import Ledger
@@ -98,7 +96,7 @@ def _spread(
     )
     rotates = sharding.materialize == "rotate"
     comm_plan = make_comm_plan(strategy, topology)
-    runs = runs_beside_rotation(strategy, topology) if rotates else comm_plan.runs()
+    runs = rotation_runs(strategy, topology) if rotates else comm_plan.runs()
     is_planned = device.type == "meta"
     if is_planned:
         runs = dict.fromkeys(Use, frozenset[AxisSpan]())
@@ -117,7 +115,7 @@ def _spread(
         runs=runs,
         streams=streams,
         traffic=traffic,
-        timeout=timeout_of(config.runtime),
+        timeout=config.runtime.timeout,
     )
     context = ShardingContext(
         topology=topology,
@@ -134,18 +132,18 @@ def _spread(
     )
     if not rotates:
         nodes = make_unit_modules(model, model.units(), context)
-        return ShardedModel(model, nodes, prefetch_units=sharding.prefetch_units, timers=timers)
+        return ShardedModel(model, nodes, timers, prefetch_units=sharding.prefetch_units)
     ring = make_ring(
         strategy.params,
         topology=topology,
         rank=rank,
         streams=streams,
         traffic=traffic,
-        timeout=None if is_planned else timeout_of(config.runtime),
+        timeout=None if is_planned else config.runtime.timeout,
     )
-    progress, in_place = MicroBatchState(), sharding.rotate_in_place
-    parts = cut_into_parts(model, model.units(), context, ring, progress, in_place=in_place)
-    return RotatedModel(model, parts, ring, progress, timers=timers)
+    in_place = sharding.rotate_in_place
+    parts = cut_into_parts(model, model.units(), context, ring, in_place=in_place)
+    return RotatedModel(model, parts, ring, timers)
 
 
 def _algorithm(config: RunConfig, control: Control) -> str | AlgorithmChoice:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.loader import Datasets
-from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.agreement import with_folders
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import PARAM, boxed_states
 from paro.checkpoint.config import CheckpointConfig
@@ -21,8 +21,6 @@ from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
-from paro.distributed.groups import make_save_groups
-from paro.distributed.process_group import timeout_of
 from paro.errors import StorageError, UserError, reading
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
@@ -63,11 +61,7 @@ class Saver:
         self._under_way: int | None = None
         control = training.control
         folders = ranks_by_folder(self._root, control)
-        if control.world.size > 1:
-            groups = make_save_groups(folders, control.world.rank, timeout_of(config.runtime))
-            self._ranks = Ranks(groups.world, near=groups.near)
-        else:
-            self._ranks = Ranks(None, alone=True)
+        self._ranks = with_folders(folders, control, config.runtime.timeout)
         if len(folders) > 1:
             log.log0(
                 f"--save {self._root} is another folder on {len(folders)} sets of ranks: each "
@@ -88,7 +82,7 @@ class Saver:
 
     def _set_aside(self) -> None:
         """Moves another run's checkpoints in --save aside, under the same name on every node."""
-        number = max(self._ranks.gather(next_earlier(self._root)))
+        number = max(self._ranks.everyone.gather(next_earlier(self._root)))
         earlier = self._ranks.first_decides(
             lambda: set_aside(self._root, number), f"--save {self._root}"
         )
@@ -103,7 +97,7 @@ class Saver:
         shards = training.optimizer.flat_shards()
         if config.checkpoint.no_save_optim:
             shards = (shard for shard in shards if shard.state == PARAM)
-        states = boxed_states(shards, to_write=True, among=self._ranks.sharing)
+        states = boxed_states(shards, writers=self._ranks.near_ranks)
         if config.checkpoint.async_save:
             states = self._copy.take(states)
         write = partial(
@@ -201,6 +195,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
     common = load_checkpoint(
         flags.load,
         training.optimizer.flat_shards(),
+        training.control,
         wanted=Loading(iteration=flags.ckpt_step, moments=moments, model=_model_fields(config)),
         log=log.log0,
     )

@@ -27,6 +27,7 @@ EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 # On nodes of 8 GPUs; the other scripts are small.
 CLUSTER = [f"pretrain_llama_{size}_{how}.sh" for size in ("7b", "65b") for how in ("dgx", "slurm")]
+CORE = "pretrain_llama.sh"  # which those source
 SCRIPTS = [*CLUSTER, "single_gpu.sh", "cpu_emulated_cluster.sh", "quickstart.sh"]
 NUM_PARAMETERS = {"7b": "6,738,415,616", "65b": "65,285,660,672"}
 RECIPE = {"7b": 1e12, "65b": 1.4e12}  # tokens
@@ -65,7 +66,7 @@ def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bash(script: str, *args: object, path: str, **environment: object) -> str:
+def bash(script: str | Path, *args: object, path: str, **environment: object) -> str:
     done = subprocess.run(
         ["bash", str(EXAMPLES / script), *map(str, args)],
         cwd=ROOT,
@@ -77,7 +78,7 @@ def bash(script: str, *args: object, path: str, **environment: object) -> str:
     return done.stdout
 
 
-def start(recorders: Path, script: str, *args: object, **environment: object) -> Started:
+def start(recorders: Path, script: str | Path, *args: object, **environment: object) -> Started:
     lines = bash(script, *args, path=str(recorders), **environment).splitlines()
     words = [line.removeprefix("word ") for line in lines if line.startswith("word ")]
     settings = [line.removeprefix("set ") for line in lines if line.startswith("set ")]
@@ -246,6 +247,21 @@ def test_srun_starts_the_ranks_without_torchrun(recorders: Path, script: str) ->
     assert {"--ntasks-per-node=8", "--gpus-per-node=8", signal} <= set(header)
 
 
+def test_a_script_and_its_core_are_all_that_a_copy_needs(recorders: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / CORE).write_bytes((EXAMPLES / CORE).read_bytes())
+    for script in CLUSTER:
+        (folder / script).write_bytes((EXAMPLES / script).read_bytes())
+        copied = start(recorders, folder / script, "ckpt", MASTER_ADDR="node0", NNODES=2)
+        assert copied == start(recorders, script, "ckpt", MASTER_ADDR="node0", NNODES=2)
+    other = folder / "pretrain_llama_13b_dgx.sh"
+    other.write_text((EXAMPLES / CLUSTER[0]).read_text().replace("MODEL=7B", "MODEL=13B"))
+    done = subprocess.run(["bash", other], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{other}: MODEL=13B has no case in {folder / CORE}\n"
+
+
 @pytest.mark.parametrize("size", ["7b", "65b"])
 def test_both_launchers_train_alike(recorders: Path, size: str) -> None:
     dgx, slurm = (
@@ -271,14 +287,21 @@ def test_streams_and_rails_are_kept_apart(recorders: Path, script: str) -> None:
 # What their comments say
 
 
+def choices_of(script: str) -> str:
+    """Where a script's model is chosen, with the reasons: in its case of the core, or in itself."""
+    if script not in CLUSTER:
+        return (EXAMPLES / script).read_text()
+    _, _, case = (EXAMPLES / CORE).read_text().partition(f"\n{size_of(script).upper()})\n")
+    return case.partition("\n    ;;\n")[0]
+
+
 def table_of(script: str) -> list[tuple[int, str, int, str]]:
     """The rows of a comment's table: GPUs, strategy, micro-batch, GB."""
-    text = (EXAMPLES / script).read_text()
-    rows = re.findall(r"^# +(\d+) +([NIG]{3}) +(\d+) +(\d+\.\d)$", text, re.M)
+    rows = re.findall(r"^ *# +(\d+) +([NIG]{3}) +(\d+) +(\d+\.\d)$", choices_of(script), re.M)
     return [(int(gpus), name, int(batch), gigabytes) for gpus, name, batch, gigabytes in rows]
 
 
-@pytest.mark.parametrize("script", [*CLUSTER, "single_gpu.sh"])
+@pytest.mark.parametrize("script", [*CLUSTER[::2], "single_gpu.sh"])  # a model has one table
 def test_memory_in_comments_is_the_predictors(recorders: Path, script: str) -> None:
     rows = table_of(script)
     assert {gpus for gpus, *_ in rows} >= ({16, 128} if script in CLUSTER else {1})
@@ -300,10 +323,8 @@ def test_memory_under_other_choices_is_the_predictors(recorders: Path) -> None:
     in_groups = [gigabytes(seven, nodes, PARO_STRATEGY="IIG") for nodes in (2, 16)]
     said = "takes {} GB on 16 GPUs and {} GB on 128.".format(*in_groups)
     in_fp32 = gigabytes(large, 4, "--grad-reduce-in-bf16")
-    for how in ("dgx", "slurm"):
-        assert said in (EXAMPLES / seven.replace("dgx", how)).read_text()
-        text = (EXAMPLES / large.replace("dgx", how)).read_text()
-        assert f"which decides on 32 GPUs: {in_fp32} GB without." in text
+    assert said in choices_of(seven)
+    assert f"which decides on 32 GPUs: {in_fp32} GB without." in choices_of(large)
 
 
 # The scripts themselves
@@ -311,7 +332,7 @@ def test_memory_under_other_choices_is_the_predictors(recorders: Path) -> None:
 
 def test_every_example_is_tested() -> None:
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert files == {*SCRIPTS, "Dockerfile"}
+    assert files == {*SCRIPTS, CORE, "Dockerfile"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -331,7 +352,7 @@ def test_the_shell_finds_nothing_to_say() -> None:
         text=True,
     )
     assert (done.returncode, done.stdout) == (0, "")
-    assert len(scripts) == len(SCRIPTS)
+    assert len(scripts) == len([*SCRIPTS, CORE])
 
 
 def test_the_container_holds_what_a_run_needs() -> None:

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, TensorStorageMetadata
 
-from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.agreement import one_process
 from paro.checkpoint.boxes import PARAM
 from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.manifest import read_manifest
@@ -20,7 +20,7 @@ from paro.errors import UserError
 
 def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tensor]:
     """Every parameter whole, in fp32 on the CPU, read by this process only."""
-    with Ranks(None, alone=True).raise_on_all_ranks(f"--load {root}"):
+    with one_process().raise_on_all_ranks(f"--load {root}"):
         directory = find_checkpoint(root, iteration)
         if directory is None:
             raise UserError("there is no checkpoint")

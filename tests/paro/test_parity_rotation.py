@@ -10,7 +10,7 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.units import units_of
-from paro.rotation.ring import room_beside
+from paro.rotation.ring import scratch_numel
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
@@ -103,7 +103,7 @@ def assert_few_slices(trained: Trained, flags: str) -> None:
     slices, one = trained.ledger.slices, trained.slice_bytes
     in_place = IN_PLACE in flags
     # A slice of a single key/value head has no halves.
-    room = room_beside(one // 4, torch.float32) * 4 if GROUPED in flags else 0
+    room = scratch_numel(one // 4, torch.float32) * 4 if GROUPED in flags else 0
     limit = one + room if in_place else 3 * one
     assert 0 < slices.peak_bytes <= limit, flags
     assert slices.count == slices.num_bytes == 0, flags

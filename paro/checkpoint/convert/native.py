@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer
 from model.config import LlamaConfig
-from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.agreement import one_process
 from paro.checkpoint.boxes import PARAM, BoxedState, BoxLoadPlanner, BoxSavePlanner
 from paro.checkpoint.convert.hugging_face import (
     CONFIG,
@@ -179,7 +179,7 @@ def _read_rows(
 @contextmanager
 def _alone(blame: str) -> Iterator[None]:
     """Around DCP in one process: its failures as one line, its advice left out."""
-    with Ranks(None, alone=True).raise_on_all_ranks(blame), warnings.catch_warnings():
+    with one_process().raise_on_all_ranks(blame), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint import (
 )
 
 from paro.checkpoint.boxes import boxed_states
-from paro.checkpoint.save import save_checkpoint
 from paro.layout import make_layout, whole_box
 from paro.sharding.buffers import FlatShard
-from tests.paro.checkpoint.toy_run import IIG, NNN, SHAPES, STATES, make_shards
+from tests.paro.checkpoint.toy_run import IIG, NNN, SHAPES, STATES, make_shards, save_checkpoint
 
 
 def shard_of(numel: int, *, start: int, stop: int) -> FlatShard:
@@ -34,7 +33,7 @@ def test_a_range_becomes_part_row_full_rows_part_row() -> None:
     layout = make_layout([whole_box("p", (6, 4))], decayed=frozenset(), world_size=1)
     values = torch.arange(3.0, 18.0)
     shard = FlatShard(layout=layout, start=3, values=values, state="exp_avg")
-    state = boxed_states([shard], to_write=True)["exp_avg.p"]
+    state = boxed_states([shard], writers={0})["exp_avg.p"]
     assert state.shape == (6, 4)
     assert list(state.rectangles) == [(0, 3), (1, 0), (4, 0)]
     assert [tuple(part.shape) for part in state.rectangles.values()] == [(1, 1), (3, 4), (1, 2)]
@@ -44,7 +43,7 @@ def test_a_range_becomes_part_row_full_rows_part_row() -> None:
 def test_rectangles_are_views_of_the_shards() -> None:
     shards = make_shards(IIG, 1, filled=True)
     storages = {shard.values.untyped_storage().data_ptr() for shard in shards}
-    for state in boxed_states(shards, to_write=False).values():
+    for state in boxed_states(shards).values():
         for part in state.rectangles.values():
             assert part.untyped_storage().data_ptr() in storages
 
@@ -58,7 +57,7 @@ def test_every_rank_knows_every_state_and_replicas_share_the_writing() -> None:
     seen = {name: torch.zeros(SHAPES[name.partition(".")[2]]) for name in expected}
     num_bytes = []
     for rank in range(NNN.world_size):
-        states = boxed_states(make_shards(NNN, rank, filled=True), to_write=True)
+        states = boxed_states(make_shards(NNN, rank, filled=True), writers=range(4))
         assert states.keys() == expected
         for name, state in states.items():
             for corner, part in state.rectangles.items():
@@ -71,17 +70,14 @@ def test_every_rank_knows_every_state_and_replicas_share_the_writing() -> None:
 
 
 def test_of_ranks_that_see_a_folder_each_writes_for_those_alone() -> None:
-    near = [
-        boxed_states(make_shards(NNN, rank, filled=True), to_write=True, among={0, 1})
-        for rank in (0, 1)
-    ]
+    near = [boxed_states(make_shards(NNN, rank, filled=True), writers={0, 1}) for rank in (0, 1)]
     numel = sum(
         part.numel()
         for states in near
         for state in states.values()
         for part in state.rectangles.values()
     )
-    whole = boxed_states(make_shards(NNN, 0, filled=True), to_write=False)
+    whole = boxed_states(make_shards(NNN, 0, filled=True))
     assert numel == sum(p.numel() for state in whole.values() for p in state.rectangles.values())
 
 
@@ -90,10 +86,10 @@ def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     layout = make_layout([whole_box("p", (6, 10))], decayed=frozenset(), world_size=1)
     values = torch.arange(layout.numel, dtype=torch.float32)
     shard = FlatShard(layout=layout, start=0, values=values, state="param")
-    parts = boxed_states([shard], to_write=True)["param.p"].rectangles
+    parts = boxed_states([shard], writers={0})["param.p"].rectangles
     assert {tuple(part.shape) for part in parts.values()} == {(1, 10)}
     assert list(parts) == [(row, 0) for row in range(6)]
-    assert list(boxed_states([shard], to_write=False)["param.p"].rectangles) == [(0, 0)]
+    assert list(boxed_states([shard])["param.p"].rectangles) == [(0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +114,7 @@ def test_holes_and_overlaps_are_not_saved(
 
 def test_one_rank_holds_nothing_twice() -> None:
     with pytest.raises(AssertionError, match="p is held twice"):
-        boxed_states([shard_of(8, start=0, stop=8), shard_of(8, start=0, stop=4)], to_write=False)
+        boxed_states([shard_of(8, start=0, stop=8), shard_of(8, start=0, stop=4)])
 
 
 def test_what_dcp_does_not_promise_is_where_we_use_it() -> None:

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from paro.checkpoint.load import Loading, load_checkpoint
+from paro.checkpoint.load import Loading
 from paro.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
-from paro.checkpoint.save import save_checkpoint
 from paro.errors import UserError
-from tests.paro.checkpoint.toy_run import IIG, ONE, all_shards, assert_true, make_shards
+from tests.paro.checkpoint.toy_run import (
+    IIG,
+    ONE,
+    all_shards,
+    assert_true,
+    load_checkpoint,
+    make_shards,
+    save_checkpoint,
+)
 
 
 @pytest.fixture

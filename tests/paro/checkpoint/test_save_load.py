@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.agreement import Ranks, one_process
 from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.directory import TRACKER
-from paro.checkpoint.load import Loading, load_checkpoint
-from paro.checkpoint.save import save_checkpoint, write_states
+from paro.checkpoint.load import Loading
+from paro.checkpoint.save import write_states
 from paro.errors import UserError
 from tests.helpers.parameters import load_parameters
 from tests.paro.checkpoint.toy_run import (
@@ -33,7 +33,9 @@ from tests.paro.checkpoint.toy_run import (
     Cut,
     all_shards,
     assert_true,
+    load_checkpoint,
     make_shards,
+    save_checkpoint,
     true_state,
 )
 
@@ -145,13 +147,15 @@ class OtherNodeFails(Ranks):
 
 def test_the_one_before_goes_only_when_the_next_is_whole_on_every_node(tmp_path: Path) -> None:
     def save(iteration: int, ranks: Ranks) -> None:
-        states = boxed_states(make_shards(ONE, 0, filled=True), to_write=True)
-        write_states(tmp_path, iteration, states, {}, ranks=ranks, retain_interval=1000)
+        states = boxed_states(make_shards(ONE, 0, filled=True), writers={0})
+        write_states(
+            tmp_path, iteration, states, {}, ranks=ranks, log=lambda _: None, retain_interval=1000
+        )
 
-    alone = Ranks(None, alone=True)
+    alone = one_process()
     save(100, alone)
     with pytest.raises(UserError, match="rank 2"):
-        save(200, OtherNodeFails(None, alone=True))
+        save(200, OtherNodeFails(alone.everyone, alone.near, alone.near_ranks))
     common = load_checkpoint(
         tmp_path, make_shards(ONE, 0, filled=False), wanted=Loading(iteration=100)
     )

@@ -10,11 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paro.checkpoint.load import load_checkpoint
-from paro.checkpoint.save import save_checkpoint
 from paro.sharding.buffers import FlatShard
 from tests.helpers.parameters import load_parameters
-from tests.paro.checkpoint.toy_run import ONE, assert_true, make_shards
+from tests.paro.checkpoint.toy_run import (
+    ONE,
+    assert_true,
+    load_checkpoint,
+    make_shards,
+    save_checkpoint,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from paro.checkpoint.directory import latest_iteration
-from paro.checkpoint.load import Loading, load_checkpoint
-from paro.checkpoint.save import save_checkpoint
+from paro.checkpoint.load import Loading
 from paro.checkpoint.storage import read_metadata
 from paro.errors import StorageError, UserError
 from tests.helpers.parameters import load_parameters
@@ -26,7 +25,9 @@ from tests.paro.checkpoint.toy_run import (
     ONE,
     Cut,
     assert_true,
+    load_checkpoint,
     make_shards,
+    save_checkpoint,
 )
 
 pytestmark = pytest.mark.ranks
@@ -95,9 +96,9 @@ def save_in_a_group(root: Path) -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() in (1, 2):
         shards = make_shards(ON_TWO, dist.get_rank() - 1, filled=True)
-        save_checkpoint(root, 5, shards, {}, process_group=group)
+        save_checkpoint(root, 5, shards, {}, group=group)
         empty = make_shards(ON_TWO, dist.get_rank() - 1, filled=False)
-        load_checkpoint(root, empty, process_group=group)
+        load_checkpoint(root, empty, group=group)
         assert_true(empty)
 
 

@@ -17,9 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 import paro.checkpoint.storage as storage
 from paro.checkpoint.directory import latest_iteration
-from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
-from paro.checkpoint.save import save_checkpoint
 from paro.checkpoint.storage import read_metadata
 from paro.errors import StorageError, UserError
 from paro.layout import make_layout, whole_box
@@ -32,7 +30,9 @@ from tests.paro.checkpoint.toy_run import (
     SHAPES,
     all_shards,
     assert_true,
+    load_checkpoint,
     make_shards,
+    save_checkpoint,
 )
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from paro.checkpoint import load
+from paro.checkpoint.agreement import with_one_folder
+from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.save import write_states
+from paro.distributed.control import Control
+from paro.distributed.world import World
 from paro.layout import Box, Shape, UnitLayout, make_layout, whole_box
 from paro.sharding.buffers import FlatShard
 from paro.topology import make_topology
@@ -133,3 +142,39 @@ def assert_true(shards: Sequence[FlatShard]) -> None:
         expected = true_range(shard.layout, shard.state, shard.start, stop)
         name = shard.layout.spans[0].box.name
         assert torch.equal(shard.values.cpu(), expected), f"{shard.state} of the unit of {name}"
+
+
+def control_here(group: dist.ProcessGroup | None = None) -> Control:
+    """Of the ranks of a group, by default of all, or of this process where there are no groups."""
+    if not dist.is_initialized():
+        return Control(World(), torch.device("cpu"))
+    world = World(rank=dist.get_rank(group), size=dist.get_world_size(group))
+    return Control(world, torch.device("cpu"), group=group)
+
+
+def save_checkpoint(
+    root: Path,
+    iteration: int,
+    shards: Iterable[FlatShard],
+    common: Mapping[str, Any],
+    *,
+    log: Callable[[str], None] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Saves shards as a run does, from ranks that all see the folder."""
+    ranks = with_one_folder(control_here(group))
+    states = boxed_states(shards, writers=range(8))  # one process may hold the shards of many
+    first = log if log is not None and ranks.is_first else lambda _line: None
+    write_states(root, iteration, states, common, ranks=ranks, log=first)
+
+
+def load_checkpoint(
+    root: Path,
+    shards: Iterable[FlatShard],
+    *,
+    log: Callable[[str], None] = lambda _line: None,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> dict[str, Any] | None:
+    """Loads shards as a run does."""
+    return load.load_checkpoint(root, shards, control_here(group), log=log, **options)

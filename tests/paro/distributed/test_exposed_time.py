@@ -74,11 +74,10 @@ def test_a_lane_is_named_by_its_use_axes_and_links() -> None:
     exposure = Exposure(TOPOLOGY)
     assert exposure.name(INTRA) == "gather 0 intra"
     assert exposure.name((Use.REDUCE, 0, 1)) == "reduce 0+1 inter"
-    assert Exposure().name("work") == "work"
 
 
-def test_without_a_topology_links_are_not_told_apart() -> None:
-    exposure = Exposure()
+def test_on_streams_links_are_not_told_apart() -> None:
+    exposure = Exposure(TOPOLOGY, on_streams=True)
     exposure.note(INTRA, 1.0)
     assert exposure.take() == Exposed(intra=None, inter=None)
 

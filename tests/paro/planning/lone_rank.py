@@ -17,10 +17,11 @@ from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
+from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Groups
+from paro.distributed.timers import Timers
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.precision import PrecisionConfig
-from paro.rotation.part import MicroBatchState
 from paro.rotation.partition import cut_into_parts
 from paro.rotation.ring import Ring
 from paro.rotation.rotated_model import RotatedModel
@@ -98,7 +99,7 @@ def lone_rank(
     context = _context(strategy, topology, precision, device)
     llama = _empty_llama(config, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
-    return _lone(config, ShardedModel(llama, nodes, prefetch_units=prefetch_units))
+    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=prefetch_units))
 
 
 def lone_rotating_rank(
@@ -119,9 +120,8 @@ def lone_rotating_rank(
     (axis,) = topology.axes_between(1, strategy.params)
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
     ring = Ring(axis, groups, InlineStreams(), collectives._wire._traffic)
-    progress = MicroBatchState()
-    parts = cut_into_parts(llama, llama.units(), context, ring, progress, in_place=in_place)
-    return _lone(config, RotatedModel(llama, parts, ring, progress))
+    parts = cut_into_parts(llama, llama.units(), context, ring, in_place=in_place)
+    return _lone(config, RotatedModel(llama, parts, ring, Timers()))
 
 
 def _context(
@@ -140,6 +140,7 @@ def _context(
         reduce_dtype=TYPES[precision.wire],
         accumulate_dtype=TYPES[precision.accumulate],
         ledger=Ledger(),
+        exposure=Exposure(topology),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
-from paro.rotation.ring import Ring, Turn, make_ring, room_beside
+from paro.rotation.ring import Ring, Turn, make_ring, scratch_numel
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 
@@ -31,7 +31,7 @@ class Traveller:
         self._ring = ring
         self._in_place = in_place
         self.values = values.clone()
-        size = room_beside(NUMEL, values.dtype) if in_place else NUMEL
+        size = scratch_numel(NUMEL, values.dtype) if in_place else NUMEL
         self._other = torch.full((size,), -1.0)
 
     def shift(self, turn: Turn) -> None:
@@ -98,6 +98,6 @@ def test_slices_travel_round_and_gradients_come_home(world_size: int, degree: in
 
 
 def test_chunks_are_short_beside_the_slice() -> None:
-    assert room_beside(80, torch.float32) == 2 * 20
-    assert room_beside(1, torch.float32) == 2
-    assert room_beside(10**9, torch.bfloat16) * 2 == 1 << 20
+    assert scratch_numel(80, torch.float32) == 2 * 20
+    assert scratch_numel(1, torch.float32) == 2
+    assert scratch_numel(10**9, torch.bfloat16) * 2 == 1 << 20

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.arguments.parser import parse_args
-from paro.checkpoint.load import load_checkpoint
-from paro.checkpoint.save import save_checkpoint
 from paro.collectives.wire import Pending
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -28,6 +26,7 @@ from paro.training.placement import check_placement, placement_lines, predict_me
 from paro.training.step import Training, evaluate
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, run_steps, train, whole_parameters
+from tests.paro.checkpoint.toy_run import load_checkpoint, save_checkpoint
 from tests.paro.test_parity_rotation import MODEL
 
 IN_PLACE = "--paro-rotate-in-place"

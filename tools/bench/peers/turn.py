@@ -26,7 +26,7 @@ from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
 from model.llama import Llama
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.process_group import RuntimeConfig, device_for, timeout_of
+from paro.distributed.process_group import RuntimeConfig, device_for
 from paro.distributed.world import World
 from paro.errors import UserError
 from tools.bench.peers.figures import Turn
@@ -98,7 +98,7 @@ def process_group(
     """The default process group, set up through the launcher's store under this turn's own name."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = timeout_of(runtime)
+    timeout = runtime.timeout
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     dist.init_process_group(

@@ -31,7 +31,6 @@ from paro.arguments.parser import parse_args
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.groups import sharing_groups
 from paro.distributed.process_group import device_for
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
@@ -39,6 +38,7 @@ from paro.training.assembly import TORCH_TYPES, build_training, start_state
 from paro.training.step import StepResult, Training, TrainState, train_step
 from tools.bench.peers.own import parse_setting
 from tools.bench.peers.turn import in_own_process, process_group, rehearse
+from tools.bench.planning.shared_groups import SharedGroups
 from tools.collective_timing.device import same_batches
 from tools.shared.meters import MemoryMeter
 
@@ -106,12 +106,12 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
     with process_group(first.runtime, world, device, 0):
         control = Control(world, device)
         rehearse(first, TORCH_TYPES[first.precision.compute])
-        with sharing_groups():
-            contenders = [
-                contender
-                for candidate, config in configs.items()
-                for contender in _built(candidate, config, control, counts)
-            ]
+        groups = SharedGroups()
+        contenders = [
+            contender
+            for candidate, config in configs.items()
+            for contender in _built(candidate, config, control, counts, groups)
+        ]
         for turn in range(1, args.turns + 1):
             order = list(contenders)
             Random(turn).shuffle(order)
@@ -124,10 +124,15 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
 
 
 def _built(
-    candidate: str, config: RunConfig, control: Control, counts: Sequence[int]
+    candidate: str,
+    config: RunConfig,
+    control: Control,
+    counts: Sequence[int],
+    groups: SharedGroups,
 ) -> Iterator[Contender]:
     memory = MemoryMeter(control.device)
-    training = build_training(config, control)
+    with groups.one_training():
+        training = build_training(config, control)
     for count in counts:
         one = Contender(
             candidate=candidate,

@@ -1,4 +1,4 @@
-"""Process groups: one per use and axis span, unless trainings share them explicitly."""
+"""Process groups: one per use and axis span; trainings that take turns share them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paro.distributed.groups import Groups, Use, make_groups, sharing_groups
+from paro.distributed.groups import Groups, Use, make_groups
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
+from tools.bench.planning.shared_groups import SharedGroups
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
 INTRA, INTER = ((axis,) for axis in TOPOLOGY.axes_between(1, 4))
@@ -25,16 +26,18 @@ def groups_of(rank: int, *uses: Use) -> Groups:
 def who_shares() -> tuple[list[bool], list[float]]:
     """Whether groups are the same, and a sum over each group of the second training."""
     rank = dist.get_rank()
-    with sharing_groups():
+    shared = SharedGroups()
+    with shared.one_training():
         first = groups_of(rank, Use.GATHER, Use.REDUCE)
+    with shared.one_training():
         second = groups_of(rank, Use.REDUCE, Use.ROTATE)
-    alone = groups_of(rank, Use.REDUCE)
+    alone = groups_of(rank, Use.GATHER)
     same = [
-        first.of(Use.REDUCE, INTRA) is second.of(Use.REDUCE, INTRA),
-        first.of(Use.REDUCE, INTER) is second.of(Use.REDUCE, INTER),
+        second.of(Use.REDUCE, INTRA) is first.of(Use.GATHER, INTRA),
+        second.of(Use.ROTATE, INTER) is first.of(Use.REDUCE, INTER),
         first.of(Use.GATHER, INTRA) is first.of(Use.REDUCE, INTRA),
-        second.of(Use.ROTATE, INTRA) is first.of(Use.GATHER, INTRA),
-        alone.of(Use.REDUCE, INTRA) is first.of(Use.REDUCE, INTRA),
+        second.of(Use.REDUCE, INTRA) is second.of(Use.ROTATE, INTRA),
+        alone.of(Use.GATHER, INTRA) is first.of(Use.GATHER, INTRA),
     ]
     sums = []
     for run in (INTRA, INTER):
@@ -45,7 +48,7 @@ def who_shares() -> tuple[list[bool], list[float]]:
 
 
 @pytest.mark.ranks
-def test_trainings_that_take_turns_share_groups_of_the_same_use() -> None:
+def test_trainings_that_take_turns_share_groups() -> None:
     found = run_ranks(who_shares, 4)
     assert [same for same, _ in found] == [[True, True, False, False, False]] * 4
     assert [sums for _, sums in found] == [
