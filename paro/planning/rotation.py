@@ -157,9 +157,7 @@ def _uses(config: LlamaConfig) -> list[_Use]:
     ]
     recompute = config.recompute
     for layer in range(config.num_layers):
-        full = recompute is not None and recompute.granularity == "full"
-        if recompute is not None and recompute.method == "block":
-            full = full and layer < recompute.num_layers
+        recomputed = recompute is not None and recompute.first_layer(layer) is not None
         for part, cuts, norms in (
             ("attention", attention_cuts(config), attention_norms(config)),
             ("mlp", MLP_CUTS, ("mlp_norm",)),
@@ -170,7 +168,7 @@ def _uses(config: LlamaConfig) -> list[_Use]:
                     matrices=named(f"blocks.{layer}", cuts),
                     beside=tuple(f"blocks.{layer}.{norm}" for norm in norms),
                     shares=config.num_query_groups if part == "attention" else None,
-                    recomputed=full,
+                    recomputed=recomputed,
                 )
             )
     holder = "embedding" if config.tie_embeddings_and_output_weights else "head"

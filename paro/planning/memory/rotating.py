@@ -179,12 +179,9 @@ def _block(
     columns = -(-config.ffn_hidden_size // (degree * len(units[f"blocks.{layer}.mlp"])))
     ffn, matrix = tokens * columns * size, columns * config.hidden_size * size
     recompute = config.recompute
-    core = recompute is None or recompute.granularity == "full"
-    everything = block_activations(config, batch, with_core=core)
+    recomputed = recompute is not None and recompute.first_layer(layer) is not None
+    everything = block_activations(config, batch)
     mlp = residual + 2 * tokens * config.ffn_hidden_size * size
-    again = recompute is not None and recompute.granularity == "full"
-    if again and recompute is not None and recompute.method == "block":
-        again = layer < recompute.num_layers
     norm = norm_backward(config, batch)
     in_backward = max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix)
     for part, keeps in (("attention", everything - mlp), ("mlp", mlp)):
@@ -192,9 +189,9 @@ def _block(
         yield _Part(
             name=f"blocks.{layer}.{part}",
             unit=_largest(units[f"blocks.{layer}.{part}"]),
-            kept=at_first if again else keeps,
-            recomputed=keeps - at_first if again else 0,
-            in_forward=2 * residual + max(residual, ffn) + (keeps if again else 0),
+            kept=at_first if recomputed else keeps,
+            recomputed=keeps - at_first if recomputed else 0,
+            in_forward=2 * residual + max(residual, ffn) + (keeps if recomputed else 0),
             in_backward=in_backward,
-            copies=again,
+            copies=recomputed,
         )

@@ -36,6 +36,7 @@ class GatheringThread(StepThread):
             _Node(index, [b for name in (unit.name, *unit.borrows) for b in self.buffers[name]])
             for index, unit in enumerate(self.units)
         ]
+        self.recomputed = {group[-1]: group for group in costs.computing.recomputed_groups}
         self.upcoming: deque[_Node] = deque()
         self.live: list[_Node] = []
         self.reducing: deque[Buffer] = deque()
@@ -83,10 +84,8 @@ class GatheringThread(StepThread):
                 yield from self._release(node)
 
     def _recompute(self, node: _Node) -> Program:
-        start = self.costs.computing.recomputed_from[node.index]
-        if start is None:
-            return
-        for other in self.nodes[start : node.index + 1]:
+        for index in self.recomputed.get(node.index, ()):
+            other = self.nodes[index]
             yield from self._require(other)
             other.held = True
             seconds = self.seconds[other.index].recompute

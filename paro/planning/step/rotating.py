@@ -42,15 +42,17 @@ class RotatingComputing(Computing):
         """The model's parts, in forward order."""
         tied = self.model.tie_embeddings_and_output_weights
         parts = [self._part("embedding", super()._embedding(), returns=False)]
+        group_of = {index: group for group in self.recomputed_groups for index in group}
         for index in range(1, len(self.units) - 1):
-            name, first = self.units[index].name, self.recomputed_from[index]
-            recomputed = index in self._computed_again
+            name, group = self.units[index].name, group_of.get(index)
             for part, flops in (("attention", self.of_attention), ("mlp", self.of_mlp)):
                 trained = self._trained(f"{name}.{part}") if index >= self.first_trained else None
-                seconds = self.forward_and_back(flops, trained=trained, recomputed=recomputed)
+                seconds = self.forward_and_back(
+                    flops, trained=trained, recomputed=group is not None
+                )
                 parts.append(self._part(f"{name}.{part}", seconds))
-            if first is not None:  # units 1, 2, .. are parts 1 and 2, 3 and 4, ..
-                parts[-1] = replace(parts[-1], recomputed_from=2 * first - 1)
+            if group and index == group[-1]:  # units 1, 2, .. are parts 1 and 2, 3 and 4, ..
+                parts[-1] = replace(parts[-1], recomputed_from=2 * group[0] - 1)
         holder = "embedding" if tied else "head"
         parts.append(self._part("head", self._loss(self._trained(holder)), holder=holder))
         return tuple(parts)
