@@ -30,6 +30,7 @@ class UnitSize:
     """Elements of a unit's two flat buffers, with padding, and how often they are communicated."""
 
     name: str
+    part: str = ""  # where weights rotate: the part of the model that reads these
     trainable_numel: int
     frozen_numel: int
     gathers_per_micro_batch: int

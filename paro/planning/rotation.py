@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from model.config import (
@@ -112,6 +112,7 @@ def rotating_units_of(
     units = [
         UnitSize(
             name=name if half is None else f"{name} {half + 1}/2",
+            part=name,
             trainable_numel=numel(use, half, trained=True),
             frozen_numel=numel(use, half, trained=False),
             gathers_per_micro_batch=passes[name],
@@ -174,3 +175,12 @@ def _uses(config: LlamaConfig) -> list[_Use]:
     holder = "embedding" if config.tie_embeddings_and_output_weights else "head"
     uses.append(_Use(unit=holder, matrices=named(holder, VOCABULARY_CUTS), beside=("head.norm",)))
     return uses
+
+
+def units_by_part(units: Iterable[UnitSize]) -> dict[str, list[UnitSize]]:
+    """The units of every part: one, or one for each half of its slices."""
+    parts: dict[str, list[UnitSize]] = {}
+    for unit in units:
+        if not unit.replicated:
+            parts.setdefault(unit.part, []).append(unit)
+    return parts

@@ -185,15 +185,16 @@ class Estimator:
         key = (candidate.micro_batch_size, candidate.recompute)
         if key not in self._memory:
             self._memory[key] = PeakMemory(
-                self.units,
-                self.workload.precision,
-                activations_of(
+                world_size=self.workload.world_size,
+                units=self.units,
+                precision=self.workload.precision,
+                activations=activations_of(
                     computing.model, computing.batch, first_trained=computing.first_trained
                 ),
                 prefetch_units=self.workload.prefetch_units,
                 num_micro_batches=self.workload.micro_batches(candidate.micro_batch_size),
             )
-        return self._memory[key].of(candidate.strategy, self.costs(candidate).moves.topology)
+        return self._memory[key].of(candidate.strategy)
 
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paro.planning.cost_model import UnitSize
+from paro.planning.rotation import units_by_part
 from paro.planning.step.comm_costs import seconds_of
 from paro.planning.step.computing import Computing, UnitSeconds
 from paro.planning.step.costs import StepCosts
@@ -93,9 +94,13 @@ class RotatingComputing(Computing):
         at_home = (wire + 2 * accumulate) / self.degree
         return self.memory_seconds(trainable_numel * (on_the_way + at_home))
 
+    @cached_property
+    def _by_part(self) -> dict[str, list[UnitSize]]:
+        return units_by_part(self.rotating)
+
     def _trained(self, part: str) -> float:
         """The share of a part's weights that trains."""
-        units = [unit for unit in self.rotating if unit.name.partition(" ")[0] == part]
+        units = self._by_part[part]
         return sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
 
     def _loss(self, trained: float) -> UnitSeconds:
@@ -110,9 +115,7 @@ class RotatingComputing(Computing):
         self, name: str, whole: UnitSeconds, *, returns: bool = True, holder: str | None = None
     ) -> RotatedPart:
         """A part whose times include the extra cost of its slices."""
-        halves = tuple(
-            unit.name for unit in self.rotating if unit.name.partition(" ")[0] == (holder or name)
-        )
+        halves = tuple(unit.name for unit in self._by_part[holder or name])
         further = self.degree * len(halves) - 1
         forward = further * (self.device.piece_seconds * _OF_FORWARD + self.adding_seconds)
         backward = further * (self.device.piece_seconds * (1 - _OF_FORWARD) + self.adding_seconds)

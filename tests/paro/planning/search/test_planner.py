@@ -18,7 +18,7 @@ from paro.planning.machine.files import (
     find_machine,
 )
 from paro.planning.machine.machine import Measured
-from paro.planning.memory.gathering import peak_memory
+from paro.planning.memory.gathering import PeakMemory
 from paro.planning.search.description import describe
 from paro.planning.search.planner import (
     RESOLUTION,
@@ -179,15 +179,14 @@ def test_memory_of_many_is_that_of_one(
         estimator.memory(given.candidate(given.strategy("8,8,8")))  # cached for the next call
         candidate = given.candidate(given.strategy(strategy))
         computing = estimator.costs(candidate).computing
-        alone = peak_memory(
-            candidate.strategy,
-            make_topology(world_size=32, group_size=8, degrees=candidate.strategy.degrees),
-            trainable.units(given.model, world_size=32),
-            given.precision,
-            activations_of(given.model, computing.batch),
+        alone = PeakMemory(
+            world_size=32,
+            units=trainable.units(given.model, world_size=32),
+            precision=given.precision,
+            activations=activations_of(given.model, computing.batch),
             prefetch_units=ahead,
             num_micro_batches=3,
-        )
+        ).of(candidate.strategy)
         assert estimator.memory(candidate).total == alone.total
 
 
