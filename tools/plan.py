@@ -28,7 +28,7 @@ from paro.planning.search.planner import (
     rotated_rows,
 )
 from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
-from paro.planning.search.settings import SearchSpace, Workload
+from paro.planning.search.search_space import SearchSpace, Workload
 from paro.planning.step.trace import chrome_trace
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
@@ -114,7 +114,7 @@ def fields_of(
         "best": None if found.best is None else as_json(workload, found.best),
         "runner_up": None if found.runner_up is None else as_json(workload, found.runner_up),
         "least": as_json(workload, found.least),
-        "num_settings": found.num_settings,
+        "num_settings": found.num_candidates,
         "more": list(bought),
         "scaling": curves,
     }

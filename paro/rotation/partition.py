@@ -22,8 +22,8 @@ from paro.rotation.ring import Ring
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.sharding.shards import ShardingContext, make_comm_plan
-from paro.strategy import Strategy, replicated
+from paro.sharding.shards import ShardingContext
+from paro.strategy import Strategy, make_comm_plan, replicated
 from paro.topology import AxisSpan, Topology
 
 

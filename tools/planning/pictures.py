@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paro.planning.search.planner import Estimate, SearchResult
-from paro.planning.search.settings import Workload
+from paro.planning.search.search_space import Workload
 from paro.planning.step.simulation import Span
 from paro.strategy import legal_letters
 from tools.shared.picture import drawing

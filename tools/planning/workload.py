@@ -14,7 +14,7 @@ from paro.collectives.schedule import COLLECTIVES
 from paro.config.model import take_model
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
-from paro.planning.search.settings import Materialize, Workload
+from paro.planning.search.search_space import Materialize, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
 from paro.strategy import check_group_size

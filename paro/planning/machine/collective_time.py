@@ -40,7 +40,7 @@ class Job(NamedTuple):
     jobs take on CPU ranks, and while ranks compute a job takes `slowed` times as long.
     """
 
-    lane: StreamAxes
+    stream: StreamAxes
     seconds: float
     intra: float
     inter: float
@@ -129,7 +129,7 @@ class CollectiveTimes:
         if found and _has_links(self.machine, axes):
             busy = min(1.0, _ring(self.machine, op, run, num_bytes)[1] / time)
         return Job(
-            lane=tuple(axis.index for axis in run),
+            stream=tuple(axis.index for axis in run),
             seconds=time,
             intra=busy if axes is Axes.INTRA else 0.0,
             inter=0.0 if axes is Axes.INTRA else busy,
@@ -154,7 +154,7 @@ class CollectiveTimes:
         share = within / (within + between)
         return tuple(
             Job(
-                lane=tuple(axis.index for axis in part),
+                stream=tuple(axis.index for axis in part),
                 seconds=time,
                 intra=min(1.0, within / time) if part is inner else 0.0,
                 inter=min(1.0, between / time) if part is outer else 0.0,

@@ -9,7 +9,7 @@ from paro.planning.search.planner import TIE, Estimate, SearchResult
 
 def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
     """Lines for the start of a run; `chose` is the verb in front of the best candidate."""
-    head = f"planner: {plan.num_settings} settings, {plan.num_simulated} of them simulated"
+    head = f"planner: {plan.num_candidates} settings, {plan.num_simulated} of them simulated"
     return (head,) if plan.best is None else (head, *_choice(plan, plan.best, chose))
 
 

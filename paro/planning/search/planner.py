@@ -22,12 +22,12 @@ from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.limit import MemoryLimit
 from paro.planning.memory.rotating import rotating_peak
-from paro.planning.search.settings import (
+from paro.planning.search.search_space import (
     Candidate,
     Materialize,
     SearchSpace,
     Workload,
-    all_settings,
+    all_candidates,
 )
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing
@@ -46,6 +46,7 @@ RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
 # 0.3% longer than NIG because it waits for gathers, and would win by its memory.
 TIE = 0.001
 FRONT_STEP = 0.02
+_EVERYTHING = SearchSpace()
 _FRONT_LIMIT = 4  # times the usable memory, at which the front ends
 
 
@@ -79,7 +80,7 @@ class SearchResult:
     runner_up: Estimate | None  # the same among other strategies
     front: tuple[Estimate, ...]  # Pareto front of memory and time, fastest first; fits or not
     least: Estimate  # the candidate that needs the least memory
-    num_settings: int
+    num_candidates: int
     num_simulated: int
     limit: MemoryLimit
 
@@ -106,7 +107,7 @@ class Estimator:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self._moves: dict[tuple[object, ...], CommCosts] = {}
+        self._comm_costs: dict[tuple[object, ...], CommCosts] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._memory: dict[tuple[object, ...], PeakMemory] = {}
         self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
@@ -133,42 +134,38 @@ class Estimator:
         return self._rotating_units[key]
 
     def costs(self, candidate: Candidate) -> StepCosts:
-        workload = self.workload
-        again = (
-            candidate.recompute if candidate.materialize.rotates else None
-        )  # recomputation sends weights again
-        key = (candidate.strategy.degrees, candidate.collective, candidate.materialize, again)
-        if key not in self._moves:
-            self._moves[key] = self.moves(candidate)
-        computing, moves = self._computing_of(candidate), self._moves[key]
+        workload, computing = self.workload, self._computing_of(candidate)
         num_micro_batches = workload.micro_batches(candidate.micro_batch_size)
+        comm_costs, ahead = self._comm_costs_of(candidate), workload.prefetch_units
         if isinstance(computing, RotatingComputing):
             return RotatingCosts(
                 computing=computing,
-                moves=moves,
+                comm_costs=comm_costs,
                 num_micro_batches=num_micro_batches,
-                prefetch_units=workload.prefetch_units,
-                overlap=workload.overlap,
+                prefetch_units=ahead,
                 in_place=candidate.materialize.in_place,
             )
         return StepCosts(
             computing=computing,
-            moves=moves,
+            comm_costs=comm_costs,
             num_micro_batches=num_micro_batches,
-            prefetch_units=workload.prefetch_units,
-            overlap=workload.overlap,
+            prefetch_units=ahead,
         )
 
-    def moves(self, candidate: Candidate) -> CommCosts:
-        """The communication of a candidate in this project; override it to model other engines."""
-        return CommCosts(
-            units=self.units_of(candidate),
-            strategy=candidate.strategy,
-            precision=self.workload.precision,
-            times=CollectiveTimes(self.workload.machine, candidate.collective),
-            rotates=candidate.materialize.rotates,
-            in_place=candidate.materialize.in_place,
-        )
+    def _comm_costs_of(self, candidate: Candidate) -> CommCosts:
+        rotates = candidate.materialize.rotates
+        recompute = candidate.recompute if rotates else None  # then it sends weights once more
+        key = (candidate.strategy.degrees, candidate.collective, candidate.materialize, recompute)
+        if key not in self._comm_costs:
+            self._comm_costs[key] = CommCosts(
+                units=self.units_of(candidate),
+                strategy=candidate.strategy,
+                precision=self.workload.precision,
+                times=CollectiveTimes(self.workload.machine, candidate.collective),
+                rotates=rotates,
+                in_place=candidate.materialize.in_place,
+            )
+        return self._comm_costs[key]
 
     def memory(self, candidate: Candidate) -> MemorySnapshot:
         """The memory snapshot of a step with the largest total."""
@@ -198,11 +195,11 @@ class Estimator:
 
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
-        moves = self.costs(candidate).moves
+        comm_costs = self._comm_costs_of(candidate)
         return traffic_per_step(
             candidate.strategy,
-            moves.topology,
-            moves.units,
+            comm_costs.topology,
+            comm_costs.units,
             self.workload.precision,
             self.workload.micro_batches(candidate.micro_batch_size),
         )
@@ -278,17 +275,15 @@ def _rows(workload: Workload, ways: Sequence[Materialize]) -> tuple[Estimate, ..
 class _Search:
     """A workload's candidates, their memory and least step time, and those simulated so far."""
 
-    def __init__(
-        self, workload: Workload, search_space: SearchSpace | None, estimator: Estimator | None
-    ) -> None:
-        self._estimator = estimator or Estimator(workload)
-        self.settings = tuple(all_settings(workload, search_space or SearchSpace()))
-        if not self.settings:
+    def __init__(self, workload: Workload, search_space: SearchSpace) -> None:
+        self._estimator = Estimator(workload)
+        self.candidates = tuple(all_candidates(workload, search_space))
+        if not self.candidates:
             raise ValueError(
                 workload.infeasible_reason(workload.strategy("III"), workload.materialize)
             )
-        self._sizes = {id(s): self._estimator.memory(s).total for s in self.settings}
-        self._least = {id(s): self._estimator.costs(s).least_seconds() for s in self.settings}
+        self._sizes = {id(s): self._estimator.memory(s).total for s in self.candidates}
+        self._least = {id(s): self._estimator.costs(s).least_seconds() for s in self.candidates}
         self._limit = workload.limit.usable_bytes
         self._done: dict[int, Estimate] = {}
 
@@ -301,13 +296,13 @@ class _Search:
             self._done[id(candidate)] = self._estimator.estimate(candidate)
         return self._done[id(candidate)]
 
-    def that_fit(self) -> list[Candidate]:
+    def fitting(self) -> list[Candidate]:
         return [
-            candidate for candidate in self.settings if self._sizes[id(candidate)] <= self._limit
+            candidate for candidate in self.candidates if self._sizes[id(candidate)] <= self._limit
         ]
 
     def smallest(self) -> Candidate:
-        return min(self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)]))
+        return min(self.candidates, key=lambda s: (self._sizes[id(s)], self._least[id(s)]))
 
     def best(self, candidates: Sequence[Candidate]) -> Estimate | None:
         """The first of `best_first` among the simulated candidates, all of which must fit.
@@ -355,7 +350,7 @@ class _Search:
         found: list[Estimate] = []
         fastest = float("inf")
         for candidate in sorted(
-            self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)])
+            self.candidates, key=lambda s: (self._sizes[id(s)], self._least[id(s)])
         ):
             enough = fastest * (1 - FRONT_STEP)
             if self._sizes[id(candidate)] <= most and self._least[id(candidate)] < enough:
@@ -366,21 +361,16 @@ class _Search:
         return tuple(reversed(found))
 
 
-def best_that_fits(
-    workload: Workload,
-    search_space: SearchSpace | None = None,
-    *,
-    estimator: Estimator | None = None,
-) -> Estimate | None:
+def best_that_fits(workload: Workload, search_space: SearchSpace) -> Estimate | None:
     """The best candidate of `plan`, without runner-up and front."""
-    search = _Search(workload, search_space, estimator)
-    return search.best(search.that_fit())
+    search = _Search(workload, search_space)
+    return search.best(search.fitting())
 
 
-def plan(workload: Workload, search_space: SearchSpace | None = None) -> SearchResult:
+def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchResult:
     """Solves the workload exactly over the search space; `ValueError` if that is empty."""
-    search = _Search(workload, search_space, None)
-    fitting = search.that_fit()
+    search = _Search(workload, search_space)
+    fitting = search.fitting()
     best = search.best(fitting)
     others = [s for s in fitting if best and s.strategy.degrees != best.candidate.strategy.degrees]
     return SearchResult(
@@ -388,7 +378,7 @@ def plan(workload: Workload, search_space: SearchSpace | None = None) -> SearchR
         runner_up=search.best(others),
         front=search.front(),
         least=search.estimate(search.smallest()),
-        num_settings=len(search.settings),
+        num_candidates=len(search.candidates),
         num_simulated=search.num_simulated,
         limit=workload.limit,
     )

@@ -26,7 +26,7 @@ from paro.planning.units import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
-_TAKES_FIRST = 0.1  # share of a block's backward before its first gradient exists
+_FIRST_GRADIENT_SHARE = 0.1  # share of a block's backward before its first gradient exists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class Computing:
         """Time of memory-bound work that reads and writes this many bytes."""
         return num_bytes / self.device.memory_bytes_per_second
 
-    def taking_seconds(
+    def collect_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
     ) -> float:
         """Time to collect gradients, one by one, in the training thread."""
@@ -183,8 +183,8 @@ class Computing:
         return UnitSeconds(
             forward=forward,
             recompute=forward if recomputed else 0.0,
-            until_first_gradient=_TAKES_FIRST * backward,
-            rest_of_backward=(1 - _TAKES_FIRST) * backward,
+            until_first_gradient=_FIRST_GRADIENT_SHARE * backward,
+            rest_of_backward=(1 - _FIRST_GRADIENT_SHARE) * backward,
         )
 
     @cached_property

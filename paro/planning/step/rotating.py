@@ -17,7 +17,7 @@ from paro.planning.step.costs import StepCosts
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
-_OF_FORWARD = 1 / 3  # share of an extra slice's cost; backward has twice the products
+_FORWARD_SHARE = 1 / 3  # share of an extra slice's cost; backward has twice the products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class RotatingComputing(Computing):
         """Time to add an extra slice's result to the output, or to the input's gradient."""
         return self.memory_seconds(3 * self.residual_bytes)
 
-    def taking_seconds(
+    def collect_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
     ) -> float:
         """Time to add gradients to the received sums, and complete sums to the accumulator.
@@ -117,8 +117,10 @@ class RotatingComputing(Computing):
         """A part whose times include the extra cost of its slices."""
         halves = tuple(unit.name for unit in self._by_part[holder or name])
         further = self.degree * len(halves) - 1
-        forward = further * (self.device.piece_seconds * _OF_FORWARD + self.adding_seconds)
-        backward = further * (self.device.piece_seconds * (1 - _OF_FORWARD) + self.adding_seconds)
+        forward = further * (self.device.piece_seconds * _FORWARD_SHARE + self.adding_seconds)
+        backward = further * (
+            self.device.piece_seconds * (1 - _FORWARD_SHARE) + self.adding_seconds
+        )
         has_backward = whole.until_first_gradient + whole.rest_of_backward > 0
         seconds = UnitSeconds(
             forward=whole.forward + forward,
@@ -139,25 +141,25 @@ class RotatingCosts(StepCosts):
     computing: RotatingComputing
     in_place: bool
 
-    def landing_seconds(self, num_bytes: int) -> float:
+    def copy_seconds(self, num_bytes: int) -> float:
         """In place: time to copy a received slice out of staging, for a unit of `num_bytes`."""
         return self.computing.memory_seconds(2 * num_bytes // self.computing.degree)
 
     def compute_seconds(self) -> float:
         if not self.in_place:
             return super().compute_seconds()
-        precision = self.moves.precision
+        precision = self.comm_costs.precision
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
         copying = sum(
-            unit.gathers_per_micro_batch * self.landing_seconds(unit.numel * compute)
-            + unit.reductions_per_micro_batch * self.landing_seconds(unit.trainable_numel * wire)
-            for unit in self.moves.units
+            unit.gathers_per_micro_batch * self.copy_seconds(unit.numel * compute)
+            + unit.reductions_per_micro_batch * self.copy_seconds(unit.trainable_numel * wire)
+            for unit in self.comm_costs.units
             if not unit.replicated
         )
         shifts = (self.computing.degree - 1) * self.num_micro_batches
         return super().compute_seconds() + copying * shifts
 
-    def _never_hidden(self) -> float:
+    def _always_exposed(self) -> float:
         """Seconds of the last reductions of the first part's gradients, after their pass.
 
         In place nothing overlaps: every pass is waited for.
@@ -165,16 +167,18 @@ class RotatingCosts(StepCosts):
         first = self.computing.first_trained_part
         if first == len(self.computing.parts):
             return 0.0
-        by_name = dict(zip((u.name for u in self.moves.units), self.moves.per_unit, strict=True))
+        by_name = dict(
+            zip((u.name for u in self.comm_costs.units), self.comm_costs.per_unit, strict=True)
+        )
         last = by_name[self.computing.parts[first].halves[0]]
-        exposed = sum(seconds_of((*part.finish, *part.replicas)) for part in last)
+        exposed = sum(seconds_of((*part.step_reduce, *part.replicas)) for part in last)
         return exposed + (self._passes_seconds() if self.in_place else 0.0)
 
     def _passes_seconds(self) -> float:
         per_micro_batch = sum(
             unit.gathers_per_micro_batch * seconds_of(part.gather)
             + unit.reductions_per_micro_batch * seconds_of(part.reduce)
-            for unit, parts in zip(self.moves.units, self.moves.per_unit, strict=True)
+            for unit, parts in zip(self.comm_costs.units, self.comm_costs.per_unit, strict=True)
             for part in parts
         )
         return per_micro_batch * self.num_micro_batches

@@ -21,7 +21,7 @@ from paro.collectives.schedule import Op
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import CollectiveTimes, Job, Phase, ring_of
 from paro.planning.search.planner import Estimator
-from paro.planning.search.settings import Candidate, Workload
+from paro.planning.search.search_space import Candidate, Workload
 from paro.planning.step.comm_costs import CommCosts, UnitCommCosts
 from paro.precision import BYTES_OF
 from paro.topology import AxisSpan
@@ -73,7 +73,7 @@ class OwnedTensors(CommCosts):
         laps = min(self.num_tensors, ring.size) * share
         crosses = run[-1].outer > self.machine.group_size
         job = Job(
-            lane=tuple(axis.index for axis in run),
+            stream=tuple(axis.index for axis in run),
             seconds=laps * ring.lap_seconds + num_bytes * ring.seconds_per_byte,
             intra=0.0 if crosses else 1.0,
             inter=1.0 if crosses else 0.0,
@@ -118,7 +118,7 @@ def with_speeds_of(workload: Workload, strategy: str, runs: Mapping[int, float])
     )
     candidate = workload.candidate(workload.strategy(strategy))
     costs, one = estimator.costs(candidate), estimator.estimate(candidate).seconds
-    products, taking = costs.computing.seconds, costs.taking(costs.num_trained)
+    products, taking = costs.computing.seconds, costs.collect_seconds(costs.num_trained)
     besides = one - products - taking - costs.device.step_seconds
     device = replace(
         costs.device,

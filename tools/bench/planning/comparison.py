@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from paro.planning.search.planner import Estimator, plan
-from paro.planning.search.settings import Candidate, Materialize, SearchSpace, Workload
+from paro.planning.search.search_space import Candidate, Materialize, SearchSpace, Workload
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.rounds import median_row
 

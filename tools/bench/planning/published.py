@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from paro.planning.search.planner import Estimate
-from paro.planning.search.settings import Workload
+from paro.planning.search.search_space import Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import NOTHING
 from tools.bench.planning.figure import Figure, case_on, estimate, model_of

@@ -16,7 +16,7 @@ from typing import Any
 from model.config import LlamaConfig, parameter_shapes
 from paro.planning.machine.machine import Device
 from paro.planning.search.planner import Estimate, best_that_fits
-from paro.planning.search.settings import Candidate, SearchSpace, Workload, legal_strategies
+from paro.planning.search.search_space import Candidate, SearchSpace, Workload, legal_strategies
 from paro.planning.step.costs import NOTHING, Overlap, device_of
 from tools.bench.planning.amsp import OwnedTensorsEstimator, with_speeds_of
 from tools.bench.planning.figure import Figure, case_on, estimate, model_of

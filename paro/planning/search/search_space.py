@@ -9,10 +9,10 @@ from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.machine.machine import Machine
-from paro.planning.memory.limit import USABLE, MemoryLimit, memory_limit
+from paro.planning.memory.limit import MemoryLimit, memory_limit
 from paro.planning.rotation import why_not_rotating
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.costs import Overlap, device_of
+from paro.planning.step.costs import device_of
 from paro.precision import PrecisionConfig
 from paro.quantities import check_multiple
 from paro.strategy import Strategy, effective_letters, parse_strategy
@@ -56,9 +56,7 @@ class Workload:
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
     trainable: Trainable = field(default_factory=Trainable)
-    overlap: Overlap | None = None
     memory_bytes: int | None = None  # per device, instead of the machine's
-    usable: float = USABLE  # share of that memory; studies of other engines have their own
     device_type: str = "cuda"
 
     def __post_init__(self) -> None:
@@ -72,11 +70,9 @@ class Workload:
     @property
     def limit(self) -> MemoryLimit:
         if self.memory_bytes is not None:
-            return memory_limit(self.memory_bytes, usable=self.usable)
+            return memory_limit(self.memory_bytes)
         device = device_of(self.machine)
-        return memory_limit(
-            device.memory_bytes, reserved_bytes=device.reserved_bytes, usable=self.usable
-        )
+        return memory_limit(device.memory_bytes, reserved_bytes=device.reserved_bytes)
 
     def micro_batches(self, size: int) -> int:
         """Micro-batches of this size per rank and step; `ValueError` if it does not divide."""
@@ -150,7 +146,7 @@ class SearchSpace:
     materializes: tuple[Materialize, ...] | None = None
 
 
-def all_settings(workload: Workload, search_space: SearchSpace) -> Iterator[Candidate]:
+def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Candidate]:
     """Every feasible combination in the search space."""
     strategies = search_space.strategies or tuple(
         legal_strategies(workload.world_size, workload.group_size, workload.machine.group_size)
