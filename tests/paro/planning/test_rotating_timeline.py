@@ -13,7 +13,6 @@ from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.search.planner import Estimator, letter_rows, plan, rotated_rows
 from paro.planning.search.search_space import Materialize, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.costs import NOTHING
 from paro.planning.step.rotating import RotatingCosts
 from paro.planning.step.timeline import simulate
 from paro.precision import PrecisionConfig
@@ -146,7 +145,7 @@ def test_nothing_is_faster_than_its_bound(
             step = costs(replace(given, model=replace(given.model, recompute=recompute)), strategy)
             time = simulate(step).seconds
             assert time >= step.least_seconds() * (1 - 1e-9)
-            assert time <= simulate(replace(step, overlap=NOTHING)).seconds * (1 + 1e-9)
+            assert time <= simulate(replace(step, prefetch_units=0)).seconds * (1 + 1e-9)
 
 
 def test_out_of_place_hides_what_in_place_waits_for() -> None:

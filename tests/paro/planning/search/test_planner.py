@@ -19,6 +19,7 @@ from paro.planning.machine.files import (
 )
 from paro.planning.machine.machine import Measured
 from paro.planning.memory.gathering import PeakMemory
+from paro.planning.memory.limit import USABLE
 from paro.planning.search.description import describe
 from paro.planning.search.planner import (
     RESOLUTION,
@@ -321,7 +322,7 @@ def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told
         for own in (before, after)
     ]  # fmt: skip
     limit = (as_given[0].least.memory_bytes + as_given[1].least.memory_bytes) // 2
-    short = replace(before, memory_bytes=limit, usable=1.0)
+    short = replace(before, memory_bytes=round(limit / USABLE))
     assert told in why_nothing_fits(short, replace(as_given[0], limit=short.limit)).split("; or ")
 
 

@@ -15,7 +15,7 @@ from paro.planning.machine.machine import GroupSpeed
 from paro.planning.search.planner import Estimator
 from paro.planning.search.search_space import Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.costs import NOTHING, StepCosts
+from paro.planning.step.costs import StepCosts
 from paro.planning.step.simulation import Compute, Program, Simulation, Wait, Work
 from paro.planning.step.timeline import simulate
 from paro.sharding.sharded_unit import ShardedUnit
@@ -204,7 +204,7 @@ def test_nothing_is_faster_than_its_bound(strategy: str, collective: str, ahead:
 @pytest.mark.parametrize("strategy", legal_letters())
 def test_overlap_never_costs_time(strategy: str) -> None:
     step = costs(workload(), strategy)
-    assert simulate(step).seconds <= simulate(replace(step, overlap=NOTHING)).seconds * (1 + 1e-9)
+    assert simulate(step).seconds <= simulate(replace(step, prefetch_units=0)).seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["GGG", "IIG", "NGG"])
