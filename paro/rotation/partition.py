@@ -77,6 +77,7 @@ def cut_into_parts(
     original = dict(model.named_parameters())
     bound = wrap.bind_empty(model, context)
     units: dict[str, tuple[Half, ...]] = {}  # by the name of a part's first parameter
+    labels: dict[str, str] = {}
     parts = []
     for spec in specs:
         for part in spec.parts:
@@ -85,6 +86,7 @@ def cut_into_parts(
             key = next(iter(own))
             if key not in units:
                 label = spec.name if len(spec.parts) == 1 else f"{spec.name}.{part.method}"
+                labels[key] = label
                 matrices = {name: original[name] for name in own}
                 halves = _half_numbers(matrices, own, ring, part.shares) if in_place else (None,)
                 units[key] = tuple(
@@ -94,6 +96,8 @@ def cut_into_parts(
                 returns=spec.backward_needs_weight,
                 recomputed=spec.recomputed,
                 completes=not spec.borrows,
+                label=labels[key],
+                attributes={f"{holder}.{name}": name for name in part.cuts},
             )
             parts.append(RotatingPart(spec.module, part, units[key], plan, state))
     rotating = tuple(unit for halves in units.values() for half in halves for unit in half)
