@@ -72,7 +72,7 @@ def report(args: Namespace, workload: Workload) -> None:
     rows = best_first((*letter_rows(workload), *rotated))
     print(rows_table(rows), *misfits(workload, rows), "", sep="\n")
     found = plan(workload)
-    print(*describe(found), "", "memory against time, all settings:", sep="\n")
+    print(*describe(found), "", "memory against time, all candidates:", sep="\n")
     print(front_table(found), "", sep="\n")
     bought = purchases(workload, found)
     print("what more would buy:", *purchase_lines(bought), sep="\n")

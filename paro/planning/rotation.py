@@ -29,7 +29,7 @@ class _Use:
 
     unit: str
     matrices: Mapping[str, int]  # and biases: name to the dim along which it is cut
-    beside: tuple[str, ...]
+    norms: tuple[str, ...]  # that it reads whole
     shares: int | None = None  # it can only be cut between these (query groups)
     returns: bool = True  # backward reads them
     recomputed: bool = False
@@ -87,10 +87,10 @@ def rotating_units_of(
     passes: dict[str, int] = {}
     reductions: dict[str, int] = {}
     uses: dict[str, _Use] = {}
-    follows = False  # whether backward reaches the part
+    reached = False  # whether backward reaches the part
     for use in _uses(config):
-        follows = follows or any(map(is_trained, (*use.matrices, *use.beside)))
-        num_passes = 1 + (follows and use.returns) + (follows and use.recomputed)
+        reached = reached or any(map(is_trained, (*use.matrices, *use.norms)))
+        num_passes = 1 + (reached and use.returns) + (reached and use.recomputed)
         passes[use.unit] = passes.get(use.unit, 0) + num_passes
         reductions[use.unit] = reductions.get(use.unit, 0) + 1
         uses[use.unit] = use
@@ -152,7 +152,7 @@ def _uses(config: LlamaConfig) -> list[_Use]:
         _Use(
             unit="embedding",
             matrices=named("embedding", VOCABULARY_CUTS),
-            beside=(),
+            norms=(),
             returns=False,
         )
     ]
@@ -167,13 +167,13 @@ def _uses(config: LlamaConfig) -> list[_Use]:
                 _Use(
                     unit=f"blocks.{layer}.{part}",
                     matrices=named(f"blocks.{layer}", cuts),
-                    beside=tuple(f"blocks.{layer}.{norm}" for norm in norms),
+                    norms=tuple(f"blocks.{layer}.{norm}" for norm in norms),
                     shares=config.num_query_groups if part == "attention" else None,
                     recomputed=recomputed,
                 )
             )
     holder = "embedding" if config.tie_embeddings_and_output_weights else "head"
-    uses.append(_Use(unit=holder, matrices=named(holder, VOCABULARY_CUTS), beside=("head.norm",)))
+    uses.append(_Use(unit=holder, matrices=named(holder, VOCABULARY_CUTS), norms=("head.norm",)))
     return uses
 
 

@@ -349,7 +349,7 @@ def _planner(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
     if plan.launch is None or found is None:
         return
     yield f"> plan: {describe_launch(plan.launch)}"
-    for line in describe(found, chose="of all settings that fit the best is"):
+    for line in describe(found, chose="of all candidates that fit the best is"):
         yield f"> {line}"
 
 

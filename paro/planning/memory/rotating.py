@@ -103,8 +103,8 @@ class _Walk:
         grads = self._slice(part.unit.trainable_numel, self.precision.wire)
         if self.in_place:
             rooms = (self._room(weights), self._room(grads))
-            alike = self.precision.compute == self.precision.wire
-            return grads + (max(rooms) if alike else sum(rooms))
+            shared = self.precision.compute == self.precision.wire
+            return grads + (max(rooms) if shared else sum(rooms))
         return weights + 2 * grads
 
     def _slice(self, numel: int, kind: str) -> int:
@@ -167,15 +167,16 @@ def _block(
     norm = norm_backward(config, batch)
     in_backward = max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix)
     attention = everything - mlp
-    for part, keeps, input_bytes in (("attention", attention, residual), ("mlp", mlp, 0)):
-        # Attention and MLP are recomputed together; the block's input is kept. The MLP's backward
-        # comes first, and frees what the MLP kept.
-        again = (everything if part == "mlp" else attention) - residual
+    # Attention and MLP are recomputed together, from the block's input; the MLP's backward is first.
+    for part, keeps, input_bytes, found in (
+        ("attention", attention, residual, attention - residual),
+        ("mlp", mlp, 0, everything - residual),
+    ):
         yield _Part(
             name=f"blocks.{layer}.{part}",
             unit=_largest(units[f"blocks.{layer}.{part}"]),
             kept=input_bytes if recomputed else keeps,
-            recomputed=again if recomputed else 0,
+            recomputed=found if recomputed else 0,
             in_forward=2 * residual + max(residual, ffn) + (keeps if recomputed else 0),
             in_backward=in_backward,
             copies=recomputed,

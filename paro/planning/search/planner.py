@@ -96,9 +96,9 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
     while left:
         first = left[0]
         enough = first.seconds * (1 + TIE)
-        alike = [e for e in left if e.fits is first.fits and e.seconds <= enough]
-        found += sorted(alike, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
-        left = left[len(alike) :]
+        tied = [e for e in left if e.fits is first.fits and e.seconds <= enough]
+        found += sorted(tied, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
+        left = left[len(tied) :]
     return tuple(found)
 
 
@@ -134,22 +134,13 @@ class Estimator:
         return self._rotating_units[key]
 
     def costs(self, candidate: Candidate) -> StepCosts:
-        workload, computing = self.workload, self._computing_of(candidate)
-        num_micro_batches = workload.micro_batches(candidate.micro_batch_size)
-        comm_costs, ahead = self._comm_costs_of(candidate), workload.prefetch_units
-        if isinstance(computing, RotatingComputing):
-            return RotatingCosts(
-                computing=computing,
-                comm_costs=comm_costs,
-                num_micro_batches=num_micro_batches,
-                prefetch_units=ahead,
-                in_place=candidate.materialize.in_place,
-            )
-        return StepCosts(
-            computing=computing,
-            comm_costs=comm_costs,
-            num_micro_batches=num_micro_batches,
-            prefetch_units=ahead,
+        workload = self.workload
+        make: type[StepCosts] = RotatingCosts if candidate.materialize.rotates else StepCosts
+        return make(
+            computing=self._computing_of(candidate),
+            comm_costs=self._comm_costs_of(candidate),
+            num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
+            prefetch_units=workload.prefetch_units,
         )
 
     def _comm_costs_of(self, candidate: Candidate) -> CommCosts:
@@ -262,13 +253,13 @@ def rotated_rows(workload: Workload) -> tuple[Estimate, ...]:
     return _rows(workload, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
 
 
-def _rows(workload: Workload, ways: Sequence[Materialize]) -> tuple[Estimate, ...]:
+def _rows(workload: Workload, materializes: Sequence[Materialize]) -> tuple[Estimate, ...]:
     estimator = Estimator(workload)
     return best_first(
-        estimator.estimate(replace(workload.candidate(strategy), materialize=way))
+        estimator.estimate(replace(workload.candidate(strategy), materialize=materialize))
         for strategy in map(workload.strategy, legal_letters())
-        for way in ways
-        if workload.infeasible_reason(strategy, way) is None
+        for materialize in materializes
+        if workload.infeasible_reason(strategy, materialize) is None
     )
 
 
@@ -330,13 +321,13 @@ class _Search:
 
     def _least_as_fast(self, candidates: Sequence[Candidate], enough: float) -> Estimate | None:
         """Within `enough` seconds: the one that sends least between groups, then needs least."""
-        alike = [
+        tied = [
             (self._estimator.sent(s).inter, self._sizes[id(s)], self._least[id(s)], s)
             for s in candidates
             if self._least[id(s)] <= enough
         ]
         found: Estimate | None = None
-        for *costs, least, candidate in sorted(alike, key=lambda row: row[:3]):
+        for *costs, least, candidate in sorted(tied, key=lambda row: row[:3]):
             if found and (costs != [found.sent.inter, found.memory_bytes] or least > found.seconds):
                 break
             own = self.estimate(candidate)

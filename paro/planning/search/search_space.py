@@ -101,7 +101,7 @@ class Workload:
             return None
         if self.trainable.kind is TrainableKind.ADAPTERS:
             return (
-                "--trainable adapters are planned beside gathered parameters alone: leave "
+                "--trainable adapters are planned only with gathered parameters: leave "
                 "--paro-materialize rotate out"
             )
         return why_not_rotating(
@@ -123,8 +123,8 @@ class Candidate:
     @property
     def name(self) -> str:
         """The strategy, and whether its weights rotate."""
-        way = f" {self.materialize.value}" if self.materialize.rotates else ""
-        return self.strategy.name + way
+        suffix = f" {self.materialize.value}" if self.materialize.rotates else ""
+        return self.strategy.name + suffix
 
     def describe(self) -> str:
         """One line, with the values of the flags."""
@@ -158,14 +158,14 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
         RecomputeConfig(granularity="selective"),
         RecomputeConfig(granularity="full"),
     )
-    ways = [
+    pairs = [
         (strategy, materialize)
         for strategy in strategies
         for materialize in search_space.materializes or (workload.materialize,)
         if workload.infeasible_reason(strategy, materialize) is None
     ]
     for (strategy, materialize), size, collective, recompute in product(
-        ways, sizes, collectives, recomputes
+        pairs, sizes, collectives, recomputes
     ):
         yield Candidate(
             strategy=strategy,

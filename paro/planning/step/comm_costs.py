@@ -139,11 +139,11 @@ class CommCosts:
             frozen = unit.frozen_numel * compute
             yield UnitCommCosts(gather=self._per_micro_batch(Op.ALL_GATHER, plan.gather, frozen))
 
-    def _per_micro_batch(self, op: Op, run: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
+    def _per_micro_batch(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
         """A collective of every micro-batch; where weights rotate, always a pass round the ring."""
         if self.rotates:
-            return self.times.shifts(run, num_bytes, in_place=self.in_place)
-        return self.times.phases(op, run, num_bytes)
+            return self.times.shifts(span, num_bytes, in_place=self.in_place)
+        return self.times.phases(op, span, num_bytes)
 
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:

@@ -90,9 +90,9 @@ class RotatingComputing(Computing):
         """
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
         accumulate = BYTES_OF[precision.accumulate]
-        on_the_way = compute + 2 * wire - wire / self.degree
-        at_home = (wire + 2 * accumulate) / self.degree
-        return self.memory_seconds(trainable_numel * (on_the_way + at_home))
+        in_ring = compute + 2 * wire - wire / self.degree
+        at_owner = (wire + 2 * accumulate) / self.degree
+        return self.memory_seconds(trainable_numel * (in_ring + at_owner))
 
     @cached_property
     def _by_part(self) -> dict[str, list[UnitSize]]:
@@ -108,8 +108,8 @@ class RotatingComputing(Computing):
         if self.first_trained == len(self.units):
             return UnitSeconds(forward=self._seconds(self.of_logits.products))
         seconds = self.forward_and_back(self.of_logits, trained=trained, recomputed=False)
-        again = self._seconds(self.of_logits.products)
-        return replace(seconds, until_first_gradient=seconds.until_first_gradient + again)
+        logits = self._seconds(self.of_logits.products)
+        return replace(seconds, until_first_gradient=seconds.until_first_gradient + logits)
 
     def _part(
         self, name: str, whole: UnitSeconds, *, returns: bool = True, holder: str | None = None
@@ -135,11 +135,14 @@ class RotatingComputing(Computing):
 class RotatingCosts(StepCosts):
     """The costs of a step if params and grads have the same degree, the number of ranks in a ring.
 
-    `moves` are those of rotating units: a gather, or a reduction, is a pass round the ring.
+    `comm_costs` are those of rotating units: a gather, or a reduction, is a pass round the ring.
     """
 
     computing: RotatingComputing
-    in_place: bool
+
+    @property
+    def in_place(self) -> bool:
+        return self.comm_costs.in_place
 
     def copy_seconds(self, num_bytes: int) -> float:
         """In place: time to copy a received slice out of staging, for a unit of `num_bytes`."""

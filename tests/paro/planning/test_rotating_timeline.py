@@ -276,5 +276,5 @@ def test_a_model_that_cannot_rotate_is_refused_with_what_could() -> None:
     with pytest.raises(ValueError, match="cannot cut --num-attention-heads 3"):
         plan(odd)
     lora = replace(given, trainable=Trainable(kind=TrainableKind.ADAPTERS, share=0.01))
-    with pytest.raises(ValueError, match="adapters are planned beside gathered parameters alone"):
+    with pytest.raises(ValueError, match="adapters are planned only with gathered parameters"):
         plan(lora)

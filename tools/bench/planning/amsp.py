@@ -43,7 +43,7 @@ class OwnedTensors(CommCosts):
         assert params == grads, f"{self.strategy.name}: of grads finer than params nothing is said"
         compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
         between = self.topology.axes_between
-        run = between(params, self.machine.world_size)
+        span = between(params, self.machine.world_size)
         summed = unit.trainable_numel // params * wire
         for own in super().of_unit(unit):
             assert own.trainable, f"{unit.name}: of frozen tensors nothing is said"
@@ -52,33 +52,33 @@ class OwnedTensors(CommCosts):
                 gather=self._tensor_by_tensor(own.gather, between(1, params), unit),
                 reduce=self._tensor_by_tensor(own.reduce, between(1, grads), unit),
                 step_reduce=(),
-                replicas=self.times.phases(Op.ALL_REDUCE, run, summed),
+                replicas=self.times.phases(Op.ALL_REDUCE, span, summed),
                 gather_updated=self._broadcasts(unit, unit.trainable_numel // params * compute),
             )
 
     def _tensor_by_tensor(
-        self, phases: tuple[Phase, ...], run: AxisSpan, unit: UnitSize
+        self, phases: tuple[Phase, ...], span: AxisSpan, unit: UnitSize
     ) -> tuple[Phase, ...]:
         """Adds the latency of one lap for every matrix but the first."""
-        if not run:
+        if not span:
             return phases
         matrices = self.matrices_of_block if unit in self.units[1:-1] else 1
-        more = (matrices - 1) * ring_of(self.machine, run).lap_seconds
+        more = (matrices - 1) * ring_of(self.machine, span).lap_seconds
         (job,), *others = phases
         assert not others, "one collective over all axes"
         return ((job._replace(seconds=job.seconds + more),),)
 
     def _broadcasts(self, unit: UnitSize, num_bytes: int) -> tuple[Phase, ...]:
         """A unit's part of a step's broadcasts."""
-        run = self.topology.axes_between(self.strategy.params, self.strategy.optim)
-        if not run:
+        span = self.topology.axes_between(self.strategy.params, self.strategy.optim)
+        if not span:
             return ()
-        ring = ring_of(self.machine, run)
+        ring = ring_of(self.machine, span)
         share = unit.numel / sum(other.numel for other in self.units)
         laps = min(self.num_tensors, ring.size) * share
-        crosses = run[-1].outer > self.machine.group_size
+        crosses = span[-1].outer > self.machine.group_size
         job = Job(
-            stream=tuple(axis.index for axis in run),
+            stream=tuple(axis.index for axis in span),
             seconds=laps * ring.lap_seconds + num_bytes * ring.seconds_per_byte,
             intra=0.0 if crosses else 1.0,
             inter=1.0 if crosses else 0.0,
