@@ -167,7 +167,7 @@ def _block(
     norm = norm_backward(config, batch)
     in_backward = max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix)
     attention = everything - mlp
-    # Attention and MLP are recomputed together, from the block's input; the MLP's backward is first.
+    # Both are recomputed together, from the block's input; the MLP's backward comes first.
     for part, keeps, input_bytes, found in (
         ("attention", attention, residual, attention - residual),
         ("mlp", mlp, 0, everything - residual),
