@@ -1,4 +1,4 @@
-"""Sharding strategies: degrees of params, grads and optimizer state, parsing and legality."""
+"""Sharding strategies: degrees of each state, parsing, legality, and the communication plan."""
 
 from __future__ import annotations
 
