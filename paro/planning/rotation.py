@@ -35,7 +35,7 @@ class _Use:
     recomputed: bool = False
 
 
-def why_not_rotating(
+def rotation_infeasible_reason(
     strategy: Strategy, config: LlamaConfig, *, world_size: int, group_size: int
 ) -> str | None:
     """Why a model's weights cannot rotate under a strategy, and what to change; None if they can.

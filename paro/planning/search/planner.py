@@ -263,89 +263,97 @@ def _rows(workload: Workload, materializes: Sequence[Materialize]) -> tuple[Esti
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bounded:
+    """A candidate, its memory, and a lower bound of its step time."""
+
+    candidate: Candidate
+    memory_bytes: int
+    least_seconds: float
+
+
 class _Search:
-    """A workload's candidates, their memory and least step time, and those simulated so far."""
+    """A workload's candidates, smallest first, and the estimates of those simulated so far."""
 
     def __init__(self, workload: Workload, search_space: SearchSpace) -> None:
         self._estimator = Estimator(workload)
-        self.candidates = tuple(all_candidates(workload, search_space))
-        if not self.candidates:
+        rows = [
+            _Bounded(
+                candidate,
+                self._estimator.memory(candidate).total,
+                self._estimator.costs(candidate).least_seconds(),
+            )
+            for candidate in all_candidates(workload, search_space)
+        ]
+        if not rows:
             raise ValueError(
                 workload.infeasible_reason(workload.strategy("III"), workload.materialize)
             )
-        self._sizes = {id(s): self._estimator.memory(s).total for s in self.candidates}
-        self._least = {id(s): self._estimator.costs(s).least_seconds() for s in self.candidates}
+        self.rows = sorted(rows, key=lambda row: (row.memory_bytes, row.least_seconds))
         self._limit = workload.limit.usable_bytes
-        self._done: dict[int, Estimate] = {}
+        self._done: dict[_Bounded, Estimate] = {}
 
     @property
     def num_simulated(self) -> int:
         return len(self._done)
 
-    def estimate(self, candidate: Candidate) -> Estimate:
-        if id(candidate) not in self._done:
-            self._done[id(candidate)] = self._estimator.estimate(candidate)
-        return self._done[id(candidate)]
+    def estimate(self, row: _Bounded) -> Estimate:
+        if row not in self._done:
+            self._done[row] = self._estimator.estimate(row.candidate)
+        return self._done[row]
 
-    def fitting(self) -> list[Candidate]:
-        return [
-            candidate for candidate in self.candidates if self._sizes[id(candidate)] <= self._limit
-        ]
+    def fitting(self) -> list[_Bounded]:
+        return [row for row in self.rows if row.memory_bytes <= self._limit]
 
-    def smallest(self) -> Candidate:
-        return min(self.candidates, key=lambda s: (self._sizes[id(s)], self._least[id(s)]))
-
-    def best(self, candidates: Sequence[Candidate]) -> Estimate | None:
+    def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """The first of `best_first` among the simulated candidates, all of which must fit.
 
         One that is not simulated is at most `RESOLUTION` faster, and does not win a tie.
         """
-        fastest = self._fastest(candidates)
+        fastest = self._fastest(rows)
         while fastest is not None:
-            found = self._least_as_fast(candidates, fastest.seconds * (1 + TIE))
-            before, fastest = fastest, self._fastest(candidates)
+            found = self._least_as_fast(rows, fastest.seconds * (1 + TIE))
+            before, fastest = fastest, self._fastest(rows)
             if fastest is before:
                 return found
         return None
 
-    def _fastest(self, candidates: Sequence[Candidate]) -> Estimate | None:
+    def _fastest(self, rows: Sequence[_Bounded]) -> Estimate | None:
         found: Estimate | None = None
-        for candidate in sorted(candidates, key=lambda s: (self._least[id(s)], self._sizes[id(s)])):
-            if found and self._least[id(candidate)] >= found.seconds * (1 - RESOLUTION):
+        for row in sorted(rows, key=lambda row: (row.least_seconds, row.memory_bytes)):
+            if found and row.least_seconds >= found.seconds * (1 - RESOLUTION):
                 break
-            own = self.estimate(candidate)
+            own = self.estimate(row)
             if found is None or own.seconds < found.seconds:
                 found = own
-        known = (self._done[id(s)] for s in candidates if id(s) in self._done)
+        known = (self._done[row] for row in rows if row in self._done)
         return min(known, key=lambda e: e.seconds, default=None)
 
-    def _least_as_fast(self, candidates: Sequence[Candidate], enough: float) -> Estimate | None:
+    def _least_as_fast(self, rows: Sequence[_Bounded], enough: float) -> Estimate | None:
         """Within `enough` seconds: the one that sends least between groups, then needs least."""
         tied = [
-            (self._estimator.sent(s).inter, self._sizes[id(s)], self._least[id(s)], s)
-            for s in candidates
-            if self._least[id(s)] <= enough
+            (self._estimator.sent(row.candidate).inter, row.memory_bytes, row.least_seconds, row)
+            for row in rows
+            if row.least_seconds <= enough
         ]
         found: Estimate | None = None
-        for *costs, least, candidate in sorted(tied, key=lambda row: row[:3]):
+        for *costs, least, row in sorted(tied, key=lambda entry: entry[:3]):
             if found and (costs != [found.sent.inter, found.memory_bytes] or least > found.seconds):
                 break
-            own = self.estimate(candidate)
+            own = self.estimate(row)
             if own.seconds <= enough and (found is None or own.seconds < found.seconds):
                 found = own
         return found
 
     def front(self) -> tuple[Estimate, ...]:
         """Candidates faster than all others that need as little memory; fastest first."""
-        most = max(_FRONT_LIMIT * self._limit, self._sizes[id(self.smallest())])
+        most = max(_FRONT_LIMIT * self._limit, self.rows[0].memory_bytes)
         found: list[Estimate] = []
         fastest = float("inf")
-        for candidate in sorted(
-            self.candidates, key=lambda s: (self._sizes[id(s)], self._least[id(s)])
-        ):
+        for row in self.rows:
             enough = fastest * (1 - FRONT_STEP)
-            if self._sizes[id(candidate)] <= most and self._least[id(candidate)] < enough:
-                own = self.estimate(candidate)
+            if row.memory_bytes <= most and row.least_seconds < enough:
+                own = self.estimate(row)
                 if own.seconds < enough:
                     fastest = own.seconds
                     found.append(own)
@@ -363,13 +371,14 @@ def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchR
     search = _Search(workload, search_space)
     fitting = search.fitting()
     best = search.best(fitting)
-    others = [s for s in fitting if best and s.strategy.degrees != best.candidate.strategy.degrees]
+    chosen = best.candidate.strategy.degrees if best else None
+    others = [row for row in fitting if row.candidate.strategy.degrees != chosen]
     return SearchResult(
         best=best,
         runner_up=search.best(others),
         front=search.front(),
-        least=search.estimate(search.smallest()),
-        num_candidates=len(search.candidates),
+        least=search.estimate(search.rows[0]),
+        num_candidates=len(search.rows),
         num_simulated=search.num_simulated,
         limit=workload.limit,
     )

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.machine.machine import Machine
 from paro.planning.memory.limit import MemoryLimit, memory_limit
-from paro.planning.rotation import why_not_rotating
+from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import device_of
 from paro.precision import PrecisionConfig
@@ -104,7 +104,7 @@ class Workload:
                 "--trainable adapters are planned only with gathered parameters: leave "
                 "--paro-materialize rotate out"
             )
-        return why_not_rotating(
+        return rotation_infeasible_reason(
             strategy, self.model, world_size=self.world_size, group_size=self.group_size
         )
 

@@ -38,6 +38,11 @@ class UnitSeconds:
     until_first_gradient: float = 0.0
     rest_of_backward: float = 0.0
 
+    @property
+    def total(self) -> float:
+        forward = self.forward + self.recompute
+        return forward + self.until_first_gradient + self.rest_of_backward
+
 
 class Flops(NamedTuple):
     """FLOPs of a forward: products with weights, and attention's products without weights."""
@@ -89,10 +94,7 @@ class Computing:
     @cached_property
     def seconds(self) -> float:
         """Compute time of one micro-batch."""
-        return sum(
-            part.forward + part.recompute + part.until_first_gradient + part.rest_of_backward
-            for part in self.per_unit
-        )
+        return sum(part.total for part in self.per_unit)
 
     @cached_property
     def flops(self) -> float:

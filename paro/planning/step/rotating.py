@@ -68,13 +68,7 @@ class RotatingComputing(Computing):
 
     @cached_property
     def seconds(self) -> float:
-        return sum(
-            part.seconds.forward
-            + part.seconds.recompute
-            + part.seconds.until_first_gradient
-            + part.seconds.rest_of_backward
-            for part in self.parts
-        )
+        return sum(part.seconds.total for part in self.parts)
 
     @property
     def adding_seconds(self) -> float:
@@ -175,13 +169,7 @@ class RotatingCosts(StepCosts):
         )
         last = by_name[self.computing.parts[first].halves[0]]
         exposed = sum(seconds_of((*part.step_reduce, *part.replicas)) for part in last)
-        return exposed + (self._passes_seconds() if self.in_place else 0.0)
-
-    def _passes_seconds(self) -> float:
-        per_micro_batch = sum(
-            unit.gathers_per_micro_batch * seconds_of(part.gather)
-            + unit.reductions_per_micro_batch * seconds_of(part.reduce)
-            for unit, parts in zip(self.comm_costs.units, self.comm_costs.per_unit, strict=True)
-            for part in parts
-        )
-        return per_micro_batch * self.num_micro_batches
+        if self.in_place:
+            whole, once_per_step = (self.comm_costs.loads(n) for n in (self.num_micro_batches, 0))
+            exposed += whole.one_by_one - once_per_step.one_by_one
+        return exposed
