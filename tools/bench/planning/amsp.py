@@ -101,7 +101,7 @@ class OwnedTensorsEstimator(Estimator):
     """Estimates steps that send as AMSP's do, with flat collectives; `sent` is unchanged.
 
     `waits_for` has the kinds of communication that do not overlap with compute, as the simulation
-    names them.
+    names them: they count in the step's time, not in its exposed parts.
     """
 
     def __init__(self, workload: Workload, *, waits_for: Collection[str] = ()) -> None:
