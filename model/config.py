@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paro.errors import UserError
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,22 @@ class RecomputeConfig:
             raise UserError(f"--recompute-method {self.method} is neither uniform nor block")
         if self.num_layers < 1:
             raise UserError(f"--recompute-num-layers {self.num_layers} must be at least 1")
+
+    @property
+    def core_attention(self) -> bool:
+        """Whether the attention core of every block is recomputed, and nothing else."""
+        return self.granularity == "selective"
+
+    @property
+    def group_size(self) -> int:
+        """The number of consecutive blocks that keep only the input of the first."""
+        return self.num_layers if (self.granularity, self.method) == ("full", "uniform") else 1
+
+    def first_layer(self, layer: int) -> int | None:
+        """The layer at which this one's recomputation begins; None if its block is kept."""
+        if self.core_attention or (self.method == "block" and layer >= self.num_layers):
+            return None
+        return layer - layer % self.group_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,52 +264,47 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape by name, in model order."""
+def unit_shapes(config: LlamaConfig) -> dict[str, dict[str, Shape]]:
+    """The shapes of every unit's parameters by their names in the unit, in model order."""
     hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
     query = config.num_attention_heads * config.kv_channels
     key = config.num_query_groups * config.kv_channels
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (vocab, hidden)}
-    for layer in range(config.num_layers):
-        shapes |= {
-            f"blocks.{layer}.attention_norm": (hidden,),
-            f"blocks.{layer}.wq": (query, hidden),
-            f"blocks.{layer}.wk": (key, hidden),
-            f"blocks.{layer}.wv": (key, hidden),
-            f"blocks.{layer}.wo": (hidden, query),
-        }
-        if config.add_qkv_bias:
-            shapes |= {
-                f"blocks.{layer}.bq": (query,),
-                f"blocks.{layer}.bk": (key,),
-                f"blocks.{layer}.bv": (key,),
-            }
-        if config.qk_layernorm:
-            shapes |= {
-                f"blocks.{layer}.q_norm": (config.kv_channels,),
-                f"blocks.{layer}.k_norm": (config.kv_channels,),
-            }
-        shapes |= {
-            f"blocks.{layer}.mlp_norm": (hidden,),
-            f"blocks.{layer}.w_gate": (ffn, hidden),
-            f"blocks.{layer}.w_up": (ffn, hidden),
-            f"blocks.{layer}.w_down": (hidden, ffn),
-        }
-    shapes["head.norm"] = (hidden,)
+    block: dict[str, Shape] = {
+        "attention_norm": (hidden,),
+        "wq": (query, hidden),
+        "wk": (key, hidden),
+        "wv": (key, hidden),
+        "wo": (hidden, query),
+    }
+    if config.add_qkv_bias:
+        block |= {"bq": (query,), "bk": (key,), "bv": (key,)}
+    if config.qk_layernorm:
+        block |= {"q_norm": (config.kv_channels,), "k_norm": (config.kv_channels,)}
+    block |= {
+        "mlp_norm": (hidden,),
+        "w_gate": (ffn, hidden),
+        "w_up": (ffn, hidden),
+        "w_down": (hidden, ffn),
+    }
+    head: dict[str, Shape] = {"norm": (hidden,)}
     if not config.tie_embeddings_and_output_weights:
-        shapes["head.weight"] = (vocab, hidden)
-    return shapes
+        head["weight"] = (vocab, hidden)
+    blocks = {f"blocks.{layer}": block for layer in range(config.num_layers)}
+    return {"embedding": {"weight": (vocab, hidden)}, **blocks, "head": head}
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, Shape]:
+    """Every parameter's shape by its name in the model, in model order."""
+    return {
+        f"{unit}.{name}": shape
+        for unit, shapes in unit_shapes(config).items()
+        for name, shape in shapes.items()
+    }
 
 
 def num_parameters(config: LlamaConfig) -> int:
     """The number of parameters; a tied weight counts once."""
-    total = 0
-    for shape in parameter_shapes(config).values():
-        size = 1
-        for extent in shape:
-            size *= extent
-        total += size
-    return total
+    return sum(map(math.prod, parameter_shapes(config).values()))
 
 
 def flops_per_token(config: LlamaConfig, seq_length: int, *, causal: bool) -> float:
@@ -301,11 +315,8 @@ def flops_per_token(config: LlamaConfig, seq_length: int, *, causal: bool) -> fl
     forward. The embedding lookup, norms, rotary embedding and recomputation do not count.
     PaLM (appendix B) counts attention in full, Megatron-LM halves it.
     """
-    per_layer = sum(
-        shape[0] * shape[1]
-        for name, shape in parameter_shapes(config).items()
-        if name.startswith("blocks.0.") and len(shape) == 2
-    )
+    block = unit_shapes(config)["blocks.0"].values()
+    per_layer = sum(math.prod(shape) for shape in block if len(shape) == 2)
     weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
     positions = seq_length / 2 if causal else seq_length
     attention = 2 * config.num_layers * positions * config.num_attention_heads * config.kv_channels

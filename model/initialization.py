@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from model.config import QKV_BIAS_CUTS, LlamaConfig, parameter_shapes
+from model.config import QKV_BIAS_CUTS, LlamaConfig, unit_shapes
 
 BLOCK = 2**16  # elements of a flattened parameter per seed
 
@@ -33,13 +33,14 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
     """
     narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
     specs = {}
-    for name, shape in parameter_shapes(config).items():
-        part = name.rpartition(".")[2]
-        std: float | None = narrow if part in ("wo", "w_down") else config.init_method_std
-        if len(shape) == 1:
-            std = None
-        constant = 0.0 if part in QKV_BIAS_CUTS else 1.0
-        specs[name] = ParameterInit(name=name, numel=math.prod(shape), std=std, constant=constant)
+    for unit, shapes in unit_shapes(config).items():
+        for part, shape in shapes.items():
+            name, numel = f"{unit}.{part}", math.prod(shape)
+            std: float | None = narrow if part in ("wo", "w_down") else config.init_method_std
+            if len(shape) == 1:
+                std = None
+            constant = 0.0 if part in QKV_BIAS_CUTS else 1.0
+            specs[name] = ParameterInit(name=name, numel=numel, std=std, constant=constant)
     return specs
 
 

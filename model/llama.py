@@ -30,7 +30,6 @@ from model.config import (
     MLP_CUTS,
     VOCABULARY_CUTS,
     LlamaConfig,
-    RecomputeConfig,
     attention_cuts,
     attention_norms,
 )
@@ -75,13 +74,14 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, *, recompute: str | None) -> None:
+    def __init__(self, config: LlamaConfig, *, recomputed: bool) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
         query = config.num_attention_heads * config.kv_channels
         key = config.num_query_groups * config.kv_channels
         self.config = config
-        self.recompute = recompute  # "full", "selective" or None: what backward recomputes
+        self.recomputed = recomputed  # by itself, from its own input
+        self.recomputes_core = config.recompute is not None and config.recompute.core_attention
         self.attention_norm = nn.Parameter(torch.empty(hidden))
         self.wq = nn.Parameter(torch.empty(query, hidden))
         self.wk = nn.Parameter(torch.empty(key, hidden))
@@ -102,7 +102,7 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
         """`attend` replaces causal attention within `x`, for example to use a KV cache."""
         # Checkpoint inside forward, so that recomputation does not run this module's hooks again.
-        if self.recompute == "full" and torch.is_grad_enabled():
+        if self.recomputed and torch.is_grad_enabled():
             return _checkpointed(self._body, x_BSD, places, attend)
         return self._body(x_BSD, places, attend)
 
@@ -128,7 +128,7 @@ class Block(nn.Module):
         q_BSNH, k_BSKH = rotate(q_BSNH, cos, sin), rotate(k_BSKH, cos, sin)
         if attend is not None:
             out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH)
-        elif self.recompute == "selective" and torch.is_grad_enabled():
+        elif self.recomputes_core and torch.is_grad_enabled():
             out_BSNH = _checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH, lengths)
         else:
             out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, lengths)
@@ -211,9 +211,11 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+        # Larger groups of blocks are recomputed together: in `forward`.
+        self._group_size = config.recompute.group_size if config.recompute else 1
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(
-            Block(config, recompute=_recompute_of(config.recompute, layer))
+            Block(config, recomputed=self._group_size == 1 and self._is_recomputed(layer))
             for layer in range(config.num_layers)
         )
         self.head = Head(config)
@@ -251,7 +253,7 @@ class Llama(nn.Module):
         if positions_BS is not None:
             cos, sin = cos[positions_BS], sin[positions_BS]
         places = Places(cos, sin, document_lengths)
-        run = self._blocks_kept_together()
+        run = self._group_size
         recomputes = run > 1 and torch.is_grad_enabled()
         for first in range(0, len(self.blocks), run):
             blocks = list(self.blocks[first : first + run])
@@ -268,7 +270,6 @@ class Llama(nn.Module):
     def units(self) -> list[UnitSpec]:
         """The units in forward order."""
         tied = self.config.tie_embeddings_and_output_weights
-        recompute = self.config.recompute
         embedding = UnitSpec(
             name="embedding",
             module=self.embedding,
@@ -287,8 +288,7 @@ class Llama(nn.Module):
                 name=f"blocks.{layer}",
                 module=block,
                 parts=(attention, _MLP),
-                recomputed=self._blocks_kept_together() > 1
-                or _recompute_of(recompute, layer) == "full",
+                recomputed=self._is_recomputed(layer),
             )
             for layer, block in enumerate(self.blocks)
         )
@@ -296,11 +296,9 @@ class Llama(nn.Module):
         head = UnitSpec(name="head", module=self.head, parts=(_LOSS,), borrows=borrows)
         return [embedding, *blocks, head]
 
-    def _blocks_kept_together(self) -> int:
+    def _is_recomputed(self, layer: int) -> bool:
         recompute = self.config.recompute
-        if recompute and (recompute.granularity, recompute.method) == ("full", "uniform"):
-            return recompute.num_layers
-        return 1
+        return recompute is not None and recompute.first_layer(layer) is not None
 
 
 def _add(_module: nn.Module, slices: Iterable[Callable[..., Tensor]], *args: Any) -> Tensor:
@@ -361,17 +359,6 @@ _MLP = SlicedPart(
 _LOSS = SlicedPart(
     method="loss", of_slice="score_slice", cuts=VOCABULARY_CUTS, join=_join_losses, of_rows=True
 )
-
-
-def _recompute_of(recompute: RecomputeConfig | None, layer: int) -> str | None:
-    """What this layer's block recomputes on its own: "full", "selective" or None."""
-    if recompute is None:
-        return None
-    if recompute.granularity == "selective":
-        return "selective"
-    if recompute.method == "uniform":
-        return "full" if recompute.num_layers == 1 else None  # larger groups: see Llama.forward
-    return "full" if layer < recompute.num_layers else None
 
 
 def _is_frozen(module: nn.Module) -> bool:

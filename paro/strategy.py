@@ -1,4 +1,4 @@
-"""Sharding strategies: degrees of params, grads and optimizer state, parsing and legality."""
+"""Sharding strategies: degrees of each state, parsing, legality, and the communication plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import pairwise, product
 
 from paro.errors import UserError
 from paro.quantities import count_text
+from paro.topology import AxisSpan, Topology
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -138,3 +139,25 @@ def effective_letters(strategy: Strategy, *, world_size: int, group_size: int) -
 
 def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommPlan:
+    """The axis spans of a strategy's collectives; a span is empty if its degrees are equal."""
+
+    gather: AxisSpan  # params: from their degree to 1, before every use
+    reduce: AxisSpan  # grads: reduce-scatter from 1 to their degree, every micro-batch
+    step_reduce: AxisSpan  # grads: reduce-scatter to the optimizer's degree, once a step
+    replicas: AxisSpan  # grads: all-reduce over ranks with the same optimizer range, once a step
+    gather_updated: AxisSpan  # params: from the optimizer's degree to theirs, once a step
+
+
+def make_comm_plan(strategy: Strategy, topology: Topology) -> CommPlan:
+    """The communication plan of a strategy on `topology`."""
+    return CommPlan(
+        gather=topology.axes_between(1, strategy.params),
+        reduce=topology.axes_between(1, strategy.grads),
+        step_reduce=topology.axes_between(strategy.grads, strategy.optim),
+        replicas=topology.axes_between(strategy.optim, topology.world_size),
+        gather_updated=topology.axes_between(strategy.params, strategy.optim),
+    )

@@ -240,12 +240,11 @@ def trainer_flags(task: Task) -> list[str]:
     return [str(word) for pair in words for word in pair if word is not None]
 
 
-CONTENDERS: dict[str, Callable[[Task], Step]] = {
-    "ours": make_ours,
-    "trainer": make_trainer,
+REFERENCES: dict[str, Callable[[Task], Step]] = {
     "transformers": lambda task: make_transformers(task, fused=False),
     "transformers-fused": lambda task: make_transformers(task, fused=True),
 }
+CONTENDERS = {"ours": make_ours, "trainer": make_trainer, **REFERENCES}
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
@@ -293,7 +292,7 @@ def _wait(device: torch.device) -> None:
 def report(task: Task, result: Result) -> list[dict[str, object]]:
     """Prints a line per contender and returns the same as rows."""
     flops = flops_per_token(task.config, task.batch.tokens_BS.shape[1], causal=False)
-    references = [name for name in result.seconds if name.startswith("transformers")]
+    references = [name for name in result.seconds if name in REFERENCES]
     rows: list[dict[str, object]] = []
     for name, seconds in result.seconds.items():
         speed = result.tokens_per_second(name)

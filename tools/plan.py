@@ -28,7 +28,7 @@ from paro.planning.search.planner import (
     rotated_rows,
 )
 from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
-from paro.planning.search.settings import SearchSpace, Workload
+from paro.planning.search.search_space import SearchSpace, Workload
 from paro.planning.step.trace import chrome_trace
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
@@ -73,7 +73,7 @@ def report(args: Namespace, workload: Workload) -> None:
     rows = best_first((*letter_rows(workload), *rotated))
     print(rows_table(rows), *misfits(workload, rows), "", sep="\n")
     found = plan(workload)
-    print(*describe(found), "", "memory against time, all settings:", sep="\n")
+    print(*describe(found), "", "memory against time, all candidates:", sep="\n")
     print(front_table(found), "", sep="\n")
     bought = purchases(workload, found)
     print("what more would buy:", *purchase_lines(bought), sep="\n")
@@ -115,7 +115,7 @@ def fields_of(
         "best": None if found.best is None else as_json(workload, found.best),
         "runner_up": None if found.runner_up is None else as_json(workload, found.runner_up),
         "least": as_json(workload, found.least),
-        "num_settings": found.num_settings,
+        "num_settings": found.num_candidates,
         "more": list(bought),
         "scaling": curves,
     }

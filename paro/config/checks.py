@@ -17,7 +17,7 @@ from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
-from paro.planning.rotation import why_not_rotating
+from paro.planning.rotation import rotation_infeasible_reason
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.strategy import Strategy
@@ -37,7 +37,7 @@ def check_rotation(
     """`UserError` if --paro-materialize rotate does not support this model or strategy."""
     if sharding.materialize != "rotate":
         return
-    reason = why_not_rotating(
+    reason = rotation_infeasible_reason(
         strategy, model, world_size=world_size, group_size=sharding.group_size
     )
     if reason is not None:

@@ -14,7 +14,7 @@ from paro.planning.machine.machine import Machine
 from paro.planning.search.description import describe
 from paro.planning.search.planner import SearchResult, plan
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.settings import Materialize, SearchSpace, Workload
+from paro.planning.search.search_space import Materialize, SearchSpace, Workload
 from paro.precision import PrecisionConfig
 from paro.strategy import FLAG, Strategy
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, make_layout, whole_box
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.strategy import Strategy, replicated
+from paro.strategy import Strategy, make_comm_plan, replicated
 from paro.topology import Axis, Link, Topology
 
 
@@ -30,6 +30,7 @@ class UnitSize:
     """Elements of a unit's two flat buffers, with padding, and how often they are communicated."""
 
     name: str
+    part: str = ""  # where weights rotate: the part of the model that reads these
     trainable_numel: int
     frozen_numel: int
     gathers_per_micro_batch: int
@@ -70,14 +71,14 @@ def size_units(
     """
     trained = (index for index, unit in enumerate(units) if any(map(is_trained, unit.shapes)))
     first_trained = next(trained, len(units))
-    again = {
+    in_backward = {
         unit.name: unit.backward_needs_weight and first_trained <= index < len(units) - 1
         for index, unit in enumerate(units)
     }
-    num_gathers = dict.fromkeys(again, 0)
+    num_gathers = dict.fromkeys(in_backward, 0)
     for unit in units:
         for name in (unit.name, *unit.borrows):
-            num_gathers[name] += 2 if again[unit.name] else 1
+            num_gathers[name] += 2 if in_backward[unit.name] else 1
     return tuple(
         UnitSize(
             name=unit.name,
@@ -90,7 +91,7 @@ def size_units(
             ),
             gathers_per_micro_batch=num_gathers[unit.name],
             borrows=unit.borrows,
-            gathered_for_backward=again[unit.name],
+            gathered_for_backward=in_backward[unit.name],
         )
         for unit in units
     )
@@ -115,22 +116,20 @@ def traffic_per_step(
     updated. So the first step of a run sends less.
     """
     compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
-    between, whole_world = topology.axes_between, topology.world_size
     sent = dict.fromkeys(Link, 0)
     for unit in units:
-        params, grads, optim = strategy_of(unit, strategy).degrees
+        plan = make_comm_plan(strategy_of(unit, strategy), topology)
         gathered = unit.numel * unit.gathers_per_micro_batch * num_micro_batches
         trained = unit.trainable_numel
         reduced = trained * unit.reductions_per_micro_batch * num_micro_batches
-        moves = (
-            (between(1, params), gathered * compute),  # before every use
-            (between(1, grads), reduced * wire),  # after every backward
-            (between(grads, optim), trained * wire),  # the step's gradient reduce-scatter
-            (between(optim, whole_world), 2 * trained * wire),  # replica all-reduce, two passes
-            (between(params, optim), trained * compute),  # all-gather of updated parameters
-        )
-        for run, num_bytes in moves:
-            for axis in run:
+        for span, num_bytes in (
+            (plan.gather, gathered * compute),
+            (plan.reduce, reduced * wire),
+            (plan.step_reduce, trained * wire),
+            (plan.replicas, 2 * trained * wire),  # two passes
+            (plan.gather_updated, trained * compute),
+        ):
+            for axis in span:
                 sent[axis.link] += _sent_along(axis, num_bytes)
     return Sent(sent[Link.INTRA], sent[Link.INTER])
 

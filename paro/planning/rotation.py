@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from model.config import (
@@ -29,13 +29,13 @@ class _Use:
 
     unit: str
     matrices: Mapping[str, int]  # and biases: name to the dim along which it is cut
-    beside: tuple[str, ...]
+    norms: tuple[str, ...]  # that it reads whole
     shares: int | None = None  # it can only be cut between these (query groups)
     returns: bool = True  # backward reads them
     recomputed: bool = False
 
 
-def why_not_rotating(
+def rotation_infeasible_reason(
     strategy: Strategy, config: LlamaConfig, *, world_size: int, group_size: int
 ) -> str | None:
     """Why a model's weights cannot rotate under a strategy, and what to change; None if they can.
@@ -87,10 +87,10 @@ def rotating_units_of(
     passes: dict[str, int] = {}
     reductions: dict[str, int] = {}
     uses: dict[str, _Use] = {}
-    follows = False  # whether backward reaches the part
+    reached = False  # whether backward reaches the part
     for use in _uses(config):
-        follows = follows or any(map(is_trained, (*use.matrices, *use.beside)))
-        num_passes = 1 + (follows and use.returns) + (follows and use.recomputed)
+        reached = reached or any(map(is_trained, (*use.matrices, *use.norms)))
+        num_passes = 1 + (reached and use.returns) + (reached and use.recomputed)
         passes[use.unit] = passes.get(use.unit, 0) + num_passes
         reductions[use.unit] = reductions.get(use.unit, 0) + 1
         uses[use.unit] = use
@@ -112,6 +112,7 @@ def rotating_units_of(
     units = [
         UnitSize(
             name=name if half is None else f"{name} {half + 1}/2",
+            part=name,
             trainable_numel=numel(use, half, trained=True),
             frozen_numel=numel(use, half, trained=False),
             gathers_per_micro_batch=passes[name],
@@ -151,15 +152,13 @@ def _uses(config: LlamaConfig) -> list[_Use]:
         _Use(
             unit="embedding",
             matrices=named("embedding", VOCABULARY_CUTS),
-            beside=(),
+            norms=(),
             returns=False,
         )
     ]
     recompute = config.recompute
     for layer in range(config.num_layers):
-        full = recompute is not None and recompute.granularity == "full"
-        if recompute is not None and recompute.method == "block":
-            full = full and layer < recompute.num_layers
+        recomputed = recompute is not None and recompute.first_layer(layer) is not None
         for part, cuts, norms in (
             ("attention", attention_cuts(config), attention_norms(config)),
             ("mlp", MLP_CUTS, ("mlp_norm",)),
@@ -168,11 +167,20 @@ def _uses(config: LlamaConfig) -> list[_Use]:
                 _Use(
                     unit=f"blocks.{layer}.{part}",
                     matrices=named(f"blocks.{layer}", cuts),
-                    beside=tuple(f"blocks.{layer}.{norm}" for norm in norms),
+                    norms=tuple(f"blocks.{layer}.{norm}" for norm in norms),
                     shares=config.num_query_groups if part == "attention" else None,
-                    recomputed=full,
+                    recomputed=recomputed,
                 )
             )
     holder = "embedding" if config.tie_embeddings_and_output_weights else "head"
-    uses.append(_Use(unit=holder, matrices=named(holder, VOCABULARY_CUTS), beside=("head.norm",)))
+    uses.append(_Use(unit=holder, matrices=named(holder, VOCABULARY_CUTS), norms=("head.norm",)))
     return uses
+
+
+def units_by_part(units: Iterable[UnitSize]) -> dict[str, list[UnitSize]]:
+    """The units of every part: one, or one for each half of its slices."""
+    parts: dict[str, list[UnitSize]] = {}
+    for unit in units:
+        if not unit.replicated:
+            parts.setdefault(unit.part, []).append(unit)
+    return parts

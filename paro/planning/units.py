@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from model.config import LlamaConfig, RecomputeConfig, loss_chunk_tokens, parameter_shapes
+from model.config import LlamaConfig, loss_chunk_tokens, unit_shapes
 from paro.planning.cost_model import UnitShapes, UnitSize, size_units
 from paro.planning.rotation import rotating_units_of
 
@@ -73,20 +73,16 @@ def units_of(
         return rotating_units_of(
             config, rotated_over, world_size=world_size, is_trained=is_trained, in_place=in_place
         )
-    shapes = parameter_shapes(config)
-
-    def unit(name: str, *, borrows: tuple[str, ...] = (), needs_weight: bool = True) -> UnitShapes:
-        own = {key: shape for key, shape in shapes.items() if key.startswith(f"{name}.")}
-        return UnitShapes(
-            name=name, shapes=own, borrows=borrows, backward_needs_weight=needs_weight
-        )
-
     tied = config.tie_embeddings_and_output_weights
-    units = (
-        unit("embedding", needs_weight=False),
-        *(unit(f"blocks.{layer}") for layer in range(config.num_layers)),
-        unit("head", borrows=("embedding",) if tied else ()),
-    )
+    units = [
+        UnitShapes(
+            name=unit,
+            shapes={f"{unit}.{name}": shape for name, shape in shapes.items()},
+            borrows=("embedding",) if unit == "head" and tied else (),
+            backward_needs_weight=unit != "embedding",
+        )
+        for unit, shapes in unit_shapes(config).items()
+    ]
     return size_units(units, world_size=world_size, is_trained=is_trained)
 
 
@@ -124,19 +120,18 @@ def _block(
         "in_backward": max(residual + weight, norm_backward(config, batch) + 2 * weight),
     }
     in_forward = residual + max(residual, ffn)
-    first = _recomputed_from(config.recompute, layer)
-    if first is not None and index >= first_trained:
-        first = max(first, first_trained - 1)
+    first = config.recompute.first_layer(layer) if config.recompute else None
     if first is None:
-        core = config.recompute is None or config.recompute.granularity == "full"
         return UnitActivations(
-            kept=block_activations(config, batch, with_core=core),
+            kept=block_activations(config, batch),
             recomputed_from=index,
             in_forward=in_forward,
             **transients,
         )
+    if index >= first_trained:
+        first = max(first, first_trained - 1)
     kept = residual if layer == first else 0
-    recomputed = block_activations(config, batch, with_core=True) - kept
+    recomputed = block_activations(config, batch) - kept
     return UnitActivations(
         kept=kept,
         recomputed=recomputed,
@@ -146,26 +141,18 @@ def _block(
     )
 
 
-def _recomputed_from(recompute: RecomputeConfig | None, layer: int) -> int | None:
-    """The layer at which this one's recomputation begins; None if it is not recomputed."""
-    if recompute is None or recompute.granularity == "selective":
-        return None
-    if recompute.method == "uniform":
-        return layer - layer % recompute.num_layers
-    return layer if layer < recompute.num_layers else None
-
-
 def _residual(config: LlamaConfig, batch: MicroBatch) -> int:
     """Bytes of one tensor of the residual stream's width."""
     return batch.num_tokens * config.hidden_size * batch.compute_bytes
 
 
-def block_activations(config: LlamaConfig, batch: MicroBatch, *, with_core: bool) -> int:
-    """Bytes kept by a block that is not recomputed; `with_core`: nor is its core attention."""
+def block_activations(config: LlamaConfig, batch: MicroBatch) -> int:
+    """Bytes that a block needs for backward, but for core attention's if that is recomputed."""
     query = config.num_attention_heads * config.kv_channels
     key = config.num_query_groups * config.kv_channels
     width = 2 * config.hidden_size + 2 * query + 2 * key + 2 * config.ffn_hidden_size
-    in_fp32 = config.num_attention_heads if with_core else 0  # log-sum-exp
+    without_core = config.recompute is not None and config.recompute.core_attention
+    in_fp32 = 0 if without_core else config.num_attention_heads  # log-sum-exp
     if config.qk_layernorm:
         width += query + key
         in_fp32 += config.num_attention_heads + config.num_query_groups

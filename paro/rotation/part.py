@@ -65,6 +65,8 @@ class RotationPlan:
     returns: bool  # backward reads the weights
     recomputed: bool  # forward runs again in backward
     completes: bool  # no other part adds gradients to its units after it in backward
+    label: str  # of its profile range: the name of the part that its weights belong to
+    attributes: Mapping[str, str]  # parameters' names in the model to those in the module
 
 
 class RotatingPart:
@@ -97,7 +99,6 @@ class RotatingPart:
         self._replicated = [module.get_parameter(name) for name in spec.replicated]
         self._trains_replicated = any(parameter.requires_grad for parameter in self._replicated)
         self._trains = any(unit.trainable for half in halves for unit in half)
-        self._name = halves[0][0].name.partition(" ")[0]
         self._moves_home = False
         self._in_backward: Position | None = None
         self._input_needs_grad = False
@@ -111,7 +112,7 @@ class RotatingPart:
         self._moves_home = (
             plan.returns and self._backward_follows(args) and not (plan.recomputed and first_of_two)
         )
-        with torch.profiler.record_function(f"paro/rotate:{self._name}"):
+        with torch.profiler.record_function(f"paro/rotate:{plan.label}"):
             out: Tensor = self.spec.join(self.module, self._slices(), *args)
         return out
 
@@ -174,7 +175,7 @@ class RotatingPart:
                 leaf.register_post_accumulate_grad_hook(
                     partial(self._received, unit, position, name)
                 )
-            leaves[name.rpartition(".")[2]] = leaf
+            leaves[self._plan.attributes[name]] = leaf
         return leaves
 
     # Backward #
@@ -205,7 +206,7 @@ class RotatingPart:
         self._end_step_if_through()
 
     def _end_step_if_through(self) -> None:
-        assert self._in_backward is not None, f"{self._name} is not in backward"
+        assert self._in_backward is not None, f"{self._plan.label} is not in backward"
         number, step = self._in_backward
         # If the input needs no gradient but a norm does, no hook fires when the norm's is computed.
         all_here = all(unit.has_all(step) for unit in self._halves[number])

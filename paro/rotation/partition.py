@@ -19,8 +19,8 @@ from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
 from paro.sharding.distributed_model import MicroBatchState
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.sharding.shards import ShardingContext, make_comm_plan
-from paro.strategy import Strategy, replicated
+from paro.sharding.shards import ShardingContext
+from paro.strategy import Strategy, make_comm_plan, replicated
 from paro.topology import AxisSpan, Topology
 
 
@@ -74,6 +74,7 @@ def cut_into_parts(
     original = dict(model.named_parameters())
     bound = wrap.bind_empty(model, context)
     units: dict[str, tuple[Half, ...]] = {}  # by the name of a part's first parameter
+    labels: dict[str, str] = {}
     state, parts = MicroBatchState(), []
     for spec in specs:
         for part in spec.parts:
@@ -82,6 +83,7 @@ def cut_into_parts(
             key = next(iter(own))
             if key not in units:
                 label = spec.name if len(spec.parts) == 1 else f"{spec.name}.{part.method}"
+                labels[key] = label
                 matrices = {name: original[name] for name in own}
                 halves: tuple[int | None, ...] = (None,)
                 if in_place:
@@ -94,6 +96,8 @@ def cut_into_parts(
                 returns=spec.backward_needs_weight,
                 recomputed=spec.recomputed,
                 completes=not spec.borrows,
+                label=labels[key],
+                attributes={f"{holder}.{name}": name for name in part.cuts},
             )
             parts.append(RotatingPart(spec.module, part, units[key], plan, state))
     rotating = tuple(unit for halves in units.values() for half in halves for unit in half)

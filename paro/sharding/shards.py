@@ -1,4 +1,4 @@
-"""Persistent shards of a unit's parameters and gradients, and a strategy's communication plan."""
+"""Persistent shards of a unit's parameters and gradients."""
 
 from __future__ import annotations
 
@@ -14,37 +14,16 @@ from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.groups import Use
 from paro.layout import UnitLayout
 from paro.sharding.buffers import Ledger
-from paro.strategy import Strategy
+from paro.strategy import CommPlan, Strategy
 from paro.topology import AxisSpan, Topology
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommPlan:
-    """The axis spans of a strategy's collectives; a span is empty if its degrees are equal."""
-
-    gather: AxisSpan  # params: from their degree to 1, before every use
-    reduce: AxisSpan  # grads: reduce-scatter from 1 to their degree, every micro-batch
-    step_reduce: AxisSpan  # grads: reduce-scatter to the optimizer's degree, once a step
-    replicas: AxisSpan  # grads: all-reduce over ranks with the same optimizer range, once a step
-    gather_updated: AxisSpan  # params: from the optimizer's degree to theirs, once a step
-
-    def runs(self) -> dict[Use, frozenset[AxisSpan]]:
-        """The axis spans that need process groups, by use."""
-        return {
-            Use.GATHER: frozenset({self.gather, self.gather_updated}),
-            Use.REDUCE: frozenset({self.reduce, self.step_reduce, self.replicas}),
-        }
-
-
-def make_comm_plan(strategy: Strategy, topology: Topology) -> CommPlan:
-    """The communication plan of a strategy on `topology`."""
-    return CommPlan(
-        gather=topology.axes_between(1, strategy.params),
-        reduce=topology.axes_between(1, strategy.grads),
-        step_reduce=topology.axes_between(strategy.grads, strategy.optim),
-        replicas=topology.axes_between(strategy.optim, topology.world_size),
-        gather_updated=topology.axes_between(strategy.params, strategy.optim),
-    )
+def spans_by_use(comm_plan: CommPlan) -> dict[Use, frozenset[AxisSpan]]:
+    """The axis spans of a communication plan that need process groups."""
+    return {
+        Use.GATHER: frozenset({comm_plan.gather, comm_plan.gather_updated}),
+        Use.REDUCE: frozenset({comm_plan.reduce, comm_plan.step_reduce, comm_plan.replicas}),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,9 @@ from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
-from paro.sharding.shards import ShardingContext, make_comm_plan
+from paro.sharding.shards import ShardingContext, spans_by_use
 from paro.sharding.wrap import make_unit_modules
+from paro.strategy import make_comm_plan
 from paro.topology import AxisSpan, make_topology
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
@@ -96,7 +97,7 @@ def _spread(
     )
     rotates = sharding.materialize == "rotate"
     comm_plan = make_comm_plan(strategy, topology)
-    runs = rotation_runs(strategy, topology) if rotates else comm_plan.runs()
+    runs = rotation_runs(strategy, topology) if rotates else spans_by_use(comm_plan)
     is_planned = device.type == "meta"
     if is_planned:
         runs = dict.fromkeys(Use, frozenset[AxisSpan]())

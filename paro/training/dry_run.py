@@ -28,7 +28,7 @@ from paro.planning.search.description import describe, describe_launch, describe
 from paro.planning.search.planner import TIE, Estimate, Estimator, SearchResult
 from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.settings import Workload
+from paro.planning.search.search_space import Workload
 from paro.planning.units import units_of
 from paro.quantities import count_text, size_text
 from paro.report.log import Log
@@ -350,7 +350,7 @@ def _planner(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
     if plan.launch is None or found is None:
         return
     yield f"> plan: {describe_launch(plan.launch)}"
-    for line in describe(found, chose="of all settings that fit the best is"):
+    for line in describe(found, chose="of all candidates that fit the best is"):
         yield f"> {line}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paro.config.run import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
-from paro.planning.memory.gathering import MemorySnapshot, peak_memory
+from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF
@@ -126,15 +126,15 @@ def _predict_memory(
         return rotating_peak(
             config.strategy, units, config.precision, config.model, batch, in_place=in_place
         )
-    return peak_memory(
-        config.strategy,
-        context.topology,
-        units,
-        config.precision,
-        activations_of(config.model, batch),
+    peaks = PeakMemory(
+        world_size=context.topology.world_size,
+        units=units,
+        precision=config.precision,
+        activations=activations_of(config.model, batch),
         prefetch_units=config.sharding.prefetch_units,
         num_micro_batches=config.batches.most_micro_batches,
     )
+    return peaks.of(config.strategy)
 
 
 def predicted_bytes(snapshot: MemorySnapshot) -> dict[str, int]:

@@ -193,3 +193,30 @@ def test_full_recomputation_alone_is_uniform_block_by_block() -> None:
     uniform = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
 
     assert RecomputeConfig(granularity="full") == uniform
+
+
+SELECTIVE = RecomputeConfig(granularity="selective")
+
+
+@pytest.mark.parametrize(
+    ("recompute", "first_layers", "group_size"),
+    [
+        (SELECTIVE, [None] * 5, 1),
+        (replace(SELECTIVE, num_layers=2), [None] * 5, 1),
+        (replace(SELECTIVE, method="block", num_layers=2), [None] * 5, 1),
+        (RecomputeConfig(granularity="full"), [0, 1, 2, 3, 4], 1),
+        (RecomputeConfig(granularity="full", num_layers=2), [0, 0, 2, 2, 4], 2),
+        (RecomputeConfig(granularity="full", num_layers=5), [0, 0, 0, 0, 0], 5),
+        (RecomputeConfig(granularity="full", num_layers=8), [0, 0, 0, 0, 0], 8),
+        (RecomputeConfig(granularity="full", method="block"), [0, None, None, None, None], 1),
+        (RecomputeConfig(granularity="full", method="block", num_layers=3),
+         [0, 1, 2, None, None], 1),
+        (RecomputeConfig(granularity="full", method="block", num_layers=8), [0, 1, 2, 3, 4], 1),
+    ],
+)  # fmt: skip
+def test_which_layers_are_recomputed_and_from_where(
+    recompute: RecomputeConfig, first_layers: list[int | None], group_size: int
+) -> None:
+    assert [recompute.first_layer(layer) for layer in range(5)] == first_layers
+    assert recompute.group_size == group_size
+    assert recompute.core_attention == (recompute.granularity == "selective")

@@ -22,13 +22,12 @@ from model.config import (
 )
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
-from paro.planning.memory.gathering import MemorySnapshot, peak_memory
+from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantities import ranks_text
 from paro.strategy import parse_strategy
-from paro.topology import make_topology
 
 DESCRIPTION = """\
 Predicts, without ranks, the peak memory of a rank at one batch per rank, whatever the number of
@@ -72,18 +71,15 @@ class Setting:
         units = units_of(model, world_size=self.world_size, rotated_over=rings, in_place=in_place)
         if rotation:
             return rotating_peak(strategy, units, self.precision, model, batch, in_place=in_place)
-        topology = make_topology(
-            world_size=self.world_size, group_size=self.group_size, degrees=strategy.degrees
-        )
-        return peak_memory(
-            strategy,
-            topology,
-            units,
-            self.precision,
-            activations_of(model, batch),
+        peaks = PeakMemory(
+            world_size=self.world_size,
+            units=units,
+            precision=self.precision,
+            activations=activations_of(model, batch),
             prefetch_units=1,
             num_micro_batches=2,
         )
+        return peaks.of(strategy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

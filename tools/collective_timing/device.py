@@ -158,7 +158,7 @@ def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> _Compu
     )
     computing = Computing(model=config.model, units=units, batch=batch, device=device)
     trained = sum(unit.trainable_numel for unit in units)
-    taking = computing.taking_seconds(config.strategy, config.precision, trained)
+    taking = computing.collect_seconds(config.strategy, config.precision, trained)
     updating = computing.update_seconds(config.strategy, config.precision, trained)
     return _Computed(computing.seconds + taking, updating)
 

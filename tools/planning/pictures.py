@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paro.planning.search.planner import Estimate, SearchResult
-from paro.planning.search.settings import Workload
+from paro.planning.search.search_space import Workload
 from paro.planning.step.simulation import Span
 from paro.strategy import legal_letters
 from tools.shared.picture import drawing
@@ -30,7 +30,7 @@ def draw_front(
         axes.plot(
             [e.memory_bytes / 1e9 for e in found.front],
             [e.seconds for e in found.front],
-            "-o", color="#4c78a8", label="the best of all settings", markersize=4,
+            "-o", color="#4c78a8", label="the best of all candidates", markersize=4,
         )  # fmt: skip
         for label, marker, fits in (("fits", "s", True), ("does not fit", "x", False)):
             chosen = [row for row in rows if row.fits is fits]

@@ -10,7 +10,7 @@ from model.config import num_parameters
 from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
 from paro.planning.search.planner import TIE, Estimate, SearchResult, best_that_fits
-from paro.planning.search.settings import SearchSpace, Workload
+from paro.planning.search.search_space import SearchSpace, Workload
 from paro.quantities import count_text, ranks_text
 
 HEADS = (

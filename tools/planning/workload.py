@@ -15,7 +15,7 @@ from paro.config.model import take_model
 from paro.errors import UserError
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
-from paro.planning.search.settings import Materialize, Workload
+from paro.planning.search.search_space import Materialize, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
 from paro.strategy import check_group_size

@@ -41,7 +41,7 @@ class Job(NamedTuple):
     jobs take on CPU ranks, and while ranks compute a job takes `slowed` times as long.
     """
 
-    lane: StreamAxes
+    stream: StreamAxes
     seconds: float
     intra: float
     inter: float
@@ -59,57 +59,59 @@ class CollectiveTimes:
     machine: Machine
     algorithm: str
 
-    def phases(self, op: Op, run: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
+    def phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
         """The jobs of a collective along an axis span, for a whole buffer of `num_bytes`."""
-        if not run or num_bytes == 0:
+        if not span or num_bytes == 0:
             return ()
         algorithm = self.algorithm
         if algorithm == "auto":
-            algorithm = self._fastest(op, run, num_bytes)
+            algorithm = self._fastest(op, span, num_bytes)
         if algorithm == "native":
-            return tuple((job,) for job in self._native(op, run, num_bytes))
+            return tuple((job,) for job in self._native(op, span, num_bytes))
         if algorithm == "flat":
-            return ((self._whole(op, run, num_bytes, "flat"),),)
-        return (self._rings(op, run, num_bytes, algorithm),)
+            return ((self._whole(op, span, num_bytes, "flat"),),)
+        return (self._rings(op, span, num_bytes, algorithm),)
 
-    def seconds(self, op: Op, run: AxisSpan, num_bytes: int) -> float:
+    def seconds(self, op: Op, span: AxisSpan, num_bytes: int) -> float:
         """Time of a whole collective that shares links with nothing else."""
         return math.fsum(
-            max(job.seconds for job in phase) for phase in self.phases(op, run, num_bytes)
+            max(job.seconds for job in phase) for phase in self.phases(op, span, num_bytes)
         )
 
-    def shifts(self, run: AxisSpan, num_bytes: int, *, in_place: bool = False) -> tuple[Phase, ...]:
+    def shifts(
+        self, span: AxisSpan, num_bytes: int, *, in_place: bool = False
+    ) -> tuple[Phase, ...]:
         """A pass of slices round the ring of an axis span, one shift of a slice after another.
 
         A ring all-gather sends the same messages, so a shift takes as long as one of its steps. In
         place two chunks of a slice are in flight at a time, the next two after those have arrived.
         """
-        if not run or num_bytes == 0:
+        if not span or num_bytes == 0:
             return ()
-        axes, num_shifts = _axes(self.machine, run), _size(run) - 1
+        axes, num_shifts = _axes(self.machine, span), _size(span) - 1
         names = {row.algorithm for row in self.machine.measured if row.axes is axes}
         rings = [name for name in ("ring", "h-ring", "ho-ring") if name in names]
         algorithm = rings[0] if rings else "native" if names else "ring"
-        slice_bytes = num_bytes // _size(run)
+        slice_bytes = num_bytes // _size(span)
         turns = -(-slice_bytes // (2 * chunk_numel(slice_bytes, 1))) if in_place else 1
-        job = self._whole(Op.ALL_GATHER, run, num_bytes // turns, algorithm)
+        job = self._whole(Op.ALL_GATHER, span, num_bytes // turns, algorithm)
         shift = job._replace(seconds=job.seconds / num_shifts * turns)
         return ((shift,),) * num_shifts
 
-    def _fastest(self, op: Op, run: AxisSpan, num_bytes: int) -> str:
+    def _fastest(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
         names = dict.fromkeys(row.algorithm for row in self.machine.measured)
         times = {
-            name: CollectiveTimes(self.machine, name).seconds(op, run, num_bytes)
+            name: CollectiveTimes(self.machine, name).seconds(op, span, num_bytes)
             for name in names or ("native", "ho-ring")
         }
         return min(times, key=times.__getitem__)
 
-    def _native(self, op: Op, run: AxisSpan, num_bytes: int) -> list[Job]:
+    def _native(self, op: Op, span: AxisSpan, num_bytes: int) -> list[Job]:
         """One job per axis in time order; an all-reduce goes inwards, across and back."""
         sizes = [num_bytes]
-        for axis in run:
+        for axis in span:
             sizes.append(sizes[-1] // axis.size)
-        inwards = list(zip(run, sizes, strict=False))
+        inwards = list(zip(span, sizes, strict=False))
         steps: list[tuple[Op, Axis, int]]
         if op is Op.ALL_GATHER:
             steps = [(op, *step) for step in reversed(inwards)]
@@ -121,16 +123,16 @@ class CollectiveTimes:
             steps += [(Op.ALL_GATHER, *step) for step in reversed(inwards[:-1])]
         return [self._whole(kind, (axis,), size, "native") for kind, axis, size in steps]
 
-    def _whole(self, op: Op, run: AxisSpan, num_bytes: int, algorithm: str) -> Job:
+    def _whole(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> Job:
         """One job over all axes of a span."""
-        axes = _axes(self.machine, run)
-        found = self._measured(op, run, num_bytes, algorithm)
-        time, cpu, slowed = found or _Found(_ring_seconds(self.machine, op, run, num_bytes))
+        axes = _axes(self.machine, span)
+        found = self._measured(op, span, num_bytes, algorithm)
+        time, cpu, slowed = found or _Found(_ring_seconds(self.machine, op, span, num_bytes))
         busy = 1.0
         if found and _has_links(self.machine, axes):
-            busy = min(1.0, _ring(self.machine, op, run, num_bytes)[1] / time)
+            busy = min(1.0, _ring(self.machine, op, span, num_bytes)[1] / time)
         return Job(
-            lane=tuple(axis.index for axis in run),
+            stream=tuple(axis.index for axis in span),
             seconds=time,
             intra=busy if axes is Axes.INTRA else 0.0,
             inter=0.0 if axes is Axes.INTRA else busy,
@@ -138,15 +140,15 @@ class CollectiveTimes:
             slowed=slowed,
         )
 
-    def _rings(self, op: Op, run: AxisSpan, num_bytes: int, algorithm: str) -> Phase:
+    def _rings(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> Phase:
         """One job per kind of link, each as long as the whole, busy for its own share."""
-        parts = _parts(self.machine, run)
+        parts = _parts(self.machine, span)
         if algorithm == "ring" or len(parts) == 1:
-            return (self._whole(op, run, num_bytes, algorithm),)
+            return (self._whole(op, span, num_bytes, algorithm),)
         inner, outer = parts
         within = _ring_seconds(self.machine, op, inner, num_bytes)
         between = _ring_seconds(self.machine, op, outer, num_bytes // _size(inner))
-        found = self._measured(op, run, num_bytes, algorithm)
+        found = self._measured(op, span, num_bytes, algorithm)
         if found is None and algorithm == "h-ring":
             found = _Found(within + between)
         elif found is None:
@@ -155,7 +157,7 @@ class CollectiveTimes:
         share = within / (within + between)
         return tuple(
             Job(
-                lane=tuple(axis.index for axis in part),
+                stream=tuple(axis.index for axis in part),
                 seconds=time,
                 intra=min(1.0, within / time) if part is inner else 0.0,
                 inter=min(1.0, between / time) if part is outer else 0.0,
@@ -171,7 +173,7 @@ class CollectiveTimes:
         piece_bytes = num_bytes // _size(outer) // pieces
         return _ring_seconds(self.machine, op, inner, piece_bytes)
 
-    def _measured(self, op: Op, run: AxisSpan, num_bytes: int, algorithm: str) -> _Found | None:
+    def _measured(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> _Found | None:
         """The time of a collective from measurements; None if the machine has none.
 
         An axis of another size than the measured one takes as long as the measured one with a
@@ -180,13 +182,13 @@ class CollectiveTimes:
         machine = self.machine
         if not machine.measured:
             return None
-        axes = _axes(machine, run)
+        axes = _axes(machine, span)
         ranks = {
             Axes.INTRA: machine.group_size,
             Axes.INTER: machine.num_groups,
             Axes.BOTH: machine.world_size,
         }[axes]
-        size = _size(run)
+        size = _size(span)
         if ranks == 1:
             return None
         same = round(num_bytes * ((size - 1) / size) / ((ranks - 1) / ranks))
@@ -207,8 +209,8 @@ class _Found(NamedTuple):
     slowed: float = 1.0
 
 
-def _size(run: AxisSpan) -> int:
-    return run[-1].outer // run[0].inner
+def _size(span: AxisSpan) -> int:
+    return span[-1].outer // span[0].inner
 
 
 def _link_of(machine: Machine, axis: Axis) -> Link:
@@ -216,15 +218,15 @@ def _link_of(machine: Machine, axis: Axis) -> Link:
     return Link.INTRA if axis.outer <= machine.group_size else Link.INTER
 
 
-def _axes(machine: Machine, run: AxisSpan) -> Axes:
-    kinds = {_link_of(machine, axis) for axis in run}
+def _axes(machine: Machine, span: AxisSpan) -> Axes:
+    kinds = {_link_of(machine, axis) for axis in span}
     return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH
 
 
-def _parts(machine: Machine, run: AxisSpan) -> list[AxisSpan]:
+def _parts(machine: Machine, span: AxisSpan) -> list[AxisSpan]:
     """The levels of a span, innermost first: neighbouring axes of one kind are merged."""
     kinds = [
-        tuple(axis for axis in run if _link_of(machine, axis) is link)
+        tuple(axis for axis in span if _link_of(machine, axis) is link)
         for link in (Link.INTRA, Link.INTER)
     ]
     return [part for part in kinds if part]
@@ -239,15 +241,15 @@ class Ring(NamedTuple):
     seconds_per_byte: float  # on the slowest links, shared by all such rings
 
 
-def ring_of(machine: Machine, run: AxisSpan) -> Ring:
+def ring_of(machine: Machine, span: AxisSpan) -> Ring:
     """The ring of a non-empty span, in which the ranks of a group are neighbours."""
-    size = _size(run)
-    if run[-1].outer <= machine.group_size:
+    size = _size(span)
+    if span[-1].outer <= machine.group_size:
         speed = speed_of(machine, Link.INTRA)
         lap = (size - 1) * speed.latency_seconds
         return Ring(size, lap, speed.latency_seconds, 8 / speed.bits_per_second)
     speed = speed_of(machine, Link.INTER)
-    flows = min(run[0].inner, machine.group_size)
+    flows = min(span[0].inner, machine.group_size)
     inside = machine.group_size // flows  # ring ranks per group, which are neighbours
     crossings = size // inside - 1
     lap = crossings * speed.latency_seconds
@@ -258,13 +260,13 @@ def ring_of(machine: Machine, run: AxisSpan) -> Ring:
     return Ring(size, lap, speed.latency_seconds, per_byte)
 
 
-def _ring_seconds(machine: Machine, op: Op, run: AxisSpan, num_bytes: int) -> float:
-    return sum(_ring(machine, op, run, num_bytes))
+def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> float:
+    return sum(_ring(machine, op, span, num_bytes))
 
 
-def _ring(machine: Machine, op: Op, run: AxisSpan, num_bytes: int) -> tuple[float, float]:
+def _ring(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> tuple[float, float]:
     """A ring's total latency, and the time for which it keeps its slowest links busy."""
-    ring = ring_of(machine, run)
+    ring = ring_of(machine, span)
     passes = 2 if op is Op.ALL_REDUCE else 1
     latency = passes * ring.lap_seconds
     if op is Op.ALL_REDUCE:

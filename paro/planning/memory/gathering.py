@@ -19,15 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from paro.planning.cost_model import UnitSize, merged, model_state_bytes
 from paro.planning.units import UnitActivations
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
-from paro.topology import Topology
-
-UPDATE = "the update"
-REDUCTION = "the reduction of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,64 +62,36 @@ class MemorySnapshot:
         return f"{self.total / scale:.1f} {unit} at {self.name}: {listed}"
 
 
-def peak_memory(
-    strategy: Strategy,
-    topology: Topology,
-    units: Sequence[UnitSize],
-    precision: PrecisionConfig,
-    activations: Sequence[UnitActivations],
-    *,
-    prefetch_units: int,
-    num_micro_batches: int,
-) -> MemorySnapshot:
-    """The memory snapshot of a step with the largest total."""
-    walk = _Walk(
-        strategy=strategy,
-        topology=topology,
-        units=tuple(units),
-        precision=precision,
-        activations=tuple(activations),
-        num_live=1 + prefetch_units,
-        num_whole_grads=2 if prefetch_units else 1,
-        repeats=num_micro_batches > 1,
-    )
-    return max(walk.moments(), key=lambda snapshot: snapshot.total)
+class _Point(NamedTuple):
+    """A snapshot without what depends on the size of a degree: model states and copies."""
+
+    snapshot: MemorySnapshot
+    converted: int = 0  # elements of the gradients that a reduction converts
+    updated: int = 0  # elements of the largest unit, whose gradients the update copies
 
 
+@dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """`peak_memory` for many strategies of one model and batch, from few walks.
+    """The peaks of many strategies for one model and batch, from at most four walks.
 
-    Apart from the model states, only two parts of a snapshot depend on the size of a degree: the
-    copy converted for a reduction, and the update's copy. Of snapshots that are otherwise equal
-    only the largest is kept.
+    Whole parameters and gradients depend only on whether their degree is 1. Of points with equal
+    copies only the largest is kept.
     """
 
-    def __init__(
-        self,
-        units: Sequence[UnitSize],
-        precision: PrecisionConfig,
-        activations: Sequence[UnitActivations],
-        *,
-        prefetch_units: int,
-        num_micro_batches: int,
-    ) -> None:
-        self._units = tuple(units)
-        self._merged = merged(self._units)
-        self._precision = precision
-        self._activations = tuple(activations)
-        self._num_live = 1 + prefetch_units
-        self._num_whole_grads = 2 if prefetch_units else 1
-        self._repeats = num_micro_batches > 1
-        self._kinds: dict[tuple[bool, bool], list[tuple[MemorySnapshot, int, int]]] = {}
+    world_size: int
+    units: tuple[UnitSize, ...]
+    precision: PrecisionConfig
+    activations: tuple[UnitActivations, ...]
+    prefetch_units: int
+    num_micro_batches: int
 
-    def of(self, strategy: Strategy, topology: Topology) -> MemorySnapshot:
+    def of(self, strategy: Strategy) -> MemorySnapshot:
         """The memory snapshot of a step with the largest total."""
         kind = strategy.params > 1, strategy.grads > 1
-        if kind not in self._kinds:
-            self._kinds[kind] = self._largest(strategy, topology)
-        walk = self._walk(strategy, topology)
-        states = model_state_bytes(strategy, self._merged, self._precision).total
-        converts, copies = walk.conversion_bytes(), walk.copy_bytes()
+        if kind not in self._largest:
+            self._largest[kind] = self._largest_of(*kind)
+        states = model_state_bytes(strategy, self._merged, self.precision).total
+        converts, copies = self._conversion_bytes(strategy), fp32_copy_bytes(self.precision)
         found = (
             replace(
                 snapshot,
@@ -131,92 +100,81 @@ class PeakMemory:
                 + converted // strategy.grads * converts
                 + updated // strategy.optim * copies,
             )
-            for snapshot, converted, updated in self._kinds[kind]
+            for snapshot, converted, updated in self._largest[kind]
         )
         return max(found, key=lambda snapshot: snapshot.total)
 
-    def _walk(self, strategy: Strategy, topology: Topology) -> _Walk:
-        return _Walk(
-            strategy=strategy,
-            topology=topology,
-            units=self._units,
-            precision=self._precision,
-            activations=self._activations,
-            num_live=self._num_live,
-            num_whole_grads=self._num_whole_grads,
-            repeats=self._repeats,
-        )
+    @cached_property
+    def _largest(self) -> dict[tuple[bool, bool], list[_Point]]:
+        return {}
 
-    def _largest(
-        self, strategy: Strategy, topology: Topology
-    ) -> list[tuple[MemorySnapshot, int, int]]:
-        """The largest snapshot for each pair of (elements to convert, elements to update)."""
-        largest: dict[tuple[int, int], MemorySnapshot] = {}
-        sizes = {unit.name: unit.trainable_numel for unit in self._units}
-        for snapshot in self._walk(strategy, topology).moments():
-            reduces = snapshot.name.startswith(REDUCTION)
-            updates = snapshot.name == UPDATE
-            key = (
-                sizes[snapshot.name.removeprefix(REDUCTION)] if reduces else 0,
-                max(sizes.values()) if updates else 0,
-            )
-            own = replace(snapshot, states=0, transient=0 if any(key) else snapshot.transient)
-            if key not in largest or own.total > largest[key].total:
-                largest[key] = own
-        return [(snapshot, *key) for key, snapshot in largest.items()]
+    @cached_property
+    def _merged(self) -> tuple[UnitSize, ...]:
+        return merged(self.units)
 
+    def _largest_of(self, params_sharded: bool, grads_sharded: bool) -> list[_Point]:
+        """The largest point for each pair of copies."""
+        largest: dict[tuple[int, int], _Point] = {}
+        for point in self._walk(params_sharded, grads_sharded):
+            key = point.converted, point.updated
+            if key not in largest or point.snapshot.total > largest[key].snapshot.total:
+                largest[key] = point
+        return list(largest.values())
 
-@dataclass(frozen=True, kw_only=True)
-class _Walk:
-    """A walk through a micro-batch in the middle of a step, and the update."""
-
-    strategy: Strategy
-    topology: Topology
-    units: tuple[UnitSize, ...]
-    precision: PrecisionConfig
-    activations: tuple[UnitActivations, ...]
-    num_live: int  # units that are gathered, or being gathered
-    num_whole_grads: int
-    repeats: bool  # another micro-batch precedes and follows
-
-    def moments(self) -> Iterator[MemorySnapshot]:
-        states = model_state_bytes(self.strategy, self.units, self.precision).total
-        before = self._trained if self.repeats else ()  # units whose gradients arrived last
+    def _walk(self, params_sharded: bool, grads_sharded: bool) -> Iterator[_Point]:
+        """A micro-batch in the middle of a step, and the update."""
+        before = self._trained if self._repeats else ()  # units whose gradients arrived last
         for index, unit in enumerate(self.units):
-            yield MemorySnapshot(
-                name=f"the forward of {unit.name}",
-                states=states,
-                whole_params=self._whole_params(index, 1),
-                whole_grads=self._whole_grads(before),
-                activations=self._kept(index + 1),
-                transient=self.activations[index].in_forward,
+            yield _Point(
+                MemorySnapshot(
+                    name=f"the forward of {unit.name}",
+                    states=0,
+                    whole_params=self._whole_params(index, 1) if params_sharded else 0,
+                    whole_grads=self._whole_grads(before) if grads_sharded else 0,
+                    activations=self._kept(index + 1),
+                    transient=self.activations[index].in_forward,
+                )
             )
-        arrived: tuple[int, ...] = tuple(before)
+        arrived: tuple[int, ...] = before
         for index in self._backward:
             unit, own = self.units[index], self.activations[index]
             together = range(own.recomputed_from, index + 1)
             recomputed = sum(self.activations[i].recomputed for i in together)
             now_arrived = (*arrived, index) if unit.trainable_numel else arrived
+            params = self._whole_params(self._position(index), len(together))
             backward = MemorySnapshot(
                 name=f"the backward of {unit.name}",
-                states=states,
-                whole_params=self._whole_params(self._position(index), len(together)),
-                whole_grads=self._whole_grads(arrived),
+                states=0,
+                whole_params=params if params_sharded else 0,
+                whole_grads=self._whole_grads(arrived) if grads_sharded else 0,
                 activations=self._kept(index + 1) + recomputed,
                 transient=own.before_gradients,
             )
-            yield backward
-            whole_grads = self._whole_grads(now_arrived)
-            yield replace(backward, whole_grads=whole_grads, transient=own.in_backward)
-            yield replace(
-                backward,
-                name=f"{REDUCTION}{unit.name}",
-                whole_grads=whole_grads,
-                activations=self._kept(index),
-                transient=self._converted(unit),
+            yield _Point(backward)
+            grads = self._whole_grads(now_arrived) if grads_sharded else 0
+            yield _Point(replace(backward, whole_grads=grads, transient=own.in_backward))
+            yield _Point(
+                replace(
+                    backward,
+                    name=f"the reduction of {unit.name}",
+                    whole_grads=grads,
+                    activations=self._kept(index),
+                    transient=0,
+                ),
+                converted=unit.trainable_numel,
             )
-            arrived = now_arrived[-self.num_whole_grads :]
-        yield MemorySnapshot(name=UPDATE, states=states, transient=self._fp32_grads())
+            arrived = now_arrived[-self._num_whole_grads :]
+        largest = max(unit.trainable_numel for unit in self.units)
+        yield _Point(MemorySnapshot(name="the update", states=0), updated=largest)
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether another micro-batch precedes and follows."""
+        return self.num_micro_batches > 1
+
+    @property
+    def _num_whole_grads(self) -> int:
+        return 2 if self.prefetch_units else 1
 
     @cached_property
     def _trained(self) -> tuple[int, ...]:
@@ -235,7 +193,7 @@ class _Walk:
         """Units in the order of their gathers; the last one's backward needs no second gather."""
         forward = range(len(self.units))
         back = (i for i in self._backward[1:] if self.units[i].gathered_for_backward)
-        return (*forward, *back, *(forward if self.repeats else ()))
+        return (*forward, *back, *(forward if self._repeats else ()))
 
     def _position(self, index: int) -> int:
         """The position in `_order` at which a unit's backward runs."""
@@ -253,10 +211,9 @@ class _Walk:
 
     def _whole_params(self, position: int, num_together: int) -> int:
         """Bytes of the units from a position in `_order` on, up to one that is already live."""
-        if self.strategy.params == 1:
-            return 0
+        num_live = max(1 + self.prefetch_units, num_together)
         live: set[str] = set()
-        for index in self._order[position : position + max(self.num_live, num_together)]:
+        for index in self._order[position : position + num_live]:
             needed = {self.units[index].name, *self.units[index].borrows}
             if needed & live:
                 break
@@ -265,9 +222,7 @@ class _Walk:
 
     def _whole_grads(self, arrived: Sequence[int]) -> int:
         """Bytes of gradient buffers not yet freed when these units' gradients arrived, in order."""
-        if self.strategy.grads == 1:
-            return 0
-        waiting = set(arrived[-self.num_whole_grads :])
+        waiting = set(arrived[-self._num_whole_grads :])
         numel = sum(self.units[index].trainable_numel for index in waiting)
         return numel * BYTES_OF[self.precision.wire]
 
@@ -290,23 +245,14 @@ class _Walk:
     def _by_name(self) -> dict[str, UnitSize]:
         return {unit.name: unit for unit in self.units}
 
-    def _converted(self, unit: UnitSize) -> int:
-        """Bytes of the copy in the communication dtype of what is reduced after accumulation."""
-        return unit.trainable_numel // self.strategy.grads * self.conversion_bytes()
-
-    def conversion_bytes(self) -> int:
+    def _conversion_bytes(self, strategy: Strategy) -> int:
         """Bytes per element of the copy that is reduced after accumulation; 0 if there is none."""
-        grads, optim = self.strategy.grads, self.strategy.optim
-        nothing_left = grads == optim == self.topology.world_size
+        nothing_left = strategy.grads == strategy.optim == self.world_size
         if nothing_left or self.precision.wire == self.precision.accumulate:
             return 0
         return BYTES_OF[self.precision.wire]
 
-    def _fp32_grads(self) -> int:
-        """Bytes of the fp32 copy of a unit's gradients that the update reads."""
-        largest = max(unit.trainable_numel for unit in self.units)
-        return largest // self.strategy.optim * self.copy_bytes()
 
-    def copy_bytes(self) -> int:
-        """Bytes per element of the fp32 gradient copy in the update; 0 if there is none."""
-        return 0 if self.precision.accumulate == "fp32" else 4
+def fp32_copy_bytes(precision: PrecisionConfig) -> int:
+    """Bytes per element of the fp32 gradient copy in the update; 0 if there is none."""
+    return 0 if precision.accumulate == "fp32" else 4

@@ -22,11 +22,9 @@ class MemoryLimit:
         return f"{usable:.1f} GB that can be used of {device:g} GB"
 
 
-def memory_limit(
-    device_bytes: int, *, reserved_bytes: int = 0, usable: float = USABLE
-) -> MemoryLimit:
+def memory_limit(device_bytes: int, *, reserved_bytes: int = 0) -> MemoryLimit:
     """The limit of a device: the usable share, or less if `reserved_bytes` leaves less."""
-    share = round(usable * device_bytes)
+    share = round(USABLE * device_bytes)
     return MemoryLimit(
         device_bytes=device_bytes, usable_bytes=min(share, device_bytes - reserved_bytes)
     )

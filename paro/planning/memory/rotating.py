@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from model.config import LlamaConfig, loss_chunk_tokens
 from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
-from paro.planning.memory.gathering import MemorySnapshot
+from paro.planning.memory.gathering import MemorySnapshot, fp32_copy_bytes
+from paro.planning.rotation import units_by_part
 from paro.planning.units import MicroBatch, block_activations, norm_backward
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
@@ -31,7 +32,7 @@ class _Part:
     name: str
     unit: UnitSize
     kept: int
-    recomputed: int  # kept only from the recomputation to the end of its block's backward
+    recomputed: int = 0  # bytes of its block's recomputation that its backward finds
     in_forward: int
     in_backward: int
     returns: bool = True
@@ -53,9 +54,9 @@ def rotating_peak(
         units=tuple(units),
         precision=precision,
         in_place=in_place,
-        parts=tuple(_parts(config, batch, _by_part(units), strategy.params)),
+        parts=tuple(_parts(config, batch, units_by_part(units), strategy.params)),
     )
-    return max(walk.moments(), key=lambda snapshot: snapshot.total)
+    return max(walk.snapshots(), key=lambda snapshot: snapshot.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class _Walk:
     in_place: bool
     parts: tuple[_Part, ...]
 
-    def moments(self) -> Iterator[MemorySnapshot]:
+    def snapshots(self) -> Iterator[MemorySnapshot]:
         states = model_state_bytes(self.strategy, self.units, self.precision).total
         kept = 0
         for part in self.parts:
@@ -78,21 +79,18 @@ class _Walk:
                 activations=kept,
                 transient=part.in_forward,
             )
-        recomputed = 0
-        for index in reversed(range(len(self.parts))):
-            part = self.parts[index]
-            if part.name.endswith(".mlp"):  # attention is recomputed before it
-                recomputed = part.recomputed + self.parts[index - 1].recomputed
+        for part in reversed(self.parts):
             yield MemorySnapshot(
                 name=f"the backward of {part.name}",
                 states=states,
                 slices=self._backward_slices(part),
-                activations=kept + recomputed,
+                activations=kept + part.recomputed,
                 transient=part.in_backward,
             )
             kept -= part.kept
-            recomputed -= min(recomputed, part.recomputed)
-        yield MemorySnapshot(name="the update", states=states, transient=self._fp32_grads())
+        largest = max(unit.trainable_numel for unit in self.units)
+        copied = largest // self.strategy.optim * fp32_copy_bytes(self.precision)
+        yield MemorySnapshot(name="the update", states=states, transient=copied)
 
     def _forward_slices(self, part: _Part) -> int:
         slice_bytes = self._slice(part.unit.numel, self.precision.compute)
@@ -105,8 +103,8 @@ class _Walk:
         grads = self._slice(part.unit.trainable_numel, self.precision.wire)
         if self.in_place:
             rooms = (self._room(weights), self._room(grads))
-            alike = self.precision.compute == self.precision.wire
-            return grads + (max(rooms) if alike else sum(rooms))
+            shared = self.precision.compute == self.precision.wire
+            return grads + (max(rooms) if shared else sum(rooms))
         return weights + 2 * grads
 
     def _slice(self, numel: int, kind: str) -> int:
@@ -114,20 +112,6 @@ class _Walk:
 
     def _room(self, slice_bytes: int) -> int:
         return 2 * chunk_numel(slice_bytes, 1)
-
-    def _fp32_grads(self) -> int:
-        """Bytes of the fp32 copy of a unit's gradients that the update reads."""
-        if self.precision.accumulate == "fp32":
-            return 0
-        return max(unit.trainable_numel for unit in self.units) // self.strategy.optim * 4
-
-
-def _by_part(units: Sequence[UnitSize]) -> dict[str, list[UnitSize]]:
-    """The units of every part: one, or one for each half of its slices."""
-    parts: dict[str, list[UnitSize]] = {}
-    for unit in units:
-        parts.setdefault(unit.name.partition(" ")[0], []).append(unit)
-    return parts
 
 
 def _largest(units: Sequence[UnitSize]) -> UnitSize:
@@ -146,7 +130,6 @@ def _parts(
         name="embedding",
         unit=_largest(units["embedding"]),
         kept=tokens * 9 * steps,
-        recomputed=0,
         in_forward=3 * residual,
         in_backward=2 * residual + vocabulary,
         returns=False,
@@ -161,7 +144,6 @@ def _parts(
         name="head",
         unit=_largest(units[head]),
         kept=2 * residual + tokens * (4 + 20 * steps),
-        recomputed=0,
         in_forward=residual + chunk * (8 if size == 4 else 10),
         in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + vocabulary + total),
     )
@@ -179,22 +161,23 @@ def _block(
     columns = -(-config.ffn_hidden_size // (degree * len(units[f"blocks.{layer}.mlp"])))
     ffn, matrix = tokens * columns * size, columns * config.hidden_size * size
     recompute = config.recompute
-    core = recompute is None or recompute.granularity == "full"
-    everything = block_activations(config, batch, with_core=core)
+    recomputed = recompute is not None and recompute.first_layer(layer) is not None
+    everything = block_activations(config, batch)
     mlp = residual + 2 * tokens * config.ffn_hidden_size * size
-    again = recompute is not None and recompute.granularity == "full"
-    if again and recompute is not None and recompute.method == "block":
-        again = layer < recompute.num_layers
     norm = norm_backward(config, batch)
     in_backward = max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix)
-    for part, keeps in (("attention", everything - mlp), ("mlp", mlp)):
-        at_first = residual if part == "attention" else 0
+    attention = everything - mlp
+    # Both are recomputed together, from the block's input; the MLP's backward comes first.
+    for part, keeps, input_bytes, found in (
+        ("attention", attention, residual, attention - residual),
+        ("mlp", mlp, 0, everything - residual),
+    ):
         yield _Part(
             name=f"blocks.{layer}.{part}",
             unit=_largest(units[f"blocks.{layer}.{part}"]),
-            kept=at_first if again else keeps,
-            recomputed=keeps - at_first if again else 0,
-            in_forward=2 * residual + max(residual, ffn) + (keeps if again else 0),
+            kept=input_bytes if recomputed else keeps,
+            recomputed=found if recomputed else 0,
+            in_forward=2 * residual + max(residual, ffn) + (keeps if recomputed else 0),
             in_backward=in_backward,
-            copies=again,
+            copies=recomputed,
         )

@@ -9,7 +9,7 @@ from paro.planning.search.planner import TIE, Estimate, SearchResult
 
 def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
     """Lines for the start of a run; `chose` is the verb in front of the best candidate."""
-    head = f"planner: {plan.num_settings} settings, {plan.num_simulated} of them simulated"
+    head = f"planner: {plan.num_candidates} candidates, {plan.num_simulated} of them simulated"
     return (head,) if plan.best is None else (head, *_choice(plan, plan.best, chose))
 
 
@@ -75,15 +75,15 @@ def exposed_text(estimate: Estimate) -> str:
     """Exposed communication of a step by kind, longest first."""
     names = {
         "gather": "gathers",
-        "reduce": "reductions",
-        "finish": "the last reductions of a step",
-        "publish": "what was updated",
-        "agree": "the norm",
+        "reduce": "gradient reductions",
+        "finish": "the gradient reductions at the end of a step",
+        "publish": "the all-gather of updated parameters",
+        "agree": "the gradient norm",
     }
     parts = sorted(estimate.timeline.exposed.items(), key=lambda part: -part[1])
     floor = 0.001 * estimate.seconds
-    told = [f"{seconds_text(time)} for {names[kind]}" for kind, time in parts if time > floor]
-    return ", ".join(told) or "for nothing"
+    listed = [f"{seconds_text(time)} for {names[kind]}" for kind, time in parts if time > floor]
+    return ", ".join(listed) or "for nothing"
 
 
 def seconds_text(seconds: float) -> str:

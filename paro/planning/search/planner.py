@@ -23,12 +23,12 @@ from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.limit import MemoryLimit
 from paro.planning.memory.rotating import rotating_peak
-from paro.planning.search.settings import (
+from paro.planning.search.search_space import (
     Candidate,
     Materialize,
     SearchSpace,
     Workload,
-    all_settings,
+    all_candidates,
 )
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing
@@ -47,6 +47,7 @@ RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
 # 0.3% longer than NIG because it waits for gathers, and would win by its memory.
 TIE = 0.001
 FRONT_STEP = 0.02
+_EVERYTHING = SearchSpace()
 _FRONT_LIMIT = 4  # times the usable memory, at which the front ends
 
 
@@ -80,7 +81,7 @@ class SearchResult:
     runner_up: Estimate | None  # the same among other strategies
     front: tuple[Estimate, ...]  # Pareto front of memory and time, fastest first; fits or not
     least: Estimate  # the candidate that needs the least memory
-    num_settings: int
+    num_candidates: int
     num_simulated: int
     limit: MemoryLimit
 
@@ -96,9 +97,9 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
     while left:
         first = left[0]
         enough = first.seconds * (1 + TIE)
-        alike = [e for e in left if e.fits is first.fits and e.seconds <= enough]
-        found += sorted(alike, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
-        left = left[len(alike) :]
+        tied = [e for e in left if e.fits is first.fits and e.seconds <= enough]
+        found += sorted(tied, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
+        left = left[len(tied) :]
     return tuple(found)
 
 
@@ -107,7 +108,7 @@ class Estimator:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self._moves: dict[tuple[object, ...], CommCosts] = {}
+        self._comm_costs: dict[tuple[object, ...], CommCosts] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._memory: dict[tuple[object, ...], PeakMemory] = {}
         self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
@@ -135,41 +136,28 @@ class Estimator:
 
     def costs(self, candidate: Candidate) -> StepCosts:
         workload = self.workload
-        again = (
-            candidate.recompute if candidate.materialize.rotates else None
-        )  # recomputation sends weights again
-        key = (candidate.strategy.degrees, candidate.collective, candidate.materialize, again)
-        if key not in self._moves:
-            self._moves[key] = self.moves(candidate)
-        computing, moves = self._computing_of(candidate), self._moves[key]
-        num_micro_batches = workload.micro_batches(candidate.micro_batch_size)
-        if isinstance(computing, RotatingComputing):
-            return RotatingCosts(
-                computing=computing,
-                moves=moves,
-                num_micro_batches=num_micro_batches,
-                prefetch_units=workload.prefetch_units,
-                overlap=workload.overlap,
-                in_place=candidate.materialize.in_place,
-            )
-        return StepCosts(
-            computing=computing,
-            moves=moves,
-            num_micro_batches=num_micro_batches,
+        make: type[StepCosts] = RotatingCosts if candidate.materialize.rotates else StepCosts
+        return make(
+            computing=self._computing_of(candidate),
+            comm_costs=self._comm_costs_of(candidate),
+            num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
             prefetch_units=workload.prefetch_units,
-            overlap=workload.overlap,
         )
 
-    def moves(self, candidate: Candidate) -> CommCosts:
-        """The communication of a candidate in this project; override it to model other engines."""
-        return CommCosts(
-            units=self.units_of(candidate),
-            strategy=candidate.strategy,
-            precision=self.workload.precision,
-            times=CollectiveTimes(self.workload.machine, candidate.collective),
-            rotates=candidate.materialize.rotates,
-            in_place=candidate.materialize.in_place,
-        )
+    def _comm_costs_of(self, candidate: Candidate) -> CommCosts:
+        rotates = candidate.materialize.rotates
+        recompute = candidate.recompute if rotates else None  # then it sends weights once more
+        key = (candidate.strategy.degrees, candidate.collective, candidate.materialize, recompute)
+        if key not in self._comm_costs:
+            self._comm_costs[key] = CommCosts(
+                units=self.units_of(candidate),
+                strategy=candidate.strategy,
+                precision=self.workload.precision,
+                times=CollectiveTimes(self.workload.machine, candidate.collective),
+                rotates=rotates,
+                in_place=candidate.materialize.in_place,
+            )
+        return self._comm_costs[key]
 
     def memory(self, candidate: Candidate) -> MemorySnapshot:
         """The memory snapshot of a step with the largest total."""
@@ -186,23 +174,24 @@ class Estimator:
         key = (candidate.micro_batch_size, candidate.recompute)
         if key not in self._memory:
             self._memory[key] = PeakMemory(
-                self.units,
-                self.workload.precision,
-                activations_of(
+                world_size=self.workload.world_size,
+                units=self.units,
+                precision=self.workload.precision,
+                activations=activations_of(
                     computing.model, computing.batch, first_trained=computing.first_trained
                 ),
                 prefetch_units=self.workload.prefetch_units,
                 num_micro_batches=self.workload.micro_batches(candidate.micro_batch_size),
             )
-        return self._memory[key].of(candidate.strategy, self.costs(candidate).moves.topology)
+        return self._memory[key].of(candidate.strategy)
 
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
-        moves = self.costs(candidate).moves
+        comm_costs = self._comm_costs_of(candidate)
         return traffic_per_step(
             candidate.strategy,
-            moves.topology,
-            moves.units,
+            comm_costs.topology,
+            comm_costs.units,
             self.workload.precision,
             self.workload.micro_batches(candidate.micro_batch_size),
         )
@@ -265,130 +254,132 @@ def rotated_rows(workload: Workload) -> tuple[Estimate, ...]:
     return _rows(workload, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
 
 
-def _rows(workload: Workload, ways: Sequence[Materialize]) -> tuple[Estimate, ...]:
+def _rows(workload: Workload, materializes: Sequence[Materialize]) -> tuple[Estimate, ...]:
     estimator = Estimator(workload)
     return best_first(
-        estimator.estimate(replace(workload.candidate(strategy), materialize=way))
+        estimator.estimate(replace(workload.candidate(strategy), materialize=materialize))
         for strategy in map(workload.strategy, legal_letters())
-        for way in ways
-        if workload.infeasible_reason(strategy, way) is None
+        for materialize in materializes
+        if workload.infeasible_reason(strategy, materialize) is None
     )
 
 
-class _Search:
-    """A workload's candidates, their memory and least step time, and those simulated so far."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bounded:
+    """A candidate, its memory, and a lower bound of its step time."""
 
-    def __init__(
-        self, workload: Workload, search_space: SearchSpace | None, estimator: Estimator | None
-    ) -> None:
-        self._estimator = estimator or Estimator(workload)
-        self.settings = tuple(all_settings(workload, search_space or SearchSpace()))
-        if not self.settings:
+    candidate: Candidate
+    memory_bytes: int
+    least_seconds: float
+
+
+class _Search:
+    """A workload's candidates, smallest first, and the estimates of those simulated so far."""
+
+    def __init__(self, workload: Workload, search_space: SearchSpace) -> None:
+        self._estimator = Estimator(workload)
+        rows = [
+            _Bounded(
+                candidate,
+                self._estimator.memory(candidate).total,
+                self._estimator.costs(candidate).least_seconds(),
+            )
+            for candidate in all_candidates(workload, search_space)
+        ]
+        if not rows:
             reason = workload.infeasible_reason(workload.strategy("III"), workload.materialize)
-            assert reason is not None, "a setting that is feasible is among them"
+            assert reason is not None, "a feasible candidate is among them"
             raise UserError(reason)
-        self._sizes = {id(s): self._estimator.memory(s).total for s in self.settings}
-        self._least = {id(s): self._estimator.costs(s).least_seconds() for s in self.settings}
+        self.rows = sorted(rows, key=lambda row: (row.memory_bytes, row.least_seconds))
         self._limit = workload.limit.usable_bytes
-        self._done: dict[int, Estimate] = {}
+        self._done: dict[_Bounded, Estimate] = {}
 
     @property
     def num_simulated(self) -> int:
         return len(self._done)
 
-    def estimate(self, candidate: Candidate) -> Estimate:
-        if id(candidate) not in self._done:
-            self._done[id(candidate)] = self._estimator.estimate(candidate)
-        return self._done[id(candidate)]
+    def estimate(self, row: _Bounded) -> Estimate:
+        if row not in self._done:
+            self._done[row] = self._estimator.estimate(row.candidate)
+        return self._done[row]
 
-    def that_fit(self) -> list[Candidate]:
-        return [
-            candidate for candidate in self.settings if self._sizes[id(candidate)] <= self._limit
-        ]
+    def fitting(self) -> list[_Bounded]:
+        return [row for row in self.rows if row.memory_bytes <= self._limit]
 
-    def smallest(self) -> Candidate:
-        return min(self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)]))
-
-    def best(self, candidates: Sequence[Candidate]) -> Estimate | None:
+    def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """The first of `best_first` among the simulated candidates, all of which must fit.
 
         One that is not simulated is at most `RESOLUTION` faster, and does not win a tie.
         """
-        fastest = self._fastest(candidates)
+        fastest = self._fastest(rows)
         while fastest is not None:
-            found = self._least_as_fast(candidates, fastest.seconds * (1 + TIE))
-            before, fastest = fastest, self._fastest(candidates)
+            found = self._least_as_fast(rows, fastest.seconds * (1 + TIE))
+            before, fastest = fastest, self._fastest(rows)
             if fastest is before:
                 return found
         return None
 
-    def _fastest(self, candidates: Sequence[Candidate]) -> Estimate | None:
+    def _fastest(self, rows: Sequence[_Bounded]) -> Estimate | None:
         found: Estimate | None = None
-        for candidate in sorted(candidates, key=lambda s: (self._least[id(s)], self._sizes[id(s)])):
-            if found and self._least[id(candidate)] >= found.seconds * (1 - RESOLUTION):
+        for row in sorted(rows, key=lambda row: (row.least_seconds, row.memory_bytes)):
+            if found and row.least_seconds >= found.seconds * (1 - RESOLUTION):
                 break
-            own = self.estimate(candidate)
+            own = self.estimate(row)
             if found is None or own.seconds < found.seconds:
                 found = own
-        known = (self._done[id(s)] for s in candidates if id(s) in self._done)
+        known = (self._done[row] for row in rows if row in self._done)
         return min(known, key=lambda e: e.seconds, default=None)
 
-    def _least_as_fast(self, candidates: Sequence[Candidate], enough: float) -> Estimate | None:
+    def _least_as_fast(self, rows: Sequence[_Bounded], enough: float) -> Estimate | None:
         """Within `enough` seconds: the one that sends least between groups, then needs least."""
-        alike = [
-            (self._estimator.sent(s).inter, self._sizes[id(s)], self._least[id(s)], s)
-            for s in candidates
-            if self._least[id(s)] <= enough
+        tied = [
+            (self._estimator.sent(row.candidate).inter, row.memory_bytes, row.least_seconds, row)
+            for row in rows
+            if row.least_seconds <= enough
         ]
         found: Estimate | None = None
-        for *costs, least, candidate in sorted(alike, key=lambda row: row[:3]):
+        for *costs, least, row in sorted(tied, key=lambda entry: entry[:3]):
             if found and (costs != [found.sent.inter, found.memory_bytes] or least > found.seconds):
                 break
-            own = self.estimate(candidate)
+            own = self.estimate(row)
             if own.seconds <= enough and (found is None or own.seconds < found.seconds):
                 found = own
         return found
 
     def front(self) -> tuple[Estimate, ...]:
         """Candidates faster than all others that need as little memory; fastest first."""
-        most = max(_FRONT_LIMIT * self._limit, self._sizes[id(self.smallest())])
+        most = max(_FRONT_LIMIT * self._limit, self.rows[0].memory_bytes)
         found: list[Estimate] = []
         fastest = float("inf")
-        for candidate in sorted(
-            self.settings, key=lambda s: (self._sizes[id(s)], self._least[id(s)])
-        ):
+        for row in self.rows:
             enough = fastest * (1 - FRONT_STEP)
-            if self._sizes[id(candidate)] <= most and self._least[id(candidate)] < enough:
-                own = self.estimate(candidate)
+            if row.memory_bytes <= most and row.least_seconds < enough:
+                own = self.estimate(row)
                 if own.seconds < enough:
                     fastest = own.seconds
                     found.append(own)
         return tuple(reversed(found))
 
 
-def best_that_fits(
-    workload: Workload,
-    search_space: SearchSpace | None = None,
-    *,
-    estimator: Estimator | None = None,
-) -> Estimate | None:
+def best_that_fits(workload: Workload, search_space: SearchSpace) -> Estimate | None:
     """The best candidate of `plan`, without runner-up and front."""
-    search = _Search(workload, search_space, estimator)
-    return search.best(search.that_fit())
+    search = _Search(workload, search_space)
+    return search.best(search.fitting())
 
 
-def plan(workload: Workload, search_space: SearchSpace | None = None) -> SearchResult:
+def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchResult:
     """Solves the workload exactly over the search space; `UserError` if that is empty."""
-    search = _Search(workload, search_space, None)
-    fitting = search.that_fit()
+    search = _Search(workload, search_space)
+    fitting = search.fitting()
     best = search.best(fitting)
-    others = [s for s in fitting if best and s.strategy.degrees != best.candidate.strategy.degrees]
+    chosen = best.candidate.strategy.degrees if best else None
+    others = [row for row in fitting if row.candidate.strategy.degrees != chosen]
     return SearchResult(
         best=best,
         runner_up=search.best(others),
         front=search.front(),
-        least=search.estimate(search.smallest()),
-        num_settings=len(search.settings),
+        least=search.estimate(search.rows[0]),
+        num_candidates=len(search.rows),
         num_simulated=search.num_simulated,
         limit=workload.limit,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from model.config import RecomputeConfig
 from paro.planning.search.planner import Estimator, SearchResult
-from paro.planning.search.settings import Candidate, Materialize, Workload
+from paro.planning.search.search_space import Candidate, Materialize, Workload
 
 MOST_RANKS = 16384  # the largest world size that is tried
 _SMALLER = {

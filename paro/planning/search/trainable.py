@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from model.config import LlamaConfig
+from model.config import LlamaConfig, unit_shapes
 from paro.errors import UserError
 from paro.layout import ALIGN
 from paro.planning.cost_model import UnitSize
@@ -40,29 +40,26 @@ class Trainable:
         in_place: bool = False,
     ) -> tuple[UnitSize, ...]:
         """The units of a model with its trained and its frozen buffers; see `units_of`."""
-        if self.kind is TrainableKind.FULL:
-            return units_of(
-                config, world_size=world_size, rotated_over=rotated_over, in_place=in_place
-            )
+        if self.kind is TrainableKind.ADAPTERS:
+            assert rotated_over == 1, "adapters need gathered parameters"
+            frozen = units_of(config, world_size=world_size, is_trained=frozenset().__contains__)
+            embedding, *blocks, head = frozen
+            return (embedding, *(self._with_adapters(b, world_size) for b in blocks), head)
+        shapes = unit_shapes(config)
+        first, last = 0, len(shapes)
         if self.kind is TrainableKind.LAST_BLOCKS:
-            count = max(1, round(self.share * config.num_layers))
-            last = tuple(f"blocks.{i}." for i in range(config.num_layers)[-count:])
-            return units_of(
-                config,
-                world_size=world_size,
-                is_trained=lambda name: name.startswith(last),
-                rotated_over=rotated_over,
-                in_place=in_place,
-            )
-        assert rotated_over == 1, "adapters lie beside gathered parameters"
-        return tuple(
-            self._with_adapters(unit, world_size)
-            for unit in units_of(config, world_size=world_size, is_trained=_is_beside)
+            last -= 1  # the head
+            first = last - max(1, round(self.share * config.num_layers))
+        trained = {f"{unit}.{name}" for unit in [*shapes][first:last] for name in shapes[unit]}
+        return units_of(
+            config,
+            world_size=world_size,
+            is_trained=trained.__contains__,
+            rotated_over=rotated_over,
+            in_place=in_place,
         )
 
     def _with_adapters(self, unit: UnitSize, world_size: int) -> UnitSize:
-        if not unit.name.startswith("blocks."):
-            return unit
         step = ALIGN * world_size
         numel = -(-round(unit.frozen_numel * self.share) // step) * step
         # Backward passes through every block to reach the adapters below, so frozen blocks are
@@ -73,7 +70,3 @@ class Trainable:
             gathers_per_micro_batch=2,
             gathered_for_backward=True,
         )
-
-
-def _is_beside(_name: str) -> bool:
-    return False

@@ -13,10 +13,10 @@ from paro.planning.cost_model import UnitSize, strategy_of
 from paro.planning.machine.collective_time import CollectiveTimes, Phase
 from paro.planning.machine.machine import Machine
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.strategy import Strategy
+from paro.strategy import Strategy, make_comm_plan
 from paro.topology import AxisSpan, Topology, make_topology
 
-_Alike = tuple[int, int, bool]  # a unit's trained and frozen elements; whether it is replicated
+_CostKey = tuple[int, int, bool]  # a unit's trained and frozen elements; whether it is replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class UnitCommCosts:
 
     gather: tuple[Phase, ...]
     reduce: tuple[Phase, ...] = ()
-    finish: tuple[Phase, ...] = ()
-    replicas: tuple[Phase, ...] = ()
-    publish: tuple[Phase, ...] = ()
+    step_reduce: tuple[Phase, ...] = ()  # the step's gradient reduce-scatter
+    replicas: tuple[Phase, ...] = ()  # the replica all-reduce
+    gather_updated: tuple[Phase, ...] = ()
     accumulated_bytes: int = 0  # read and written after every reduction, in its comm stream
     converted_bytes: int = 0  # read and written to change dtype around the last reductions
     trainable: bool = False
@@ -69,32 +69,16 @@ class CommCosts:
         )
 
     @cached_property
-    def runs(self) -> dict[str, AxisSpan]:
-        """The axis spans of the collectives, as `make_comm_plan` of sharding/shards.py has them."""
-        return self._runs(self.strategy)
-
-    def _runs(self, strategy: Strategy) -> dict[str, AxisSpan]:
-        params, grads, optim = strategy.degrees
-        between = self.topology.axes_between
-        return {
-            "gather": between(1, params),
-            "reduce": between(1, grads),
-            "finish": between(grads, optim),
-            "replicas": between(optim, self.topology.world_size),
-            "publish": between(params, optim),
-        }
-
-    @cached_property
     def per_unit(self) -> tuple[tuple[UnitCommCosts, ...], ...]:
         """For every unit: costs of its trainable buffer and of its frozen one, if not empty."""
-        found: dict[_Alike, tuple[UnitCommCosts, ...]] = {}
+        found: dict[_CostKey, tuple[UnitCommCosts, ...]] = {}
         for key, unit in zip(self._kinds, self.units, strict=True):
             if key not in found:
-                found[key] = tuple(self.moving(unit))
+                found[key] = tuple(self.of_unit(unit))
         return tuple(found[key] for key in self._kinds)
 
     @cached_property
-    def _kinds(self) -> tuple[_Alike, ...]:
+    def _kinds(self) -> tuple[_CostKey, ...]:
         """A key for every unit; units with equal keys have equal costs."""
         return tuple((u.trainable_numel, u.frozen_numel, u.replicated) for u in self.units)
 
@@ -111,13 +95,15 @@ class CommCosts:
         for key, unit in zip(kinds, self.units, strict=True):
             gathers[key] += unit.gathers_per_micro_batch
             reductions[key] += unit.reductions_per_micro_batch
-        counts, moving = Counter(kinds), dict(zip(kinds, self.per_unit, strict=True))
+        counts, costs = Counter(kinds), dict(zip(kinds, self.per_unit, strict=True))
         terms: list[tuple[float, float, tuple[Phase, ...]]] = []
         for key, count in counts.items():
-            for part in moving[key]:
+            for part in costs[key]:
                 terms.append((gathers[key], 0, part.gather))
                 terms.append((reductions[key], 0, part.reduce))
-                terms += [(0, count, p) for p in (part.finish, part.replicas, part.publish)]
+                terms += [
+                    (0, count, p) for p in (part.step_reduce, part.replicas, part.gather_updated)
+                ]
 
         def total(measure: int) -> tuple[float, float]:
             values = [(often, once, _seconds(phases)[measure]) for often, once, phases in terms]
@@ -125,38 +111,39 @@ class CommCosts:
 
         return total(0), total(1), total(2)
 
-    def moving(self, unit: UnitSize) -> Iterator[UnitCommCosts]:
+    def of_unit(self, unit: UnitSize) -> Iterator[UnitCommCosts]:
         """Costs of a unit's trainable buffer and of its frozen one, if not empty."""
         compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
         strategy = strategy_of(unit, self.strategy)
         params, grads, optim = strategy.degrees
-        runs, phases = self._runs(strategy), self.times.phases
+        plan, phases = make_comm_plan(strategy, self.topology), self.times.phases
         numel = unit.trainable_numel
         if numel:
             accumulate = BYTES_OF[self.precision.accumulate]
             added = numel // grads * (wire + 2 * accumulate)
             converted = 0
-            if wire != accumulate and (runs["finish"] or runs["replicas"]):  # before and after
+            if wire != accumulate and (plan.step_reduce or plan.replicas):  # before and after
                 converted = (numel // grads + numel // optim) * (wire + accumulate)
+            updated = numel // params * compute
             yield UnitCommCosts(
                 trainable=True,
-                gather=self._often(Op.ALL_GATHER, runs["gather"], numel * compute),
-                reduce=self._often(Op.REDUCE_SCATTER, runs["reduce"], numel * wire),
-                finish=phases(Op.REDUCE_SCATTER, runs["finish"], numel // grads * wire),
-                replicas=phases(Op.ALL_REDUCE, runs["replicas"], numel // optim * wire),
-                publish=phases(Op.ALL_GATHER, runs["publish"], numel // params * compute),
+                gather=self._per_micro_batch(Op.ALL_GATHER, plan.gather, numel * compute),
+                reduce=self._per_micro_batch(Op.REDUCE_SCATTER, plan.reduce, numel * wire),
+                step_reduce=phases(Op.REDUCE_SCATTER, plan.step_reduce, numel // grads * wire),
+                replicas=phases(Op.ALL_REDUCE, plan.replicas, numel // optim * wire),
+                gather_updated=phases(Op.ALL_GATHER, plan.gather_updated, updated),
                 accumulated_bytes=added if grads > 1 and not self.rotates else 0,
                 converted_bytes=converted,
             )
         if unit.frozen_numel:
             frozen = unit.frozen_numel * compute
-            yield UnitCommCosts(gather=self._often(Op.ALL_GATHER, runs["gather"], frozen))
+            yield UnitCommCosts(gather=self._per_micro_batch(Op.ALL_GATHER, plan.gather, frozen))
 
-    def _often(self, op: Op, run: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
+    def _per_micro_batch(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
         """A collective of every micro-batch; where weights rotate, always a pass round the ring."""
         if self.rotates:
-            return self.times.shifts(run, num_bytes, in_place=self.in_place)
-        return self.times.phases(op, run, num_bytes)
+            return self.times.shifts(span, num_bytes, in_place=self.in_place)
+        return self.times.phases(op, span, num_bytes)
 
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +22,11 @@ from typing import NamedTuple
 from model.config import ATTENTION_CUTS, MLP_CUTS, LlamaConfig, parameter_shapes
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.machine import Device
-from paro.planning.units import MicroBatch, activations_of
+from paro.planning.units import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
-_TAKES_FIRST = 0.1  # share of a block's backward before its first gradient exists
+_FIRST_GRADIENT_SHARE = 0.1  # share of a block's backward before its first gradient exists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,11 @@ class UnitSeconds:
     recompute: float = 0.0  # of this unit, in backward
     until_first_gradient: float = 0.0
     rest_of_backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        forward = self.forward + self.recompute
+        return forward + self.until_first_gradient + self.rest_of_backward
 
 
 class Flops(NamedTuple):
@@ -61,44 +67,34 @@ class Computing:
         return next(trained, len(self.units))
 
     @cached_property
-    def recomputed_from(self) -> tuple[int | None, ...]:
-        """For the last of the units recomputed together, the index of the first; else None."""
-        parts = activations_of(self.model, self.batch, first_trained=self.first_trained)
-        found: list[int | None] = []
-        for index, part in enumerate(parts):
-            following = parts[index + 1] if index + 1 < len(parts) else None
-            goes_on = following is not None and (
-                following.recomputed > 0 and following.recomputed_from == part.recomputed_from
-            )
-            ends = part.recomputed > 0 and not goes_on and index >= self.first_trained
-            found.append(part.recomputed_from if ends else None)
-        return tuple(found)
+    def recomputed_groups(self) -> tuple[range, ...]:
+        """The indices of units that are recomputed together, for each recomputation in backward."""
+        if self.model.recompute is None:
+            return ()
+        reached = max(1, self.first_trained)
+        sizes: Counter[int] = Counter()
+        for layer in range(reached - 1, self.model.num_layers):
+            first = self.model.recompute.first_layer(layer)
+            if first is not None:
+                sizes[max(first + 1, reached)] += 1
+        return tuple(range(first, first + size) for first, size in sizes.items())
 
     @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
         """The times of every unit, in forward order."""
+        recomputed = {index for group in self.recomputed_groups for index in group}
         blocks = (
-            self._block(index, recomputed=index in self._computed_again)
+            self.forward_and_back(
+                self._of_block, trained=self._share_trained(index), recomputed=index in recomputed
+            )
             for index in range(1, len(self.units) - 1)
         )
         return (self._embedding(), *blocks, self._head())
 
     @cached_property
-    def _computed_again(self) -> frozenset[int]:
-        return frozenset(
-            index
-            for last, first in enumerate(self.recomputed_from)
-            if first is not None
-            for index in range(first, last + 1)
-        )
-
-    @cached_property
     def seconds(self) -> float:
         """Compute time of one micro-batch."""
-        return sum(
-            part.forward + part.recompute + part.until_first_gradient + part.rest_of_backward
-            for part in self.per_unit
-        )
+        return sum(part.total for part in self.per_unit)
 
     @cached_property
     def flops(self) -> float:
@@ -123,7 +119,7 @@ class Computing:
         """Time of memory-bound work that reads and writes this many bytes."""
         return num_bytes / self.device.memory_bytes_per_second
 
-    def taking_seconds(
+    def collect_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
     ) -> float:
         """Time to collect gradients, one by one, in the training thread."""
@@ -183,13 +179,14 @@ class Computing:
         forward = self._seconds(flops.products + flops.attention)
         if trained is None:
             return UnitSeconds(forward=forward)
-        core = flops.attention if _recomputes_core(self.model) else 0.0
+        recompute = self.model.recompute
+        core = flops.attention if recompute is not None and recompute.core_attention else 0.0
         backward = self._seconds((1 + trained) * flops.products + 2 * flops.attention + core)
         return UnitSeconds(
             forward=forward,
             recompute=forward if recomputed else 0.0,
-            until_first_gradient=_TAKES_FIRST * backward,
-            rest_of_backward=(1 - _TAKES_FIRST) * backward,
+            until_first_gradient=_FIRST_GRADIENT_SHARE * backward,
+            rest_of_backward=(1 - _FIRST_GRADIENT_SHARE) * backward,
         )
 
     @cached_property
@@ -202,14 +199,5 @@ class Computing:
         unit = self.units[index]
         return unit.trainable_numel / unit.numel if index >= self.first_trained else None
 
-    def _block(self, index: int, *, recomputed: bool) -> UnitSeconds:
-        return self.forward_and_back(
-            self._of_block, trained=self._share_trained(index), recomputed=recomputed
-        )
-
     def _head(self) -> UnitSeconds:
         return UnitSeconds(forward=self._seconds(3 * self.of_logits.products))
-
-
-def _recomputes_core(config: LlamaConfig) -> bool:
-    return config.recompute is not None and config.recompute.granularity == "selective"

@@ -6,7 +6,7 @@ from collections import deque
 
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.simulation import Actor, Program, Simulation, Wait, Work
+from paro.planning.step.simulation import Actor, Program, Simulation, Wait, Works
 from paro.planning.step.thread import Buffer, StepThread
 
 
@@ -29,13 +29,13 @@ class GatheringThread(StepThread):
         self.units = costs.computing.units
         self.seconds = costs.computing.per_unit
         self.first = costs.computing.first_trained
-        ahead = costs.prefetch_units if self.overlaps.gathers else 0
-        self.max_live = 1 + ahead
-        self.max_whole_grads = 2 if self.overlaps.reductions else 1
+        self.max_live = 1 + costs.prefetch_units
+        self.max_whole_grads = 2 if costs.overlaps else 1
         self.nodes = [
             _Node(index, [b for name in (unit.name, *unit.borrows) for b in self.buffers[name]])
             for index, unit in enumerate(self.units)
         ]
+        self.recomputed = {group[-1]: group for group in costs.computing.recomputed_groups}
         self.upcoming: deque[_Node] = deque()
         self.live: list[_Node] = []
         self.reducing: deque[Buffer] = deque()
@@ -61,7 +61,7 @@ class GatheringThread(StepThread):
 
     def _backward(self, *, last: bool) -> Program:
         for node in reversed(self.nodes[self.first :]):
-            yield from self._release_following(node)
+            yield from self._release_next(node)
             if self._in_backward(node) or node is self.nodes[-1]:
                 node.held = True
                 yield from self._require(node)
@@ -71,10 +71,12 @@ class GatheringThread(StepThread):
             name = self.units[node.index].name
             part = self.seconds[node.index]
             yield self._compute(part.until_first_gradient, f"backward {name}", "backward")
-            trainable = [b for b in self.buffers[name] if b.moving.trainable]
+            trainable = [b for b in self.buffers[name] if b.costs.trainable]
             for buffer in trainable:
                 yield from self._take_whole_grad(buffer)
-            rest = part.rest_of_backward + self.costs.taking(self.units[node.index].trainable_numel)
+            rest = part.rest_of_backward + self.costs.collect_seconds(
+                self.units[node.index].trainable_numel
+            )
             yield self._compute(rest, f"backward {name}", "backward")
             for buffer in trainable:
                 yield from self._reduce(buffer, last=last)
@@ -83,10 +85,8 @@ class GatheringThread(StepThread):
                 yield from self._release(node)
 
     def _recompute(self, node: _Node) -> Program:
-        start = self.costs.computing.recomputed_from[node.index]
-        if start is None:
-            return
-        for other in self.nodes[start : node.index + 1]:
+        for index in self.recomputed.get(node.index, ()):
+            other = self.nodes[index]
             yield from self._require(other)
             other.held = True
             seconds = self.seconds[other.index].recompute
@@ -110,27 +110,24 @@ class GatheringThread(StepThread):
             yield from self._gather(node)
         yield from self._top_up()
         for buffer in node.needed:
-            yield Wait(buffer.gathered or buffer.published)
-            buffer.gathered = buffer.published = ()
+            yield Wait(buffer.gathered or buffer.updated)
+            buffer.gathered = buffer.updated = ()
 
     def _top_up(self) -> Program:
         while self.upcoming and len(self.live) < self.max_live:
             node = self.upcoming[0]
-            if node in self.live or any(b.whole and b.moving.gather for b in node.needed):
+            if node in self.live or any(b.whole and b.costs.gather for b in node.needed):
                 return
             yield from self._gather(self.upcoming.popleft())
 
     def _gather(self, node: _Node) -> Program:
         self.live.append(node)
         for buffer in node.needed:
-            if not buffer.whole and buffer.moving.gather:
+            if not buffer.whole and buffer.costs.gather:
                 buffer.whole = True
-                moving, published = buffer.moving, buffer.published
-                buffer.gathered = self._move(
-                    "gather", "gather", buffer.name, moving.gather, published
-                )
-                if not self.overlaps.gathers:
-                    yield Wait(buffer.gathered)
+                name, phases = f"gather {buffer.name}", buffer.costs.gather
+                buffer.gathered = self._queue("gather", "gather", name, phases, buffer.updated)
+                yield from self._wait_unless_overlapped(buffer.gathered)
 
     def _release(self, node: _Node) -> Program:
         node.held = False
@@ -141,32 +138,31 @@ class GatheringThread(StepThread):
                 yield Wait(buffer.gathered)
                 buffer.gathered, buffer.whole = (), False
 
-    def _release_following(self, node: _Node) -> Program:
+    def _release_next(self, node: _Node) -> Program:
         if node.index + 1 < len(self.nodes):
-            following = self.nodes[node.index + 1]
-            if following.held:
-                yield from self._release(following)
+            next_node = self.nodes[node.index + 1]
+            if next_node.held:
+                yield from self._release(next_node)
                 yield from self._top_up()
 
     # Gradients #
 
     def _take_whole_grad(self, buffer: Buffer) -> Program:
-        if not buffer.moving.reduce:
+        if not buffer.costs.reduce:
             return
         while buffer in self.reducing or len(self.reducing) >= self.max_whole_grads:
             yield Wait(self.reducing.popleft().read)
         self.reducing.append(buffer)
 
     def _reduce(self, buffer: Buffer, *, last: bool) -> Program:
-        moving = buffer.moving
-        event: tuple[Work, ...] = ()
-        if moving.reduce:
-            event = self._move("reduce", "reduce", buffer.name, moving.reduce, ())
-            lane = moving.reduce[-1][-1].lane
-            event = self._copy(f"add {buffer.name}", lane, moving.accumulated_bytes, event)
-            buffer.read = event
-            if not self.overlaps.reductions:
-                yield Wait(event)
-        buffer.reduced = event
+        costs = buffer.costs
+        works: Works = ()
+        if costs.reduce:
+            works = self._queue("reduce", "reduce", f"reduce {buffer.name}", costs.reduce)
+            stream = costs.reduce[-1][-1].stream
+            works = self._copy(f"add {buffer.name}", stream, costs.accumulated_bytes, works)
+            buffer.read = works
+            yield from self._wait_unless_overlapped(works)
+        buffer.reduced = works
         if last:
-            yield from self._finish(buffer, event)
+            yield from self._reduce_for_step(buffer, works)

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paro.planning.cost_model import UnitSize
+from paro.planning.rotation import units_by_part
 from paro.planning.step.comm_costs import seconds_of
 from paro.planning.step.computing import Computing, UnitSeconds
 from paro.planning.step.costs import StepCosts
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
-_OF_FORWARD = 1 / 3  # share of an extra slice's cost; backward has twice the products
+_FORWARD_SHARE = 1 / 3  # share of an extra slice's cost; backward has twice the products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +43,17 @@ class RotatingComputing(Computing):
         """The model's parts, in forward order."""
         tied = self.model.tie_embeddings_and_output_weights
         parts = [self._part("embedding", super()._embedding(), returns=False)]
+        group_of = {index: group for group in self.recomputed_groups for index in group}
         for index in range(1, len(self.units) - 1):
-            name, first = self.units[index].name, self.recomputed_from[index]
-            recomputed = index in self._computed_again
+            name, group = self.units[index].name, group_of.get(index)
             for part, flops in (("attention", self.of_attention), ("mlp", self.of_mlp)):
                 trained = self._trained(f"{name}.{part}") if index >= self.first_trained else None
-                seconds = self.forward_and_back(flops, trained=trained, recomputed=recomputed)
+                seconds = self.forward_and_back(
+                    flops, trained=trained, recomputed=group is not None
+                )
                 parts.append(self._part(f"{name}.{part}", seconds))
-            if first is not None:  # units 1, 2, .. are parts 1 and 2, 3 and 4, ..
-                parts[-1] = replace(parts[-1], recomputed_from=2 * first - 1)
+            if group and index == group[-1]:  # units 1, 2, .. are parts 1 and 2, 3 and 4, ..
+                parts[-1] = replace(parts[-1], recomputed_from=2 * group[0] - 1)
         holder = "embedding" if tied else "head"
         parts.append(self._part("head", self._loss(self._trained(holder)), holder=holder))
         return tuple(parts)
@@ -65,20 +68,14 @@ class RotatingComputing(Computing):
 
     @cached_property
     def seconds(self) -> float:
-        return sum(
-            part.seconds.forward
-            + part.seconds.recompute
-            + part.seconds.until_first_gradient
-            + part.seconds.rest_of_backward
-            for part in self.parts
-        )
+        return sum(part.seconds.total for part in self.parts)
 
     @property
     def adding_seconds(self) -> float:
         """Time to add an extra slice's result to the output, or to the input's gradient."""
         return self.memory_seconds(3 * self.residual_bytes)
 
-    def taking_seconds(
+    def collect_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
     ) -> float:
         """Time to add gradients to the received sums, and complete sums to the accumulator.
@@ -87,13 +84,17 @@ class RotatingComputing(Computing):
         """
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
         accumulate = BYTES_OF[precision.accumulate]
-        on_the_way = compute + 2 * wire - wire / self.degree
-        at_home = (wire + 2 * accumulate) / self.degree
-        return self.memory_seconds(trainable_numel * (on_the_way + at_home))
+        in_ring = compute + 2 * wire - wire / self.degree
+        at_owner = (wire + 2 * accumulate) / self.degree
+        return self.memory_seconds(trainable_numel * (in_ring + at_owner))
+
+    @cached_property
+    def _by_part(self) -> dict[str, list[UnitSize]]:
+        return units_by_part(self.rotating)
 
     def _trained(self, part: str) -> float:
         """The share of a part's weights that trains."""
-        units = [unit for unit in self.rotating if unit.name.partition(" ")[0] == part]
+        units = self._by_part[part]
         return sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
 
     def _loss(self, trained: float) -> UnitSeconds:
@@ -101,19 +102,19 @@ class RotatingComputing(Computing):
         if self.first_trained == len(self.units):
             return UnitSeconds(forward=self._seconds(self.of_logits.products))
         seconds = self.forward_and_back(self.of_logits, trained=trained, recomputed=False)
-        again = self._seconds(self.of_logits.products)
-        return replace(seconds, until_first_gradient=seconds.until_first_gradient + again)
+        logits = self._seconds(self.of_logits.products)
+        return replace(seconds, until_first_gradient=seconds.until_first_gradient + logits)
 
     def _part(
         self, name: str, whole: UnitSeconds, *, returns: bool = True, holder: str | None = None
     ) -> RotatedPart:
         """A part whose times include the extra cost of its slices."""
-        halves = tuple(
-            unit.name for unit in self.rotating if unit.name.partition(" ")[0] == (holder or name)
-        )
+        halves = tuple(unit.name for unit in self._by_part[holder or name])
         further = self.degree * len(halves) - 1
-        forward = further * (self.device.piece_seconds * _OF_FORWARD + self.adding_seconds)
-        backward = further * (self.device.piece_seconds * (1 - _OF_FORWARD) + self.adding_seconds)
+        forward = further * (self.device.piece_seconds * _FORWARD_SHARE + self.adding_seconds)
+        backward = further * (
+            self.device.piece_seconds * (1 - _FORWARD_SHARE) + self.adding_seconds
+        )
         has_backward = whole.until_first_gradient + whole.rest_of_backward > 0
         seconds = UnitSeconds(
             forward=whole.forward + forward,
@@ -128,31 +129,34 @@ class RotatingComputing(Computing):
 class RotatingCosts(StepCosts):
     """The costs of a step if params and grads have the same degree, the number of ranks in a ring.
 
-    `moves` are those of rotating units: a gather, or a reduction, is a pass round the ring.
+    `comm_costs` are those of rotating units: a gather, or a reduction, is a pass round the ring.
     """
 
     computing: RotatingComputing
-    in_place: bool
 
-    def landing_seconds(self, num_bytes: int) -> float:
+    @property
+    def in_place(self) -> bool:
+        return self.comm_costs.in_place
+
+    def copy_seconds(self, num_bytes: int) -> float:
         """In place: time to copy a received slice out of staging, for a unit of `num_bytes`."""
         return self.computing.memory_seconds(2 * num_bytes // self.computing.degree)
 
     def compute_seconds(self) -> float:
         if not self.in_place:
             return super().compute_seconds()
-        precision = self.moves.precision
+        precision = self.comm_costs.precision
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
         copying = sum(
-            unit.gathers_per_micro_batch * self.landing_seconds(unit.numel * compute)
-            + unit.reductions_per_micro_batch * self.landing_seconds(unit.trainable_numel * wire)
-            for unit in self.moves.units
+            unit.gathers_per_micro_batch * self.copy_seconds(unit.numel * compute)
+            + unit.reductions_per_micro_batch * self.copy_seconds(unit.trainable_numel * wire)
+            for unit in self.comm_costs.units
             if not unit.replicated
         )
         shifts = (self.computing.degree - 1) * self.num_micro_batches
         return super().compute_seconds() + copying * shifts
 
-    def _never_hidden(self) -> float:
+    def _always_exposed(self) -> float:
         """Seconds of the last reductions of the first part's gradients, after their pass.
 
         In place nothing overlaps: every pass is waited for.
@@ -160,16 +164,12 @@ class RotatingCosts(StepCosts):
         first = self.computing.first_trained_part
         if first == len(self.computing.parts):
             return 0.0
-        by_name = dict(zip((u.name for u in self.moves.units), self.moves.per_unit, strict=True))
-        last = by_name[self.computing.parts[first].halves[0]]
-        exposed = sum(seconds_of((*part.finish, *part.replicas)) for part in last)
-        return exposed + (self._passes_seconds() if self.in_place else 0.0)
-
-    def _passes_seconds(self) -> float:
-        per_micro_batch = sum(
-            unit.gathers_per_micro_batch * seconds_of(part.gather)
-            + unit.reductions_per_micro_batch * seconds_of(part.reduce)
-            for unit, parts in zip(self.moves.units, self.moves.per_unit, strict=True)
-            for part in parts
+        by_name = dict(
+            zip((u.name for u in self.comm_costs.units), self.comm_costs.per_unit, strict=True)
         )
-        return per_micro_batch * self.num_micro_batches
+        last = by_name[self.computing.parts[first].halves[0]]
+        exposed = sum(seconds_of((*part.step_reduce, *part.replicas)) for part in last)
+        if self.in_place:
+            whole, once_per_step = (self.comm_costs.loads(n) for n in (self.num_micro_batches, 0))
+            exposed += whole.one_by_one - once_per_step.one_by_one
+        return exposed

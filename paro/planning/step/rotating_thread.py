@@ -11,12 +11,11 @@ from typing import Literal
 
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.rotating import RotatedPart, RotatingCosts
-from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work
+from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Works
 from paro.planning.step.thread import Buffer, StepThread
 from paro.precision import BYTES_OF
 
-_Rides = Literal["gather", "reduce"]  # weights, or their gradients
-_Events = tuple[Work, ...]
+_Payload = Literal["gather", "reduce"]  # weights, or their gradients
 
 
 class RotatingThread(StepThread):
@@ -31,17 +30,17 @@ class RotatingThread(StepThread):
         self.parts = costs.computing.parts
         self.first = costs.computing.first_trained_part
         self.degree = costs.computing.degree
-        self.sizes = {unit.name: unit for unit in costs.moves.units}
+        self.sizes = {unit.name: unit for unit in costs.comm_costs.units}
         # The part whose backward adds a unit's last gradients: a tied head uses the embedding's.
         self.lowest_user = {half: p.name for p in reversed(self.parts) for half in p.halves}
-        beside = [unit for unit in costs.moves.units if unit.replicated]
-        self.norms = [buffer for unit in beside for buffer in self.buffers[unit.name]]
+        replicated = [unit for unit in costs.comm_costs.units if unit.replicated]
+        self.norms = [buffer for unit in replicated for buffer in self.buffers[unit.name]]
         self.lowest_norm = max(1, self.first)  # the index of its part; the embedding has none
-        self.num_norms = sum(unit.trainable_numel for unit in beside)
+        self.num_norms = sum(unit.trainable_numel for unit in replicated)
 
     def _micro_batch(self, *, last: bool) -> Program:
         for buffer in self.norms:
-            yield from self._wait_published(buffer)
+            yield from self._wait_for_updated(buffer)
         for part in self.parts:
             yield from self._forward(part, "forward", part.seconds.forward)
         for index in reversed(range(self.first, len(self.parts))):
@@ -50,27 +49,27 @@ class RotatingThread(StepThread):
             for half in reversed(part.halves):
                 yield from self._backward(part, half)
                 if index == self.lowest_norm and half == part.halves[0]:
-                    yield from self._take_norms(last=last)
+                    yield from self._collect_norms(last=last)
                 if last and self.lowest_user[half] == part.name:
-                    yield from self._finish_all(self.buffers[half])
+                    yield from self._reduce_all_for_step(self.buffers[half])
 
-    def _take_norms(self, *, last: bool) -> Program:
-        taking = self.costs.taking(self.num_norms)
-        yield self._compute(taking, "backward norms", "backward")
+    def _collect_norms(self, *, last: bool) -> Program:
+        collecting = self.costs.collect_seconds(self.num_norms)
+        yield self._compute(collecting, "backward norms", "backward")
         if last:
-            yield from self._finish_all(self.norms)
+            yield from self._reduce_all_for_step(self.norms)
 
     def _recompute(self, part: RotatedPart, index: int) -> Program:
         if part.recomputed_from is not None:
-            for again in self.parts[part.recomputed_from : index + 1]:
-                yield from self._forward(again, "recompute", again.seconds.recompute)
+            for other in self.parts[part.recomputed_from : index + 1]:
+                yield from self._forward(other, "recompute", other.seconds.recompute)
 
     def _forward(self, part: RotatedPart, kind: str, seconds: float) -> Program:
         of_slice = seconds / self.degree / len(part.halves)
         for half in part.halves:
             for buffer in self.buffers[half]:
-                yield from self._wait_published(buffer)
-            arriving: _Events = ()
+                yield from self._wait_for_updated(buffer)
+            arriving: Works = ()
             for left in reversed(range(self.degree)):
                 yield Wait(arriving)
                 if left and not self.costs.in_place:
@@ -81,9 +80,9 @@ class RotatingThread(StepThread):
 
     def _backward(self, part: RotatedPart, half: str) -> Program:
         slices = self.degree * len(part.halves)
-        taking = self.costs.taking(self.sizes[half].trainable_numel) / self.degree
-        weights: _Events = ()
-        gradients: _Events = ()
+        collecting = self.costs.collect_seconds(self.sizes[half].trainable_numel) / self.degree
+        weights: Works = ()
+        gradients: Works = ()
         for left in reversed(range(self.degree)):
             yield Wait(weights)
             if left and part.returns and not self.costs.in_place:
@@ -91,7 +90,7 @@ class RotatingThread(StepThread):
             until_first = part.seconds.until_first_gradient / slices
             yield self._compute(until_first, f"backward {half}", "backward")
             yield Wait(gradients)
-            rest = part.seconds.rest_of_backward / slices + taking
+            rest = part.seconds.rest_of_backward / slices + collecting
             yield self._compute(rest, f"backward {half}", "backward")
             if left and self.costs.in_place:
                 if part.returns:
@@ -100,33 +99,31 @@ class RotatingThread(StepThread):
             elif left:
                 gradients = yield from self._shift(half, "reduce")
 
-    def _wait_published(self, buffer: Buffer) -> Program:
-        yield Wait(buffer.published)
-        buffer.published = ()
+    def _wait_for_updated(self, buffer: Buffer) -> Program:
+        yield Wait(buffer.updated)
+        buffer.updated = ()
 
-    def _finish_all(self, buffers: Iterable[Buffer]) -> Program:
+    def _reduce_all_for_step(self, buffers: Iterable[Buffer]) -> Program:
         for buffer in buffers:
-            if buffer.moving.trainable:
-                yield from self._finish(buffer, ())
+            if buffer.costs.trainable:
+                yield from self._reduce_for_step(buffer, ())
 
-    def _shift(self, half: str, rides: _Rides) -> Generator[Compute | Wait, None, _Events]:
-        """Sends a slice to the next rank; waits for it if nothing overlaps; returns its events."""
+    def _shift(self, half: str, payload: _Payload) -> Generator[Compute | Wait, None, Works]:
+        """Sends a slice to the next rank; waits for it if nothing overlaps; returns its work."""
         # On CPU ranks messages of weights and of gradients do not wait for each other.
-        own_lane = self.costs.device.cores is not None
-        use = "gradients" if own_lane and rides == "reduce" else "rotate"
-        event: _Events = ()
+        own_stream = self.costs.device.cores is not None
+        use = "gradients" if own_stream and payload == "reduce" else "rotate"
+        works: Works = ()
         for buffer in self.buffers[half]:
-            moving = buffer.moving
-            for phase in (moving.gather if rides == "gather" else moving.reduce)[:1]:
-                event += self._queue(use, rides, f"{rides} {buffer.name}", phase, ())
-        if not (self.overlaps.gathers if rides == "gather" else self.overlaps.reductions):
-            yield Wait(event)
-        return event
+            phases = buffer.costs.gather if payload == "gather" else buffer.costs.reduce
+            works += self._queue(use, payload, f"{payload} {buffer.name}", phases[:1])
+        yield from self._wait_unless_overlapped(works)
+        return works
 
-    def _shift_in_place(self, half: str, rides: _Rides) -> Program:
-        yield Wait((yield from self._shift(half, rides)))
-        unit, precision = self.sizes[half], self.costs.moves.precision
+    def _shift_in_place(self, half: str, payload: _Payload) -> Program:
+        yield Wait((yield from self._shift(half, payload)))
+        unit, precision = self.sizes[half], self.costs.comm_costs.precision
         landed = unit.numel * BYTES_OF[precision.compute]
-        if rides == "reduce":
+        if payload == "reduce":
             landed = unit.trainable_numel * BYTES_OF[precision.wire]
-        yield self._compute(self.costs.landing_seconds(landed), f"copy {half}", "copy")
+        yield self._compute(self.costs.copy_seconds(landed), f"copy {half}", "copy")

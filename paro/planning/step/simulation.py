@@ -42,9 +42,9 @@ class Work:
     name: str
     kind: str
     job: Job
-    lane: tuple[str, StreamAxes]
+    stream: tuple[str, StreamAxes]
     members: int  # the number of actors that take part
-    after: tuple[Work, ...]
+    after: Works
     left: float  # remaining seconds if it did not share links
     arrived: int = 0  # actors in whose stream it is first
     submitted: list[int] = field(default_factory=list)
@@ -61,6 +61,9 @@ class Work:
         return found
 
 
+Works = tuple[Work, ...]
+
+
 class Compute(NamedTuple):
     """A program's request to compute."""
 
@@ -72,7 +75,7 @@ class Compute(NamedTuple):
 class Wait(NamedTuple):
     """A program's request to wait for work."""
 
-    works: tuple[Work, ...]
+    works: Works
 
 
 Program = Generator[Compute | Wait, None, None]
@@ -84,11 +87,11 @@ class Actor:
 
     index: int
     program: Program | None = None
-    lanes: dict[tuple[str, StreamAxes], deque[Work]] = field(default_factory=dict)
+    streams: dict[tuple[str, StreamAxes], deque[Work]] = field(default_factory=dict)
     computing: Compute | None = None
     left: float = 0.0
     start: float = 0.0
-    waiting: tuple[Work, ...] = ()
+    waiting: Works = ()
     finished: float | None = None
     exposed: dict[str, float] = field(default_factory=dict)
     computed: dict[str, float] = field(default_factory=dict)
@@ -114,9 +117,9 @@ class Simulation:
                 joint.left = max(joint.left, work.left)
                 work = joint
         work.submitted.append(actor.index)
-        lane = actor.lanes.setdefault(work.lane, deque())
-        lane.append(work)
-        if lane[0] is work:
+        stream = actor.streams.setdefault(work.stream, deque())
+        stream.append(work)
+        if stream[0] is work:
             self._come_to_front(work)
         return work
 
@@ -163,7 +166,7 @@ class Simulation:
             for actor, speed in zip(self.actors, speeds, strict=True)
             if actor.computing is not None
         ]
-        assert times, f"nothing can go on: {[actor.waiting for actor in self.actors]}"
+        assert times, f"a deadlock: {[actor.waiting for actor in self.actors]}"
         passed = min(times)
         self.now += passed
         for work in self._running:
@@ -172,7 +175,7 @@ class Simulation:
             if actor.computing is not None:
                 actor.left -= passed * speed
             elif actor.waiting:
-                kind = self._blamed(actor)
+                kind = self._blocking_kind(actor)
                 actor.exposed[kind] = actor.exposed.get(kind, 0.0) + passed
         for work in [work for work in self._running if work.left <= _TINY]:
             self._finish(work)
@@ -189,17 +192,17 @@ class Simulation:
                 inter[index] += work.job.inter
                 cpu[index] += work.job.cpu
         for work in self._running:
-            crowd = 1.0
+            slowdown = 1.0
             for index in work.submitted:
-                crowd = max(
-                    crowd,
+                slowdown = max(
+                    slowdown,
                     intra[index] if work.job.intra else 0.0,
                     inter[index] if work.job.inter else 0.0,
                     cpu[index] if work.job.cpu else 0.0,
                 )
             if any(self.actors[index].computing for index in work.submitted):
-                crowd = max(crowd, work.job.slowed)
-            work.rate = 1.0 / crowd
+                slowdown = max(slowdown, work.job.slowed)
+            work.rate = 1.0 / slowdown
 
     def _compute_speed(self, actor: Actor) -> float:
         taken = sum(
@@ -207,44 +210,42 @@ class Simulation:
         )
         return max(_LEAST_COMPUTE, 1.0 - taken)
 
-    def _blamed(self, actor: Actor) -> str:
+    def _blocking_kind(self, actor: Actor) -> str:
         """The kind of the first unfinished work that an actor needs."""
         blocker = actor.waiting[0].blocker()
-        front = actor.lanes[blocker.lane][0] if actor.lanes.get(blocker.lane) else blocker
-        return front.kind
+        queue = actor.streams.get(blocker.stream)
+        return queue[0].kind if queue else blocker.kind
 
     def _finish(self, work: Work) -> None:
         work.done, work.running = True, False
         self._running.remove(work)
         for index in work.submitted:
             actor = self.actors[index]
-            if self._record:
-                use, lane = work.lane
-                stream = f"{use} {'+'.join(map(str, lane))}"
-                span = Span(index, stream, work.name, work.kind, work.start, self.now)
-                self.spans.append(span)
-            lane_queue = actor.lanes[work.lane]
-            assert lane_queue.popleft() is work, f"{work.name} is not first in its lane"
-            if lane_queue:
-                self._come_to_front(lane_queue[0])
+            use, axes = work.stream
+            stream = f"{use} {'+'.join(map(str, axes))}"
+            self._add_span(index, stream, work.name, work.kind, work.start)
+            queue = actor.streams[work.stream]
+            assert queue.popleft() is work, f"{work.name} is not first in its stream"
+            if queue:
+                self._come_to_front(queue[0])
         for actor in self.actors:
-            for lane_queue in actor.lanes.values():
-                if lane_queue and not lane_queue[0].running:
-                    self._start_if_ready(lane_queue[0])
+            for queue in actor.streams.values():
+                if queue and not queue[0].running:
+                    self._start_if_ready(queue[0])
 
     def _wake(self, actor: Actor) -> None:
         if actor.computing is not None and actor.left <= _TINY:
             done = actor.computing
             took = self.now - actor.start
             actor.computed[done.kind] = actor.computed.get(done.kind, 0.0) + took
-            if self._record:
-                span = Span(actor.index, "compute", done.name, done.kind, actor.start, self.now)
-                self.spans.append(span)
+            self._add_span(actor.index, "compute", done.name, done.kind, actor.start)
             actor.computing = None
             self._advance(actor)
         elif actor.waiting and all(work.done for work in actor.waiting):
-            if self._record:
-                span = Span(actor.index, "wait", "wait", "wait", actor.start, self.now)
-                self.spans.append(span)
+            self._add_span(actor.index, "wait", "wait", "wait", actor.start)
             actor.waiting = ()
             self._advance(actor)
+
+    def _add_span(self, index: int, stream: str, name: str, kind: str, start: float) -> None:
+        if self._record:
+            self.spans.append(Span(index, stream, name, kind, start, self.now))

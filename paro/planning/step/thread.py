@@ -8,26 +8,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from paro.planning.machine.collective_time import Job, Phase, StreamAxes, scalar_seconds
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.comm_costs import UnitCommCosts
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work
+from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work, Works
 
 
 class Buffer:
     """A flat buffer of a unit, and its work in flight."""
 
-    def __init__(self, unit: str, moving: UnitCommCosts) -> None:
-        self.name = unit if moving.trainable else f"{unit} (frozen)"
-        self.moving = moving
+    def __init__(self, unit: str, costs: UnitCommCosts) -> None:
+        self.name = unit if costs.trainable else f"{unit} (frozen)"
+        self.costs = costs
         self.whole = False
-        self.gathered: tuple[Work, ...] = ()
-        self.published: tuple[Work, ...] = ()
-        self.read: tuple[Work, ...] = ()  # done when the whole gradient has been read
-        self.reduced: tuple[Work, ...] = ()
+        self.gathered: Works = ()
+        self.updated: Works = ()  # the all-gather of its updated parameters
+        self.read: Works = ()  # done when the whole gradient has been read
+        self.reduced: Works = ()
 
 
 class StepThread:
@@ -40,11 +38,10 @@ class StepThread:
         self.simulation = simulation
         self.actor = actor
         self.speed = speed
-        self.overlaps = costs.overlaps
         self.number = 0
         self.buffers = {
-            unit.name: [Buffer(unit.name, moving) for moving in parts]
-            for unit, parts in zip(costs.moves.units, costs.moves.per_unit, strict=True)
+            unit.name: [Buffer(unit.name, own) for own in parts]
+            for unit, parts in zip(costs.comm_costs.units, costs.comm_costs.per_unit, strict=True)
         }
 
     def program(self) -> Program:
@@ -59,16 +56,13 @@ class StepThread:
         raise NotImplementedError
 
     def _update(self) -> Program:
-        for unit in self.costs.moves.units:
-            seconds = self.costs.updating(unit.trainable_numel)
+        for unit in self.costs.comm_costs.units:
+            seconds = self.costs.update_seconds(unit.trainable_numel)
             yield self._compute(seconds, f"update {unit.name}", "update")
             for buffer in self.buffers[unit.name]:
-                if buffer.moving.publish:
-                    buffer.published = self._move(
-                        "gather", "publish", buffer.name, buffer.moving.publish, ()
-                    )
-                    if not self.overlaps.publishing:
-                        yield Wait(buffer.published)
+                phases = buffer.costs.gather_updated
+                buffer.updated = self._queue("gather", "publish", f"publish {buffer.name}", phases)
+                yield from self._wait_unless_overlapped(buffer.updated)
 
     def _finish_gradients(self) -> Program:
         for buffers in self.buffers.values():
@@ -76,79 +70,62 @@ class StepThread:
                 yield Wait(buffer.reduced)
                 buffer.reduced = ()
         seconds = scalar_seconds(self.costs.machine)
-        job = Job(lane=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
-        yield Wait(self._queue("agree", "agree", "norm", (job,), (), joins=True))
+        job = Job(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
+        yield Wait(self._queue("agree", "agree", "norm", ((job,),), joins=True))
 
-    def _finish(self, buffer: Buffer, event: tuple[Work, ...]) -> Program:
-        """Queues the step's gradient reduce-scatter and replica all-reduce, after `event`."""
-        moving = buffer.moving
-        if moving.converted_bytes:
-            lane = (moving.finish or moving.replicas)[0][0].lane
-            event = self._copy(f"convert {buffer.name}", lane, moving.converted_bytes, event)
-        for phases in (moving.finish, moving.replicas):
-            event = self._move("reduce", "finish", buffer.name, phases, event)
-        buffer.reduced = event
-        if not self.overlaps.finishing:
-            yield Wait(event)
+    def _reduce_for_step(self, buffer: Buffer, after: Works) -> Program:
+        """Queues the step's gradient reduce-scatter and replica all-reduce."""
+        costs = buffer.costs
+        if costs.converted_bytes:
+            stream = (costs.step_reduce or costs.replicas)[0][0].stream
+            after = self._copy(f"convert {buffer.name}", stream, costs.converted_bytes, after)
+        phases = (*costs.step_reduce, *costs.replicas)
+        buffer.reduced = self._queue("reduce", "finish", f"finish {buffer.name}", phases, after)
+        yield from self._wait_unless_overlapped(buffer.reduced)
 
     # Work #
+
+    def _wait_unless_overlapped(self, works: Works) -> Program:
+        """Waits for work just queued where communication does not overlap with compute."""
+        if not self.costs.overlaps:
+            yield Wait(works)
 
     def _compute(self, seconds: float, name: str, kind: str) -> Compute:
         return Compute(seconds / self.speed.compute, name, kind)
 
-    def _copy(
-        self, name: str, lane: StreamAxes, num_bytes: int, after: tuple[Work, ...]
-    ) -> tuple[Work, ...]:
+    def _copy(self, name: str, stream: StreamAxes, num_bytes: int, after: Works) -> Works:
         """Queues a copy in a reduction's stream; on CPU ranks it takes processor time."""
         busy = 1.0 if self.costs.device.cores is not None else 0.0
         seconds = self.costs.computing.memory_seconds(num_bytes)
-        job = Job(lane=lane, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
-        return self._queue("reduce", "reduce", name, (job,), after)
-
-    def _move(
-        self,
-        use: str,
-        kind: str,
-        name: str,
-        phases: tuple[Phase, ...],
-        after: tuple[Work, ...],
-    ) -> tuple[Work, ...]:
-        for phase in phases:
-            after = self._queue(use, kind, f"{kind} {name}", phase, after)
-        return after
+        job = Job(stream=stream, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
+        return self._queue("reduce", "reduce", name, ((job,),), after)
 
     def _queue(
         self,
         use: str,
         kind: str,
         name: str,
-        phase: Phase,
-        after: tuple[Work, ...],
+        phases: tuple[Phase, ...],
+        after: Works = (),
         *,
         joins: bool = False,
-    ) -> tuple[Work, ...]:
-        return tuple(self._works(use, kind, name, phase, (after, joins)))
-
-    def _works(
-        self,
-        use: str,
-        kind: str,
-        name: str,
-        phase: Phase,
-        how: tuple[tuple[Work, ...], bool],
-    ) -> Iterator[Work]:
-        after, joins = how
-        crosses = joins or any(job.inter for job in phase)
-        for job in phase:
-            self.number += 1
-            speed = self.speed.inter if job.inter else self.speed.intra if job.intra else 1.0
-            work = Work(
-                name=name,
-                kind=kind,
-                job=job,
-                lane=(use, job.lane),
-                members=len(self.simulation.actors) if crosses else 1,
-                after=after,
-                left=job.seconds / speed,
-            )
-            yield self.simulation.submit(self.actor, work, self.number)
+    ) -> Works:
+        """Queues phases, each after the one before; with `joins` all groups take part."""
+        for phase in phases:
+            crosses = joins or any(job.inter for job in phase)
+            works = []
+            for job in phase:
+                self.number += 1
+                speed = self.speed.inter if job.inter else self.speed.intra if job.intra else 1.0
+                work = Work(
+                    name=name,
+                    kind=kind,
+                    job=job,
+                    stream=(use, job.stream),
+                    members=len(self.simulation.actors) if crosses else 1,
+                    after=after,
+                    left=job.seconds / speed,
+                )
+                works.append(self.simulation.submit(self.actor, work, self.number))
+            after = tuple(works)
+        return after

@@ -7,7 +7,7 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig
 from paro.planning.machine.machine import BandwidthSource, Device, LinkSpeed, Machine
-from paro.planning.search.settings import Workload
+from paro.planning.search.search_space import Workload
 from paro.precision import PrecisionConfig
 
 DEVICE = Device(

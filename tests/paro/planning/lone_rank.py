@@ -28,9 +28,9 @@ from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
-from paro.sharding.shards import ShardingContext, make_comm_plan
+from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_unit_modules
-from paro.strategy import Strategy
+from paro.strategy import Strategy, make_comm_plan
 from paro.topology import Topology
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

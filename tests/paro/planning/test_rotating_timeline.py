@@ -12,9 +12,8 @@ from paro.errors import UserError
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.search.planner import Estimator, letter_rows, plan, rotated_rows
-from paro.planning.search.settings import Materialize, SearchSpace, Workload
+from paro.planning.search.search_space import Materialize, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.costs import NOTHING
 from paro.planning.step.rotating import RotatingCosts
 from paro.planning.step.timeline import simulate
 from paro.precision import PrecisionConfig
@@ -102,11 +101,11 @@ def test_links_carry_the_bytes_of_the_cost_model(
         model = replace(given.model, recompute=recompute, tie_embeddings_and_output_weights=tied)
         given = replace(given, model=model)
         step = costs(given, strategy)
-        loads = step.moves.loads(step.num_micro_batches)
+        loads = step.comm_costs.loads(step.num_micro_batches)
         sent = traffic_per_step(
             given.strategy(strategy),
-            step.moves.topology,
-            step.moves.units,
+            step.comm_costs.topology,
+            step.comm_costs.units,
             given.precision,
             step.num_micro_batches,
         )
@@ -127,7 +126,7 @@ def test_without_overlap_parts_add_up(
     for strategy in ("III", "IIG", "2,2,8"):
         step = costs(given, strategy)
         timeline = simulate(step)
-        loads = step.moves.loads(step.num_micro_batches)
+        loads = step.comm_costs.loads(step.num_micro_batches)
         assert timeline.compute_seconds == pytest.approx(step.compute_seconds())
         assert timeline.seconds == pytest.approx(step.compute_seconds() + loads.one_by_one)
         assert timeline.exposed_seconds == pytest.approx(loads.one_by_one)
@@ -147,7 +146,7 @@ def test_nothing_is_faster_than_its_bound(
             step = costs(replace(given, model=replace(given.model, recompute=recompute)), strategy)
             time = simulate(step).seconds
             assert time >= step.least_seconds() * (1 - 1e-9)
-            assert time <= simulate(replace(step, overlap=NOTHING)).seconds * (1 + 1e-9)
+            assert time <= simulate(replace(step, prefetch_units=0)).seconds * (1 + 1e-9)
 
 
 def test_out_of_place_hides_what_in_place_waits_for() -> None:
@@ -229,7 +228,7 @@ def test_gradients_are_added_on_their_way_and_at_home(
     given = workload(materialize=Materialize.ROTATE, precision=precision)
     of_element = 2 + 0.75 * wire + wire
     at_home = (wire + 2 * accumulator) / 4
-    taken = costs(given, "4,4,8").taking(1_000_000)
+    taken = costs(given, "4,4,8").collect_seconds(1_000_000)
     assert taken == pytest.approx(1e6 * (of_element + at_home) / DEVICE.memory_bytes_per_second)
 
 
@@ -278,5 +277,5 @@ def test_a_model_that_cannot_rotate_is_refused_with_what_could() -> None:
     with pytest.raises(UserError, match="cannot cut --num-attention-heads 3"):
         plan(odd)
     lora = replace(given, trainable=Trainable(kind=TrainableKind.ADAPTERS, share=0.01))
-    with pytest.raises(UserError, match="adapters are planned beside gathered parameters alone"):
+    with pytest.raises(UserError, match="adapters are planned only with gathered parameters"):
         plan(lora)

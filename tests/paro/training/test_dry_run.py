@@ -280,7 +280,7 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     step = r"^> a step on machine dgx-a100-roce100 takes \d\S+ s, \S+ tokens/s, MFU \d+\.\d%\n> "
     assert re.search(step + r"\d+\.\d% faster there, and it fits: .*, micro-batches of", out, re.M)
     assert re.search(r"^> plan: NII, micro-batches of 4, native, .* computes for \d", out, re.M)
-    best = r"^> planner: of all settings that fit the best is"
+    best = r"^> planner: of all candidates that fit the best is"
     assert re.search(best + r" .*, micro-batches of \d+", out, re.M)
     assert re.search(r"^> planner: the runner-up", out, re.M)
     rotating = printed(f"{PLANNED} --paro-strategy III --paro-materialize rotate", capsys)

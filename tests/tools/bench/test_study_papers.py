@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from paro.planning.search.planner import Estimator
-from paro.planning.step.costs import NOTHING
 from tests.helpers.ranks import ROOT
 from tools.bench.planning.figure import case_on, model_of
 from tools.bench.planning.published import feasible
@@ -69,7 +68,7 @@ def test_internevos_machine_computes_as_fast_as_one_of_its_nodes() -> None:
 def test_broadcasts_of_owners_cost_their_laps() -> None:
     """291 tensors, 1023 hops each: 127 between nodes, 896 inside nodes."""
     workload = case_on("a100-roce400", model_of("7B"), 1024, seq_length=2048, micro_batch_size=2,
-                   overlap=NOTHING, collective="flat")  # fmt: skip
+                   prefetch_units=0, collective="flat")  # fmt: skip
     waited = owned(workload, "NNG").timeline.exposed["publish"]
     parameters = sum(unit.numel for unit in Estimator(workload).units)
     laps = 291 * (127 * 14e-6 + 896 * 3.4e-6)

@@ -12,7 +12,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.machine import Machine
 from paro.planning.search.planner import Estimator
-from paro.planning.search.settings import Workload
+from paro.planning.search.search_space import Workload
 from tools.collective_timing import device as timing
 from tools.collective_timing.device import measure_device, training_config
 

@@ -10,8 +10,9 @@ from statistics import median
 from typing import Any
 
 from paro.planning.search.planner import Estimator, plan
-from paro.planning.search.settings import Candidate, Materialize, SearchSpace, Workload
+from paro.planning.search.search_space import Candidate, Materialize, SearchSpace, Workload
 from tools.bench.peers.own import parse_setting
+from tools.bench.planning.figure import device_of_usable
 from tools.bench.planning.rounds import median_row
 
 # Part of a rank's peak in addition to what the planner adds up: gloo's buffers and threads, the
@@ -163,7 +164,7 @@ def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[AutoChoice]:
     )
     for index in range(count):
         limit = sizes[round(index * (len(sizes) - 1) / max(1, count - 1))]
-        found = plan(replace(workload, memory_bytes=limit, usable=1.0), search_space).best
+        found = plan(replace(workload, memory_bytes=device_of_usable(limit)), search_space).best
         assert found is not None, f"nothing fits {limit} bytes"
         fitting = [row for row in rows if row.predicted_bytes <= limit]
         best = min(fitting, key=lambda row: row.seconds)

@@ -7,8 +7,9 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.planning.machine.files import find_machine
+from paro.planning.memory.limit import USABLE
 from paro.planning.search.planner import Estimate, Estimator
-from paro.planning.search.settings import Workload
+from paro.planning.search.search_space import Workload
 from paro.precision import PrecisionConfig
 
 
@@ -50,6 +51,11 @@ def case_on(machine: str, model: LlamaConfig, ranks: int, **changes: Any) -> Wor
         precision=PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True),
         **changes,
     )
+
+
+def device_of_usable(usable_bytes: int) -> int:
+    """The memory of a device of which the planner would use this many bytes."""
+    return round(usable_bytes / USABLE)
 
 
 def model_of(preset: str, *, recomputed: bool = False) -> LlamaConfig:

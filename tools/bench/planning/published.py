@@ -14,21 +14,20 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from paro.planning.search.planner import Estimate
-from paro.planning.search.settings import Workload
+from paro.planning.search.search_space import Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.costs import NOTHING
-from tools.bench.planning.figure import Figure, case_on, estimate, model_of
+from tools.bench.planning.figure import Figure, case_on, device_of_usable, estimate, model_of
 
 LAST = Trainable(kind=TrainableKind.LAST_BLOCKS, share=1 / 16)
 PEFT = Trainable(kind=TrainableKind.ADAPTERS, share=0.003)
-USABLE = 77 / 80  # of a device, in the search for the largest micro-batches: all but 3 GB
+USABLE = 77 * 10**9  # bytes in the search for the largest micro-batches: all but 3 GB
 SAMPLES = 540  # per rank and step, of R11; R12 does not give the number
 
 
 def paro_case(preset: str, ranks: int = 32, **changes: Any) -> Workload:
     given: dict[str, Any] = {
-        "seq_length": 512, "micro_batch_size": 4, "micro_batches": 10, "overlap": NOTHING,
-        "collective": "flat", "usable": USABLE,
+        "seq_length": 512, "micro_batch_size": 4, "micro_batches": 10, "prefetch_units": 0,
+        "collective": "flat", "memory_bytes": device_of_usable(USABLE),
     }  # fmt: skip
     model = model_of(preset, recomputed=preset == "65B")
     return case_on("dgx-a100-roce100", model, ranks, **(given | changes))
@@ -46,7 +45,7 @@ def paro_figures() -> Iterator[Figure]:
 
 
 def _both(workload: Workload, measure: Callable[[Workload], float]) -> dict[str, Any]:
-    return {"ours": measure(workload), "overlapped": measure(replace(workload, overlap=None))}
+    return {"ours": measure(workload), "overlapped": measure(replace(workload, prefetch_units=1))}
 
 
 def _over(slower: str, faster: str, workload: Workload) -> float:
@@ -84,7 +83,7 @@ def dynamic(preset: str, ranks: int, strategy: str, *, overlaps: bool = False) -
     for size in sizes:
         workload = paro_case(
             preset, ranks, micro_batch_size=size, micro_batches=SAMPLES // size,
-            overlap=None if overlaps else NOTHING,
+            prefetch_units=1 if overlaps else 0,
         )  # fmt: skip
         found = estimate(workload, strategy)
         if found.fits:
@@ -156,13 +155,12 @@ def _partial() -> Iterator[Figure]:
 
 def _scaling() -> Iterator[Figure]:
     def scaled(collective: str, strategy: str, workload: Workload) -> float:
-        few, many = (
-            estimate(
-                replace(paro_case("7B", ranks, overlap=workload.overlap), collective=collective),
-                strategy,
-            ).seconds
+        ahead = workload.prefetch_units
+        cases = (
+            paro_case("7B", ranks, prefetch_units=ahead, collective=collective)
             for ranks in (16, 128)
-        )  # fmt: skip
+        )
+        few, many = (estimate(case, strategy).seconds for case in cases)
         return few / many
 
     published = {"IIG": 0.92, "NIG": 0.84, "NGG": 0.63, "GGG": 0.63}

@@ -9,7 +9,7 @@ import pytest
 from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from paro.planning import units as planning_llama
-from paro.planning.memory.gathering import MemorySnapshot, peak_memory
+from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
@@ -195,22 +195,21 @@ def test_prediction_is_what_a_gpu_allocates(
 
 
 def predict(workload: Workload, *, device: str) -> MemorySnapshot:
-    strategy, topology = on_ranks(workload.strategy, world_size=8, group_size=4)
+    strategy, _ = on_ranks(workload.strategy, world_size=8, group_size=4)
     batch = MicroBatch(
         size=workload.batch_size,
         seq_length=workload.seq_length,
         compute_bytes=BYTES_OF[workload.precision.compute],
         device_type=device,
     )
-    return peak_memory(
-        strategy,
-        topology,
-        units_of(workload.config, world_size=8),
-        workload.precision,
-        activations_of(workload.config, batch),
+    return PeakMemory(
+        world_size=8,
+        units=units_of(workload.config, world_size=8),
+        precision=workload.precision,
+        activations=activations_of(workload.config, batch),
         prefetch_units=workload.prefetch_units,
         num_micro_batches=workload.num_micro_batches,
-    )
+    ).of(strategy)
 
 
 def measure(workload: Workload, device: str) -> int:

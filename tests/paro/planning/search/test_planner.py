@@ -19,7 +19,8 @@ from paro.planning.machine.files import (
     find_machine,
 )
 from paro.planning.machine.machine import Measured
-from paro.planning.memory.gathering import peak_memory
+from paro.planning.memory.gathering import PeakMemory
+from paro.planning.memory.limit import USABLE
 from paro.planning.search.description import describe
 from paro.planning.search.planner import (
     RESOLUTION,
@@ -31,11 +32,11 @@ from paro.planning.search.planner import (
     plan,
 )
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.settings import (
+from paro.planning.search.search_space import (
     Materialize,
     SearchSpace,
     Workload,
-    all_settings,
+    all_candidates,
     legal_strategies,
 )
 from paro.planning.search.trainable import Trainable, TrainableKind
@@ -61,7 +62,7 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     )
     found = plan(given, FEW)
     estimator = Estimator(given)
-    everything = [estimator.estimate(candidate) for candidate in all_settings(given, FEW)]
+    everything = [estimator.estimate(candidate) for candidate in all_candidates(given, FEW)]
     fitting = [estimate for estimate in everything if estimate.fits]
     if not fitting:
         assert found.best is None
@@ -76,7 +77,7 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     as_fast = [e for e in fitting if e.seconds <= fastest * (1 + TIE)]
     costs = found.best.sent.inter, found.best.memory_bytes
     assert costs <= min((e.sent.inter, e.memory_bytes) for e in as_fast)
-    assert found.num_settings == len(everything)
+    assert found.num_candidates == len(everything)
     for better, worse in zip(found.front, found.front[1:], strict=False):
         assert better.seconds < worse.seconds
         assert better.memory_bytes > worse.memory_bytes
@@ -180,15 +181,14 @@ def test_memory_of_many_is_that_of_one(
         estimator.memory(given.candidate(given.strategy("8,8,8")))  # cached for the next call
         candidate = given.candidate(given.strategy(strategy))
         computing = estimator.costs(candidate).computing
-        alone = peak_memory(
-            candidate.strategy,
-            make_topology(world_size=32, group_size=8, degrees=candidate.strategy.degrees),
-            trainable.units(given.model, world_size=32),
-            given.precision,
-            activations_of(given.model, computing.batch),
+        alone = PeakMemory(
+            world_size=32,
+            units=trainable.units(given.model, world_size=32),
+            precision=given.precision,
+            activations=activations_of(given.model, computing.batch),
             prefetch_units=ahead,
             num_micro_batches=3,
-        )
+        ).of(candidate.strategy)
         assert estimator.memory(candidate).total == alone.total
 
 
@@ -258,7 +258,7 @@ def test_what_a_measured_collective_wants() -> None:
     (((job,),),) = (times.phases(Op.ALL_REDUCE, run, size),)
     link = 2 * 3 / 4 * 8 * size * 8 / (8 * 0.05e9)
     assert link > 0.02  # a link slower than assumed is busy all the time, not longer
-    assert job == Job(lane=(1,), seconds=0.02, intra=0.0, inter=1.0, cpu=0.2, slowed=1.5)
+    assert job == Job(stream=(1,), seconds=0.02, intra=0.0, inter=1.0, cpu=0.2, slowed=1.5)
     fast = CollectiveTimes(machine(inter=5, measured=(row,), device=share), "native")
     (((job,),),) = (fast.phases(Op.ALL_REDUCE, run, size),)
     assert job.inter == pytest.approx(link / 100 / 0.02)
@@ -323,13 +323,13 @@ def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told
         for own in (before, after)
     ]  # fmt: skip
     limit = (as_given[0].least.memory_bytes + as_given[1].least.memory_bytes) // 2
-    short = replace(before, memory_bytes=limit, usable=1.0)
+    short = replace(before, memory_bytes=round(limit / USABLE))
     assert told in why_nothing_fits(short, replace(as_given[0], limit=short.limit)).split("; or ")
 
 
 def test_letters_in_groups_of_another_size_are_told() -> None:
     given = workload()
-    found = {s.strategy.degrees: s.describe() for s in all_settings(given, FEW)}
+    found = {s.strategy.degrees: s.describe() for s in all_candidates(given, FEW)}
     assert found[16, 16, 32].startswith("16,16,32 (IIG in groups of 16), ")
     assert found[8, 8, 32].startswith("IIG, ")
     assert found[4, 8, 32].startswith("4,8,32, ")

@@ -13,9 +13,9 @@ from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes, Job
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.search.planner import Estimator
-from paro.planning.search.settings import Workload
+from paro.planning.search.search_space import Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.costs import NOTHING, StepCosts
+from paro.planning.step.costs import StepCosts
 from paro.planning.step.simulation import Compute, Program, Simulation, Wait, Work
 from paro.planning.step.timeline import simulate
 from paro.sharding.sharded_unit import ShardedUnit
@@ -161,11 +161,11 @@ def test_moves_come_in_the_order_of_the_engine(
 def test_links_carry_the_bytes_of_the_cost_model(strategy: str) -> None:
     given = workload()
     step = costs(given, strategy)
-    loads = step.moves.loads(step.num_micro_batches)
+    loads = step.comm_costs.loads(step.num_micro_batches)
     units = given.trainable.units(given.model, world_size=32)
     sent = traffic_per_step(
         given.strategy(strategy),
-        step.moves.topology,
+        step.comm_costs.topology,
         units,
         given.precision,
         step.num_micro_batches,
@@ -180,10 +180,10 @@ def test_without_overlap_parts_add_up(strategy: str) -> None:
     timeline = simulate(step)
     accumulated = step.num_micro_batches * sum(
         step.computing.memory_seconds(part.accumulated_bytes)
-        for parts in step.moves.per_unit
+        for parts in step.comm_costs.per_unit
         for part in parts
     )
-    loads = step.moves.loads(step.num_micro_batches)
+    loads = step.comm_costs.loads(step.num_micro_batches)
     whole = step.compute_seconds() + loads.one_by_one + accumulated
     assert timeline.seconds == pytest.approx(whole)
     assert timeline.compute_seconds == pytest.approx(step.compute_seconds())
@@ -204,7 +204,7 @@ def test_nothing_is_faster_than_its_bound(strategy: str, collective: str, ahead:
 @pytest.mark.parametrize("strategy", legal_letters())
 def test_overlap_never_costs_time(strategy: str) -> None:
     step = costs(workload(), strategy)
-    assert simulate(step).seconds <= simulate(replace(step, overlap=NOTHING)).seconds * (1 + 1e-9)
+    assert simulate(step).seconds <= simulate(replace(step, prefetch_units=0)).seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["GGG", "IIG", "NGG"])
@@ -218,12 +218,12 @@ def test_micro_batches_in_the_middle_are_alike(strategy: str) -> None:
 def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
     simulation = Simulation(1)
     (actor,) = simulation.actors
-    job = Job(lane=(0,), seconds=1.0, intra=0.0, inter=1.0, cpu=0.5, slowed=2.0)
+    job = Job(stream=(0,), seconds=1.0, intra=0.0, inter=1.0, cpu=0.5, slowed=2.0)
 
     def program() -> Program:
         for number in range(2):  # during computation, then while the thread waits
             work = Work(
-                name="", kind="", job=job, lane=("", (0,)), members=1, after=(), left=job.seconds
+                name="", kind="", job=job, stream=("", (0,)), members=1, after=(), left=job.seconds
             )
             simulation.submit(actor, work, number)
             if number == 0:
@@ -271,7 +271,7 @@ def test_ho_ring_hides_the_shorter_level() -> None:
     overlapped = CollectiveTimes(given.machine, "ho-ring")
     one_by_one = CollectiveTimes(given.machine, "h-ring")
     step = costs(given, "GGG")
-    run = step.moves.runs["gather"]
+    run = step.comm_costs.topology.axes_between(1, 32)
     sizes = [times.seconds(Op.ALL_GATHER, run, 1 << 30) for times in (native, one_by_one)]
     assert sizes[0] == pytest.approx(sizes[1])
     assert overlapped.seconds(Op.ALL_GATHER, run, 1 << 30) < 0.95 * sizes[0]

@@ -10,10 +10,10 @@ from itertools import pairwise, product
 from model.config import LlamaConfig, RecomputeConfig
 from paro.errors import UserError
 from paro.planning.machine.machine import Machine
-from paro.planning.memory.limit import USABLE, MemoryLimit, memory_limit
-from paro.planning.rotation import why_not_rotating
+from paro.planning.memory.limit import MemoryLimit, memory_limit
+from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.costs import Overlap, device_of
+from paro.planning.step.costs import device_of
 from paro.precision import PrecisionConfig
 from paro.quantities import check_multiple
 from paro.strategy import Strategy, effective_letters, parse_strategy
@@ -57,9 +57,7 @@ class Workload:
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
     trainable: Trainable = field(default_factory=Trainable)
-    overlap: Overlap | None = None
     memory_bytes: int | None = None  # per device, instead of the machine's
-    usable: float = USABLE  # share of that memory; studies of other engines have their own
     device_type: str = "cuda"
 
     def __post_init__(self) -> None:
@@ -73,11 +71,9 @@ class Workload:
     @property
     def limit(self) -> MemoryLimit:
         if self.memory_bytes is not None:
-            return memory_limit(self.memory_bytes, usable=self.usable)
+            return memory_limit(self.memory_bytes)
         device = device_of(self.machine)
-        return memory_limit(
-            device.memory_bytes, reserved_bytes=device.reserved_bytes, usable=self.usable
-        )
+        return memory_limit(device.memory_bytes, reserved_bytes=device.reserved_bytes)
 
     def micro_batches(self, size: int) -> int:
         """Micro-batches of this size per rank and step; `UserError` if it does not divide."""
@@ -106,10 +102,10 @@ class Workload:
             return None
         if self.trainable.kind is TrainableKind.ADAPTERS:
             return (
-                "--trainable adapters are planned beside gathered parameters alone: leave "
+                "--trainable adapters are planned only with gathered parameters: leave "
                 "--paro-materialize rotate out"
             )
-        return why_not_rotating(
+        return rotation_infeasible_reason(
             strategy, self.model, world_size=self.world_size, group_size=self.group_size
         )
 
@@ -128,8 +124,8 @@ class Candidate:
     @property
     def name(self) -> str:
         """The strategy, and whether its weights rotate."""
-        way = f" {self.materialize.value}" if self.materialize.rotates else ""
-        return self.strategy.name + way
+        suffix = f" {self.materialize.value}" if self.materialize.rotates else ""
+        return self.strategy.name + suffix
 
     def describe(self) -> str:
         """One line, with the values of the flags."""
@@ -151,7 +147,7 @@ class SearchSpace:
     materializes: tuple[Materialize, ...] | None = None
 
 
-def all_settings(workload: Workload, search_space: SearchSpace) -> Iterator[Candidate]:
+def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Candidate]:
     """Every feasible combination in the search space."""
     strategies = search_space.strategies or tuple(
         legal_strategies(workload.world_size, workload.group_size, workload.machine.group_size)
@@ -163,14 +159,14 @@ def all_settings(workload: Workload, search_space: SearchSpace) -> Iterator[Cand
         RecomputeConfig(granularity="selective"),
         RecomputeConfig(granularity="full"),
     )
-    ways = [
+    pairs = [
         (strategy, materialize)
         for strategy in strategies
         for materialize in search_space.materializes or (workload.materialize,)
         if workload.infeasible_reason(strategy, materialize) is None
     ]
     for (strategy, materialize), size, collective, recompute in product(
-        ways, sizes, collectives, recomputes
+        pairs, sizes, collectives, recomputes
     ):
         yield Candidate(
             strategy=strategy,
