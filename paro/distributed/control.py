@@ -12,7 +12,7 @@ import torch.distributed as dist
 from paro.distributed.world import World
 from paro.errors import PeerError, StorageError, UserError, for_all_ranks
 
-Told = UserError | StorageError | PeerError
+SharedError = UserError | StorageError | PeerError
 
 
 class Control:
@@ -69,20 +69,20 @@ class Control:
             failure = error
         told = None if failure is None else for_all_ranks(failure, self.world.rank)
         # A failed rank takes part too, before it raises: the others would wait for it forever.
-        everyone: list[Told | None] = self.gather(told)
+        everyone: list[SharedError | None] = self.gather(told)
         if failure is not None and isinstance(told, PeerError):
             raise failure
         failures = {rank: error for rank, error in enumerate(everyone) if error is not None}
         if failures:
-            named = name_rank and not _are_alike(everyone)
+            named = name_rank and not _are_equal(everyone)
             raise _merged(failures, blame, named=named) from failure
 
 
-def _are_alike(everyone: Sequence[Told | None]) -> bool:
+def _are_equal(everyone: Sequence[SharedError | None]) -> bool:
     return None not in everyone and len({str(error) for error in everyone}) == 1
 
 
-def _merged(failures: Mapping[int, Told], blame: str, *, named: bool) -> Told:
+def _merged(failures: Mapping[int, SharedError], blame: str, *, named: bool) -> SharedError:
     rank, first = next(iter(failures.items()))
     if isinstance(first, PeerError):  # a bug there
         return first

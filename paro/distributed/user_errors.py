@@ -16,7 +16,7 @@ from typing import NoReturn
 from paro.errors import PeerError, StorageError, UserError, describe, is_storage_failure
 
 # Ranks that are started together may reach the same error this many seconds apart.
-_SPEAKER_SECONDS = 20.0
+_PRINTING_RANK_SECONDS = 20.0
 _LAGGARD_SECONDS = 1.0
 
 
@@ -31,9 +31,9 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     try:
         main()
     except UserError as error:
-        _leave_told(name, str(error), 2, on_this_rank=error.on_this_rank)
+        _leave_with_line(name, str(error), 2, on_this_rank=error.on_this_rank)
     except PeerError as error:
-        _wait_for_the_speaker(1)
+        _wait_for_printing_rank(1)
         if _local_rank() == 0:
             print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         _leave(1)
@@ -46,7 +46,7 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     except BaseException as error:
         if is_storage_failure(error):
             on_this_rank = not isinstance(error, StorageError)
-            _leave_told(name, describe(error), 1, on_this_rank=on_this_rank)
+            _leave_with_line(name, describe(error), 1, on_this_rank=on_this_rank)
         traceback.print_exc()
         _leave(1)
     _leave(0)
@@ -57,12 +57,12 @@ def _local_rank() -> int:
     return int(text) if text.isdigit() else 0  # what is no number is a mistake of the environment
 
 
-def _leave_told(name: str, text: str, status: int, *, on_this_rank: bool) -> NoReturn:
+def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -> NoReturn:
     """Exits; before that local rank 0 prints the error, or this rank if only this one met it."""
     line = f"{name}: error: {text}"
     _write_for_torchrun(line)
     if _local_rank() != 0 and not on_this_rank:
-        _wait_for_the_speaker(status)
+        _wait_for_printing_rank(status)
     else:
         print(line, file=sys.stderr, flush=True)
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and not on_this_rank:
@@ -79,13 +79,13 @@ def _write_for_torchrun(line: str) -> None:
             Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
-def _wait_for_the_speaker(status: int) -> None:
+def _wait_for_printing_rank(status: int) -> None:
     """Gives the rank that prints the error time to reach it.
 
     A launcher stops all ranks as soon as one has exited; then this one exits with its status.
     """
     signal.signal(signal.SIGTERM, lambda *_: _leave(status))
-    time.sleep(_SPEAKER_SECONDS)
+    time.sleep(_PRINTING_RANK_SECONDS)
 
 
 def _leave(status: int) -> NoReturn:

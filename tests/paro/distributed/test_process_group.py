@@ -170,6 +170,6 @@ def test_a_full_disk_is_one_line_and_status_1() -> None:
 
 @pytest.mark.process
 def test_the_failure_of_another_rank_is_one_line_and_status_1() -> None:
-    quickly = "import paro.distributed.user_errors as own; own._SPEAKER_SECONDS = 0.1"
+    quickly = "import paro.distributed.user_errors as own; own._PRINTING_RANK_SECONDS = 0.1"
     done = script(f"{quickly}; raise PeerError('rank 1 failed: KeyError')")
     assert (done.returncode, done.stderr) == (1, "script: error: rank 1 failed: KeyError\n")
