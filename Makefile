@@ -9,7 +9,12 @@ SUITABLE := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12; do \
 	$$python -c '$(SUITABLE)' >/dev/null 2>&1 && { echo $$python; break; }; done)
 
-.PHONY: help setup quickstart test lint verify clean
+# Processes that run tests side by side; each test with ranks starts up to 8 more.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+STARTS_PROCESSES := ranks or process or gpu or root or browser or verify
+
+.PHONY: help setup quickstart check test lint coverage verify clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,17 +30,26 @@ $(STAMP): requirements.txt requirements-dev.txt constraints.txt
 quickstart: setup  ## train a small LLaMA on real text, from nothing to a sample of its own
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
 
-test: lint  ## every check: style, types, tests
-	$(BIN)/python -m pytest
+check: lint  ## style, types and the tests that start no process, in 2 minutes
+	$(PYTEST) -m "not ($(STARTS_PROCESSES))" --most-seconds 1
+
+test: lint  ## style, types and all tests
+	$(PYTEST)
 
 lint: setup  ## style and types alone
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
 
+coverage: setup  ## lines and branches that all tests run, ranks included
+	rm -rf .coverage && mkdir .coverage
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
+
 verify: setup  ## the long studies that `make test` leaves out
 	$(BIN)/python -m pytest -m verify --timeout 3600
 
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -53,11 +53,12 @@ def install() -> None:
 def held(item: pytest.Item) -> Iterator[None]:
     """Refuses processes while a phase of a test runs that has no mark for them."""
     global _pure_test
+    before = _pure_test
     _pure_test = None if any(map(item.get_closest_marker, MAY_START)) else item.nodeid
     try:
         yield
     finally:
-        _pure_test = None
+        _pure_test = before
 
 
 @contextmanager

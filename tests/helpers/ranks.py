@@ -98,7 +98,7 @@ class _Pool:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
         self._store: dist.TCPStore | None = None
-        atexit.register(self.stop)
+        atexit.register(self.stop, grace_seconds=5.0)  # in which coverage is saved
 
     def run(self, call: bytes, world_size: int, *, init: bool, timeout: float) -> list[bytes]:
         """The pickled results by rank."""
@@ -120,13 +120,15 @@ class _Pool:
             raise
         return results
 
-    def stop(self) -> None:
-        """Kills every worker; the next call starts new ones."""
+    def stop(self, *, grace_seconds: float = 0.0) -> None:
+        """Ends every worker, at the latest after a grace; the next call starts new ones."""
         for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.join()
             worker.pipe.close()
+        for worker in self._workers:
+            if grace_seconds:
+                worker.process.join(grace_seconds)
+            worker.process.kill()
+            worker.process.join()
         self._workers.clear()
 
     def _grow(self, num_workers: int) -> None:
@@ -211,8 +213,8 @@ def _serve(pipe: connection.Connection) -> None:
     while True:
         try:
             task = pickle.loads(pipe.recv_bytes())
-        except EOFError:  # the parent is gone
-            return
+        except EOFError:  # the parent closed the pipe or is gone
+            os._exit(0)  # without waiting for the threads of a training that failed
         if task is None:
             # Only now, after all ranks have answered: destroying groups earlier would break
             # connections that others still use.

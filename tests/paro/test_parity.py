@@ -33,7 +33,7 @@ MODERN = "--add-qkv-bias --qk-layernorm"
 # The same global batch and number of micro-batches on any world size.
 SAMPLES, MICRO_BATCHES = 96, 4
 # `make verify` trains longer, under every legal strategy.
-FEW_STEPS, MANY_STEPS = 5, 10
+FEW_STEPS, MANY_STEPS = 3, 10
 
 # COVERING communicates states in every possible way; then the default and a seeded sample of 2.
 COVERING = ("NNN", "NII", "INI", "NIG", "IGG", "GNG")

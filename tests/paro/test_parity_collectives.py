@@ -55,7 +55,7 @@ def check(pairs: Sequence[tuple[str, str]], *, iterations: int, timeout: float) 
 
 @pytest.mark.ranks
 def test_one_of_each() -> None:
-    check(CROSSING_BOTH, iterations=3, timeout=240)
+    check(CROSSING_BOTH, iterations=2, timeout=240)
 
 
 @pytest.mark.ranks

@@ -120,6 +120,7 @@ dog.ends()
 """
 
 
+@pytest.mark.process
 def test_a_library_that_keeps_the_interpreters_lock_is_shown_too() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HOLDS_THE_LOCK], cwd=ROOT, capture_output=True, text=True
