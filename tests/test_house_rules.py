@@ -36,6 +36,7 @@ from tests.helpers.house import (
 TEXT_FILES = tuple(text_files())  # here, because a test without a mark starts no process
 
 
+@pytest.mark.slow("parses every file")
 @pytest.mark.parametrize("rule", EVERYWHERE + IN_PRODUCT)
 def test_every_file_keeps(rule: Rule) -> None:
     files = sources(*PRODUCT, *(("tests",) if rule in EVERYWHERE else ()))

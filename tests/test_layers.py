@@ -6,8 +6,8 @@ import ast
 
 import pytest
 
-from tests.helpers.house import PRODUCT, ROOT, Source, sources
-from tests.helpers.layers import layers, layers_text, package_graph
+from tests.helpers.house import ROOT, Source
+from tests.helpers.layers import layers, layers_text, package_graph, product_graph
 
 
 def planted(**texts: str) -> list[Source]:
@@ -15,8 +15,9 @@ def planted(**texts: str) -> list[Source]:
     return [Source(name.replace("__", "."), text, ast.parse(text)) for name, text in texts.items()]
 
 
+@pytest.mark.slow("parses every file")
 def test_imports_among_packages_have_no_cycle() -> None:
-    found = layers(package_graph(sources(*PRODUCT)))
+    found = layers(product_graph())
     assert found[-1] == ["tools.bench"]
     assert {"paro.topology", "model", "data"} & {*found[0]}
 
@@ -26,6 +27,7 @@ def test_few_files_of_paro_are_loose() -> None:
     assert len(loose) <= 6, loose
 
 
+@pytest.mark.slow("parses every file")
 def test_the_page_shows_the_layers() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert layers_text() in page, "python -m tests.helpers.layers prints them"

@@ -62,6 +62,7 @@ def assert_equal(mine: object, theirs: object, *, num_samples: int) -> None:
         assert mine[i].tolist() == text_of(theirs[i])  # type: ignore[index]
 
 
+@pytest.mark.slow("imports megatron-core")
 @pytest.mark.parametrize("seed", range(8))
 def test_weights(tmp_path: Path, seed: int) -> None:
     corpora = write_corpora(tmp_path, seed)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -252,9 +253,14 @@ def sources(*names: str) -> Iterator[Source]:
     """The Python files below the root with these names or inside folders with these names."""
     for name in names:
         for path in (*ROOT.glob(f"{name}.py"), *sorted(ROOT.glob(f"{name}/**/*.py"))):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            text = path.read_text(encoding="utf-8")
-            yield Source(module.removesuffix(".__init__"), text, ast.parse(text))
+            yield _source(path)
+
+
+@cache
+def _source(path: Path) -> Source:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    text = path.read_text(encoding="utf-8")
+    return Source(module.removesuffix(".__init__"), text, ast.parse(text))
 
 
 def text_files() -> Iterator[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 from tests.helpers.house import PRODUCT, Source, imports_of, sources
 
@@ -48,6 +49,12 @@ def package_graph(files: Iterable[Source]) -> Graph:
     return {package: frozenset(imported) for package, imported in graph.items()}
 
 
+@cache
+def product_graph() -> Graph:
+    """The graph of the product and its tools."""
+    return package_graph(sources(*PRODUCT))
+
+
 def layers(graph: Graph) -> list[list[str]]:
     """Layers from the bottom up; each imports only lower ones. `ValueError` names a cycle."""
     height: dict[str, int] = {}
@@ -68,7 +75,7 @@ def layers(graph: Graph) -> list[list[str]]:
 
 def layers_text() -> str:
     """The table of layers for docs/architecture.md, highest first."""
-    found = layers(package_graph(sources(*PRODUCT)))
+    found = layers(product_graph())
     lines = []
     for number, packages in reversed([*enumerate(found)]):
         names = ", ".join(f"`{package}`" for package in packages)

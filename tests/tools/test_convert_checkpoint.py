@@ -101,6 +101,7 @@ def test_logits_are_transformers_there_and_back(seed: int, tmp_path: Path) -> No
         assert there == here, name
 
 
+@pytest.mark.slow("imports transformers")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sharded_files_of_halves_keep_every_bit(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +109,7 @@ def test_sharded_files_of_halves_keep_every_bit(
     save_folder(tmp_path / "hf", 3, dtype, max_shard_size="20KB")
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
     # A few rows at a time, so that tensors are split; and several files written.
-    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 300)
+    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 3000)
     monkeypatch.setattr(hugging_face, "MAX_FILE_BYTES", 20_000)
     monkeypatch.setitem(hugging_face.write_hugging_face.__kwdefaults__, "max_file_bytes", 20_000)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")

@@ -90,6 +90,7 @@ def test_letters_that_mean_the_same_are_one_row(
     assert sorted("=".join(names).split("=")) == sorted(legal_letters())
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_a_search_among_what_rotates(tmp_path: Path) -> None:
     fields = planned(tmp_path, f"{CASE} --paro-materialize rotate")
     assert {row["materialize"] for row in fields["candidates"]} == {"rotated"}
@@ -108,6 +109,7 @@ def curves_of(tmp_path: Path, flags: str) -> dict[str, list[list[float]]]:
     return found
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_more_ranks_are_nodes_as_the_machine_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,12 +132,14 @@ def test_what_was_measured_is_planned_for_the_ranks_it_was_measured_on(tmp_path:
     assert [ranks for ranks, _ in curves["best that fits"]] == [8]
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_nothing_overlaps_without_prefetching(tmp_path: Path) -> None:
     with_overlap = {r["strategy"]: r["step_seconds"] for r in planned(tmp_path)["rows"]}
     without = planned(tmp_path, f"{CASE} --paro-prefetch-units 0")["rows"]
     assert all(row["step_seconds"] > with_overlap[row["strategy"]] for row in without)
 
 
+@pytest.mark.slow("imports matplotlib")
 def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
     names = {"plot": "front.png", "timeline": "step.png", "trace": "step.json"}
     flags = [word for flag, name in names.items() for word in (f"--{flag}", str(tmp_path / name))]

@@ -25,6 +25,7 @@ def configured(flags: str, world: World = WORLD) -> RunConfig:
     return RunConfig.from_args(parse_args((RUN + flags).split()), world)
 
 
+@pytest.mark.slow("plans LLaMA-7B on 32 GPUs")
 def test_auto_chooses_what_fits_and_says_why() -> None:
     config = configured("--paro-strategy auto --paro-machine dgx-a100-roce100")
     told = [line for line in config.notices if line.startswith("planner:")]
@@ -47,6 +48,7 @@ def test_auto_chooses_among_what_rotates_where_that_is_asked_for(way: str) -> No
     assert f"chose {config.strategy.name} rotated{' in place' * bool(way)}," in told[1]
 
 
+@pytest.mark.slow("plans LLaMA-7B on 32 GPUs")
 def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
     flags = "--paro-strategy auto --paro-machine dgx-a100-roce100"
     dry = "--dry-run --world-size 32"
@@ -64,6 +66,7 @@ def test_a_strategy_that_is_given_is_taken() -> None:
     assert config.notices == ()
 
 
+@pytest.mark.slow("plans LLaMA-7B on 32 GPUs")
 def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     path.write_text(machine_to_json(machine(inter=10)), encoding="utf-8")

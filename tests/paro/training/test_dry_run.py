@@ -269,12 +269,15 @@ def test_too_little_memory_ends_with_one_line_and_status_2(tmp_path: Path) -> No
     assert "the launch is sound" not in done.stdout
 
 
+# Larger models than a test needs: their figures are those of a user.
+PLANS_7B = "plans LLaMA-7B on 32 GPUs"
 PLANNED = (
     "--llama-preset 7B --mock-data --seq-length 512 --micro-batch-size 4 --global-batch-size 256 "
     "--train-iters 10 --lr 1e-4 --bf16 --dry-run --world-size 32 --paro-machine dgx-a100-roce100"
 )
 
 
+@pytest.mark.slow(PLANS_7B)
 def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(f"{PLANNED} --paro-strategy NII", capsys)
     step = r"^> a step on machine dgx-a100-roce100 takes \d\S+ s, \S+ tokens/s, MFU \d+\.\d%\n> "
@@ -290,6 +293,7 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     assert "> --paro-machine NAME would say how long a step takes" in without
 
 
+@pytest.mark.slow(PLANS_7B)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -100,6 +100,7 @@ def test_evaluation_does_not_change_training() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow("trains and evaluates several times")
 def test_evaluations_have_batches_of_their_own() -> None:
     base = TINY.replace("--micro-batch-size 1 ", "")
     plan = "--micro-batch-size 1 --train-iters 4 --eval-interval 2 --eval-iters 3"

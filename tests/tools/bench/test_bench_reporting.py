@@ -29,6 +29,7 @@ def test_neighbours_are_compared_and_the_first_round_is_left_out() -> None:
     assert wall.part_in_report == pytest.approx(0.01)
 
 
+@pytest.mark.slow("trains under every reporter")
 def test_every_second_step_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

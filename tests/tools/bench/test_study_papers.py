@@ -15,6 +15,7 @@ from tools.bench.study_papers import figures, main, page
 MISSES = {("R11", "7B, NNI over ZeRO-1, dynamic batch")}
 
 
+@pytest.mark.slow("computes every figure of four papers")
 def test_all_figures_hold_but_those_that_are_said_to_miss() -> None:
     rows = figures()
     assert {(row.name, row.what) for row in rows if not row.holds} == MISSES
@@ -75,6 +76,7 @@ def test_broadcasts_of_owners_cost_their_laps() -> None:
     assert waited == pytest.approx(laps + 2 * parameters / (340e9 / 8), rel=1e-3)
 
 
+@pytest.mark.slow("computes every figure of four papers")
 def test_the_page_is_what_the_command_writes() -> None:
     stored = (ROOT / "examples/measured/papers.md").read_text(encoding="utf-8")
     assert page(figures()) == stored

@@ -54,6 +54,7 @@ def test_pages_of_files_and_of_shared_memory_do_not_count() -> None:
     assert anonymous_bytes("5000 700 200 1 0 400 0\n") == 500 * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow("fills memory until it shows")
 def test_memory_of_the_warm_up_is_seen_and_that_before_the_start_is_not() -> None:
     before = torch.ones(40_000_000)
     meter = MemoryMeter(torch.device("cpu"))

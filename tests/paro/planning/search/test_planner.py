@@ -277,6 +277,7 @@ def test_a_trace_has_every_span() -> None:
     }
 
 
+@pytest.mark.slow("plans LLaMA-65B three times")
 def test_a_large_model_is_recognised_as_too_large() -> None:
     given = workload(LLAMA_PRESETS["65B"], machine=machine(world_size=8), global_batch_size=16)
     found = plan(given)

@@ -137,6 +137,7 @@ STUDIES = (
 )
 
 
+@pytest.mark.slow("predicts every recorded step")
 @pytest.mark.parametrize("told", STUDIES, ids=lambda told: told.folder)
 def test_recorded_steps_are_predicted(told: Told) -> None:
     """The figures of docs/planning.md hold for this planner."""
@@ -157,6 +158,7 @@ def test_recorded_steps_are_predicted(told: Told) -> None:
     assert max(ratios) < 1 + told.auto
 
 
+@pytest.mark.slow("predicts every recorded step")
 def test_recorded_steps_of_weights_that_rotate_are_predicted() -> None:
     chapters = chapters_of(ROOT / "examples/measured/steps-25mbit")
     rotated = [c.compared for c in chapters if c.collective.endswith("rotated")]
