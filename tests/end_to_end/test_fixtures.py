@@ -88,6 +88,7 @@ def test_preprocessing_continues_after_its_finished_partition(
         assert (one == other).all()
 
 
+@pytest.mark.slow("imports matplotlib")
 def test_tools_read_records(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = read_machine(Path("machine.json"))
     assert (machine.world_size, machine.group_size) == (2, 1)

@@ -81,6 +81,7 @@ def test_a_batch_is_what_its_texts_are_alone(sampling: Sampling, tmp_path: Path)
     assert len({tuple(text) for text in together}) == len(PROMPTS)
 
 
+@pytest.mark.slow("imports transformers")
 def test_only_the_probable_are_drawn() -> None:
     # Probabilities 0.5, 0.25, 0.15 and 0.1, in another order.
     logits = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()

@@ -31,6 +31,7 @@ def planned(tmp_path: Path, flags: str = CASE) -> dict[str, Any]:
     return fields
 
 
+@pytest.mark.slow("plans every strategy")
 def test_rows_hold_every_letter_strategy_best_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ QUICK = settings(
 )
 
 
+@pytest.mark.slow("preprocesses fifteen corpora")
 @QUICK
 @given(documents=DOCUMENTS, size=SIZES, append_eod=st.booleans(), parts=st.integers(1, 3))
 def test_preprocessed_files_are_megatrons(

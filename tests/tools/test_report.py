@@ -146,6 +146,7 @@ def test_a_ninth_run_is_told_from_the_first(tmp_path: Path) -> None:
     assert "<th>all runs</th>" in page  # one column if the environment is the same
 
 
+@pytest.mark.slow("imports matplotlib")
 def test_pictures_of_every_chart(two_runs: list[Path], tmp_path: Path) -> None:
     report(two_runs, tmp_path, "--png-dir", str(tmp_path / "png"))
     pictures = {path.stem: path.read_bytes() for path in (tmp_path / "png").iterdir()}

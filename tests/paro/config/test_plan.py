@@ -39,6 +39,7 @@ def test_auto_chooses_what_fits_and_says_why() -> None:
     assert slow.strategy.params == slow.strategy.grads == 1
 
 
+@pytest.mark.slow("plans LLaMA-7B on 32 GPUs")
 @pytest.mark.parametrize("way", ["", "--paro-rotate-in-place "])
 def test_auto_chooses_among_what_rotates_where_that_is_asked_for(way: str) -> None:
     rotate = f"--paro-materialize rotate {way}"

@@ -6,6 +6,7 @@ import torch
 from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
 
 
+@pytest.mark.slow("fills memory until it shows")
 def test_a_cpu_process_that_grows_has_a_higher_peak() -> None:
     size = 64 * 2**20
     before = peak_memory_bytes(torch.device("cpu"))

@@ -174,6 +174,7 @@ PEAKS: dict[str, tuple[LlamaConfig, PrecisionConfig, int, str]] = {  # config, t
 }
 
 
+@pytest.mark.slow("counts every allocation of a step")
 @pytest.mark.parametrize("in_place", MODES)
 @pytest.mark.parametrize("name", PEAKS)
 def test_prediction_is_what_a_rank_allocates(

@@ -39,6 +39,7 @@ def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -
     return plan_run(RunConfig.from_args(args, world), world)
 
 
+@pytest.mark.slow("plans as a user would")
 def test_what_auto_chooses_the_dry_run_of_the_same_flags_accepts() -> None:
     accepted = 0
     for combination in SAMPLE:
@@ -66,6 +67,7 @@ def test_what_leaves_no_tenth_of_a_device_is_neither_chosen_nor_accepted() -> No
     assert launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy auto {LARGE}").fits
 
 
+@pytest.mark.slow("plans as a user would")
 @pytest.mark.parametrize(
     "more",
     [

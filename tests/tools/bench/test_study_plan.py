@@ -178,6 +178,7 @@ def test_links_of_another_speed_are_another_study(
         assert told in line
 
 
+@pytest.mark.slow("imports matplotlib")
 def test_a_report_tells_of_what_was_measured(tmp_path: Path) -> None:
     measured = ROOT / "examples/measured/steps-100mbit"
     for path in PART.machine_files(measured):
