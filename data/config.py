@@ -52,7 +52,7 @@ class DataConfig:
         if self.num_workers < 0:
             raise UserError(f"--num-workers {self.num_workers} must be 0 or more")
         if not 0 <= self.seed <= MAX_SEED:
-            raise UserError(f"--seed {self.seed} must lie between 0 and {MAX_SEED}")
+            raise UserError(f"--seed {self.seed} must be between 0 and {MAX_SEED}")
         parse_split(self.split or DEFAULT_SPLIT)
 
     def _check_validation(self, valid: Blend | None) -> None:

@@ -30,7 +30,7 @@ TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # valid in the format, but not for token ids
 COPY_TOKENS = 2**22  # per read when copying
 MAX_SEQUENCE_LENGTH = np.iinfo(np.int32).max
-REMEDY = "write both files anew with tools/preprocess_data.py"
+REMEDY = "write both files again with tools/preprocess_data.py"
 
 Tokens = NDArray[Any]
 

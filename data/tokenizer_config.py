@@ -19,9 +19,9 @@ TOKENIZER_TYPES = (
 )
 # Megatron's tokenizer types that do not fit a plain-text language model, and what to use instead.
 _REFUSED_TYPES = {
-    "BertWordPieceLowerCase": "it is BERT's and has no end of a document: tokenize anew with "
+    "BertWordPieceLowerCase": "it is BERT's and has no end of a document: tokenize again with "
     "HuggingFaceTokenizer or SentencePieceTokenizer",
-    "BertWordPieceCase": "it is BERT's and has no end of a document: tokenize anew with "
+    "BertWordPieceCase": "it is BERT's and has no end of a document: tokenize again with "
     "HuggingFaceTokenizer or SentencePieceTokenizer",
     "MultimodalTokenizer": "the model reads text alone: give HuggingFaceTokenizer and the same "
     "--tokenizer-model",

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The core of pretrain_llama_{7b,65b}_{dgx,slurm}.sh: a model's choices, its launch and its flags.
 #
-# Not started itself: each of them sets MODEL, LAUNCH and NNODES and sources this file, which lies
-# beside it. For a model of your own copy both into a folder beside examples/ and add a case below.
+# Not a script to start: each of the four sets MODEL, LAUNCH and NNODES and sources this file from
+# its own folder. For your own model copy both into a folder next to examples/ and add a case below.
 set -euo pipefail
 [[ ${1:-} != @(-h|--help) ]] || { sed '1d; /^#SBATCH/d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"; exit; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -50,24 +50,24 @@ srun)
 esac
 
 # Megatron-LM's scripts set this to 1: then all streams of a GPU share one hardware queue, and
-# communication no longer runs beside compute.
+# communication no longer overlaps with compute.
 unset CUDA_DEVICE_MAX_CONNECTIONS
-# Ranks that talk between nodes have the same number on theirs, as in PaRO: on a fabric with a rail
-# per adapter their traffic need not leave its rail. On another fabric give NCCL_CROSS_NIC=2.
+# Ranks communicate between nodes only with the same local rank, as in PaRO: on a rail-optimized
+# fabric their traffic stays on its rail. On another fabric give NCCL_CROSS_NIC=2.
 export NCCL_CROSS_NIC=${NCCL_CROSS_NIC:-0}
-# The rest is NCCL's choice, or the fabric's and belongs in /etc/nccl.conf of the nodes (on RoCE
-# NCCL_IB_GID_INDEX, beside storage adapters NCCL_IB_HCA). AMSP's figures are without SHARP too.
+# NCCL chooses the rest; what depends on the fabric belongs in /etc/nccl.conf of the nodes (on RoCE
+# NCCL_IB_GID_INDEX, with storage adapters NCCL_IB_HCA). AMSP's figures are without SHARP too.
 
 # The model: its strategy, recipe and what is recomputed
 
 case $MODEL in
 7B)
-    # NNI: parameters and gradients whole on every GPU, optimizer state spread inside the node.
-    # Nothing is sent before the last micro-batch of a step, and what crosses nodes then is one sum
-    # that hides under its backward; updated parameters never cross. Where it fits it is the
-    # fastest: AMSP's search picks it for 7B and measures 51% MFU on 1024 GPUs, ZeRO-1 36%, MiCS
-    # 35%; PaRO measures 49% more than ZeRO-1 on 32. It takes the same memory on any number of
-    # nodes:
+    # NNI: parameters and gradients replicated on every GPU, optimizer state sharded in the node.
+    # Nothing is sent before the last micro-batch of a step; then one all-reduce between nodes
+    # overlaps with its backward, and updated parameters are gathered inside the node. Where it fits
+    # it is the fastest: AMSP's search picks it for 7B and measures 51% MFU on 1024 GPUs, ZeRO-1
+    # 36%, MiCS 35%; PaRO measures 49% more than ZeRO-1 on 32. It takes the same memory on any
+    # number of nodes:
     #
     #   GPUs  strategy  micro-batch  GB of a GPU
     #     16  NNI       2            63.7
@@ -90,11 +90,11 @@ case $MODEL in
     RECOMPUTE_ARGS=()
     ;;
 65B)
-    # IIG: parameters and gradients spread over the node's NVLink, optimizer state over all GPUs.
-    # Only a step's end crosses nodes, not every micro-batch. PaRO runs 65B by it on 32 GPUs of
-    # 80 GB, where of all strategies just ZeRO-3, ZeRO++, IGG and IIG fit, and measures 1.86 times
-    # the throughput of ZeRO-3. On fewer GPUs all states have to be spread over all of them (GGG,
-    # which is ZeRO-3): that works on two nodes, and crosses between them in every micro-batch.
+    # IIG: parameters and gradients sharded in the node, optimizer state over all GPUs. Only the end
+    # of a step communicates between nodes, not every micro-batch. PaRO trains 65B so on 32 GPUs
+    # of 80 GB, where only ZeRO-3, ZeRO++, IGG and IIG fit, at 1.86 times the throughput of ZeRO-3.
+    # On fewer GPUs all states must be sharded over all of them (GGG, which is ZeRO-3): that fits on
+    # two nodes, and communicates between them in every micro-batch.
     #
     #   GPUs  strategy  micro-batch  GB of a GPU
     #     16  GGG       1            75.6
@@ -109,7 +109,7 @@ case $MODEL in
         STRATEGY=IIG MICRO_BATCH_SIZE=2
     fi
     # LLaMA's recipe: 4 million tokens a batch, 1.4 trillion in all. bf16 accumulators, as in the
-    # papers, save 2 bytes a parameter, which decides on 32 GPUs: 86.9 GB without.
+    # papers, save 2 bytes per parameter; without them 32 GPUs would need 86.9 GB each.
     RECIPE_ARGS=(
         --micro-batch-size "$MICRO_BATCH_SIZE"
         --train-iters 333786
@@ -123,7 +123,7 @@ case $MODEL in
     RECOMPUTE_ARGS=(
         --recompute-granularity full
     )
-    # Whole units come and go with every block; on GPUs this full nothing may be lost in between.
+    # Every block allocates and frees whole units; on GPUs this full fragmentation must not add up.
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
     ;;
 *)

@@ -128,7 +128,7 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
     """The settings; `UserError` for mistakes of the user."""
     if world.size == 1:
         raise UserError(
-            "one process alone has nobody to talk to: start several, such as torchrun "
+            "one process has no peer: start several, such as torchrun "
             "--nproc-per-node 4 tools/bench_collectives.py --group-size 2"
         )
     group_size = world.ranks_per_node if args.group_size is None else args.group_size

@@ -140,7 +140,7 @@ def race(
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(
-            "Times preprocess_data.py beside the bare tokenizer. All flags of preprocess_data.py "
+            "Times preprocess_data.py against the bare tokenizer. All flags of preprocess_data.py "
             "but --output-prefix are understood."
         ),
         usage="%(prog)s [--rounds N] [--json FILE] [flag of preprocess_data.py ...]",

@@ -78,7 +78,7 @@ def table(distances: Sequence[Distance], reference: Run) -> str:
     last = list(losses_of(reference).values())[-1]
     heads = ("first", "first tenth", "largest", "mean", "signed mean", "last loss")
     lines = [
-        f"losses beside those of {reference.name}, whose last is {last:.4f}, relative",
+        f"losses next to those of {reference.name}, whose last is {last:.4f}, relative",
         " ".join([" " * width, *(f"{head:>11}" for head in heads)]),
     ]
     for row in distances:
@@ -102,7 +102,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
             if number:
                 gaps = differences_from(run, runs[0])
                 sizes = [abs(gap) or None for gap in gaps.values()]
-                apart.plot(list(gaps), sizes, label=f"{run.name}, beside {runs[0].name}")
+                apart.plot(list(gaps), sizes, label=f"{run.name}, against {runs[0].name}")
         losses.set_ylabel("loss")
         apart.set_ylabel("relative difference of the loss")
         apart.set_yscale("log")

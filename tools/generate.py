@@ -228,7 +228,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--tokenizer-model",
         metavar="PATH",
-        help="where the tokenizer lies now; default: where it lay while training",
+        help="the tokenizer's path now; default: its path during training",
     )
     return parser
 

@@ -29,7 +29,7 @@ def prefixes_in(folder: Path) -> list[Path]:
         for path in (bin_path(prefix), idx_path(prefix)):
             if not path.is_file():
                 raise UserError(
-                    f"{path} is missing beside the other file of its data set: write both anew, "
+                    f"{path} is missing, the other file of its data set exists: write both again, "
                     f"or take the other out of --input {folder}"
                 )
     return prefixes

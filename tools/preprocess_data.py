@@ -257,8 +257,8 @@ def add_runtime_args(parser: argparse.ArgumentParser) -> None:
         "--partitions",
         type=int,
         default=1,
-        help="write the corpus in so many parts and join them; a run that was stopped goes on "
-        "behind the last finished one when it is repeated (default: %(default)s)",
+        help="write the corpus in so many parts and join them; an interrupted run resumes "
+        "after the last finished part when it is repeated (default: %(default)s)",
     )
     add(
         "--keep-sequential-samples",
@@ -343,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return status_of("preprocess_data.py", lambda: run(args))
     except KeyboardInterrupt:
-        print("preprocess_data.py: stopped; a run with --partitions can go on", file=sys.stderr)
+        print("preprocess_data.py: stopped; with --partitions it can be resumed", file=sys.stderr)
         return 130
 
 

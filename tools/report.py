@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "metrics", nargs="+", type=Path, help="what --metrics-file wrote; FILE.run.json beside it"
+        "metrics", nargs="+", type=Path, help="the files of --metrics-file; reads FILE.run.json too"
     )
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page")
     parser.add_argument("--png-dir", type=Path, help="write every chart there as a picture too")

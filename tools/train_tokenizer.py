@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json-key",
         default="text",
-        help="where the text lies in a line or row (default: %(default)s)",
+        help="the field of a line or row that has the text (default: %(default)s)",
     )
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="PREFIX.model is written"
@@ -138,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     pieces = pieces_of(args)
     if not 0 < args.character_coverage <= 1:
-        raise UserError(f"--character-coverage {args.character_coverage} must lie in (0, 1]")
+        raise UserError(f"--character-coverage {args.character_coverage} must be in (0, 1]")
     begin = time.perf_counter()
     chunks = sampled_chunks(pieces, key=args.json_key, sample_bytes=args.sample_bytes)
     size = sum(len(chunk.encode()) for chunk in chunks)

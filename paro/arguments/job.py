@@ -17,7 +17,7 @@ def add_data_args(parser: ArgumentParser) -> None:
     ).add_argument
     add("--data-path", nargs="*", default=(), metavar="PREFIX",
         help="a corpus as tools/preprocess_data.py writes it, PREFIX.bin and PREFIX.idx; or "
-        "several, each behind its weight (0.3 A 0.7 B), or without weights: by their sizes")
+        "several, each after its weight (0.3 A 0.7 B), or without weights: by their sizes")
     add("--data-args-path", metavar="FILE",
         help="the same from a file: words, or a JSON list in which lists may stand for paths")
     for split in ("train", "valid", "test"):
@@ -31,7 +31,7 @@ def add_data_args(parser: ArgumentParser) -> None:
         help="the parts of every corpus to train, validate and test on, in any unit; default "
         "969, 30, 1")
     add("--data-cache-path", metavar="DIR",
-        help="where sample indices are kept between runs; default: beside the corpus")
+        help="where sample indices are kept between runs; default: next to the corpus")
     add("--eod-mask-loss", action="store_true",
         help="leave the tokens that end documents out of the loss")
     add("--reset-position-ids", action="store_true",
@@ -53,7 +53,7 @@ def add_tokenizer_args(parser: ArgumentParser) -> None:
         help="for GPT2BPETokenizer, which is the default where this is given: vocab.json")
     add("--merge-file", metavar="FILE", help="for GPT2BPETokenizer: merges.txt")
     add("--vocab-size", type=int, metavar="N",
-        help="for NullTokenizer: ids lie below N, and N - 1 ends a document; default: the "
+        help="for NullTokenizer: ids are below N, and N - 1 ends a document; default: the "
         "preset's; for others checked against the tokenizer")
     add("--null-tokenizer-eod-id", type=int, metavar="ID",
         help="for NullTokenizer: the id that ends a document; default: the last one")
@@ -109,7 +109,7 @@ def add_checkpointing_args(parser: ArgumentParser) -> None:
     add("--finetune", action="store_true",
         help="take the parameters of --load alone and begin at iteration 0")
     add("--no-load-optim", action="store_true",
-        help="go on without the optimizer's moments; loss scale and schedules start anew too")
+        help="continue without the optimizer's moments; loss scale and schedules restart too")
     add("--use-checkpoint-args", action="store_true",
         help="take the model's sizes from --load, and the tokenizer where no flag gives one")
 
@@ -144,13 +144,13 @@ def add_logging_args(parser: ArgumentParser) -> None:
         help="live: a view with progress, loss, throughput, memory and placement instead of log "
         "lines, drawn by the first rank; auto: live on a terminal that the ranks of one node share")
     add("--heartbeat-file", metavar="FILE",
-        help="a small file that is written anew while training goes on, every second at most")
+        help="a small file that is rewritten during training, at most once a second")
     add("--hang-dump-minutes", type=float, metavar="MINUTES",
         help="after so long without progress every rank prints where its threads stand; default: "
         "half of --distributed-timeout-minutes; 0: never")
     add("--flight-recorder-dir", metavar="DIR",
-        help="write the collectives that a rank began last to DIR/rank_<rank> when it stands "
-        "still, and when NCCL gives up on one; torchfrtrace DIR compares the ranks")
+        help="write a rank's last collectives to DIR/rank_<rank> when it is stuck "
+        "or when one times out in NCCL; torchfrtrace DIR compares the ranks")
     add("--log-straggler", action="store_true",
         help="print with the line which rank the others wait for, and whether computing, data or "
         "communication is the cause")
@@ -164,7 +164,7 @@ def add_logging_args(parser: ArgumentParser) -> None:
     add("--wandb-project", metavar="NAME", help="log to this Weights & Biases project")
     add("--wandb-entity", metavar="NAME", help="the user or team it belongs to")
     add("--wandb-exp-name", metavar="NAME", help="name of the run there")
-    add("--wandb-save-dir", metavar="DIR", help="where its files lie on this machine")
+    add("--wandb-save-dir", metavar="DIR", help="folder for its files on this machine")
 
 
 def add_profiling_args(parser: ArgumentParser) -> None:

@@ -92,7 +92,7 @@ def add_training_args(parser: ArgumentParser) -> None:
         help="samples in all, those before a resume included, in whatever batches; a last partial "
         "batch is left out")
     add("--calculate-per-token-loss", action="store_true",
-        help="weigh all tokens of a global batch alike; without it every micro-batch counts alike")
+        help="give all tokens of a global batch equal weight, not all micro-batches")
     add("--seed", type=int, default=1234, metavar="N",
         help="fixes initialization and the order of the data, on any number of ranks")
     add("--exit-interval", type=int, metavar="N", help="save and leave at every multiple of N")
@@ -106,7 +106,7 @@ def add_training_args(parser: ArgumentParser) -> None:
         help="stop at the first loss or gradient that is not finite, fp16 overflows apart, and "
         "name the ranks; without it such a step is skipped on all ranks")
     add("--check-for-spiky-loss", action="store_true",
-        help="skip a step whose loss lies 6 standard deviations and a tenth above the mean of the "
+        help="skip a step whose loss is 6 standard deviations and a tenth above the mean of the "
         "last 50 or so, from iteration 100 on")
     add("--check-for-large-grads", action="store_true",
         help="skip a step whose gradient norm is 10 times the mean of the last 50 or so, from "

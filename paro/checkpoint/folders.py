@@ -42,7 +42,7 @@ def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]
         for other in seen:
             if folders[other] != seen:
                 raise UserError(
-                    f"{root}: ranks {rank} and {other} do not see each other's files alike: give "
-                    "a folder that all share, or that every node has for itself"
+                    f"{root}: ranks {rank} and {other} do not see each other's files in the same "
+                    "way: give a folder that all share, or that every node has for itself"
                 )
     return tuple(sorted(set(folders)))

@@ -152,7 +152,7 @@ def check_profile(
     profile: ProfileConfig, report: ReportConfig, checkpoint: CheckpointConfig
 ) -> None:
     if report.log_progress and checkpoint.save is None:
-        raise UserError("--log-progress needs --save: progress.txt lies with the checkpoints")
+        raise UserError("--log-progress needs --save: its file is progress.txt in that folder")
     if profile.use_pytorch_profiler and not (report.tensorboard_dir or checkpoint.save):
         raise UserError("--use-pytorch-profiler needs --tensorboard-dir, or --save, for its trace")
 

@@ -296,7 +296,7 @@ def _warmup_samples(args: Namespace, batches: BatchSchedule, decay_samples: int)
             "--lr-warmup-fraction contradicts --lr-warmup-iters and --lr-warmup-samples: give one"
         )
     if not 0.0 <= fraction < 1.0:
-        raise UserError(f"--lr-warmup-fraction {fraction} must lie in [0, 1)")
+        raise UserError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
     return float(fraction * decay_samples)
 
 

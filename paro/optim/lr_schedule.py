@@ -51,10 +51,10 @@ class ScheduleConfig:
         if not (math.isfinite(self.lr) and self.lr > 0.0):
             raise UserError(f"--lr {self.lr} must be a positive number")
         if not 0.0 <= self.min_lr <= self.lr:
-            raise UserError(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
+            raise UserError(f"--min-lr {self.min_lr} must be between 0 and --lr {self.lr}")
         if not 0.0 <= self.lr_warmup_init <= self.lr:
             raise UserError(
-                f"--lr-warmup-init {self.lr_warmup_init} must lie between 0 and --lr {self.lr}"
+                f"--lr-warmup-init {self.lr_warmup_init} must be between 0 and --lr {self.lr}"
             )
         if self.lr_decay_style not in DECAY_STYLES:
             raise UserError(
@@ -86,7 +86,7 @@ class ScheduleConfig:
             )
         if not 0 < self.lr_wsd_decay_samples <= self.lr_decay_samples:
             raise UserError(
-                f"the WSD tail of {self.lr_wsd_decay_samples} samples must lie within the decay "
+                f"the WSD tail of {self.lr_wsd_decay_samples} samples must be within the decay "
                 f"of {self.lr_decay_samples}: change --lr-wsd-decay-iters or -samples"
             )
 

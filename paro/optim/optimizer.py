@@ -40,7 +40,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         for flag, beta in (("--adam-beta1", self.adam_beta1), ("--adam-beta2", self.adam_beta2)):
             if not 0.0 <= beta < 1.0:
-                raise UserError(f"{flag} {beta} must lie in [0, 1)")
+                raise UserError(f"{flag} {beta} must be in [0, 1)")
         if self.adam_eps <= 0.0:
             raise UserError(f"--adam-eps {self.adam_eps} must be positive")
         if self.clip_grad < 0.0:

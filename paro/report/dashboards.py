@@ -131,7 +131,7 @@ class _Writer:
         try:
             self._writes.put_nowait((scalars, iteration, samples))
         except queue.Full:
-            self.failure = f"it is {_QUEUE_LENGTH} writes behind"
+            self.failure = f"it is {_QUEUE_LENGTH} writes late"
 
     def close(self, seconds: float) -> None:
         try:

@@ -30,7 +30,7 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.profile_step_start < self.profile_step_end:
             raise UserError(
-                f"--profile-step-start {self.profile_step_start} must lie below --profile-step-end "
+                f"--profile-step-start {self.profile_step_start} must be below --profile-step-end "
                 f"{self.profile_step_end}, and not below 0"
             )
         if self.use_pytorch_profiler and not self.profile:

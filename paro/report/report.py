@@ -54,7 +54,7 @@ class Records:
         try:
             self._run.validation(iteration=iteration, data_set=data_set, lm_loss=lm_loss)
         except OSError as error:
-            self._log.log0(f"the record beside --metrics-file is left out from here on: {error}")
+            self._log.log0(f"the record of --metrics-file is left out from here on: {error}")
             self._run = None
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ def order_changes(common: Record, config: RunConfig, datasets: Datasets) -> Iter
     consumed = common["state"]["consumed_train_samples"]
     for change in changes:
         yield (
-            f"{change}; reading continues behind sample {consumed} of another order: samples may "
+            f"{change}; reading continues after sample {consumed} of another order: samples may "
             "repeat or be left out"
         )
 

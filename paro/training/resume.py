@@ -146,7 +146,7 @@ class Saver:
         told = f"iteration {self._under_way} is not saved: {error}"
         if self._config.checkpoint.on_save_failure == "stop":
             raise type(error)(told) from error
-        self._log.log0(f"{told}; training goes on (--on-save-failure continue)")
+        self._log.log0(f"{told}; training continues (--on-save-failure continue)")
         return False
 
     def _common(self, state: TrainState) -> dict[str, Any]:
@@ -236,14 +236,14 @@ def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainSt
     if batch_size != config.batches.global_batch_size:
         log.log0(
             f"the global batch was {batch_size} and is {config.batches.global_batch_size} now: "
-            f"data go on behind sample {saved['consumed_train_samples']}"
+            f"data continue after sample {saved['consumed_train_samples']}"
         )
     entries = common.get("vocab_size", config.vocab_size)
     is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
     if is_null and entries != config.vocab_size:
         log.log0(
             f"NullTokenizer had {entries} entries and has {config.vocab_size} now, the end of "
-            f"documents counted: give --vocab-size {entries} to go on with the same data"
+            f"documents counted: give --vocab-size {entries} to continue with the same data"
         )
     if config.checkpoint.no_load_optim:
         anew = {"loss_scale": start_loss_scale(config.loss_scale), "scheduled_samples": 0}

@@ -193,7 +193,7 @@ def test_the_global_batch_may_change(saved: Path, batch: int, consumed: int) -> 
     flags = ["--train-iters", 6, "--load", saved, "--ckpt-step", 4, "--metrics-file", out]
     changed = ["--global-batch-size", batch, "--override-opt_param-scheduler"]
     printed = run(*flags, *changed)
-    assert f"the global batch was 8 and is {batch} now: data go on behind sample 32" in printed
+    assert f"the global batch was 8 and is {batch} now: data continue after sample 32" in printed
     assert read_metrics(out)[-1]["consumed_samples"] == consumed
 
 

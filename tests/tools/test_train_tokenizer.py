@@ -102,7 +102,7 @@ def test_progress_is_a_line_per_phase(
         (["--vocab-size", "100"], "--vocab-size 100 does not work with this text"),
         (["--vocab-size", "100000"], "Vocabulary size too high"),
         (["--json-key", "body"], "line 1 has no key 'body'"),
-        (["--character-coverage", "2"], "--character-coverage 2.0 must lie in (0, 1]"),
+        (["--character-coverage", "2"], "--character-coverage 2.0 must be in (0, 1]"),
         (["--input", "none.txt"], "--input none.txt is missing"),
     ],
 )

@@ -198,7 +198,7 @@ def plan_of(args: argparse.Namespace, task: Task, world: World) -> Comparison:
     names = [name for name in asked if name not in left_out]
     if not names:
         reasons = "; ".join(dict.fromkeys(left_out.values())) or "no name is given"
-        raise UserError(f"--contenders {args.contenders}: nobody is left: {reasons}")
+        raise UserError(f"--contenders {args.contenders}: none is left: {reasons}")
     baselines = args.baselines.split(",") if args.baselines else names[:1]
     strangers = [name for name in baselines if name not in asked]
     if strangers:

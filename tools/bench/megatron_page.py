@@ -11,7 +11,7 @@ from paro.arguments.megatron_rules.rule import Outcome, Rule
 
 HEAD = """\
 <!-- Written by tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md. -->
-# What becomes of Megatron-LM's flags.
+# Megatron-LM's flags
 
 A Megatron-LM launch script of a dense LLaMA starts here with the script's name changed. Flags that
 have a setting here keep their name, their default and their meaning, and are in `--help`. The
@@ -69,7 +69,7 @@ class Count:
             for flag, times in sorted(Counter(self.unknown).items()):
                 yield f"| `{flag}` | {times} |"
         if self.failures:
-            yield from ("", "| fails all the same | why |", "|---|---|")
+            yield from ("", "| still fails | why |", "|---|---|")
             for name, why in self.failures.items():
                 yield f"| {name} | {why} |"
 
@@ -128,8 +128,8 @@ def _reason(rule: Rule) -> str:
 
 def _spelled(rule: Rule) -> str:
     values = ", ".join(f"`{value}`" for value in rule.values)
-    beside = f" beside `{rule.beside}`" if rule.beside else ""
-    return f"`{rule.flag}`{f' {values}' if values else ''}{beside}"
+    given_with = f" with `{rule.beside}`" if rule.beside else ""
+    return f"`{rule.flag}`{f' {values}' if values else ''}{given_with}"
 
 
 def _outcome(flag: str, unknown: set[str]) -> str:

@@ -348,7 +348,7 @@ def describe(study: Study, args: argparse.Namespace) -> dict[str, object]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="where the trainings lie; is emptied")
+    add("--folder", type=Path, required=True, help="folder of the trainings; is emptied")
     add("--kills", type=int, default=30, help="how many, half of them with --async-save")
     add("--inside", type=int, default=15, help="how many of them have to cut a save short")
     add("--ranks", type=int, default=4)

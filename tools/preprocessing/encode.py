@@ -147,7 +147,7 @@ def _ids(
     for extreme in (int(wide.min(initial=0)), int(wide.max(initial=0))):
         if not 0 <= extreme < min(vocab_size, np.iinfo(dtype).max + 1):
             raise UserError(
-                f"{place_of(batch.piece, batch.first + 1)} or a line behind it becomes token id "
+                f"{place_of(batch.piece, batch.first + 1)} or a later line becomes token id "
                 f"{extreme}, and the tokenizer has only {vocab_size}: its ids and its size "
                 "contradict each other"
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from paro.arguments.megatron_rules.rule import refused
 
 _RESTART = (
-    "torchrun starts failed ranks again, and a run with --save and --load goes on; "
-    "--heartbeat-file and --hang-dump-minutes tell of one that stands still"
+    "torchrun starts failed ranks again, and a run with --save and --load resumes; "
+    "--heartbeat-file and --hang-dump-minutes report one that is stuck"
 )
 
 ELSEWHERE_RULES = (

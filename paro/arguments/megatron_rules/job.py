@@ -12,7 +12,7 @@ _NO_RANDOM_STATE = "no random state is kept: what is random follows from --seed"
 _OWN_PART = "every rank saves what it alone holds"
 _BACKGROUND = "with --async-save a thread of each rank writes its part"
 _FEWER = (
-    "give --save-interval, with --async-save to go on meanwhile and --save-retain-interval to "
+    "give --save-interval, with --async-save to continue meanwhile and --save-retain-interval to "
     "keep few"
 )
 _CONVERT = "tools/convert_checkpoint.py converts: leave it out"
@@ -54,7 +54,7 @@ JOB_RULES = (
         "--fault-injector-offset-seconds --fault-injector-seed",
     ),
     *ignored(
-        "ranks and their parameters are not compared while training goes on",
+        "ranks and their parameters are not compared during training",
         "--check-weight-hash-across-dp-replicas-interval --gpu-sniff-test-interval "
         "--train-sync-interval",
     ),
@@ -76,7 +76,7 @@ JOB_RULES = (
         "--dataloader-inter-document-masking",
         "--reset-attention-mask",
         "documents that share a sample do not see each other",
-        "give --reset-attention-mask, and --reset-position-ids where positions are to begin anew",
+        "give --reset-attention-mask, and --reset-position-ids where positions restart",
     ),
     *ignored("corpora are read through memory maps", "--no-mmap-bin-files"),
     *ignored(
@@ -174,7 +174,7 @@ JOB_RULES = (
         "--non-persistent-local-ckpt-algo --replication --replication-jump --replication-factor",
     ),
     *refused("give it as --load, with --finetune", "--pretrained-checkpoint"),
-    *refused("--ckpt-step chooses the iteration to go on from", "--override-ckpt-iteration"),
+    *refused("--ckpt-step chooses the iteration to resume from", "--override-ckpt-iteration"),
     *refused(
         _CONVERT,
         "--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format "

@@ -146,7 +146,7 @@ MODEL_RULES = (
         "--high-priority-a2a-comm-stream",
     ),
     *refused(
-        "LLaMA's blocks are alike, attention and MLP: leave it out",
+        "all LLaMA blocks have attention and an MLP: leave it out",
         "--is-hybrid-model --hybrid-layer-pattern --hybrid-override-pattern --spec "
         "--heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json "
         "--mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads "

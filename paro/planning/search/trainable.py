@@ -29,7 +29,7 @@ class Trainable:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise UserError(f"--trainable share {self.share} must lie in (0, 1]")
+            raise UserError(f"--trainable share {self.share} must be in (0, 1]")
 
     def units(
         self,

@@ -195,7 +195,7 @@ def test_one_that_hangs_holds_nobody(capsys: pytest.CaptureFixture[str]) -> None
     for iteration in range(2000):
         boards.write({"lm loss": 2.0}, iteration=iteration, samples=8)
     assert time.perf_counter() - begin < 2.0
-    assert capsys.readouterr().out == "Stuck is left out from here on: it is 1000 writes behind\n"
+    assert capsys.readouterr().out == "Stuck is left out from here on: it is 1000 writes late\n"
     boards.open("--stuck", lambda: stuck)
     boards.write({"lm loss": 2.0}, iteration=1, samples=8)
     boards.close(seconds=0.1)

@@ -60,7 +60,7 @@ def told(common: dict[str, Any], words: str) -> list[str]:
     return list(order_changes(common, config, build_data(config)))
 
 
-TAIL = "; reading continues behind sample 12 of another order: samples may repeat or be left out"
+TAIL = "; reading continues after sample 12 of another order: samples may repeat or be left out"
 A, B = "a (400 tokens)", "b (600 tokens)"
 
 

@@ -52,7 +52,7 @@ def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
 
 def order_lines(printed: str) -> list[str]:
     """The message about a changed order, without the ending that all messages share."""
-    return re.findall(r"^(.*); reading continues behind sample \d+ of", printed, re.MULTILINE)
+    return re.findall(r"^(.*); reading continues after sample \d+ of", printed, re.MULTILINE)
 
 
 def test_another_order_of_the_data_is_told(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_null_tokenizer_that_counted_otherwise_is_told(tmp_path: Path) -> None:
     run(*RUN, "--train-iters", 2, "--exit-interval", 1, "--save", tmp_path)
     went_on = run(*RUN, "--train-iters", 2, "--load", tmp_path, "--vocab-size", 127)
-    assert "give --vocab-size 128 to go on with the same data" in went_on
-    assert "to go on with the same data" not in run(*RUN, "--train-iters", 2, "--load", tmp_path)
+    assert "give --vocab-size 128 to continue with the same data" in went_on
+    assert "to continue with the same data" not in run(*RUN, "--train-iters", 2, "--load", tmp_path)
 
 
 def test_starting_over_sets_aside_what_was_there(tmp_path: Path) -> None:

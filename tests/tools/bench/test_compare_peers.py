@@ -73,8 +73,8 @@ def test_pytorch_and_this_project_train_alike_and_hold_what_they_promise(tmp_pat
     assert len(first) == 3
     assert first[2] < first[0] - 0.01, "nothing was learned"
     assert all(losses == pytest.approx(first, rel=2e-3) for losses in others)
-    assert "beside ddp" in printed
-    assert "beside fsdp2-hybrid" in printed
+    assert "against ddp" in printed
+    assert "against fsdp2-hybrid" in printed
     assert all(row["seconds"] > 0.0 and row["nic_bytes"] is None for row in figures["rows"])
 
 
@@ -135,7 +135,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--contenders paro:GNI", "GNI is not legal"),
         ("--contenders paro:IIG+twirl", "twirl is none of"),
         ("--contenders paro:IIG@sideways", "invalid choice: 'sideways'"),
-        ("--contenders ,", "nobody is left: no name is given"),
+        ("--contenders ,", "none is left: no name is given"),
         ("--contenders ddp --baselines fsdp2", "--baselines fsdp2: not among ddp"),
         ("--group-size 3", "--group-size 3 does not divide the 4 ranks"),
         ("--paro-flags=--nonsense", "--nonsense is unknown"),
@@ -171,7 +171,7 @@ def test_without_deepspeed_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert plan.baselines == ["ddp"]
     assert plan.left_out == dict.fromkeys(["deepspeed-1", "deepspeed-hpz"], lacks())
     args = make_parser().parse_args(["--contenders", "deepspeed-3"])
-    with pytest.raises(UserError, match="nobody is left: DeepSpeed is not installed"):
+    with pytest.raises(UserError, match="none is left: DeepSpeed is not installed"):
         plan_of(args, task_of(args, WORLD), WORLD)
 
 

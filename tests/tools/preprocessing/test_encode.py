@@ -41,7 +41,7 @@ def test_ids_outside_the_vocabulary_are_refused(
     path.write_text('{"text": "1"}\n')
     monkeypatch.setattr(module, "tokenizer_of", lambda config: Wrong(token))
     (batch,) = read_batches(find_pieces([path]), PLAN.keys)
-    message = rf"a\.jsonl, line 1 or a line behind it becomes token id {token}, and the tokenizer"
+    message = rf"a\.jsonl, line 1 or a later line becomes token id {token}, and the tokenizer"
     with pytest.raises(UserError, match=message) as caught:
         encode(PLAN, batch)
     assert "\n" not in str(caught.value)

@@ -157,7 +157,7 @@ def summary_table(summaries: Sequence[Summary]) -> str:
 
 def ratio_table(ratios: Sequence[Ratios]) -> str:
     """Text table: every contender as multiples of one baseline."""
-    head = ["beside " + ratios[0].baseline, "tokens/s", "(rounds)", "states", "peak", "NIC"]
+    head = ["against " + ratios[0].baseline, "tokens/s", "(rounds)", "states", "peak", "NIC"]
     rows = [
         [
             row.contender,

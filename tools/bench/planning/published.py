@@ -171,7 +171,7 @@ def _scaling() -> Iterator[Figure]:
             published=efficiency, tolerance=None,
             **_both(paro_case("7B"), partial(scaled, "flat", strategy)),
             note="over a node's link a flat ring sends 15/16 of a buffer on 2 nodes and 127/128 on "
-            "16, and ZeRO-3 sends three times what ZeRO-2 does: what both lose alike is not in "
+            "16, and ZeRO-3 sends three times what ZeRO-2 does: what both lose equally is not in "
             f"bytes. Level by level (1/2 and 15/16 of a buffer) ours would be {levels}",
         )  # fmt: skip
 
