@@ -223,7 +223,7 @@ def test_training_goes_on_after_a_save_that_failed(
     flags = ["--train-iters", 4, "--save", tmp_path, "--save-interval", 2, *how]
     printed = run(*flags, "--on-save-failure", "continue")
     assert "iteration 2 is not saved: " in printed
-    assert "No space left on device; training goes on" in printed
+    assert "No space left on device; training continues" in printed
     assert iterations(tmp_path) == ["iter_0000004"]
 
 

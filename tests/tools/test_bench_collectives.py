@@ -271,7 +271,7 @@ def test_one_process_alone_is_told_to_start_several() -> None:
     done = run_script(["tools/bench_collectives.py"], timeout=60)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("bench_collectives.py: error: one process alone")
+    assert line.startswith("bench_collectives.py: error: one process has no peer")
     assert "torchrun" in line
 
 

@@ -42,7 +42,7 @@ def test_differences_are_relative_to_the_first_run(
     assert distance["mean"] == pytest.approx((0.01 + 0.025) / 20)
     assert distance["mean_signed"] == pytest.approx((0.01 - 0.025) / 20)
     printed = capsys.readouterr().out
-    assert "beside those of one" in printed
+    assert "next to those of one" in printed
     assert "2.5e-02" in printed
     assert picture.stat().st_size > 10_000
 

@@ -62,7 +62,7 @@ def test_sequences_that_lie_in_another_order_are_joined_too(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("missing", "message"),
-    [("b.bin", "b.bin is missing beside the other file"), ("b.idx", "b.idx is missing beside")],
+    [("b.bin", "b.bin is missing, the other file"), ("b.idx", "b.idx is missing, the other")],
 )
 def test_half_a_data_set_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str, message: str

@@ -93,7 +93,7 @@ def test_a_gpus_allocations_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"profile_step_start": 3}, "--profile-step-start 3 must lie below"),
+        ({"profile_step_start": 3}, "--profile-step-start 3 must be below"),
         ({"profile": False}, "--use-pytorch-profiler needs --profile"),
     ],
 )

@@ -96,9 +96,9 @@ def test_tables() -> None:
         "paro:IIG    1.000     128.0       1.00        -         0.50        4.00           0.75"
     )
     assert ratio_table(compare(rounds, "ddp")) == (
-        "beside ddp  tokens/s     (rounds)  states   peak    NIC\n"
-        "ddp             1.00  (1.00-1.00)   1.000  1.000  1.000\n"
-        "paro:IIG        2.00  (2.00-2.00)   1.000      -  1.000"
+        "against ddp  tokens/s     (rounds)  states   peak    NIC\n"
+        "ddp              1.00  (1.00-1.00)   1.000  1.000  1.000\n"
+        "paro:IIG         2.00  (2.00-2.00)   1.000      -  1.000"
     )
 
 
