@@ -173,3 +173,14 @@ def test_the_failure_of_another_rank_is_one_line_and_status_1() -> None:
     quickly = "import paro.distributed.user_errors as own; own._PRINTING_RANK_SECONDS = 0.1"
     done = script(f"{quickly}; raise PeerError('rank 1 failed: KeyError')")
     assert (done.returncode, done.stderr) == (1, "script: error: rank 1 failed: KeyError\n")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("error", "status"), [("PeerError('x')", 1), ("KeyboardInterrupt", 130)])
+def test_local_rank_0_prints_for_all_of_its_node(
+    monkeypatch: pytest.MonkeyPatch, error: str, status: int
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    quickly = "import paro.distributed.user_errors as own; own._PRINTING_RANK_SECONDS = 0.1"
+    done = script(f"{quickly}; raise {error}")
+    assert (done.returncode, done.stderr) == (status, "")

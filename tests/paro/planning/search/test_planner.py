@@ -340,3 +340,8 @@ def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:
     degrees = {d for s in legal_strategies(48, 24, 8) for d in s.degrees}
     assert degrees == {1, 2, 4, 8, 24, 48}
     assert plan(workload(machine=machine(world_size=48), group_size=24), FEW).best is not None
+
+
+def test_a_micro_batch_has_a_sample() -> None:
+    with pytest.raises(UserError, match="--micro-batch-size 0 must be at least 1"):
+        workload(SMALL).micro_batches(0)
