@@ -16,7 +16,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import distributed, seed_everything
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_job_id
-from paro.errors import StorageError, UserError
+from paro.errors import RunError, UserError
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
 from paro.report.log_line import arguments_block
@@ -32,6 +32,7 @@ from paro.training.assembly import build_data, build_sources, build_training, ru
 from paro.training.changed_flags import order_record
 from paro.training.dry_run import run_dry
 from paro.training.loop import Loop, Saving
+from paro.training.memory_check import check_memory
 from paro.training.placement import (
     check_placement,
     placement_lines,
@@ -67,6 +68,8 @@ def run(config: RunConfig, control: Control) -> None:
     log.log0(arguments_block(arguments))
     check_source(config.checkpoint, config.train, control)
     bytes_before = resident_bytes(control.device)
+    with control.raise_on_all_ranks(name_rank=True):
+        check_memory(config, control.world, control.device)
     training, placement = build(config, control, log)
 
     with control.raise_on_all_ranks():
@@ -141,9 +144,9 @@ def closing(report: Report, control: Control) -> Iterator[None]:
     """Closes the report at the end, also after an error of all ranks: dashboards record it."""
     try:
         yield
-    except (UserError, StorageError) as error:
+    except (UserError, RunError) as error:
         # All ranks raise it, or only this one: then the others do not reach the barrier.
-        if isinstance(error, StorageError) or not error.on_this_rank:
+        if isinstance(error, RunError) or not error.on_this_rank:
             with suppress(Exception):  # it must not hide the error
                 report.close()
                 control.barrier()  # the first rank to exit kills the others
@@ -234,20 +237,22 @@ def saving_of(
         progress = ProgressFile(
             checkpoint.save, facts, log, start_samples=start, job_id=read_job_id()
         )
+    continued = loaded.iteration if loaded is not None and checkpoint.continues else None
     saver = Saver(
         config,
         training,
         log,
         progress=progress,
         order=order_record(config, datasets),
+        continued=continued,
     )
-    continued = loaded if checkpoint.continues else None
     return Saving(
         write=saver.save,
         interval=checkpoint.save_interval,
-        saved_iteration=None if continued is None else continued.iteration,
+        saved_iteration=continued,
         settle=saver.settle,
         failed=lambda: saver.failed,
+        way_back=saver.way_back,
     )
 
 

@@ -1,4 +1,4 @@
-"""The errors that end a run in one line: of the user, of storage, and of another rank."""
+"""The errors that end a run in one line: of the user, of the machine, and of another rank."""
 
 # Everything else is a bug of ours and keeps its traceback. An error of a library or of the system
 # becomes a `UserError` only around the call that reads or writes what the user named.
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -14,6 +15,8 @@ _STORAGE_FAILURES = (
     *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO),  # a disk or a server is gone
     *(errno.ENOTCONN, errno.EREMOTEIO, errno.EHOSTDOWN),
 )
+# What torch, CUDA and cuBLAS write where they raise a plain RuntimeError.
+_MEMORY_TEXTS = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class UserError(ValueError):
@@ -37,7 +40,14 @@ class UserError(ValueError):
         return "\n".join([*lines, self.example] if self.example else lines)
 
 
-class StorageError(Exception):
+class RunError(Exception):
+    """The run cannot go on, by no mistake of the user and no bug; it ends with status 1.
+
+    A state that is not finite, or no memory left; raised on all ranks.
+    """
+
+
+class StorageError(RunError):
     """A full disk or a lost mount, raised on all ranks; the run ends with status 1."""
 
 
@@ -52,23 +62,51 @@ def is_storage_failure(error: BaseException) -> bool:
     )
 
 
-def for_all_ranks(error: BaseException, rank: int) -> UserError | StorageError | PeerError:
+def is_memory_failure(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on the device."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError) or _is_by_torch(error):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
+
+
+def _is_by_torch(error: BaseException) -> bool:
+    """Whether it is `torch.OutOfMemoryError`; by name, as this file does without torch."""
+    return any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+
+
+def for_all_ranks(error: BaseException, rank: int) -> UserError | RunError | PeerError:
     """What the other ranks raise where this one meets `error`."""
-    if isinstance(error, (UserError, StorageError, PeerError)):
+    if isinstance(error, (UserError, RunError, PeerError)):
         return error
     if is_storage_failure(error):
         return StorageError(describe(error))
+    if is_memory_failure(error):
+        return RunError(describe(error))
     return PeerError(f"rank {rank} failed: {describe(error)}")
 
 
 def describe(error: BaseException) -> str:
     """A short one-line description of an exception."""
-    if isinstance(error, (UserError, StorageError, PeerError)):
+    if isinstance(error, (UserError, RunError, PeerError)):
         return str(error)
+    if is_memory_failure(error):
+        return _describe_memory(str(error))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     first_line = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+def _describe_memory(text: str) -> str:
+    """An allocator's text, without advice that is not about our flags."""
+    asked = re.search(r"(?:tried|unable) to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
+    free = re.search(r"of which ([\d.]+ \w+) is free", text)
+    whose = "device" if "CUDA" in text or "CUBLAS" in text else "host"
+    told = f"out of {whose} memory"
+    told += "" if asked is None else f", where {asked[1]} were asked for"
+    return told if free is None else f"{told} and {free[1]} were free"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from argparse import ArgumentParser
 
 from model.config import LLAMA_PRESETS, preset_name
 from paro.optim.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
+from paro.optim.step_checks import EXIT_AFTER_SKIPPED
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
@@ -111,9 +112,9 @@ def add_training_args(parser: ArgumentParser) -> None:
     add("--check-for-large-grads", action="store_true",
         help="skip a step whose gradient norm is 10 times the mean of the last 50 or so, from "
         "iteration 100 on")
-    add("--exit-after-skipped-iterations", type=int, metavar="N",
-        help="stop without saving after N skipped steps in a row, fp16 overflows apart; default: "
-        "go on")
+    add("--exit-after-skipped-iterations", type=int, default=EXIT_AFTER_SKIPPED, metavar="N",
+        help="stop without saving, with status 1, after N skipped steps in a row, fp16 overflows "
+        "apart; 0: never")
     add("--manual-gc", action="store_true",
         help="keep Python's garbage collector from running by itself, at another time on each rank")
     add("--manual-gc-interval", type=int, default=0, metavar="N",

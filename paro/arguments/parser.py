@@ -12,6 +12,7 @@ import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
+from paro.arguments.finite import finite
 from paro.arguments.job import (
     add_checkpointing_args,
     add_data_args,
@@ -87,6 +88,7 @@ def build_parser() -> ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
+    parser.register("type", float, finite)  # for every flag of this type, also from a YAML file
     parser.add_argument(
         "--yaml-cfg",
         metavar="FILE",

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
 from paro.distributed.world import World
-from paro.errors import UserError, describe, is_storage_failure
+from paro.errors import UserError, describe, is_memory_failure, is_storage_failure
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Ranks:
                 with self._own_failure():
                     yield
             except OSError as error:
-                if is_storage_failure(error):
+                if is_storage_failure(error) or is_memory_failure(error):
                     raise
                 raise UserError(describe(error)) from error
 

@@ -69,6 +69,11 @@ class Background:
         return failure
 
     @property
+    def is_started(self) -> bool:
+        """Whether there is a job that was not waited for; it may have ended."""
+        return self._thread is not None
+
+    @property
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 

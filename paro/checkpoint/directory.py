@@ -88,6 +88,16 @@ def iterations_in(root: Path) -> set[int]:
     return {int(name[5:]) for name in names if name[5:].isascii() and name[5:].isdigit()}
 
 
+def newest_good(root: Path, *, last_fine: int) -> int | None:
+    """The newest iteration from which a step went well, when the last such step was `last_fine`.
+
+    What that step itself left may be what is wrong, so it is named only if there is no other.
+    """
+    saved = [n for n in iterations_in(root) if n <= last_fine]
+    before = [n for n in saved if n < last_fine]
+    return max(before or saved, default=None)
+
+
 def describe_saved(directory_root: str | Path) -> str | None:
     """Which iterations a folder holds, complete or not, in words; None if there are none."""
     root = Path(directory_root)
@@ -247,9 +257,16 @@ def discard_checkpoint(partial: Path) -> None:
     _next_tracker(partial.parent).unlink(missing_ok=True)
 
 
-def remove_checkpoint(directory_root: str | Path, iteration: int) -> None:
-    """Removes an iteration's folder; renames it first, so that no partial one is ever visible."""
-    directory = iteration_directory(Path(directory_root), iteration)
+def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int) -> None:
+    """Removes the newest checkpoint before an iteration, unless it is a multiple of `interval`.
+
+    It is renamed first, so that no partial one is ever visible.
+    """
+    root = Path(directory_root)
+    older = max((n for n in iterations_in(root) if n < before), default=0)
+    if older % interval == 0:
+        return
+    directory = iteration_directory(root, older)
     try:
         directory.rename(_partial(directory))
     except OSError:

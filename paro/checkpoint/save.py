@@ -15,8 +15,6 @@ from paro.checkpoint.directory import (
     begin_checkpoint,
     discard_checkpoint,
     finish_checkpoint,
-    latest_iteration,
-    remove_checkpoint,
 )
 from paro.checkpoint.manifest import FileSum
 from paro.checkpoint.storage import BoundedWriter, check_files, read_metadata
@@ -31,21 +29,17 @@ def write_states(
     *,
     ranks: Ranks,
     log: Callable[[str], None],
-    retain_interval: int | None = None,
 ) -> None:
     """Saves states, which may be copies, and `common` as `iteration`; collective.
 
     Every rank passes what it holds of every state; each folder gets what the ranks that see it
     hold. `common` must be JSON; the iteration, the format and the versions are added. `log` is
-    called on every rank. With `retain_interval` the previous latest checkpoint is removed
-    afterwards, unless its iteration is a multiple. After an error, raised on all ranks, the
-    previous checkpoint is unchanged.
+    called on every rank. After an error, raised on all ranks, the previous checkpoint is unchanged.
     """
     blame = f"--save {directory_root}"
     place = f"{directory_root} in torch_dist format"
     log(f"saving checkpoint at iteration {iteration:7d} to {place}")
     root = Path(directory_root)
-    previous = _latest_or_none(root) if ranks.is_first_near else None
     folder = ranks.first_decides(lambda: begin_checkpoint(root, iteration), blame)
     try:
         # Each line raises on all ranks or on none, so no folder is completed if one rank failed.
@@ -56,14 +50,6 @@ def write_states(
         if ranks.is_first_near:
             discard_checkpoint(folder)
         raise
-    # Only after it is complete on every node: else no checkpoint might be left that all have.
-    if (
-        retain_interval is not None
-        and previous is not None
-        and previous < iteration
-        and previous % retain_interval != 0
-    ):
-        remove_checkpoint(root, previous)
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
 
@@ -90,10 +76,3 @@ def _read_back(folder: Path) -> None:
         check_files(folder, list(read_metadata(folder).storage_data.values()))
     except UserError as error:
         raise UserError(f"{error}: all ranks must see one and the same folder") from None
-
-
-def _latest_or_none(root: Path) -> int | None:
-    try:
-        return latest_iteration(root)
-    except (UserError, OSError):
-        return None  # a bad tracker names no checkpoint that could be removed

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from paro.distributed.world import World
-from paro.errors import PeerError, StorageError, UserError, for_all_ranks
+from paro.errors import PeerError, RunError, UserError, for_all_ranks
 
-SharedError = UserError | StorageError | PeerError
+SharedError = UserError | RunError | PeerError
 
 
 class Control:

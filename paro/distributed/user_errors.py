@@ -1,4 +1,4 @@
-"""How an entry script ends: errors of users and of storage in one line, bugs with a traceback."""
+"""How an entry script ends: errors of users and the machine in one line, bugs with a traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from paro.errors import PeerError, StorageError, UserError, describe, is_storage_failure
+from paro.errors import (
+    PeerError,
+    RunError,
+    UserError,
+    describe,
+    is_memory_failure,
+    is_storage_failure,
+)
 
 # Ranks that are started together may reach the same error this many seconds apart.
 _PRINTING_RANK_SECONDS = 20.0
@@ -32,6 +39,8 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         main()
     except UserError as error:
         _leave_with_line(name, str(error), 2, on_this_rank=error.on_this_rank)
+    except RunError as error:
+        _leave_with_line(name, str(error), 1, on_this_rank=False)
     except PeerError as error:
         _wait_for_printing_rank(1)
         if _local_rank() == 0:
@@ -44,9 +53,8 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     except SystemExit as leaving:
         _leave(leaving.code if isinstance(leaving.code, int) else 1)
     except BaseException as error:
-        if is_storage_failure(error):
-            on_this_rank = not isinstance(error, StorageError)
-            _leave_with_line(name, describe(error), 1, on_this_rank=on_this_rank)
+        if is_storage_failure(error) or is_memory_failure(error):
+            _leave_with_line(name, describe(error), 1, on_this_rank=True)
         traceback.print_exc()
         _leave(1)
     _leave(0)

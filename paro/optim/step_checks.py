@@ -12,6 +12,7 @@ from enum import Enum
 
 from paro.errors import UserError
 
+EXIT_AFTER_SKIPPED = 20  # in a row: a spike that lasts is the usual loss after two or three
 _MEMORY = 50.0  # length of the running means, in steps
 _WARMUP_STEPS = 100  # no check for spikes or large norms before this many finite steps
 _DEVIATIONS = 6.0  # a spike is above the mean loss by this many standard deviations
@@ -26,12 +27,12 @@ class StepChecksConfig:
     check_for_nan_in_loss_and_grad: bool = False
     check_for_spiky_loss: bool = False
     check_for_large_grads: bool = False
-    exit_after_skipped_iterations: int | None = None
+    exit_after_skipped_iterations: int = EXIT_AFTER_SKIPPED  # 0: never
 
     def __post_init__(self) -> None:
         limit = self.exit_after_skipped_iterations
-        if limit is not None and limit < 1:
-            raise UserError(f"--exit-after-skipped-iterations {limit} must be at least 1")
+        if limit < 0:
+            raise UserError(f"--exit-after-skipped-iterations {limit} must be at least 1, or 0")
 
 
 class Verdict(Enum):
@@ -107,9 +108,9 @@ def reason_to_stop(
             "--check-for-nan-in-loss-and-grad says to stop there"
         )
     limit = config.exit_after_skipped_iterations
-    if limit is not None and expected.skipped_in_a_row >= limit:
+    if limit and expected.skipped_in_a_row >= limit:
         return (
-            f"the last {limit} iterations up to {iteration} were skipped "
+            f"the last {expected.skipped_in_a_row} iterations up to {iteration} were skipped "
             f"(the last one: {verdict.value}), and --exit-after-skipped-iterations {limit} says "
             "to stop there"
         )

@@ -1,10 +1,12 @@
-"""Measured memory: allocations of the CUDA allocator, or resident size of a CPU process."""
+"""Measured memory: what a rank has allocated, and what host and device have left."""
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -34,6 +36,46 @@ def allocator_bytes(device: torch.device) -> dict[str, int]:
 def resident_bytes(device: torch.device) -> int:
     """Memory this process already uses: 0 on a GPU; on a CPU, interpreter and libraries."""
     return 0 if device.type == "cuda" else peak_memory_bytes(device)
+
+
+def available_host_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that the processes of this host or container can still take; None if not known.
+
+    What the system says is available, or less if a cgroup (v2) of this process has less left.
+    """
+    system = _fields(root / "proc/meminfo").get("MemAvailable")
+    left = [] if system is None else [system * 1024]
+    return min([*left, *_left_in_cgroups(root)], default=None)
+
+
+def _left_in_cgroups(root: Path) -> list[int]:
+    """What the limit of each cgroup from this process's own upwards leaves."""
+    own = re.search(r"^0::/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
+    if own is None:
+        return []
+    mount, left = root / "sys/fs/cgroup", []
+    folder = mount / own[1]
+    for group in (folder, *folder.parents):
+        limit, used = (_text(group / f"memory.{name}").strip() for name in ("max", "current"))
+        if limit.isdigit() and used.isdigit():
+            stat = _fields(group / "memory.stat")
+            cache = stat.get("active_file", 0) + stat.get("inactive_file", 0)  # can be given back
+            left.append(max(0, int(limit) - int(used) + cache))
+        if group == mount:
+            break
+    return left
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The lines `name: 12 kB` or `name 12` of a file; empty if there is none."""
+    return {name: int(size) for name, size in re.findall(r"(?m)^(\w+):?\s+(\d+)", _text(path))}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

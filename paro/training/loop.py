@@ -11,7 +11,8 @@ from datetime import datetime
 from types import FrameType
 
 from data.loader import Batch
-from paro.errors import StorageError, UserError
+from paro.errors import RunError, StorageError
+from paro.optim.finite import not_finite
 from paro.optim.step_checks import Expectation, Verdict, reason_to_stop
 from paro.report.memory import MemoryForecast, allocator_bytes
 from paro.report.observer import Observer
@@ -58,6 +59,7 @@ class Saving:
     saved_iteration: int | None = None  # set at start if loaded from --save
     settle: Callable[[], bool] = lambda: True  # waits for an async save; False: it failed
     failed: Callable[[], bool] = lambda: False  # whether an async save failed on this rank
+    way_back: Callable[[TrainState], str] = lambda _: "none is saved"  # to a good iteration
 
     def save(self, state: TrainState) -> None:
         if self.saved_iteration != state.iteration and self.write(state):
@@ -224,7 +226,7 @@ class Loop:
     def _stop_if_wrong(self, result: StepResult) -> None:
         """Ends a diverging run without saving, so that it resumes from an earlier, good state.
 
-        Raises `UserError` on all ranks: the verdict is the same on all of them.
+        Raises `RunError` on all ranks: the verdict is the same on all of them.
         """
         training, state = self.training, self.state
         reason = reason_to_stop(
@@ -235,7 +237,12 @@ class Loop:
         finite = training.control.gather(result.own.loss_is_finite)
         ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
         where = f"; the loss is not finite on ranks {', '.join(ranks)}" if ranks else ""
-        raise UserError(f"{reason}{where}; nothing was saved since")
+        wrong = not_finite(training.optimizer.flat_shards(), training.control)
+        where += "" if wrong is None else f"; {wrong} is not finite"
+        back = "nothing is saved: there was no --save"
+        if self._saving is not None:
+            back = self._saving.way_back(state)
+        raise RunError(f"{reason}{where}; {back}")
 
     def _held(self) -> dict[str, int]:
         ledger = self.training.model.context.ledger

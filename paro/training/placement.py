@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from paro.config.run import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
@@ -17,6 +19,8 @@ from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
 from paro.strategy import Strategy, effective_letters, replicated
 from paro.training.step import Training
+
+Trains = Callable[[str], bool]  # whether the parameter of a name is trained
 
 
 def placement_lines(config: RunConfig, training: Training) -> list[str]:
@@ -93,25 +97,42 @@ def predict_memory(config: RunConfig, training: Training) -> MemorySnapshot:
     trained = {
         span.box.name for unit in training.model.trainable_units for span in unit.layout.spans
     }
+    world_size = training.model.context.topology.world_size
+    is_trained = trained.__contains__ if trained else None
+    return predict_peak(config, world_size, training.device.type, is_trained)
+
+
+def predict_peak(
+    config: RunConfig, world_size: int, device_type: str, is_trained: Trains | None
+) -> MemorySnapshot:
+    """The same before anything is built; `is_trained` is None if no parameter is."""
     size, eval_size = config.batches.micro_batch_size, config.batches.eval_micro_batch
-    if not trained:
-        return _predict_memory(config, training, trained, eval_size)
-    step = _predict_memory(config, training, trained, size)
+    predict = partial(_predict, config, world_size, device_type)
+    if is_trained is None:
+        return predict(_none, eval_size)
+    step = predict(is_trained, size)
     if eval_size <= size or config.train.eval_iters == 0:  # backward needs more than forward alone
         return step
-    evaluation = replace(_predict_memory(config, training, set(), eval_size), states=step.states)
+    evaluation = replace(predict(_none, eval_size), states=step.states)
     name = f"{evaluation.name} in an evaluation (--eval-micro-batch-size {eval_size})"
     return max(step, replace(evaluation, name=name), key=lambda snapshot: snapshot.total)
 
 
-def _predict_memory(
-    config: RunConfig, training: Training, trained: set[str], micro_batch_size: int
+def _none(_name: str) -> bool:
+    return False
+
+
+def _predict(
+    config: RunConfig,
+    world_size: int,
+    device_type: str,
+    is_trained: Trains,
+    micro_batch_size: int,
 ) -> MemorySnapshot:
-    context = training.model.context
     units = units_of(
         config.model,
-        world_size=context.topology.world_size,
-        is_trained=trained.__contains__,
+        world_size=world_size,
+        is_trained=is_trained,
         rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
         in_place=config.sharding.rotate_in_place,
     )
@@ -119,7 +140,7 @@ def _predict_memory(
         size=micro_batch_size,
         seq_length=config.data.seq_length,
         compute_bytes=BYTES_OF[config.precision.compute],
-        device_type=training.device.type,
+        device_type=device_type,
     )
     if config.sharding.materialize == "rotate":
         in_place = config.sharding.rotate_in_place
@@ -127,7 +148,7 @@ def _predict_memory(
             config.strategy, units, config.precision, config.model, batch, in_place=in_place
         )
     peaks = PeakMemory(
-        world_size=context.topology.world_size,
+        world_size=world_size,
         units=units,
         precision=config.precision,
         activations=activations_of(config.model, batch),

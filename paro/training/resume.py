@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,13 @@ from paro.checkpoint.agreement import with_folders
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import PARAM, boxed_states
 from paro.checkpoint.config import CheckpointConfig
-from paro.checkpoint.directory import next_earlier, read_common, set_aside
+from paro.checkpoint.directory import (
+    newest_good,
+    next_earlier,
+    read_common,
+    retire_checkpoint,
+    set_aside,
+)
 from paro.checkpoint.folders import ranks_by_folder
 from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import write_states
@@ -21,7 +28,8 @@ from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
-from paro.errors import StorageError, UserError, reading
+from paro.errors import RunError, StorageError, UserError, reading
+from paro.optim.finite import not_finite
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_scale
 from paro.optim.step_checks import Expectation
 from paro.report.log import Log
@@ -48,6 +56,7 @@ class Saver:
         *,
         progress: ProgressFile | None = None,
         order: Mapping[str, Any] | None = None,
+        continued: int | None = None,  # the iteration that was loaded from --save
     ) -> None:
         assert config.checkpoint.save is not None, "nowhere to save"
         self._config = config
@@ -59,6 +68,7 @@ class Saver:
         self._background = Background()
         self._copy = HostCopy()
         self._under_way: int | None = None
+        self._whole = continued  # the newest iteration that is complete on every node
         control = training.control
         folders = ranks_by_folder(self._root, control)
         self._ranks = with_folders(folders, control, config.runtime.timeout)
@@ -94,6 +104,7 @@ class Saver:
         if not self.settle():
             self._log.log0(f"trying again at iteration {state.iteration}")
         config, training = self._config, self._training
+        self._refuse_not_finite(state)
         shards = training.optimizer.flat_shards()
         if config.checkpoint.no_save_optim:
             shards = (shard for shard in shards if shard.state == PARAM)
@@ -108,28 +119,70 @@ class Saver:
             self._common(state),
             ranks=self._ranks,
             log=self._log.log0,
-            retain_interval=config.checkpoint.save_retain_interval,
         )
         self._under_way = state.iteration
+        job = partial(self._retire_and_write, self._proved_good(state), write)
         if config.checkpoint.async_save:
             self._note(state, is_async=True)
-            self._background.start(partial(self._finish, write, state.iteration))
+            self._background.start(partial(self._finish, job, state.iteration))
             return True
         try:
-            write()
+            job()
         except (UserError, StorageError) as error:  # raised on all ranks
             return self._give_up(error)
+        self._whole = state.iteration
         self._note(state, is_async=False)
         return True
 
     def settle(self) -> bool:
         """Waits for an async save in progress; False if it failed and training continues."""
+        is_async = self._background.is_started
         failure = self._background.wait()
         if failure is None:
+            self._whole = self._under_way if is_async else self._whole
             return True
         if not isinstance(failure, (UserError, StorageError)):
             raise failure
         return self._give_up(failure)
+
+    def way_back(self, state: TrainState) -> str:
+        """Says how to load the last good iteration that was saved; collective."""
+        self._background.wait()  # a failed save matters no more: what is on disk is named
+        fine = state.iteration - state.expected.skipped_in_a_row
+        good = self._ranks.first_decides(
+            lambda: newest_good(self._root, last_fine=fine), f"--save {self._root}"
+        )
+        if good is None:
+            return f"no good iteration is saved in {self._root}"
+        return (
+            f"the last good iteration that is saved is {good}: continue with "
+            f"--load {self._root} --ckpt-step {good}"
+        )
+
+    def _proved_good(self, state: TrainState) -> int | None:
+        """The last whole checkpoint, if training went on from it; None if it may be what is wrong.
+
+        While steps are skipped nothing proves that what was saved before the first of them is good.
+        """
+        went_on = self._whole is not None and self._whole < state.iteration
+        return self._whole if went_on and not state.expected.skipped_in_a_row else None
+
+    def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
+        """Writes a checkpoint, after the one before the last `good` one was removed."""
+        interval = self._config.checkpoint.save_retain_interval
+        if interval is not None and good is not None and self._ranks.is_first_near:
+            with suppress(OSError, UserError):  # what could not be removed is no reason to stop
+                retire_checkpoint(self._root, before=good, interval=interval)
+        write()
+
+    def _refuse_not_finite(self, state: TrainState) -> None:
+        """Raises `RunError` on all ranks rather than save a state from which nothing can go on."""
+        wrong = not_finite(self._training.optimizer.flat_shards(), self._training.control)
+        if wrong is not None:
+            raise RunError(
+                f"iteration {state.iteration} is not saved: {wrong} is not finite; "
+                f"{self.way_back(state)}"
+            )
 
     def _note(self, state: TrainState, *, is_async: bool) -> None:
         if self._progress is not None:

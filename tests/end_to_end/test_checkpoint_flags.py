@@ -92,10 +92,13 @@ def test_a_damaged_newest_one_costs_one_interval(straight: Path, saved: Path) ->
     assert "at iteration 6" in run(*flags)  # saved again, complete
 
 
-def test_only_multiples_and_the_last_one_are_retained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [(), ("--async-save",)])
+def test_only_multiples_and_the_last_two_are_retained(tmp_path: Path, how: tuple[str, ...]) -> None:
     flags = ["--save", tmp_path, "--save-interval", 1, "--save-retain-interval", 3]
-    run("--train-iters", 5, *flags)
-    assert iterations(tmp_path) == ["iter_0000003", "iter_0000005"]
+    run("--train-iters", 7, *flags, "--exit-interval", 5, *how)
+    assert iterations(tmp_path) == ["iter_0000003", "iter_0000004", "iter_0000005"]
+    run("--train-iters", 7, *flags, "--load", tmp_path, *how)
+    assert iterations(tmp_path) == ["iter_0000003", "iter_0000006", "iter_0000007"]
     told = mistake(["--mock-data", "--train-iters", "5", *flags[:-1], "2", "--save-interval", "3"])
     assert "--save-retain-interval 2 must be a multiple of --save-interval 3" in told
 

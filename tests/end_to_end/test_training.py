@@ -25,7 +25,7 @@ import pytest
 
 import pretrain_llama
 from data.indexed_dataset import IndexedDatasetWriter
-from paro.errors import StorageError, UserError
+from paro.errors import RunError, UserError
 from tests.helpers.ranks import ROOT, run_ranks
 from tests.helpers.scripts import run_script
 
@@ -55,7 +55,7 @@ def run_main(words: Sequence[str]) -> Ended:
     with mock.patch.object(sys, "argv", [*words]), redirect_stdout(printed):
         try:
             pretrain_llama.main()
-        except (UserError, StorageError) as error:
+        except (UserError, RunError) as error:
             mistake, status = str(error), 2 if isinstance(error, UserError) else 1
     return Ended(printed.getvalue(), mistake, status)
 

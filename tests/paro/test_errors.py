@@ -7,15 +7,19 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from paro.errors import (
     PeerError,
+    RunError,
     StorageError,
     UserError,
     about,
     describe,
     for_all_ranks,
+    is_memory_failure,
     is_storage_failure,
     reading,
     writing,
@@ -63,11 +67,47 @@ def test_about_keeps_the_kind_of_a_mistake() -> None:
         raise OwnError("speed is missing")
 
 
+ON_DEVICE = """CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of \
+139.80 GiB of which 1.20 GiB is free. If reserved but unallocated memory is large try setting \
+PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            torch.OutOfMemoryError(ON_DEVICE),
+            "out of device memory, where 20.00 MiB were asked for and 1.20 GiB were free",
+        ),
+        (MemoryError(), "out of host memory"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), "out of device memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of host memory"),
+    ],
+)
+def test_memory_that_runs_out_is_no_bug(error: Exception, told: str) -> None:
+    assert is_memory_failure(error)
+    assert describe(error) == told
+    assert not is_memory_failure(RuntimeError("shapes differ"))
+
+
+def test_the_allocators_themselves_are_understood() -> None:
+    with pytest.raises(RuntimeError) as by_torch:
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as by_numpy:
+        np.empty(2**60, dtype=np.uint8)
+    asked = ("1152921504606846976 bytes", "1.00 EiB")
+    for error, size in zip((by_torch.value, by_numpy.value), asked, strict=True):
+        assert is_memory_failure(error)
+        assert describe(error) == f"out of host memory, where {size} were asked for"
+
+
 def test_what_other_ranks_raise() -> None:
     mistake = UserError("a")
     assert for_all_ranks(mistake, 3) is mistake
     full = for_all_ranks(OSError(errno.EIO, "Input/output error", "/data"), 3)
     assert (type(full), str(full)) == (StorageError, "Input/output error: /data")
+    no_memory = for_all_ranks(MemoryError(), 3)
+    assert (type(no_memory), str(no_memory)) == (RunError, "out of host memory")
     bug = for_all_ranks(KeyError("x"), 3)
     assert (type(bug), str(bug)) == (PeerError, "rank 3 failed: KeyError: 'x'")
     assert for_all_ranks(bug, 1) is bug

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from paro.errors import StorageError, UserError, describe, is_storage_failure
+from paro.errors import RunError, UserError, describe, is_memory_failure, is_storage_failure
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,14 +19,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def status_of(name: str, run: Callable[[], int | None]) -> int:
-    """What `run` returns, or 2 after a user's mistake and 1 after a full disk, in one line each."""
+    """What `run` returns, or 2 after a user's mistake and 1 if the machine fails, in one line."""
     try:
         return run() or 0
     except UserError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
-    except (OSError, StorageError) as error:
-        if not is_storage_failure(error):
+    except Exception as error:
+        known = isinstance(error, RunError) or is_storage_failure(error) or is_memory_failure(error)
+        if not known:
             raise
         print(f"{name}: error: {describe(error)}", file=sys.stderr)
         return 1

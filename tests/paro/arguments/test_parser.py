@@ -269,6 +269,7 @@ def test_an_empty_file_gives_no_flag(tmp_path: Path) -> None:
         ("yaml-cfg: other.yaml", "yaml-cfg is unknown"),
         ("num-layers: four", "num-layers: argument --num-layers: invalid int value: 'four'"),
         ("num-layers: 4.5", "num-layers: argument --num-layers: invalid int value: '4.5'"),
+        ("weight-decay: .inf", "--weight-decay: inf is not a finite number"),
         ("num-layers: true", "num-layers: needs a plain value, not True"),
         ("num-layers: [4]", "num-layers: takes one value, not [4]"),
         ("model: {num-layers: 4}", "model is unknown"),
@@ -307,3 +308,18 @@ def test_all_mistakes_in_a_file_are_told_at_once(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--yaml-cfg .*none\.yaml cannot be read: No such file"):
         parse_args(["--yaml-cfg", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-1e400"])
+def test_no_flag_takes_what_is_no_finite_number(value: str) -> None:
+    numbers = [action for action in build_parser()._actions if action.type in (float, int)]
+    assert len(numbers) > 60
+    words = []
+    for action in numbers:
+        count = action.nargs if isinstance(action.nargs, int) else 1
+        words += [action.option_strings[0]] + [f" {value}"] * count  # "-1e400" alone is a flag
+    with pytest.raises(UserError) as caught:
+        parse_args(words, trains=False)
+    refused = {f"--{line.split(': ')[0].partition('--')[2]}" for line in caught.value.args}
+    assert refused >= {action.option_strings[0] for action in numbers}
+    assert f"argument --lr: {value} is not a finite number" in caught.value.args

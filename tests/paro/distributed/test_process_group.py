@@ -159,10 +159,11 @@ def test_how_a_script_ends(body: str, status: int, stderr: str) -> None:
 
 
 @pytest.mark.process
-def test_a_full_disk_is_one_line_and_status_1() -> None:
+def test_a_full_disk_or_memory_is_one_line_and_status_1() -> None:
     for kind, told in (
         ("OSError(28, 'No space', '/x')", "No space: /x"),
-        ("StorageError('a')", "a"),
+        ("RunError('a')", "a"),
+        ("MemoryError()", "out of host memory"),
     ):
         done = script(f"raise {kind}")
         assert (done.returncode, done.stderr) == (1, f"script: error: {told}\n")

@@ -9,6 +9,7 @@ import pytest
 
 from paro.errors import UserError
 from paro.optim.step_checks import (
+    EXIT_AFTER_SKIPPED,
     Expectation,
     StepChecksConfig,
     Verdict,
@@ -85,7 +86,7 @@ def test_an_overflow_is_told_from_a_loss_that_is_no_number() -> None:
 
 def test_when_to_stop() -> None:
     expected = Expectation(skipped_in_a_row=3)
-    never = StepChecksConfig()
+    never = StepChecksConfig(exit_after_skipped_iterations=0)
     assert reason_to_stop(never, expected, Verdict.NOT_FINITE, iteration=7) is None
     third = StepChecksConfig(exit_after_skipped_iterations=3)
     told = reason_to_stop(third, expected, Verdict.SPIKY_LOSS, iteration=7)
@@ -98,5 +99,12 @@ def test_when_to_stop() -> None:
     told = reason_to_stop(first, expected, Verdict.NOT_FINITE, iteration=7)
     assert told is not None
     assert "iteration 7" in told
-    with pytest.raises(UserError, match="--exit-after-skipped-iterations 0"):
-        StepChecksConfig(exit_after_skipped_iterations=0)
+    with pytest.raises(UserError, match="--exit-after-skipped-iterations -1"):
+        StepChecksConfig(exit_after_skipped_iterations=-1)
+
+
+def test_a_run_that_is_always_skipped_stops_by_default() -> None:
+    for skipped, stops in ((EXIT_AFTER_SKIPPED - 1, False), (EXIT_AFTER_SKIPPED, True)):
+        expected = Expectation(skipped_in_a_row=skipped)
+        told = reason_to_stop(StepChecksConfig(), expected, Verdict.NOT_FINITE, iteration=30)
+        assert (told is not None) is stops

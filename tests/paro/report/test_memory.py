@@ -1,9 +1,16 @@
 """Memory is measured, not computed."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
+from paro.report.memory import (
+    MemoryForecast,
+    available_host_bytes,
+    memory_line,
+    peak_memory_bytes,
+)
 
 
 @pytest.mark.slow("fills memory until it shows")
@@ -26,6 +33,25 @@ def test_the_line_shows_the_peak_as_it_is_and_as_predicted() -> None:
     assert line.endswith(
         " | before the model was built: 2.0 | model states: 3.0 | predicted peak: 7.0"
     )
+
+
+def test_what_a_host_has_left_is_what_its_tightest_limit_leaves(tmp_path: Path) -> None:
+    def write(path: str, text: object) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{text}\n")
+
+    assert available_host_bytes(tmp_path) is None
+    write("proc/meminfo", "MemTotal:    9000 kB\nMemAvailable:    8000 kB")
+    assert available_host_bytes(tmp_path) == 8000 * 1024
+    write("proc/self/cgroup", "1:cpu:/other\n0::/job/step")
+    write("sys/fs/cgroup/job/step/memory.max", "max")
+    write("sys/fs/cgroup/job/step/memory.current", 10)
+    assert available_host_bytes(tmp_path) == 8000 * 1024
+    write("sys/fs/cgroup/job/memory.max", 1000)
+    write("sys/fs/cgroup/job/memory.current", 700)
+    assert available_host_bytes(tmp_path) == 300
+    write("sys/fs/cgroup/job/memory.stat", "anon 1\ninactive_file 40\nactive_file 5")
+    assert available_host_bytes(tmp_path) == 345
 
 
 @pytest.mark.gpu

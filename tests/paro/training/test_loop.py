@@ -14,7 +14,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import RunError
 from paro.optim.optimizer import ParoOptimizer
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
@@ -236,11 +236,11 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(monkeypatch: pytest.M
 def test_a_run_that_goes_wrong_stops_and_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, range(3, 100), math.inf)
     limit = "--exit-after-skipped-iterations 3"
-    with pytest.raises(UserError, match=r"last 3 iterations up to 5 .*nothing was saved"):
+    with pytest.raises(RunError, match=r"last 3 iterations up to 5 .*; none is saved$"):
         run_loop(f"--train-iters 9 --eval-iters 0 {limit}")
     monkeypatch.undo()
     spoil(monkeypatch, range(3, 100), math.nan)
-    with pytest.raises(UserError, match="iteration 3 has a loss or gradient"):
+    with pytest.raises(RunError, match="iteration 3 has a loss or gradient"):
         run_loop("--train-iters 9 --eval-iters 0 --check-for-nan-in-loss-and-grad")
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from paro.errors import StorageError, UserError
+from paro.errors import RunError, UserError
 from tools.shared.command_line import Parser, status_of
 
 
@@ -30,7 +30,7 @@ def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
     [
         (UserError("--seed 1 is odd"), 2),
         (OSError(errno.ENOSPC, "--seed 1 is odd"), 1),
-        (StorageError("--seed 1 is odd"), 1),
+        (RunError("--seed 1 is odd"), 1),
     ],
 )
 def test_an_error_is_one_line_and_a_status(

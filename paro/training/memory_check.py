@@ -1,0 +1,62 @@
+"""Compares a rank's predicted memory with what host and device have, before it is allocated."""
+
+from __future__ import annotations
+
+import torch
+
+from model.config import num_parameters
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.errors import UserError
+from paro.planning.memory.gathering import MemorySnapshot
+from paro.quantities import count_text, size_text
+from paro.report.memory import available_host_bytes
+from paro.training.placement import predict_peak
+
+
+def check_memory(config: RunConfig, world: World, device: torch.device) -> None:
+    """`UserError` if the run cannot fit; all ranks must call it before any of them allocates.
+
+    The ranks of a host share its memory. Only what is certain to be too much is refused: the
+    prediction leaves out libraries, communication buffers and fragmentation.
+    """
+    is_trained = None if config.train.skip_train else _all
+    snapshot = predict_peak(config, world.size, device.type, is_trained)
+    on_host = _async_copy_bytes(config, world)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if snapshot.total > free:
+            raise UserError(
+                f"a rank needs {size_text(snapshot.total)} of device memory at {snapshot.name}, and "
+                f"{device} has {size_text(free)} free of {size_text(total)}: {_remedy(snapshot)}"
+            )
+    else:
+        on_host += snapshot.total
+    available, ranks = available_host_bytes(), max(1, world.ranks_per_node)
+    if available is None or on_host * ranks <= available:
+        return
+    raise UserError(
+        f"{count_text(ranks, 'rank')} of this host {'needs' if ranks == 1 else 'need'} "
+        f"{size_text(on_host * ranks)} of its memory, and {size_text(available)} can be had: "
+        + (_remedy(snapshot) if device.type == "cpu" else "leave --async-save out")
+    )
+
+
+def _all(_name: str) -> bool:
+    return True
+
+
+def _async_copy_bytes(config: RunConfig, world: World) -> int:
+    """The least that the host copy of --async-save takes: where all ranks share a folder."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or not checkpoint.async_save or config.train.skip_train:
+        return 0
+    per_parameter = 4 if checkpoint.no_save_optim else 12  # fp32 values, and two moments
+    return num_parameters(config.model) * per_parameter // world.size
+
+
+def _remedy(snapshot: MemorySnapshot) -> str:
+    """What to change, by what takes most of the memory."""
+    if snapshot.states * 2 > snapshot.total:
+        return "spread more by --paro-strategy, start more ranks, or take a smaller model"
+    return "lower --micro-batch-size or --seq-length, or give --recompute-granularity full"

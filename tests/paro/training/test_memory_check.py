@@ -1,0 +1,76 @@
+"""A run that cannot fit is refused before it allocates, and the line says what to lower."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.errors import UserError
+from paro.training.memory_check import check_memory
+from paro.training.placement import predict_peak
+from tests.end_to_end.test_training import RUN, mistake
+
+CPU = torch.device("cpu")
+WORLD = World(size=4, ranks_per_node=2)
+
+
+def refusal(words: str, left: int | None, device: torch.device = CPU, world: World = WORLD) -> str:
+    """What is said where a host has so many bytes left; empty if the run may begin."""
+    flags = " ".join(RUN[1:])
+    config = RunConfig.from_args(parse_args(f"{flags} --train-iters 2 {words}".split()), world)
+    with mock.patch("paro.training.memory_check.available_host_bytes", return_value=left):
+        try:
+            check_memory(config, world, device)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def needs(words: str) -> int:
+    flags = " ".join(RUN[1:])
+    config = RunConfig.from_args(parse_args(f"{flags} --train-iters 2 {words}".split()), WORLD)
+    return predict_peak(config, 4, "cpu", lambda _: True).total
+
+
+def test_the_ranks_of_a_host_share_its_memory() -> None:
+    both = 2 * needs("")
+    assert refusal("", both) == refusal("", None) == ""
+    assert refusal("", both - 1).startswith("2 ranks of this host need 1.")
+    alone = World(size=4, ranks_per_node=1)
+    assert refusal("", both - 1, world=alone) == ""
+
+
+def test_the_line_says_what_to_lower() -> None:
+    assert "spread more by --paro-strategy" in refusal("--hidden-size 512", 1)
+    big = "--micro-batch-size 64 --global-batch-size 256"
+    assert "lower --micro-batch-size" in refusal(big, 1)
+
+
+def test_the_copy_of_an_async_save_counts() -> None:
+    both = 2 * needs("")
+    save = "--save saved --async-save"
+    assert refusal("--save saved", both) == ""
+    assert refusal(save, both) != ""
+    gpu = torch.device("cuda", 0)
+    with mock.patch("torch.cuda.mem_get_info", return_value=(10**9, 10**10)):
+        assert refusal("", 0, gpu) == ""
+        assert refusal(save, 0, gpu).endswith("leave --async-save out")
+
+
+def test_a_device_must_have_what_a_rank_needs() -> None:
+    free = needs("") // 2
+    with mock.patch("torch.cuda.mem_get_info", return_value=(free, 8 * 10**10)):
+        told = refusal("", None, torch.device("cuda", 0))
+    assert " of device memory at the backward of head, and cuda:0 has " in told
+    assert " free of 80.0 GB: lower --micro-batch-size " in told
+
+
+def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain_llama.build", mock.Mock(side_effect=AssertionError("built")))
+    monkeypatch.setattr("paro.training.memory_check.available_host_bytes", lambda: 1)
+    assert mistake(["--mock-data", "--train-iters", "2"]).startswith("1 rank of this host needs ")

@@ -1,0 +1,108 @@
+"""A state that is not finite is never saved; while steps are skipped nothing is removed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.optim.finite import not_finite
+from paro.optim.optimizer import ParoOptimizer
+from paro.sharding.buffers import FlatShard
+from paro.training.assembly import build_training
+from tests.end_to_end.test_training import RUN, run_main
+from tests.helpers.training import TINY
+
+
+class OfTwo(Control):
+    """Rank 0 of two; the other rank holds what it is told."""
+
+    def __init__(self, other: str | None) -> None:
+        super().__init__(World(size=2), torch.device("cpu"))
+        self.other = other
+
+    def sum(self, values: list[float]) -> list[float]:
+        return [values[0] + (self.other is not None)]
+
+    def gather(self, value: object) -> list[Any]:
+        return [value, self.other]
+
+
+def shards(state: str = "exp_avg", at: int = -1, value: float = 0.0) -> list[FlatShard]:
+    """The shards of a small model in one process; one element of one state has a value."""
+    config = RunConfig.from_args(parse_args(f"{TINY} --train-iters 1".split()), World())
+    training = build_training(config, Control(World(), torch.device("cpu")))
+    all_shards = list(training.optimizer.flat_shards())
+    of_state = [shard for shard in all_shards if shard.state == state]
+    if at >= 0:
+        of_state[1].values[at] = value
+    return all_shards
+
+
+def test_which_state_of_which_rank_is_not_finite() -> None:
+    assert not_finite(shards(), OfTwo(None)) is None
+    assert not_finite(shards(at=3, value=3e38), OfTwo(None)) is None
+    for value in (math.inf, -math.inf, math.nan):
+        wrong = shards(at=3, value=value)
+        name = next(iter(wrong[3].layout.spans)).box.name
+        assert not_finite(wrong, OfTwo(None)) == f"exp_avg.{name} on rank 0"
+    assert not_finite(shards(), OfTwo("param.x")) == "param.x on rank 1"
+    both = not_finite(shards("param", at=3, value=math.nan), OfTwo("param.x"))
+    assert both == f"param.{name} on rank 0, the first of 2 ranks"
+
+
+def files_in(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def train(root: Path, *words: object) -> Any:
+    save = ("--save", root, "--save-interval", 1, "--save-retain-interval", 100)
+    return run_main([str(word) for word in (*RUN, *save, "--lr-warmup-samples", 0, *words)])
+
+
+@pytest.mark.parametrize("how", [(), ("--async-save",)])
+def test_what_is_not_finite_is_not_saved(
+    how: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(tmp_path, "--train-iters", 6, "--exit-interval", 3).mistake is None
+    before = files_in(tmp_path)
+    step = ParoOptimizer.step
+
+    def spoil(self: ParoOptimizer, **factors: float) -> None:
+        step(self, **factors)
+        next(self.flat_shards()).values[5] = math.inf
+
+    monkeypatch.setattr(ParoOptimizer, "step", spoil)
+    ended = train(tmp_path, "--train-iters", 6, "--load", tmp_path, *how)
+    assert (ended.status, ended.mistake) == (
+        1,
+        "iteration 4 is not saved: param.embedding.weight on rank 0 is not finite; the last good "
+        f"iteration that is saved is 3: continue with --load {tmp_path} --ckpt-step 3",
+    )
+    assert files_in(tmp_path) == before
+
+
+def test_saves_among_skipped_steps_remove_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(tmp_path, "--train-iters", 9, "--exit-interval", 3).mistake is None
+    monkeypatch.setattr(ParoOptimizer, "local_square_sum", lambda _: math.nan)
+    flags = ("--train-iters", 9, "--load", tmp_path, "--exit-after-skipped-iterations", 4)
+    ended = train(tmp_path, *flags)
+    assert ended.status == 1
+    assert ended.mistake == (
+        "the last 4 iterations up to 7 were skipped (the last one: not finite), and "
+        "--exit-after-skipped-iterations 4 says to stop there; the last good iteration that is "
+        f"saved is 2: continue with --load {tmp_path} --ckpt-step 2"
+    )
+    assert {path.name for path in tmp_path.glob("iter_*")} == {
+        f"iter_000000{iteration}" for iteration in (2, 3, 4, 5, 6)
+    }
