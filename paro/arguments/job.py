@@ -84,8 +84,8 @@ def add_checkpointing_args(parser: ArgumentParser) -> None:
     add("--save-interval", type=int, metavar="N",
         help="save every N iterations; default: at the end only")
     add("--save-retain-interval", type=int, metavar="N",
-        help="keep checkpoints of every N iterations and the last one; remove the others once the "
-        "next is whole; default: all are kept")
+        help="keep checkpoints of every N iterations and the last two; another is removed by the "
+        "save after the next, if training went on from that one; default: all are kept")
     add("--async-save", action="store_true",
         help="train on while a copy of this rank's part is written from host memory; the next save "
         "waits for the last")

@@ -255,6 +255,12 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
     if common is None:
         log.log0(f"--load {flags.load} holds no checkpoint: starting afresh")
         return None
+    wrong = not_finite(training.optimizer.flat_shards(), training.control)
+    if wrong is not None:
+        raise UserError(
+            f"--load {flags.load}: in iteration {common['iteration']} {wrong} is not finite: give "
+            "an earlier one with --ckpt-step"
+        )
     num_steps = common.get("num_optimizer_steps", 0) if moments else 0
     with training.traffic.paused():
         training.optimizer.loaded(num_steps=num_steps)

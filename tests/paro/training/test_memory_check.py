@@ -66,7 +66,7 @@ def test_a_device_must_have_what_a_rank_needs() -> None:
     free = needs("") // 2
     with mock.patch("torch.cuda.mem_get_info", return_value=(free, 8 * 10**10)):
         told = refusal("", None, torch.device("cuda", 0))
-    assert " of device memory at the backward of head, and cuda:0 has " in told
+    assert " of device memory at the backward of blocks.1, and cuda:0 has " in told
     assert " free of 80.0 GB: lower --micro-batch-size " in told
 
 

@@ -18,6 +18,7 @@ from paro.optim.finite import not_finite
 from paro.optim.optimizer import ParoOptimizer
 from paro.sharding.buffers import FlatShard
 from paro.training.assembly import build_training
+from paro.training.resume import Saver
 from tests.end_to_end.test_training import RUN, run_main
 from tests.helpers.training import TINY
 
@@ -106,3 +107,21 @@ def test_saves_among_skipped_steps_remove_nothing(
     assert {path.name for path in tmp_path.glob("iter_*")} == {
         f"iter_000000{iteration}" for iteration in (2, 3, 4, 5, 6)
     }
+
+
+def test_what_is_not_finite_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Saver, "_refuse_not_finite", lambda *_: None)  # as before it was checked
+    step = ParoOptimizer.step
+
+    def spoil(self: ParoOptimizer, **factors: float) -> None:
+        step(self, **factors)
+        list(self.flat_shards())[2].values[0] = math.inf
+
+    monkeypatch.setattr(ParoOptimizer, "step", spoil)
+    assert train(tmp_path, "--train-iters", 6, "--exit-interval", 1).mistake is None
+    ended = train(tmp_path, "--train-iters", 6, "--load", tmp_path)
+    assert (ended.status, ended.mistake) == (
+        2,
+        f"--load {tmp_path}: in iteration 1 exp_avg_sq.embedding.weight on rank 0 is not finite: "
+        "give an earlier one with --ckpt-step",
+    )
