@@ -28,7 +28,8 @@ def check_memory(config: RunConfig, world: World, device: torch.device) -> None:
         if snapshot.total > free:
             raise UserError(
                 f"a rank needs {size_text(snapshot.total)} of device memory at {snapshot.name}, "
-                f"and {device} has {size_text(free)} free of {size_text(total)}: {_remedy(snapshot)}"
+                f"and {device} has {size_text(free)} free of {size_text(total)}: "
+                + _remedy(snapshot)
             )
     else:
         on_host += snapshot.total
