@@ -106,6 +106,9 @@ def add_training_args(parser: ArgumentParser) -> None:
     add("--check-for-nan-in-loss-and-grad", action="store_true",
         help="stop at the first loss or gradient that is not finite, fp16 overflows apart, and "
         "name the ranks; without it such a step is skipped on all ranks")
+    add("--check-weight-hash-across-dp-replicas-interval", type=int, metavar="N",
+        help="every N iterations compare what several ranks hold, parameters and optimizer states, "
+        "by a hash, and stop with status 1 where they differ; default: never")
     add("--check-for-spiky-loss", action="store_true",
         help="skip a step whose loss is 6 standard deviations and a tenth above the mean of the "
         "last 50 or so, from iteration 100 on")

@@ -50,6 +50,11 @@ def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
         ("--eval-interval", train.eval_interval, 0),
         ("--exit-interval", train.exit_interval, 1),
         ("--manual-gc-interval", train.manual_gc_interval, 0),
+        (
+            "--check-weight-hash-across-dp-replicas-interval",
+            train.check_weight_hash_across_dp_replicas_interval,
+            1,
+        ),
         ("--save-interval", checkpoint.save_interval, 1),
         ("--save-retain-interval", checkpoint.save_retain_interval, 1),
         ("--ckpt-step", checkpoint.ckpt_step, 0),

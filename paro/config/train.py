@@ -22,6 +22,7 @@ class TrainConfig:
     exit_duration_in_mins: float | None = None
     exit_signal_handler: bool = False
     exit_signal: str = "SIGTERM"
+    check_weight_hash_across_dp_replicas_interval: int | None = None
     manual_gc: bool = False
     manual_gc_interval: int = 0
     empty_unused_memory_level: int = 0

@@ -19,6 +19,7 @@ from paro.report.observer import Observer
 from paro.report.rank_times import RankTimes
 from paro.report.record import IterationRecord
 from paro.report.report import Report
+from paro.training.replicas import check_replicas
 from paro.training.step import (
     Reasons,
     StepResult,
@@ -142,6 +143,9 @@ class Loop:
         last = last_iteration(config, self.training.batches, self.state)
         while self.state.iteration < last and reason is None:
             result = self._iteration()
+            every = config.check_weight_hash_across_dp_replicas_interval
+            if every is not None and self.state.iteration % every == 0:
+                check_replicas(self.training, iteration=self.state.iteration)
             self._evaluate_if_due()
             if self._saving is not None and self._saving.is_due(self.state.iteration):
                 self._save()

@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
@@ -242,6 +243,24 @@ def test_a_run_that_goes_wrong_stops_and_saves_nothing(monkeypatch: pytest.Monke
     spoil(monkeypatch, range(3, 100), math.nan)
     with pytest.raises(RunError, match="iteration 3 has a loss or gradient"):
         run_loop("--train-iters 9 --eval-iters 0 --check-for-nan-in-loss-and-grad")
+
+
+def test_replicas_are_compared_before_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def compare(_: object, *, iteration: int) -> None:
+        compared.append(iteration)
+        if iteration == 6:
+            raise RunError("a replica differs")
+
+    monkeypatch.setattr("paro.training.loop.check_replicas", compare)
+    saves = mock.Mock(return_value=True)
+    monkeypatch.setattr("paro.training.loop.Saving.save", saves)
+    flags = "--train-iters 9 --eval-iters 0 --check-weight-hash-across-dp-replicas-interval 2"
+    with pytest.raises(RunError):
+        run_loop(flags, save_interval=3)
+    assert compared == [2, 4, 6]
+    assert saves.call_count == 1, "the save of iteration 6 comes after"
 
 
 def test_a_leap_is_skipped_and_told(

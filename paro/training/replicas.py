@@ -1,0 +1,101 @@
+"""Compares what several ranks hold: the replicas of a range must be equal bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paro.errors import RunError
+from paro.training.step import Training
+
+_COLUMNS = 1024
+_PRIME = 1_099_511_628_211
+
+
+class _Held(NamedTuple):
+    """The hash of one range on one rank, and which ranks hold the same range."""
+
+    name: str
+    replicas: tuple[int, int]  # the first of the ranks that hold it, and their number
+    hash: int
+
+
+def check_replicas(training: Training, *, iteration: int) -> None:
+    """Raises `RunError` on all ranks if a replica differs from the others; collective."""
+    training.model.wait_for_updated_params()
+    mine = list(_held(training))
+    by_replicas: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for held in mine:
+        by_replicas[held.replicas].append(held.hash)
+    # One digest for each set of ranks first: the hashes of all units would be long to gather.
+    digests = {key: sha256(repr(hashes).encode()).digest() for key, hashes in by_replicas.items()}
+    everyone = training.control.gather(digests)
+    seen: defaultdict[tuple[int, int], set[bytes]] = defaultdict(set)
+    for digests_of_rank in everyone:
+        for key, digest in digests_of_rank.items():
+            seen[key].add(digest)
+    if all(len(different) == 1 for different in seen.values()):
+        return
+    what = first_difference(training.control.gather(mine))
+    raise RunError(
+        f"after iteration {iteration} {what}, and --check-weight-hash-across-dp-replicas-interval "
+        "says to stop there: a device or the memory of that node may be faulty; nothing was saved "
+        "since"
+    )
+
+
+def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
+    """The first range that differs, and on which ranks; where there is no majority, on which."""
+    found: defaultdict[tuple[str, tuple[int, int]], dict[int, int]] = defaultdict(dict)
+    for rank, held_by_rank in enumerate(everyone):
+        for held in held_by_rank:
+            found[held.name, held.replicas][rank] = held.hash
+    name, hashes = next(
+        (name, hashes) for (name, _), hashes in found.items() if len(set(hashes.values())) > 1
+    )
+    (usual, most), *_ = Counter(hashes.values()).most_common(1)
+    odd = [rank for rank, value in hashes.items() if value != usual]
+    if 2 * most <= len(hashes):
+        return f"{name} differs between ranks {', '.join(map(str, hashes))}"
+    ranks = f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
+    return f"{name} on {ranks} differs from its {most} other replicas"
+
+
+def _held(training: Training) -> Iterator[_Held]:
+    """What this rank holds and others hold too: parameters to compute with, optimizer state."""
+    context = training.model.context
+    topology, rank = context.topology, context.rank
+    for unit in training.model.units:
+        degree = unit.context.strategy.params
+        replicas = topology.members(topology.axes_between(degree, topology.world_size), rank)
+        if len(replicas) > 1:
+            key = replicas[0], len(replicas)
+            yield _Held(f"the parameters of {unit.name}", key, hash_of(unit.param_shard))
+    for shard in training.optimizer.flat_shards():
+        if len(shard.replicas) > 1:
+            name = f"{shard.state} of {shard.layout.spans[0].box.name}"
+            key = shard.replicas[0], len(shard.replicas)
+            yield _Held(name, key, hash_of(shard.values))
+
+
+@torch.no_grad()
+def hash_of(values: Tensor) -> int:
+    """A 64-bit hash of the bits of a tensor, which a single flipped bit always changes.
+
+    Sums that wrap around, as one fast reduction without a copy: of every column of a table whose
+    rows have `_COLUMNS` words, which then count with a factor each.
+    """
+    octets = values.detach().view(torch.uint8)
+    whole = octets.numel() - octets.numel() % (8 * _COLUMNS)
+    words = torch.zeros(_COLUMNS, dtype=torch.int64, device=values.device)
+    words += octets[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
+    rest = torch.zeros(8 * _COLUMNS, dtype=torch.uint8, device=values.device)
+    rest[: octets.numel() - whole] = octets[whole:]
+    words += rest.view(torch.int64) * _PRIME
+    odd = torch.arange(1, 2 * _COLUMNS, 2, device=values.device)
+    return int((words * odd).sum())
