@@ -55,7 +55,8 @@ def main() -> None:
         run_dry(config, world)
         return
     set_logging_level(config.report.logging_level)
-    with distributed(config.runtime, world, settings_of(config)) as control:
+    settings = settings_of(config) if world.size > 1 else {}
+    with distributed(config.runtime, world, settings) as control:
         run(config, control)
 
 

@@ -203,9 +203,9 @@ class MicroBatches:
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             # torch's message for a dead worker; the other errors occur while a batch is received.
             text = str(error)
-            if isinstance(error, RuntimeError) and "shared memory object" in text:
-                raise self._no_shared_memory(text.splitlines()[-1]) from error
             gone = text.startswith("DataLoader worker (pid")
+            if isinstance(error, RuntimeError) and not gone and "shared memory" in text:
+                raise self._no_shared_memory(text.splitlines()[-1]) from error
             if self.num_workers == 0 or (isinstance(error, RuntimeError) and not gone):
                 raise
             raise UserError(

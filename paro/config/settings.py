@@ -68,7 +68,9 @@ def _without_paths(value: object) -> str:
     if value is None:
         return _text(value)
     words = value if isinstance(value, (list, tuple)) else [value]
-    return " ".join(word if _is_number(word) else "a path" for word in map(str, words)) or "not given"
+    return (
+        " ".join(word if _is_number(word) else "a path" for word in map(str, words)) or "not given"
+    )
 
 
 def _is_number(word: str) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paro.distributed.world import launcher_ends_ranks, local_rank_to_print, read_error_file
-from paro.errors import PeerError, StorageError, UserError, describe, is_storage_failure
+from paro.errors import PeerError, StorageError, UserError, describe, is_storage_failure, printing
 
 # Ranks that are started together may reach the same error this many seconds apart.
 _PRINTING_RANK_SECONDS = 20.0
@@ -33,6 +33,8 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     _open_closed_streams()
     try:
         main()
+        with printing():
+            sys.stdout.flush()
     except UserError as error:
         _leave_with_line(name, str(error), 2, on_this_rank=error.on_this_rank)
     except PeerError as error:
@@ -65,7 +67,7 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paro.errors import printing
+
 
 def print_line(message: str) -> None:
     """Prints one line to standard output and flushes it."""
-    try:
+    with printing():
         # One write: with a separate write for the newline, lines of different ranks would mix.
         print(message + "\n", end="", flush=True)
-    except OSError as error:  # the disk of a log file is full, or the reader of a pipe has ended
-        raise OSError(errno.EIO, f"standard output cannot be written: {error.strerror}") from error
 
 
 def set_logging_level(level: int | None) -> None:
