@@ -371,6 +371,6 @@ def test_processes_without_shared_memory_are_told_what_they_need(
     monkeypatch.setattr(f"torch.utils.data.dataloader.DataLoader.{place}", fail, raising=False)
     if place == "__next__":
         monkeypatch.setattr("torch.utils.data.dataloader.DataLoader.__iter__", lambda self: self)
-    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=3)
-    with pytest.raises(UserError, match=r"^--num-workers 3 needs /dev/shm.*\((\[Errno|unable)"):
+    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    with pytest.raises(UserError, match=r"^--num-workers 1 needs /dev/shm.*\((\[Errno|unable)"):
         next(batches)
