@@ -12,8 +12,11 @@ from model.config import num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.record import model_line, recorded_arguments
 from paro.config.run import RunConfig, take_world
+from paro.config.settings import settings_of
+from paro.distributed.agent import end_with_agent
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed, seed_everything
+from paro.distributed.rendezvous import refusals_are_told
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_job_id
 from paro.errors import RunError, UserError
@@ -44,14 +47,17 @@ from paro.training.step import Training, TrainState
 
 
 def main() -> None:
-    args = parse_args()
-    world = take_world(args)
-    config = RunConfig.from_args(args, world)
+    end_with_agent()
+    with refusals_are_told():
+        args = parse_args()
+        world = take_world(args)
+        config = RunConfig.from_args(args, world)
     if config.launch.dry_run:
         run_dry(config, world)
         return
     set_logging_level(config.report.logging_level)
-    with distributed(config.runtime, world) as control:
+    settings = settings_of(config) if world.size > 1 else {}
+    with distributed(config.runtime, world, settings) as control:
         run(config, control)
 
 

@@ -202,7 +202,10 @@ class MicroBatches:
             batch = next(self._source)
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             # torch's message for a dead worker; the other errors occur while a batch is received.
-            gone = str(error).startswith("DataLoader worker (pid")
+            text = str(error)
+            gone = text.startswith("DataLoader worker (pid")
+            if isinstance(error, RuntimeError) and not gone and "shared memory" in text:
+                raise self._no_shared_memory(text.splitlines()[-1]) from error
             if self.num_workers == 0 or (isinstance(error, RuntimeError) and not gone):
                 raise
             raise UserError(
@@ -248,7 +251,17 @@ class MicroBatches:
             generator=torch.Generator(),  # else it draws from the global RNG, which is the model's
         )
         with _child_signals_left_alone():
-            return iter(loader)
+            try:
+                return iter(loader)
+            except OSError as error:  # semaphores lie there too
+                raise self._no_shared_memory(str(error)) from error
+
+    def _no_shared_memory(self, cause: str) -> UserError:
+        return UserError(
+            f"--num-workers {self.num_workers} needs /dev/shm, where processes share memory "
+            f"({cause}): make it writable and larger (docker run --shm-size), or give "
+            "--num-workers 0"
+        )
 
 
 def _sample_numbers(

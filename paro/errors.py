@@ -129,6 +129,15 @@ def writing(what: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def printing() -> Iterator[None]:
+    """Around what prints: a full disk, or the end of a pipe's reader, names standard output."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(errno.EIO, f"standard output cannot be written: {error.strerror}") from error
+
+
+@contextmanager
 def about(prefix: str) -> Iterator[None]:
     """Puts `prefix`, such as a field or a flag, before the text of a `UserError`."""
     try:

@@ -72,10 +72,16 @@ class Control:
         everyone: list[SharedError | None] = self.gather(told)
         if failure is not None and isinstance(told, PeerError):
             raise failure
-        failures = {rank: error for rank, error in enumerate(everyone) if error is not None}
-        if failures:
-            named = name_rank and not _are_equal(everyone)
-            raise _merged(failures, blame, named=named) from failure
+        if any(error is not None for error in everyone):
+            raise error_of_all(everyone, blame, name_rank=name_rank) from failure
+
+
+def error_of_all(
+    everyone: Sequence[SharedError | None], blame: str = "", *, name_rank: bool = False
+) -> SharedError:
+    """What all ranks raise where some of them, in rank order, failed with these errors."""
+    failures = {rank: error for rank, error in enumerate(everyone) if error is not None}
+    return _merged(failures, blame, named=name_rank and not _are_equal(everyone))
 
 
 def _are_equal(everyone: Sequence[SharedError | None]) -> bool:

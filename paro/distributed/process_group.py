@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
-from paro.distributed.rendezvous import fresh_store
+from paro.distributed.rendezvous import meet, open_store, refusals_are_told
 from paro.distributed.world import World
 from paro.errors import UserError, writing
 
@@ -57,28 +56,26 @@ def device_for(config: RuntimeConfig, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def _store_of_this_attempt(world: World, timeout: timedelta) -> dist.Store | None:
-    """The store of this attempt under torchrun with its agent store; None: torch's default."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    return fresh_store(store, rank=world.rank, world_size=world.size, timeout=timeout)
-
-
 @contextmanager
-def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
-    """Initializes torch.distributed for the block, unless the world is a single process."""
-    device = device_for(config, world)
-    if config.flight_recorder_dir is not None:
-        with writing(f"--flight-recorder-dir {config.flight_recorder_dir}"):
-            record_flights(config.flight_recorder_dir)
+def distributed(
+    config: RuntimeConfig, world: World, settings: Mapping[str, str] | None = None
+) -> Iterator[Control]:
+    """Initializes torch.distributed for the block, unless the world is a single process.
+
+    `UserError` on all ranks if `settings` are not the same on all, or where one has no device.
+    """
+    with refusals_are_told():
+        device = device_for(config, world)
+        if config.flight_recorder_dir is not None:
+            with writing(f"--flight-recorder-dir {config.flight_recorder_dir}"):
+                record_flights(config.flight_recorder_dir)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.size > 1:
+        store = open_store(world, config.timeout)
         dist.init_process_group(
             config.distributed_backend,
-            store=_store_of_this_attempt(world, config.timeout),
+            store=meet(store, world, config.timeout, settings or {}),
             rank=world.rank,
             world_size=world.size,
             timeout=config.timeout,

@@ -1,4 +1,4 @@
-"""Rendezvous after a torchrun restart, with store keys that no earlier attempt has written."""
+"""Rendezvous: ranks meet in a store and compare settings; one that differs or refuses ends all."""
 
 # [Note: a store that outlives its ranks]
 # torchrun keeps one key-value store across restarts (torch 2.11 to 2.13), and ranks use the same
@@ -7,47 +7,235 @@
 # answers every token that it reads, old ones too, until every rank has acknowledged the prefix of
 # this rank 0. The restart count would not work as a prefix: nodes count restarts differently. No
 # rank of an earlier attempt can answer, as torchrun stops them all before it starts new ones.
+#
+# With the acknowledgement a rank says a digest of its settings, or why it refuses to run. Rank 0
+# compares and writes the verdict, which all ranks read. JSON, as anyone can write to the store.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from paro.distributed.control import SharedError, error_of_all
+from paro.distributed.world import World, has_agent_store, read_address, read_world
+from paro.errors import PeerError, RunError, StorageError, UserError, for_all_ranks
+
 _POLL_SECONDS = 0.005
+# Once a rank is known to refuse or to differ: how long the others may take to come, and to read it.
+_PATIENCE = timedelta(seconds=20)
+_KINDS: dict[str, type[SharedError]] = {
+    kind.__name__: kind for kind in (UserError, RunError, StorageError, PeerError)
+}
 
 
-def fresh_store(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def open_store(world: World, timeout: timedelta) -> dist.Store:
+    """torchrun's store, or one that rank 0 opens at MASTER_ADDR; its limit is `timeout`.
+
+    `UserError` on a rank 0 that cannot open it, `PeerError` on ranks that do not find it.
+    """
+    host, port = read_address()
+    is_master = world.rank == 0 and not has_agent_store()
+    try:
+        return dist.TCPStore(
+            host, port, is_master=is_master, wait_for_workers=False, timeout=timeout
+        )
+    except (dist.DistError, RuntimeError) as error:
+        if is_master:
+            raise UserError(
+                f"rank 0 cannot listen on MASTER_PORT {port} at MASTER_ADDR {host} "
+                f"({_first_words(error)}): choose a free port, and an address of rank 0's host",
+                on_this_rank=True,
+            ) from error
+        raise PeerError(
+            f"rank {world.rank} found no rank 0 at MASTER_ADDR {host}, MASTER_PORT {port} within "
+            f"{timeout}"
+        ) from error
+
+
+def meet(
+    store: dist.Store,
+    world: World,
+    timeout: timedelta,
+    settings: Mapping[str, str],
+    refusal: SharedError | None = None,
+) -> dist.Store:
     """`store` with a prefix that is unique to the ranks that call this together.
 
-    `RuntimeError` if they do not all call it within `timeout`.
+    Settings that differ between ranks, or the `refusal` of one, end it with the same error on all.
+    `PeerError` if they do not all call it within `timeout`.
     """
     own = uuid.uuid4().hex
-    if rank == 0:
-        _answer_all(store, own, world_size, timeout)
-        prefix = own
-    else:
-        store.set(f"asks/{rank}", own)
-        prefix = store.get(f"answer/{own}").decode()
-        store.set(f"heard/{prefix}/{rank}", "")
+    said: dict[str, object] = {"settings": _digest(settings), "refusal": _written(refusal)}
+    try:
+        if world.rank == 0:
+            prefix = own
+            verdict = _lead(store, own, world.size, timeout, settings, said)
+        else:
+            store.set(f"asks/{world.rank}", own)
+            prefix = store.get(f"answer/{own}").decode()
+            store.set(f"settings/{prefix}/{world.rank}", json.dumps(dict(settings)))
+            store.set(f"heard/{prefix}/{world.rank}", json.dumps(said))
+            verdict = _read(json.loads(store.get(f"verdict/{prefix}")))
+            store.set(f"knows/{prefix}/{world.rank}", "")
+    except dist.DistError as error:
+        raise PeerError(
+            f"rank 0 ended, or said nothing within {timeout} ({_first_words(error)})"
+        ) from error
+    if verdict is not None:
+        raise verdict
     return dist.PrefixStore(prefix, store)
 
 
-def _answer_all(store: dist.Store, prefix: str, world_size: int, timeout: timedelta) -> None:
+@contextmanager
+def refusals_are_told() -> Iterator[None]:
+    """Around what a rank does before the ranks meet: if it fails, the others are told and end."""
+    try:
+        yield
+    except Exception as error:
+        world = _world_in_environment()
+        told = for_all_ranks(error, world.rank)
+        if world.size == 1 or isinstance(error, PeerError):
+            raise
+        try:
+            meet(open_store(world, _PATIENCE), world, _PATIENCE, {}, told)
+        except (UserError, RunError, PeerError) as agreed:
+            # Nobody was there to be told, or this rank has a bug: it is shown where it is.
+            if isinstance(told, PeerError) or isinstance(agreed, PeerError):
+                raise error from None
+            if isinstance(agreed, UserError) and agreed.on_this_rank:  # no store
+                raise error from None
+            raise agreed from error
+
+
+def _world_in_environment() -> World:
+    try:
+        return read_world()
+    except UserError:
+        return World()
+
+
+def _lead(
+    store: dist.Store,
+    prefix: str,
+    world_size: int,
+    timeout: timedelta,
+    settings: Mapping[str, str],
+    own: dict[str, object],
+) -> SharedError | None:
+    """Rank 0's part: collects what all ranks say, and tells them the verdict."""
+    said = _listen(store, prefix, world_size, timeout, own)
+    verdict = _verdict(store, prefix, world_size, timeout, settings, said)
+    store.set(f"verdict/{prefix}", json.dumps(_written(verdict)))
+    if verdict is not None:  # the store may be this process's
+        deadline = time.monotonic() + _PATIENCE.total_seconds()
+        keys = [f"knows/{prefix}/{rank}" for rank in said if rank]
+        while keys and not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+    return verdict
+
+
+def _listen(
+    store: dist.Store,
+    prefix: str,
+    world_size: int,
+    timeout: timedelta,
+    own: dict[str, object],
+) -> dict[int, dict[str, object]]:
+    """What each rank says that comes in time; once one differs from rank 0, time is short."""
     deadline = time.monotonic() + timeout.total_seconds()
+    soon = time.monotonic() + _PATIENCE.total_seconds() if own["refusal"] else deadline
+    said = {0: own}
     silent = set(range(1, world_size))
     answered: set[str] = set()
-    while silent:
+    while silent and time.monotonic() <= min(soon, deadline):
         for rank in sorted(silent):
             if store.check([f"heard/{prefix}/{rank}"]):
                 silent.remove(rank)
+                said[rank] = json.loads(store.get(f"heard/{prefix}/{rank}"))
+                if said[rank] != own:
+                    soon = min(soon, time.monotonic() + _PATIENCE.total_seconds())
             elif store.check([f"asks/{rank}"]):
                 question = store.get(f"asks/{rank}").decode()
                 if question not in answered:
                     store.set(f"answer/{question}", prefix)
                     answered.add(question)
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"ranks {sorted(silent)} did not come within {timeout}")
         time.sleep(_POLL_SECONDS)
+    return said
+
+
+def _verdict(
+    store: dist.Store,
+    prefix: str,
+    world_size: int,
+    timeout: timedelta,
+    settings: Mapping[str, str],
+    said: Mapping[int, dict[str, object]],
+) -> SharedError | None:
+    refusals = [
+        _read(said[rank]["refusal"]) if rank in said else None for rank in range(world_size)
+    ]
+    if any(refusal is not None for refusal in refusals):
+        return error_of_all(refusals, name_rank=True)
+    different = [rank for rank in said if said[rank] != said[0]]
+    if different:
+        theirs = {
+            rank: json.loads(store.get(f"settings/{prefix}/{rank}")) for rank in sorted(different)
+        }
+        everyone = {rank: theirs.get(rank, settings) for rank in sorted(said)}
+        return UserError(first_difference(everyone))
+    silent = [rank for rank in range(world_size) if rank not in said]
+    if silent:
+        return PeerError(f"{_ranks(silent)} did not come within {timeout}: are all started?")
+    return None
+
+
+def first_difference(everyone: Mapping[int, Mapping[str, str]]) -> str:
+    """The first setting that is not the same on all ranks, with its values and their ranks."""
+    names = dict.fromkeys(name for settings in everyone.values() for name in settings)
+    for name in names:
+        ranks: dict[str, list[int]] = {}
+        for rank, settings in everyone.items():
+            ranks.setdefault(settings.get(name, "absent"), []).append(rank)
+        if len(ranks) > 1:
+            values = ", ".join(f"{value[:80]} on {_ranks(of)}" for value, of in ranks.items())
+            return f"{name} must be the same on all ranks, and is {values}"
+    raise AssertionError("nothing differs")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
+
+
+def _digest(settings: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(list(settings.items())).encode()).hexdigest()
+
+
+def _written(error: SharedError | None) -> dict[str, object] | None:
+    """An error as JSON."""
+    if error is None:
+        return None
+    kind = next(name for name, of in _KINDS.items() if isinstance(error, of))
+    example = error.example if isinstance(error, UserError) else ""
+    return {"kind": kind, "lines": [str(line) for line in error.args], "example": example}
+
+
+def _read(text: object) -> SharedError | None:
+    if not isinstance(text, dict):
+        return None
+    kind = _KINDS[text["kind"]]
+    if kind is UserError:
+        return UserError(*text["lines"], example=text["example"])
+    return kind(*text["lines"])
+
+
+def _first_words(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]

@@ -10,9 +10,11 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
+from paro.distributed.world import launcher_ends_ranks, local_rank_to_print, read_error_file
 from paro.errors import (
     PeerError,
     RunError,
@@ -20,6 +22,7 @@ from paro.errors import (
     describe,
     is_memory_failure,
     is_storage_failure,
+    printing,
 )
 
 # Ranks that are started together may reach the same error this many seconds apart.
@@ -35,52 +38,69 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     in a collective with a dead peer, and after success interpreter shutdown sometimes aborts
     because of gloo's threads.
     """
+    _open_closed_streams()
     try:
         main()
+        with printing():
+            sys.stdout.flush()
     except UserError as error:
         _leave_with_line(name, str(error), 2, on_this_rank=error.on_this_rank)
     except RunError as error:
         _leave_with_line(name, str(error), 1, on_this_rank=False)
     except PeerError as error:
         _wait_for_printing_rank(1)
-        if _local_rank() == 0:
-            print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        if local_rank_to_print() == 0:
+            _print_error(f"{name}: error: {error}")
         _leave(1)
     except KeyboardInterrupt:
-        if _local_rank() == 0:
-            print(f"{name}: interrupted", file=sys.stderr, flush=True)
+        if local_rank_to_print() == 0:
+            _print_error(f"{name}: interrupted")
         _leave(130)
     except SystemExit as leaving:
         _leave(leaving.code if isinstance(leaving.code, int) else 1)
     except BaseException as error:
         if is_storage_failure(error) or is_memory_failure(error):
             _leave_with_line(name, describe(error), 1, on_this_rank=True)
-        traceback.print_exc()
+        _print_error(traceback.format_exc().rstrip("\n"))
         _leave(1)
     _leave(0)
 
 
-def _local_rank() -> int:
-    text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
-    return int(text) if text.isdigit() else 0  # what is no number is a mistake of the environment
+def _open_closed_streams() -> None:
+    """Streams that the shell closed become /dev/null; text no terminal can show is escaped."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # else the next file that is opened would get the number, and the output
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _print_error(text: str) -> None:
+    with suppress(OSError):  # a full or closed stream: the status is left to tell
+        print(text, file=sys.stderr, flush=True)
 
 
 def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -> NoReturn:
     """Exits; before that local rank 0 prints the error, or this rank if only this one met it."""
     line = f"{name}: error: {text}"
     _write_for_torchrun(line)
-    if _local_rank() != 0 and not on_this_rank:
+    if local_rank_to_print() != 0 and not on_this_rank:
         _wait_for_printing_rank(status)
     else:
-        print(line, file=sys.stderr, flush=True)
-        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and not on_this_rank:
+        _print_error(line)
+        if launcher_ends_ranks() and not on_this_rank:
             time.sleep(_LAGGARD_SECONDS)  # so that the others reach the error too
     _leave(status)
 
 
 def _write_for_torchrun(line: str) -> None:
     """Writes the error file that torchrun reads for its report of a failed rank."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = read_error_file()
     if path:
         extra = {"timestamp": str(int(time.time()))}
         with suppress(OSError):
@@ -88,15 +108,18 @@ def _write_for_torchrun(line: str) -> None:
 
 
 def _wait_for_printing_rank(status: int) -> None:
-    """Gives the rank that prints the error time to reach it.
+    """Gives the rank that prints the error time to reach it, where a launcher ends all ranks.
 
-    A launcher stops all ranks as soon as one has exited; then this one exits with its status.
+    It ends them as soon as one has exited; then this one exits with its status.
     """
+    if not launcher_ends_ranks():
+        return
     signal.signal(signal.SIGTERM, lambda *_: _leave(status))
     time.sleep(_PRINTING_RANK_SECONDS)
 
 
 def _leave(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(status)

@@ -81,29 +81,85 @@ def read_world() -> World:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-    elif by_srun and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    elif by_srun and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         raise UserError(
             f"srun started {os.environ['SLURM_STEP_NUM_TASKS']} tasks and MASTER_ADDR is not set: "
             "export MASTER_ADDR=$(scontrol show hostnames | head -1) and MASTER_PORT before srun, "
             "as examples/pretrain_llama_65b_slurm.sh does"
         )
+    elif not by_srun and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r} in the environment and RANK is not set: "
+            "start with torchrun or srun, or unset WORLD_SIZE"
+        )
     else:
         return World()
     alone = os.environ.get(names[1]) == "1"
     needed = names if alone else (*names, "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in os.environ]
+    missing = [name for name in needed if not os.environ.get(name)]
     if missing:
         raise UserError(f"the launcher must set {', '.join(missing)} in the environment")
     rank, size, local_rank, ranks_per_node = map(_number_in, names)
+    _check_below(names[0], rank, names[1], size)
+    if names[2] == "LOCAL_RANK":  # SLURM's tasks per node are those of the first node
+        _check_below(names[2], local_rank, names[3], ranks_per_node)
+    if not alone:
+        read_address()
     return World(rank=rank, size=size, local_rank=local_rank, ranks_per_node=ranks_per_node)
+
+
+def read_address() -> tuple[str, int]:
+    """Where the ranks meet; `UserError` unless the port is one."""
+    text = os.environ["MASTER_PORT"]
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 2**16:
+        raise UserError(f"MASTER_PORT is {text!r} in the environment: give a port, 1 to 65535")
+    return os.environ["MASTER_ADDR"], int(text)
+
+
+def local_rank_to_print() -> int:
+    """The local rank, whatever the environment holds; 0 where it says none."""
+    text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
+
+
+def is_started_by_agent() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launcher_ends_ranks() -> bool:
+    """Whether a launcher ends the other ranks as soon as one has left."""
+    return is_started_by_agent() or "SLURM_STEP_ID" in os.environ
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's own store is at MASTER_ADDR; else rank 0 opens one there."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def read_error_file() -> str:
+    """The file that torchrun reads for its report of a failed rank; empty without torchrun."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+
+
+def _check_below(name: str, number: int, limit_name: str, limit: int) -> None:
+    if limit < 1:
+        raise UserError(f"{limit_name} is {limit} in the environment: it must be 1 or more")
+    if number >= limit:
+        raise UserError(
+            f"{name} is {number} and {limit_name} {limit} in the environment: ranks count from 0 "
+            f"to {limit - 1}"
+        )
 
 
 def _number_in(name: str) -> int:
     """The number in a variable; SLURM's tasks per node are 8(x4), or 8(x3),4 on unequal nodes."""
-    number = re.match(r"\d+", os.environ[name])
+    text = os.environ[name]
+    pattern = r"([0-9]{1,9})(\(x|,|$)" if name.startswith("SLURM_") else r"([0-9]{1,9})$"
+    number = re.match(pattern, text)
     if number is None:
-        raise UserError(f"{name} is {os.environ[name]!r} in the environment, and not a number")
-    return int(number[0])
+        raise UserError(f"{name} is {text!r} in the environment, and not a number")
+    return int(number[1])
 
 
 def _is_torchrun() -> bool:

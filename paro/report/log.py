@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paro.errors import printing
+
 
 def print_line(message: str) -> None:
     """Prints one line to standard output and flushes it."""
-    # One write: with a separate write for the newline, lines of different ranks would mix.
-    print(message + "\n", end="", flush=True)
+    with printing():
+        # One write: with a separate write for the newline, lines of different ranks would mix.
+        print(message + "\n", end="", flush=True)
 
 
 def set_logging_level(level: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -351,3 +352,25 @@ def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
 def test_senseless_configurations_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         DataConfig(**{"seq_length": 8, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EROFS, "Read-only file system"),
+        RuntimeError("Caught in worker\nunable to open shared memory object </torch_1>: full (28)"),
+    ],
+)
+def test_processes_without_shared_memory_are_told_what_they_need(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    place = "__iter__" if isinstance(error, OSError) else "__next__"
+    monkeypatch.setattr(f"torch.utils.data.dataloader.DataLoader.{place}", fail, raising=False)
+    if place == "__next__":
+        monkeypatch.setattr("torch.utils.data.dataloader.DataLoader.__iter__", lambda self: self)
+    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    with pytest.raises(UserError, match=r"^--num-workers 1 needs /dev/shm.*\((\[Errno|unable)"):
+        next(batches)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
+import shlex
 import subprocess
 import sys
 
@@ -20,6 +23,8 @@ LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR",
     "MASTER_PORT", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS",
 )  # fmt: skip
+
+FULL = "script: error: standard output cannot be written: No space left on device\n"
 
 
 @pytest.fixture
@@ -41,12 +46,49 @@ def test_torchrun(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("MASTER_ADDR", "node0")
     bare.setenv("MASTER_PORT", "6000")
     assert read_world() == World(rank=11, size=16, local_rank=3, ranks_per_node=8)
+    bare.setenv("RANK", "0")
     bare.setenv("WORLD_SIZE", "1")
     bare.delenv("MASTER_PORT")
     assert read_world().size == 1
     bare.delenv("LOCAL_RANK")
     with pytest.raises(UserError, match="LOCAL_RANK"):
         read_world()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("RANK", "5", "RANK is 5 and WORLD_SIZE 2 in the environment: ranks count from 0 to 1"),
+        ("RANK", "-1", "RANK is '-1' in the environment, and not a number"),
+        ("LOCAL_RANK", "x", "LOCAL_RANK is 'x' in the environment, and not a number"),
+        ("LOCAL_RANK", "2", "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE 2 "),
+        ("WORLD_SIZE", "0", "WORLD_SIZE is 0 in the environment: it must be 1 or more"),
+        ("WORLD_SIZE", "2x", "WORLD_SIZE is '2x' in the environment, and not a number"),
+        ("MASTER_PORT", "x", "MASTER_PORT is 'x' in the environment: give a port, 1 to 65535"),
+        ("MASTER_PORT", "0", "MASTER_PORT is '0'"),
+        ("MASTER_PORT", "99999", "MASTER_PORT is '99999'"),
+        ("MASTER_ADDR", "", "the launcher must set MASTER_ADDR"),
+    ],
+)
+def test_a_wrong_environment_is_named(
+    bare: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    values = ("1", "2", "1", "2", None, "node0", "6000")
+    for variable, right in zip(LAUNCHERS, values, strict=False):
+        if right is not None:
+            bare.setenv(variable, right)
+    assert read_world() == World(rank=1, size=2, local_rank=1, ranks_per_node=2)
+    bare.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{re.escape(told)}"):
+        read_world()
+
+
+def test_a_world_size_without_a_rank_is_refused(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="WORLD_SIZE is '2' in the environment and RANK is not set"):
+        read_world()
+    bare.setenv("WORLD_SIZE", "1")
+    assert read_world() == World()
 
 
 @pytest.mark.parametrize("tasks", ["8(x2)", "8(x1),4", "8"])
@@ -185,3 +227,26 @@ def test_local_rank_0_prints_for_all_of_its_node(
     quickly = "import paro.distributed.user_errors as own; own._PRINTING_RANK_SECONDS = 0.1"
     done = script(f"{quickly}; raise {error}")
     assert (done.returncode, done.stderr) == (status, "")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("body", "streams", "status", "stderr"),
+    [
+        ("print('x'); raise UserError('mend it')", ">&-", 2, "script: error: mend it\n"),
+        ("print('x'); raise UserError('mend it')", "2>&-", 2, ""),
+        ("raise UserError('mend it')", "2> /dev/full", 2, ""),
+        ("import paro.report.log as log; log.print_line('x')", "> /dev/full", 1, FULL),
+        ("sys.stdout.write('x')", "> /dev/full", 1, FULL),
+        ("print('\\u00e9')", "> /dev/null", 0, ""),
+    ],
+)
+def test_streams_that_take_nothing(body: str, streams: str, status: int, stderr: str) -> None:
+    program = f"from paro.distributed.user_errors import *\ndef main():\n    {body}\n"
+    command = [sys.executable, "-c", f"{program}run_script('script', main)"]
+    shell = f"{shlex.join(command)} {streams}"
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        ["sh", "-c", shell], cwd=ROOT, env=os.environ | ascii_only, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (status, stderr)

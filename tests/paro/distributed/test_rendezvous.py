@@ -1,24 +1,31 @@
-"""Restarted ranks meet each other, whatever dead ranks have left in the store."""
+"""Ranks meet whatever dead ranks have left in the store; one that differs or refuses ends all."""
 
 from __future__ import annotations
 
+import os
+import socket
 import uuid
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from paro.distributed.rendezvous import fresh_store
+from paro.distributed.rendezvous import meet, open_store
+from paro.distributed.world import World
+from paro.errors import PeerError, StorageError, UserError
+from tests.end_to_end.test_training import RUN, Ended, run_main
+from tests.helpers.ranks import run_ranks
 
 SHORT = timedelta(seconds=20)
 
 
-def meet(store: dist.Store, world_size: int) -> list[str]:
+def addresses_of(store: dist.Store, world_size: int) -> list[str]:
     """The value that each rank of an attempt reads, written by rank 0."""
 
     def rank(number: int) -> str:
-        mine = fresh_store(store, rank=number, world_size=world_size, timeout=SHORT)
+        mine = meet(store, World(rank=number, size=world_size), SHORT, {"--lr": "1"})
         if number == 0:
             mine.set("address", uuid.uuid4().hex)
         return mine.get("address").decode()
@@ -31,7 +38,7 @@ def meet(store: dist.Store, world_size: int) -> list[str]:
 def test_all_ranks_of_an_attempt_read_what_this_attempt_wrote(world_size: int) -> None:
     store = dist.HashStore()
     store.set_timeout(SHORT)
-    attempts = [meet(store, world_size) for _ in range(4)]
+    attempts = [addresses_of(store, world_size) for _ in range(4)]
     assert all(len(set(addresses)) == 1 for addresses in attempts)
     assert len({addresses[0] for addresses in attempts}) == 4
 
@@ -45,12 +52,92 @@ def test_what_an_attempt_that_never_met_has_left_does_no_harm() -> None:
     store.set("answer/another's", "a dead rank 0's prefix")
     store.set("heard/a dead rank 0's prefix/2", "")
     store.set("a dead rank 0's prefix/address", "stale")
-    (address,) = set(meet(store, 3))
+    (address,) = set(addresses_of(store, 3))
     assert address != "stale"
 
 
 def test_who_does_not_come_is_named() -> None:
     store = dist.HashStore()
     store.set("asks/2", "left behind")
-    with pytest.raises(RuntimeError, match=r"^ranks \[1, 2\] did not come within 0:00:00.2"):
-        fresh_store(store, rank=0, world_size=3, timeout=timedelta(seconds=0.2))
+    with pytest.raises(PeerError, match=r"^ranks 1, 2 did not come within 0:00:00.2"):
+        meet(store, World(size=3), timedelta(seconds=0.2), {})
+
+
+Refusal = UserError | StorageError | PeerError | None
+
+
+def ends_of(
+    settings: Sequence[Mapping[str, str]], refusals: Sequence[Refusal] = ()
+) -> list[tuple[str, str]]:
+    """The kind and text of what each rank raises."""
+    store = dist.HashStore()
+    store.set_timeout(SHORT)
+    refusals = refusals or [None] * len(settings)
+
+    def rank(number: int) -> tuple[str, str]:
+        world = World(rank=number, size=len(settings))
+        try:
+            meet(store, world, SHORT, settings[number], refusals[number])
+        except (UserError, StorageError, PeerError) as error:
+            return type(error).__name__, str(error)
+        return "none", ""
+
+    with ThreadPoolExecutor(len(settings)) as pool:
+        return list(pool.map(rank, range(len(settings))))
+
+
+def test_the_first_setting_that_differs_is_named_on_all_ranks() -> None:
+    same = {"torch": "2.13", "--lr": "0.1", "--seed": "1"}
+    assert ends_of([same] * 3) == [("none", "")] * 3
+    other = same | {"--lr": "0.2", "--seed": "2"}
+    told = "--lr must be the same on all ranks, and is 0.1 on ranks 0, 2, 0.2 on rank 1"
+    assert ends_of([same, other, same]) == [("UserError", told)] * 3
+    told = "--new must be the same on all ranks, and is absent on rank 0, 3 on rank 1"
+    assert ends_of([same, same | {"--new": "3"}]) == [("UserError", told)] * 2
+
+
+def test_a_rank_that_refuses_ends_all() -> None:
+    mistake, full = UserError("a", "b", example="run\n  this"), StorageError("full: /data")
+    every = [{}, {"--lr": "1"}, {}]
+    assert ends_of(every, [None, UserError("bad"), None]) == [("UserError", "rank 1: bad")] * 3
+    assert ends_of(every, [UserError("bad"), None, None]) == [("UserError", "rank 0: bad")] * 3
+    assert ends_of(every, [mistake] * 3) == [("UserError", str(mistake))] * 3
+    assert ends_of(every, [None, None, full]) == [("StorageError", "rank 2: full: /data")] * 3
+    bug = PeerError("rank 2 failed: KeyError: 'x'")
+    assert ends_of(every, [None, None, bug]) == [("PeerError", str(bug))] * 3
+
+
+def test_without_an_agent_rank_0_opens_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(PeerError, match=r"rank 1 found no rank 0 at MASTER_ADDR 127.0.0.1"):
+            open_store(World(rank=1, size=2), timedelta(seconds=0.2))
+        taken.listen()
+        with pytest.raises(UserError, match=r"cannot listen on MASTER_PORT \d+.*a free port"):
+            open_store(World(rank=0, size=2), SHORT)
+    store = open_store(World(rank=0, size=2), SHORT)
+    open_store(World(rank=1, size=2), SHORT).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def train_with(flags: Sequence[Sequence[str]]) -> Ended:
+    own = flags[int(os.environ["RANK"])]
+    return run_main([*RUN, "--train-iters", "2", *own])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((["--seed", "1"], ["--seed", "2"]), "--seed must be the same on all ranks, and is 1 on"),
+        (([], ["--micro-batch-size", "0"]), "rank 1: --micro-batch-size 0 must"),
+        ((["--no-such-flag"], ["--no-such-flag"]), "--no-such-flag is unknown"),
+    ],
+)
+def test_ranks_with_different_flags_do_not_train(flags: Sequence[Sequence[str]], told: str) -> None:
+    for ended in run_ranks(train_with, 2, flags, init=False):
+        assert (ended.mistake or "").startswith(told)
+        assert "iteration" not in ended.printed
