@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.005
 # Once a rank is known to refuse or to differ: how long the others may take to come, and to read it.
 _PATIENCE = timedelta(seconds=20)
 _KINDS: dict[str, type[SharedError]] = {
-    kind.__name__: kind for kind in (UserError, RunError, StorageError, PeerError)
+    kind.__name__: kind for kind in (UserError, StorageError, RunError, PeerError)
 }
 
 
