@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from pathlib import Path
 from typing import NoReturn
 
 from data.loader import Datasets
 from model.config import num_parameters
 from paro.arguments.parser import parse_args
+from paro.checkpoint.claim import Claim, claimed
 from paro.config.record import model_line, recorded_arguments
 from paro.config.run import RunConfig, take_world
 from paro.distributed.control import Control
@@ -51,10 +53,23 @@ def main() -> None:
         return
     set_logging_level(config.report.logging_level)
     with distributed(config.runtime, world) as control:
-        run(config, control)
+        check_source(config.checkpoint, config.train, control)
+        with claim_of(config, control) as claim:  # before anything is read or written there
+            run(config, control, claim)
 
 
-def run(config: RunConfig, control: Control) -> None:
+@contextmanager
+def claim_of(config: RunConfig, control: Control) -> Iterator[Claim | None]:
+    """Holds the lease of --save in the block; None for a run that does not save."""
+    if config.checkpoint.save is None or config.train.skip_train:
+        yield None
+        return
+    log = Log(rank=control.world.rank, world_size=control.world.size)
+    with claimed(Path(config.checkpoint.save), control, log.log0) as claim:
+        yield claim
+
+
+def run(config: RunConfig, control: Control, claim: Claim | None) -> None:
     """Builds all parts of the run, logs what was built, then trains or only evaluates."""
     only_evaluate = config.train.skip_train
     terminal = Terminal()
@@ -65,7 +80,6 @@ def run(config: RunConfig, control: Control) -> None:
         check_login(report_config, log)
     arguments = recorded_arguments(config)
     log.log0(arguments_block(arguments))
-    check_source(config.checkpoint, config.train, control)
     bytes_before = resident_bytes(control.device)
     training, placement = build(config, control, log)
 
@@ -101,7 +115,7 @@ def run(config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        saving=saving_of(config, training, facts, log, loaded, datasets),
+        saving=saving_of(config, training, facts, log, loaded, datasets, claim),
         forecast=forecast,
         observers=observers,
     )
@@ -223,10 +237,11 @@ def saving_of(
     log: Log,
     loaded: TrainState | None,
     datasets: Datasets,
+    claim: Claim | None,
 ) -> Saving | None:
     """How and when the run is saved, or None; what was loaded from --save is not saved again."""
     checkpoint = config.checkpoint
-    if checkpoint.save is None or config.train.skip_train:
+    if checkpoint.save is None or claim is None:
         return None
     progress = None
     if config.report.log_progress:
@@ -238,6 +253,7 @@ def saving_of(
         config,
         training,
         log,
+        claim,
         progress=progress,
         order=order_record(config, datasets),
     )

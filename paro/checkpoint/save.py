@@ -39,31 +39,33 @@ def write_states(
     hold. `common` must be JSON; the iteration, the format and the versions are added. `log` is
     called on every rank. With `retain_interval` the previous latest checkpoint is removed
     afterwards, unless its iteration is a multiple. After an error, raised on all ranks, the
-    previous checkpoint is unchanged.
+    previous checkpoint is unchanged. Without the lease of `ranks` nothing is renamed or removed.
     """
     blame = f"--save {directory_root}"
     place = f"{directory_root} in torch_dist format"
     log(f"saving checkpoint at iteration {iteration:7d} to {place}")
     root = Path(directory_root)
     previous = _latest_or_none(root) if ranks.is_first_near else None
-    folder = ranks.first_decides(lambda: begin_checkpoint(root, iteration), blame)
+    check, token = ranks.check_lease, ranks.token
+    folder = ranks.first_decides(
+        lambda: begin_checkpoint(root, iteration, check=check, token=token), blame
+    )
     try:
         # Each line raises on all ranks or on none, so no folder is completed if one rank failed.
         files = _write(folder, states, ranks, blame)
         ranks.first_decides(lambda: _read_back(folder), blame)
-        ranks.first_decides(lambda: finish_checkpoint(folder, iteration, common, files), blame)
+        ranks.first_decides(
+            lambda: finish_checkpoint(folder, iteration, common, files, check), blame
+        )
     except Exception:
         if ranks.is_first_near:
             discard_checkpoint(folder)
         raise
     # Only after it is complete on every node: else no checkpoint might be left that all have.
-    if (
-        retain_interval is not None
-        and previous is not None
-        and previous < iteration
-        and previous % retain_interval != 0
-    ):
-        remove_checkpoint(root, previous)
+    if retain_interval is not None:
+        ranks.first_decides(
+            lambda: _retire(root, previous, iteration, retain_interval, check), blame
+        )
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
 
@@ -90,6 +92,19 @@ def _read_back(folder: Path) -> None:
         check_files(folder, list(read_metadata(folder).storage_data.values()))
     except UserError as error:
         raise UserError(f"{error}: all ranks must see one and the same folder") from None
+
+
+def _retire(
+    root: Path,
+    previous: int | None,
+    iteration: int,
+    retain_interval: int,
+    check: Callable[[], None],
+) -> None:
+    """Removes the checkpoint before this one, unless its iteration is a multiple."""
+    if previous is not None and previous < iteration and previous % retain_interval != 0:
+        check()
+        remove_checkpoint(root, previous)
 
 
 def _latest_or_none(root: Path) -> int | None:
