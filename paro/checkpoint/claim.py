@@ -58,7 +58,7 @@ def claimed(root: Path, control: Control, say: Callable[[str], None]) -> Iterato
                 break
             if not said:
                 say(
-                    f"--save {root} was in use by {holders[0]}: waiting for a sign of life; after "
+                    f"--save {root} belongs to {holders[0]}: waiting for a sign of life; after "
                     f"{STILL_SECONDS:.0f} s without one this run takes it over"
                 )
                 said = True

@@ -268,7 +268,7 @@ def test_the_start_says_why_it_waits_and_ends_refused(
     with refused, claimed(tmp_path, control, said.append):
         raise AssertionError("two runs own the folder")
     (line,) = said
-    assert line.startswith(f"--save {tmp_path} was in use by process 4321 on node7, since ")
+    assert line.startswith(f"--save {tmp_path} belongs to process 4321 on node7, since ")
     assert line.endswith("after 60 s without one this run takes it over")
     first.check()
 
