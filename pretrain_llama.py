@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from pathlib import Path
 from typing import NoReturn
 
 from data.loader import Datasets
 from model.config import num_parameters
 from paro.arguments.parser import parse_args
+from paro.checkpoint.claim import Claim, claimed
 from paro.config.record import model_line, recorded_arguments
 from paro.config.run import RunConfig, take_world
 from paro.config.settings import settings_of
@@ -58,10 +60,23 @@ def main() -> None:
     set_logging_level(config.report.logging_level)
     settings = settings_of(config) if world.size > 1 else {}
     with distributed(config.runtime, world, settings) as control:
-        run(config, control)
+        check_source(config.checkpoint, config.train, control)
+        with claim_of(config, control) as claim:  # before anything is read or written there
+            run(config, control, claim)
 
 
-def run(config: RunConfig, control: Control) -> None:
+@contextmanager
+def claim_of(config: RunConfig, control: Control) -> Iterator[Claim | None]:
+    """Holds the lease of --save in the block; None for a run that does not save."""
+    if config.checkpoint.save is None or config.train.skip_train:
+        yield None
+        return
+    log = Log(rank=control.world.rank, world_size=control.world.size)
+    with claimed(Path(config.checkpoint.save), control, log.log0) as claim:
+        yield claim
+
+
+def run(config: RunConfig, control: Control, claim: Claim | None) -> None:
     """Builds all parts of the run, logs what was built, then trains or only evaluates."""
     only_evaluate = config.train.skip_train
     terminal = Terminal()
@@ -72,7 +87,6 @@ def run(config: RunConfig, control: Control) -> None:
         check_login(report_config, log)
     arguments = recorded_arguments(config)
     log.log0(arguments_block(arguments))
-    check_source(config.checkpoint, config.train, control)
     bytes_before = resident_bytes(control.device)
     with control.raise_on_all_ranks(name_rank=True):
         check_memory(config, control.world, control.device)
@@ -110,7 +124,7 @@ def run(config: RunConfig, control: Control) -> None:
         state,
         sources,
         report,
-        saving=saving_of(config, training, facts, log, loaded, datasets),
+        saving=saving_of(config, training, facts, log, loaded, datasets, claim),
         forecast=forecast,
         observers=observers,
     )
@@ -232,10 +246,11 @@ def saving_of(
     log: Log,
     loaded: TrainState | None,
     datasets: Datasets,
+    claim: Claim | None,
 ) -> Saving | None:
     """How and when the run is saved, or None; what was loaded from --save is not saved again."""
     checkpoint = config.checkpoint
-    if checkpoint.save is None or config.train.skip_train:
+    if checkpoint.save is None or claim is None:
         return None
     progress = None
     if config.report.log_progress:
@@ -248,6 +263,7 @@ def saving_of(
         config,
         training,
         log,
+        claim,
         progress=progress,
         order=order_record(config, datasets),
         continued=continued,

@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from paro.checkpoint.claim import Claim
+from paro.checkpoint.lease import Lease
 from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
 from paro.distributed.world import World
@@ -29,6 +31,7 @@ class Ranks:
     everyone: Control
     near: Control
     near_ranks: Sequence[int]  # the ranks of `near` in `everyone`
+    lease: Lease | None = None  # of the folder, on its first rank; None too where none is needed
 
     @property
     def all_near(self) -> bool:
@@ -41,6 +44,16 @@ class Ranks:
     @property
     def is_first_near(self) -> bool:
         return self.near.world.rank == 0
+
+    @property
+    def token(self) -> str:
+        """Of the lease, for names in the folder that no other run uses; empty without one."""
+        return "" if self.lease is None else self.lease.token
+
+    def check_lease(self) -> None:
+        """Raises `LeaseLostError` on the first rank of the folder if it is another run's by now."""
+        if self.lease is not None:
+            self.lease.check()
 
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
         """Runs `action` on the first rank of every folder; all get its result or its error."""
@@ -91,13 +104,13 @@ def one_process() -> Ranks:
     return with_one_folder(Control(World(), torch.device("cpu")))
 
 
-def with_folders(folders: Sequence[tuple[int, ...]], control: Control, timeout: timedelta) -> Ranks:
+def with_claim(claim: Claim, control: Control, timeout: timedelta) -> Ranks:
     """For saves under way while the ranks train: with process groups of their own."""
     if control.world.size == 1:
-        return with_one_folder(control)
-    world, near = make_save_groups(folders, control.world.rank, timeout)
+        return Ranks(control, control, range(1), claim.lease)
+    world, near = make_save_groups(claim.folders, control.world.rank, timeout)
     everyone = control.over(world, range(control.world.size))
-    if len(folders) == 1:
-        return with_one_folder(everyone)
-    (members,) = (ranks for ranks in folders if control.world.rank in ranks)
-    return Ranks(everyone, control.over(near, members), members)
+    if len(claim.folders) == 1:
+        return Ranks(everyone, everyone, range(control.world.size), claim.lease)
+    (members,) = (ranks for ranks in claim.folders if control.world.rank in ranks)
+    return Ranks(everyone, control.over(near, members), members, claim.lease)

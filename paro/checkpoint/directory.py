@@ -3,8 +3,9 @@
 # <root>/
 #   latest_checkpointed_iteration.txt    the tracker: the iteration to resume from; written last
 #   iter_0000100/                        .metadata, *.distcp, common.json and manifest.json
-#   iter_0000200.partial/                being written; removed by the next save
+#   iter_0000200.TOKEN.partial/          being written; removed by the next save
 #   iter_0000100.replaced/               the old one, while a new iter_0000100 is put in place
+#   lease_7.json                         the run that owns the folder (lease.py)
 #   earlier_1/                           a root folder too: what --start-over moved aside
 
 from __future__ import annotations
@@ -199,15 +200,29 @@ def common_of(directory: Path) -> dict[str, Any]:
     return dict(common)
 
 
-def begin_checkpoint(directory_root: str | Path, iteration: int) -> Path:
-    """Creates an empty folder for `iteration`; removes leftovers of crashed saves."""
+def begin_checkpoint(
+    directory_root: str | Path,
+    iteration: int,
+    *,
+    check: Callable[[], None] = lambda: None,
+    token: str = "",
+) -> Path:
+    """Creates an empty folder for `iteration`; removes leftovers of crashed saves.
+
+    `check` raises if the folder is another run's by now. With a `token` no other run writes into
+    the new folder, not even one that has lost its lease and does not know it yet.
+    """
     root = Path(directory_root)
     root.mkdir(parents=True, exist_ok=True)
+    check()
     for leftover in root.glob(f"iter_*{_PARTIAL}"):
         shutil.rmtree(leftover)
+    for tracker in root.glob(f"{TRACKER}*{_PARTIAL}"):
+        tracker.unlink(missing_ok=True)
     for mark in root.glob(f"{RANK_MARK}*"):  # of ranks killed in `ranks_by_folder`
         mark.unlink(missing_ok=True)
-    partial = _partial(iteration_directory(root, iteration))
+    name = iteration_directory(root, iteration).name
+    partial = root / ".".join(filter(None, (name, token, _PARTIAL[1:])))
     partial.mkdir()
     return partial
 
@@ -217,9 +232,11 @@ def finish_checkpoint(
     iteration: int,
     common: Mapping[str, Any],
     files: Mapping[str, FileSum] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Turns a written folder into the latest checkpoint; until the last rename the old one is.
 
+    `check` is called before every rename and raises if the folder is another run's by now.
     `files` are the files of tensors; `common["arguments"]` goes into the manifest. Everything that
     may fail on a full disk is written before anything is renamed.
     """
@@ -237,16 +254,20 @@ def finish_checkpoint(
     if (partial / METADATA).exists():
         sums[METADATA] = sum_of((partial / METADATA).read_bytes())
     write_manifest(partial, iteration, sums, arguments)
-    write_durably(_next_tracker(root), str(iteration))
+    next_tracker = _next_tracker(partial)
+    write_durably(next_tracker, str(iteration))
     _sync_directory(partial)  # its file names must be durable before its own name is
     directory = iteration_directory(root, iteration)
     replaced = _replaced(directory)
     if directory.exists():
+        check()
         shutil.rmtree(replaced, ignore_errors=True)
         directory.rename(replaced)  # not removed yet: a crash here must leave one of the two
+    check()
     partial.rename(directory)
     _sync_directory(root)  # the tracker must not become durable before the folder it names
-    _next_tracker(root).replace(root / TRACKER)
+    check()
+    next_tracker.replace(root / TRACKER)
     _sync_directory(root)  # only now is the old checkpoint not needed any more
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -254,7 +275,7 @@ def finish_checkpoint(
 def discard_checkpoint(partial: Path) -> None:
     """Removes the files of a failed save; the previous checkpoint is not touched."""
     shutil.rmtree(partial, ignore_errors=True)
-    _next_tracker(partial.parent).unlink(missing_ok=True)
+    _next_tracker(partial).unlink(missing_ok=True)
 
 
 def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int) -> None:
@@ -298,8 +319,8 @@ def _partial(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}{_PARTIAL}")
 
 
-def _next_tracker(root: Path) -> Path:
-    return root / f"{TRACKER}{_PARTIAL}"
+def _next_tracker(partial: Path) -> Path:
+    return partial.with_name(f"{TRACKER}.{partial.name}")
 
 
 def _sync_directory(directory: Path) -> None:

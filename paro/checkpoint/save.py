@@ -35,17 +35,23 @@ def write_states(
     Every rank passes what it holds of every state; each folder gets what the ranks that see it
     hold. `common` must be JSON; the iteration, the format and the versions are added. `log` is
     called on every rank. After an error, raised on all ranks, the previous checkpoint is unchanged.
+    Without the lease of `ranks` nothing is renamed or removed.
     """
     blame = f"--save {directory_root}"
     place = f"{directory_root} in torch_dist format"
     log(f"saving checkpoint at iteration {iteration:7d} to {place}")
     root = Path(directory_root)
-    folder = ranks.first_decides(lambda: begin_checkpoint(root, iteration), blame)
+    check, token = ranks.check_lease, ranks.token
+    folder = ranks.first_decides(
+        lambda: begin_checkpoint(root, iteration, check=check, token=token), blame
+    )
     try:
         # Each line raises on all ranks or on none, so no folder is completed if one rank failed.
         files = _write(folder, states, ranks, blame)
         ranks.first_decides(lambda: _read_back(folder), blame)
-        ranks.first_decides(lambda: finish_checkpoint(folder, iteration, common, files), blame)
+        ranks.first_decides(
+            lambda: finish_checkpoint(folder, iteration, common, files, check), blame
+        )
     except Exception:
         if ranks.is_first_near:
             discard_checkpoint(folder)

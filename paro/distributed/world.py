@@ -173,6 +173,12 @@ def _is_torchrun() -> bool:
     return "LOCAL_WORLD_SIZE" in env or differ
 
 
+def read_rendezvous_id() -> str:
+    """torchrun's --rdzv-id, the same after a restart; empty without one (torchrun's "none")."""
+    given = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if given == "none" else given
+
+
 def read_job_id() -> str:
     """The SLURM job ID; empty outside SLURM."""
     return os.environ.get("SLURM_JOB_ID", "")

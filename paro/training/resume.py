@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from data.loader import Datasets
-from paro.checkpoint.agreement import with_folders
+from paro.checkpoint.agreement import with_claim
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import PARAM, boxed_states
+from paro.checkpoint.claim import Claim
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import (
     newest_good,
@@ -21,7 +22,7 @@ from paro.checkpoint.directory import (
     retire_checkpoint,
     set_aside,
 )
-from paro.checkpoint.folders import ranks_by_folder
+from paro.checkpoint.lease import LeaseLostError
 from paro.checkpoint.load import Loading, load_checkpoint
 from paro.checkpoint.save import write_states
 from paro.config.record import recorded_arguments
@@ -53,6 +54,7 @@ class Saver:
         config: RunConfig,
         training: Training,
         log: Log,
+        claim: Claim,
         *,
         progress: ProgressFile | None = None,
         order: Mapping[str, Any] | None = None,
@@ -70,19 +72,21 @@ class Saver:
         self._under_way: int | None = None
         self._whole = continued  # the newest iteration that is complete on every node
         control = training.control
-        folders = ranks_by_folder(self._root, control)
-        self._ranks = with_folders(folders, control, config.runtime.timeout)
-        if len(folders) > 1:
+        self._ranks = with_claim(claim, control, config.runtime.timeout)
+        if len(claim.folders) > 1:
             log.log0(
-                f"--save {self._root} is another folder on {len(folders)} sets of ranks: each "
-                "saves what its ranks hold"
+                f"--save {self._root} is another folder on {len(claim.folders)} sets of ranks: "
+                "each saves what its ranks hold"
             )
         if config.checkpoint.start_over:
             self._set_aside()
 
     @property
     def failed(self) -> bool:
-        """Whether an async save failed on this rank and --on-save-failure is stop."""
+        """Whether a save in progress failed and --on-save-failure is stop, or the lease is lost."""
+        lease = self._ranks.lease
+        if lease is not None and lease.is_lost:
+            return True
         return self._background.failed and self._config.checkpoint.on_save_failure == "stop"
 
     @property
@@ -93,9 +97,12 @@ class Saver:
     def _set_aside(self) -> None:
         """Moves another run's checkpoints in --save aside, under the same name on every node."""
         number = max(self._ranks.everyone.gather(next_earlier(self._root)))
-        earlier = self._ranks.first_decides(
-            lambda: set_aside(self._root, number), f"--save {self._root}"
-        )
+
+        def move() -> Path | None:
+            self._ranks.check_lease()
+            return set_aside(self._root, number)
+
+        earlier = self._ranks.first_decides(move, f"--save {self._root}")
         if earlier is not None:
             self._log.log0(f"--start-over: what --save {self._root} held is in {earlier} now")
 
@@ -135,14 +142,19 @@ class Saver:
         return True
 
     def settle(self) -> bool:
-        """Waits for an async save in progress; False if it failed and training continues."""
+        """Waits for an async save in progress; False if it failed and training continues.
+
+        Raises `LeaseLostError` on all ranks if the folder is another run's by now.
+        """
         is_async = self._background.is_started
         failure = self._background.wait()
+        if failure is not None and not isinstance(failure, (UserError, StorageError)):
+            raise failure
+        with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError):
+            self._ranks.check_lease()  # a folder that is gone is the next save's to report
         if failure is None:
             self._whole = self._under_way if is_async else self._whole
             return True
-        if not isinstance(failure, (UserError, StorageError)):
-            raise failure
         return self._give_up(failure)
 
     def way_back(self, state: TrainState) -> str:
@@ -171,7 +183,9 @@ class Saver:
         """Writes a checkpoint, after the one before the last `good` one was removed."""
         interval = self._config.checkpoint.save_retain_interval
         if interval is not None and good is not None and self._ranks.is_first_near:
-            with suppress(OSError, UserError):  # what could not be removed is no reason to stop
+            # What could not be removed is no reason to stop; a lost lease ends the write below.
+            with suppress(OSError, UserError, LeaseLostError):
+                self._ranks.check_lease()
                 retire_checkpoint(self._root, before=good, interval=interval)
         write()
 
@@ -197,7 +211,8 @@ class Saver:
 
     def _give_up(self, error: UserError | StorageError) -> bool:
         told = f"iteration {self._under_way} is not saved: {error}"
-        if self._config.checkpoint.on_save_failure == "stop":
+        is_lost = isinstance(error, LeaseLostError)
+        if is_lost or self._config.checkpoint.on_save_failure == "stop":
             raise type(error)(told) from error
         self._log.log0(f"{told}; training continues (--on-save-failure continue)")
         return False

@@ -240,7 +240,7 @@ def test_a_folder_that_vanishes_while_it_is_written_costs_that_save(
     def remove(descriptor: int) -> None:
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         fsync(descriptor)
-        if "iter_0000002.partial" in name and not vanished:
+        if "/iter_0000002." in name and not vanished:
             vanished.append(name)
             shutil.rmtree(root)
 
@@ -284,7 +284,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
 
     def fail(descriptor: int) -> None:
         name = os.readlink(f"/proc/self/fd/{descriptor}")
-        if f"iter_{at:07d}.partial" in name and name.endswith(".distcp"):
+        if f"/iter_{at:07d}." in name and name.endswith(".distcp"):
             raise OSError(28, "No space left on device")
         fsync(descriptor)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from data.loader import Datasets
 from paro.arguments.parser import parse_args
+from paro.checkpoint.claim import Claim
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
@@ -36,7 +38,9 @@ TINY = (
 
 def save_run(config: RunConfig, training: Training) -> None:
     """Saves a run that has just started under --save."""
-    saver = Saver(config, training, Log(rank=0, world_size=1))
+    assert config.checkpoint.save is not None, "nowhere to save"
+    claim = Claim.without_lease(Path(config.checkpoint.save), training.control)
+    saver = Saver(config, training, Log(rank=0, world_size=1), claim)
     saver.save(start_state(config))
     saver.settle()
 

@@ -1,0 +1,280 @@
+"""The lease of a save folder: who gets it, who is refused, and what a run that lost it may do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paro.checkpoint import lease as lease_module
+from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.claim import claimed
+from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint, latest_iteration
+from paro.checkpoint.lease import (
+    BEAT_SECONDS,
+    STILL_SECONDS,
+    Contender,
+    Lease,
+    LeaseLostError,
+    Owner,
+)
+from paro.checkpoint.save import write_states
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.errors import UserError
+
+ELSEWHERE = {"host": "node7", "boot_id": "another boot", "pid": 4321}
+
+
+class Clock:
+    """A monotonic clock that tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the tests beat, so that they say when."""
+    monkeypatch.setattr(Lease, "_beat_on", lambda _self: None)
+
+
+def owner(**changes: object) -> Owner:
+    """This process outside any job, or with other fields."""
+    alone = replace(Owner.this_process(), rendezvous_id="", slurm_job="")
+    return replace(alone, **changes)  # type: ignore[arg-type]
+
+
+def take(root: Path, who: Owner) -> Lease:
+    lease = Contender(root, who).attempt()
+    assert isinstance(lease, Lease), lease
+    return lease
+
+
+def files(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_second_owner_is_refused_once_the_first_beats(tmp_path: Path) -> None:
+    first = take(tmp_path, owner(**ELSEWHERE, slurm_job="77", since="2026-01-02 03:04:05+00:00"))
+    second = Contender(tmp_path, owner())
+    before = files(tmp_path)
+    told = "process 4321 on node7, SLURM job 77, since 2026-01-02 03:04:05+00:00"
+    assert second.attempt() == told
+    assert second.attempt() == told
+    first.beat()
+    with pytest.raises(UserError, match=rf"--save {tmp_path} is in use by process 4321 on node7"):
+        second.attempt()
+    assert files(tmp_path) == before == ["lease_1.json"]
+    first.check()
+
+
+def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path) -> None:
+    clock = Clock()
+    first = take(tmp_path, owner(**ELSEWHERE))
+    second = Contender(tmp_path, owner(), clock)
+    assert isinstance(second.attempt(), str)
+    clock.now += STILL_SECONDS - 0.1
+    assert isinstance(second.attempt(), str)
+    clock.now += 0.2
+    lease = second.attempt()
+    assert isinstance(lease, Lease)
+    assert files(tmp_path) == ["lease_2.json"]
+    for wakes_up in (first.check, first.beat, first.check):
+        with pytest.raises(LeaseLostError, match="has taken it over"):
+            wakes_up()
+    assert first.is_lost
+    first.release()
+    lease.check()
+    assert files(tmp_path) == ["lease_2.json"]
+    assert STILL_SECONDS > 5 * BEAT_SECONDS
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"rendezvous_id": "abc"}, id="rendezvous"),
+        pytest.param({"slurm_job": "77"}, id="slurm"),
+    ],
+)
+def test_a_restart_of_the_same_job_takes_over_at_once(
+    tmp_path: Path, changes: dict[str, str]
+) -> None:
+    first = take(tmp_path, replace(owner(**ELSEWHERE), **changes))
+    take(tmp_path, replace(owner(), **changes)).check()
+    with pytest.raises(LeaseLostError):
+        first.check()
+
+
+def test_only_a_process_of_this_very_host_is_known_to_be_dead(tmp_path: Path) -> None:
+    here = owner()
+    assert not here.is_dead_here()
+    again = replace(here, start_ticks=here.start_ticks - 1)  # the number is another process's now
+    gone = replace(here, pid=2**22 + 1)  # above the largest number of a process
+    assert again.is_dead_here()
+    assert gone.is_dead_here()
+    for elsewhere in ({"boot_id": "before"}, {"pid_namespace": "pid:[1]"}):
+        assert not replace(gone, **elsewhere).is_dead_here()
+    take(tmp_path, gone)
+    take(tmp_path, owner()).check()
+    assert files(tmp_path) == ["lease_2.json"]
+
+
+def test_a_released_lease_is_free_and_its_number_is_not_used_again(tmp_path: Path) -> None:
+    first = take(tmp_path, owner(**ELSEWHERE))
+    first.release()
+    with pytest.raises(LeaseLostError, match="this run has ended"):
+        first.check()
+    assert json.loads((tmp_path / "lease_1.json").read_text())["released"] is True
+    take(tmp_path, owner())
+    assert files(tmp_path) == ["lease_2.json"]
+
+
+def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path) -> None:
+    take(tmp_path, owner(**ELSEWHERE)).release()
+    old = lease_module._newest(tmp_path)
+    late = Contender(tmp_path, owner())
+    winner = take(tmp_path, owner())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease_module, "_newest", lambda _root: old)  # what it read just before
+        assert late.attempt() == "another run, which starts at this moment"
+    winner.check()
+    # And one that is later still: its number was used and removed again.
+    winner.release()
+    third = take(tmp_path, owner())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease_module, "_newest", lambda _root: old)
+        assert isinstance(late.attempt(), str)
+    third.check()
+    assert files(tmp_path) == ["lease_3.json"]
+
+
+def test_a_folder_that_was_removed_gets_its_lease_back(tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    lease = take(root, owner())
+    shutil.rmtree(root)
+    with pytest.raises(FileNotFoundError):
+        lease.check()
+    root.mkdir()
+    lease.check()
+    assert files(root) == ["lease_1.json"]
+    shutil.rmtree(root)
+    take(root, owner())
+    with pytest.raises(LeaseLostError):
+        lease.check()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 5000, b"[]", b'{"token": 5}', b"\xff" * 99])
+def test_a_damaged_lease_is_watched_like_any_other(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "lease_9.json").write_bytes(content)
+    clock = Clock()
+    contender = Contender(tmp_path, owner(), clock)
+    assert contender.attempt() == "another run"
+    clock.now += STILL_SECONDS
+    assert isinstance(contender.attempt(), Lease)
+    assert files(tmp_path) == ["lease_10.json"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
+def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "lease_1.json")
+    with pytest.raises(UserError, match=r"lease_1\.json is no regular file: remove it"):
+        Contender(tmp_path, owner()).attempt()
+
+
+def test_what_a_lease_says_is_fit_for_a_terminal(tmp_path: Path) -> None:
+    lease = take(tmp_path, owner(**ELSEWHERE | {"host": "\x1b[2J"}))
+    told = Contender(tmp_path, owner()).attempt()
+    assert isinstance(told, str)
+    assert "on ?[2J" in told
+    lease.check()
+
+
+def test_without_hard_links_a_lease_is_created_exclusively(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_names: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    take(tmp_path, owner()).check()
+    assert not lease_module._create(tmp_path, 1, owner())
+    assert files(tmp_path) == ["lease_1.json"]
+
+
+def alone(lease: Lease) -> Ranks:
+    control = Control(World(), torch.device("cpu"))
+    return Ranks(control, control, range(1), lease)
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 3], ids=["begin", "folder", "tracker", "retire"])
+def test_a_run_without_its_lease_renames_and_removes_nothing(
+    tmp_path: Path, when: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is lost before one check after the other of the save."""
+    finish_checkpoint(begin_checkpoint(tmp_path, 10), 10, {})
+    ours = take(tmp_path, owner(rendezvous_id="a"))
+    check = ours._own_file
+    checks: list[list[str]] = []
+
+    def lose(_self: Lease) -> None:
+        checks.append(files(tmp_path))
+        if len(checks) == when + 1:
+            take(tmp_path, owner(rendezvous_id="a"))  # a restart of the same job, for example
+        with check():
+            pass
+
+    monkeypatch.setattr(Lease, "check", lose)
+    with pytest.raises(LeaseLostError, match="has taken it over"):
+        write_states(
+            tmp_path, 20, {}, {}, ranks=alone(ours), log=lambda _line: None, retain_interval=100
+        )
+    assert len(checks) == when + 1, "it stops at the first check that fails"
+    done = {"iter_0000010"} | ({"iter_0000020"} if when > 1 else set())
+    assert {name for name in files(tmp_path) if name.startswith("iter_")} == done
+    assert latest_iteration(tmp_path) == (20 if when > 2 else 10)
+
+
+def test_two_owners_never_write_into_one_partial_folder(tmp_path: Path) -> None:
+    ours = begin_checkpoint(tmp_path, 20, token="ours")
+    theirs = begin_checkpoint(tmp_path, 20, token="theirs")
+    assert not ours.exists()
+    assert theirs.name == "iter_0000020.theirs.partial"
+    with pytest.raises(FileNotFoundError):
+        finish_checkpoint(ours, 20, {})
+    finish_checkpoint(theirs, 20, {})
+    assert latest_iteration(tmp_path) == 20
+
+
+def test_the_start_says_why_it_waits_and_ends_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = take(tmp_path, owner(**ELSEWHERE))
+    said: list[str] = []
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    control = Control(World(), torch.device("cpu"))
+    monkeypatch.setattr("time.sleep", lambda _seconds: first.beat())
+    refused = pytest.raises(UserError, match="in use by process 4321 on node7")
+    with refused, claimed(tmp_path, control, said.append):
+        raise AssertionError("two runs own the folder")
+    (line,) = said
+    assert line.startswith(f"--save {tmp_path} belongs to process 4321 on node7, since ")
+    assert line.endswith("after 60 s without one this run takes it over")
+    first.check()
+
+
+def test_the_lease_is_released_also_after_an_error(tmp_path: Path) -> None:
+    control = Control(World(), torch.device("cpu"))
+    with pytest.raises(UserError), claimed(tmp_path, control, lambda _line: None):
+        raise UserError("a mistake that is found late")
+    assert json.loads((tmp_path / "lease_1.json").read_text())["released"] is True
