@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,12 @@ import torch
 from paro.checkpoint import lease as lease_module
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.claim import claimed
-from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint, latest_iteration
+from paro.checkpoint.directory import (
+    begin_checkpoint,
+    finish_checkpoint,
+    iterations_in,
+    latest_iteration,
+)
 from paro.checkpoint.lease import (
     BEAT_SECONDS,
     STILL_SECONDS,
@@ -28,6 +35,7 @@ from paro.checkpoint.save import write_states
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.training.resume import Saver
 
 ELSEWHERE = {"host": "node7", "boot_id": "another boot", "pid": 4321}
 
@@ -216,7 +224,7 @@ def alone(lease: Lease) -> Ranks:
     return Ranks(control, control, range(1), lease)
 
 
-@pytest.mark.parametrize("when", [0, 1, 2, 3], ids=["begin", "folder", "tracker", "retire"])
+@pytest.mark.parametrize("when", [0, 1, 2], ids=["begin", "folder", "tracker"])
 def test_a_run_without_its_lease_renames_and_removes_nothing(
     tmp_path: Path, when: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,13 +243,25 @@ def test_a_run_without_its_lease_renames_and_removes_nothing(
 
     monkeypatch.setattr(Lease, "check", lose)
     with pytest.raises(LeaseLostError, match="has taken it over"):
-        write_states(
-            tmp_path, 20, {}, {}, ranks=alone(ours), log=lambda _line: None, retain_interval=100
-        )
+        write_states(tmp_path, 20, {}, {}, ranks=alone(ours), log=lambda _line: None)
     assert len(checks) == when + 1, "it stops at the first check that fails"
     done = {"iter_0000010"} | ({"iter_0000020"} if when > 1 else set())
     assert {name for name in files(tmp_path) if name.startswith("iter_")} == done
-    assert latest_iteration(tmp_path) == (20 if when > 2 else 10)
+    assert latest_iteration(tmp_path) == 10
+
+
+def test_a_run_without_its_lease_retires_nothing(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        finish_checkpoint(begin_checkpoint(tmp_path, iteration), iteration, {})
+    ours = alone(take(tmp_path, owner(rendezvous_id="a")))
+    checkpoint = SimpleNamespace(save_retain_interval=100)
+    saver: Any = SimpleNamespace(
+        _root=tmp_path, _ranks=ours, _config=SimpleNamespace(checkpoint=checkpoint)
+    )
+    take(tmp_path, owner(rendezvous_id="a"))
+    with pytest.raises(LeaseLostError, match="has taken it over"):
+        Saver._retire_and_write(saver, 20, ours.check_lease)
+    assert iterations_in(tmp_path) == {10, 20}
 
 
 def test_two_owners_never_write_into_one_partial_folder(tmp_path: Path) -> None:

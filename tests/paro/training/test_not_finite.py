@@ -19,7 +19,7 @@ from paro.optim.optimizer import ParoOptimizer
 from paro.sharding.buffers import FlatShard
 from paro.training.assembly import build_training
 from paro.training.resume import Saver
-from tests.end_to_end.test_training import RUN, run_main
+from tests.end_to_end.test_training import RUN, files_in, run_main
 from tests.helpers.training import TINY
 
 
@@ -58,10 +58,6 @@ def test_which_state_of_which_rank_is_not_finite() -> None:
     assert not_finite(shards(), OfTwo("param.x")) == "param.x on rank 1"
     both = not_finite(shards("param", at=3, value=math.nan), OfTwo("param.x"))
     assert both == f"param.{name} on rank 0, the first of 2 ranks"
-
-
-def files_in(root: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def train(root: Path, *words: object) -> Any:
