@@ -25,10 +25,11 @@ from typing import (
     is_typeddict,
 )
 
-from paro.errors import UserError, one_line
+from paro.errors import UserError, one_line, reading
 from paro.regular_file import MAX_BYTES, read_bytes
 
 Count = Annotated[int, range(2**63)]  # 0 or more
+Positive = Annotated[int, range(1, 2**63)]
 
 _MAX_DEPTH = 64
 _SHOWN = 60  # characters of a wrong value
@@ -51,6 +52,9 @@ def read_json(path: Path, kind: Any, what: str = "", *, max_bytes: int = MAX_BYT
 
 def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True) -> Any:
     """A JSON text as a value of type `kind`; without `repeats` no field may be there twice."""
+    if isinstance(text, bytes):
+        with reading(what):
+            text = text.decode("utf-8-sig")
     try:
         value = json.loads(text, object_pairs_hook=None if repeats else _without_repeats)
         _check_depth(value)
@@ -58,7 +62,7 @@ def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True)
         raise UserError(f"{what}: {error}") from None
     except RecursionError:
         raise UserError(f"{what} is nested too deeply") from None
-    except ValueError as error:  # also bytes that are no UTF-8, or a number of 5,000 digits
+    except ValueError as error:  # also a number of 5,000 digits
         raise UserError(f"{what} is not valid JSON: {str(error).split(';')[0]}") from None
     return conform(value, kind, what)
 
@@ -111,7 +115,8 @@ def _conform(value: Any, kind: Any) -> Any:
         inner, allowed = get_args(kind)
         value = _conform(value, inner)
         if value not in allowed:
-            limits = "0 or more" if kind == Count else f"from {allowed[0]} to {allowed[-1]}"
+            more = allowed[-1] >= 2**62
+            limits = f"{allowed[0]} or more" if more else f"from {allowed[0]} to {allowed[-1]}"
             raise _WrongError(f"{_shown(value)} cannot be, it must be {limits}")
         return value
     if origin in (Union, UnionType):
