@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from paro.errors import UserError
-from paro.regular_file import read_text
-from paro.schema import parse_json, read_json
+from paro.untrusted.regular_file import read_text
+from paro.untrusted.schema import parse_json, read_json
 
 SURPLUS = 0.005  # as in Megatron: extra samples built of every corpus, against rounding
 MAX_CORPORA = np.iinfo(np.int16).max - 1

@@ -14,7 +14,7 @@ from data.atomic_file import replacing
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
-from paro.schema import read_json
+from paro.untrusted.schema import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from paro.errors import UserError
-from paro.regular_file import read_text
-from paro.schema import read_json
+from paro.untrusted.regular_file import read_text
+from paro.untrusted.schema import read_json
 
 END = "<|endoftext|>"
 VOCAB_FILE, MERGE_FILE = "vocab.json", "merges.txt"  # their names in a Hugging Face folder

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from paro.errors import UserError
-from paro.regular_file import read_bytes
-from paro.schema import read_json
+from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.schema import read_json
 
 TOKENIZER_JSON = "tokenizer.json"
 # Names of special token roles in transformers.

@@ -8,7 +8,7 @@ from typing import Any, NotRequired, TypedDict
 
 from model.config import LlamaConfig
 from paro.errors import UserError
-from paro.schema import conform
+from paro.untrusted.schema import conform
 
 _OUTSIDE_BLOCKS = {
     "embedding.weight": "model.embed_tokens.weight",

@@ -26,7 +26,7 @@ from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import latest_iteration
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
-from paro.regular_file import read_text
+from paro.untrusted.regular_file import read_text
 
 UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete character
 

@@ -9,7 +9,7 @@ import yaml
 
 from paro.arguments.unknown import hint_for
 from paro.errors import UserError
-from paro.regular_file import read_text
+from paro.untrusted.regular_file import read_text
 
 FLAG = "--yaml-cfg"
 _MOST_BYTES = 2**20

@@ -30,8 +30,8 @@ from paro.checkpoint.manifest import (
     write_manifest,
 )
 from paro.errors import UserError, reading
-from paro.regular_file import read_bytes
-from paro.schema import Count, parse_json
+from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.schema import Count, parse_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"

@@ -19,7 +19,7 @@ from typing import Any, NotRequired, TypedDict
 
 from paro.checkpoint.checksum import crc32
 from paro.errors import UserError, describe, reading
-from paro.schema import Count, conform, read_json
+from paro.untrusted.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2  # 1 had no manifest

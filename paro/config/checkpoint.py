@@ -11,7 +11,7 @@ from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
 from paro.errors import UserError
 from paro.optim.lr_schedule import ScheduleConfig
-from paro.schema import conform
+from paro.untrusted.schema import conform
 
 
 def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from paro.errors import UserError, writing
-from paro.regular_file import read_bytes
 from paro.report.record import Metrics
-from paro.schema import parse_json
+from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.schema import parse_json
 
 _BEGINNING = '{"iteration": '
 _MOST_BYTES = 2**32

@@ -11,9 +11,9 @@ from datetime import datetime
 from pathlib import Path
 
 from paro.errors import UserError
-from paro.regular_file import read_bytes
 from paro.report.log import Log
 from paro.report.record import RunFacts
+from paro.untrusted.regular_file import read_bytes
 
 PROGRESS_FILE = "progress.txt"
 _TIME = "%Y-%m-%d %H:%M:%S"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from paro.errors import UserError
-from paro.schema import Count, read_json
+from paro.untrusted.schema import Count, read_json
 
 
 class _Start(TypedDict):

@@ -34,9 +34,9 @@ from paro.optim.finite import not_finite
 from paro.optim.loss_scale import start_loss_scale
 from paro.report.log import Log
 from paro.report.progress import ProgressFile
-from paro.schema import conform
 from paro.training.changed_flags import order_changes, schedule_change
 from paro.training.step import Training, TrainState
+from paro.untrusted.schema import conform
 
 # The model fields that may differ between the run that saved and the one that loads.
 _FREE_MODEL_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")

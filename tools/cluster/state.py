@@ -14,7 +14,7 @@ from typing import Literal
 
 from data.atomic_file import replacing
 from paro.errors import UserError
-from paro.schema import read_json
+from paro.untrusted.schema import read_json
 from tools.cluster.spec import ClusterSpec, check_name
 
 RUNTIME = Path("/run")

@@ -14,7 +14,7 @@ from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path,
 from data.sources import Piece
 from data.tokenizer import build_tokenizer
 from paro.errors import UserError, writing
-from paro.schema import read_json
+from paro.untrusted.schema import read_json
 from tools.preprocessing.encode import EncodingPlan, Tally
 
 

@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any, TypedDict
 
 from paro.errors import UserError
-from paro.regular_file import read_text
 from paro.report.config import run_record_path
 from paro.report.run_record_file import read_record
-from paro.schema import Count, parse_json
+from paro.untrusted.regular_file import read_text
+from paro.untrusted.schema import Count, parse_json
 
 _SETTLING = 0.1  # fraction of the lines, at the start, that speed figures leave out
 

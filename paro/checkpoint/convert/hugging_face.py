@@ -18,7 +18,7 @@ from model.hugging_face import hugging_face_config, hugging_face_name, llama_con
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors
 from paro.errors import UserError, about
-from paro.schema import read_json
+from paro.untrusted.schema import read_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -21,7 +21,7 @@ from paro.checkpoint.convert.source import (
 )
 from paro.checkpoint.convert.torch_file import lazy, load_torch_file
 from paro.errors import UserError
-from paro.schema import Positive, read_json
+from paro.untrusted.schema import Positive, read_json
 
 PARAMS = "params.json"
 

@@ -38,7 +38,7 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files, read_metadata
 from paro.errors import UserError
-from paro.schema import conform
+from paro.untrusted.schema import conform
 
 COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
 # Fields that a run may change; common.json does not have them among the model's fields.

@@ -14,7 +14,7 @@ from torch import Tensor
 from model.config import LlamaConfig, parameter_shapes
 from paro.errors import UserError
 from paro.layout import Shape
-from paro.schema import read_json
+from paro.untrusted.schema import read_json
 
 # How much of a tensor is read at once; a conversion holds a few times as much in memory.
 PIECE_BYTES = 2**27

@@ -42,9 +42,9 @@ from paro.planning.machine.machine import (
     bits_per_second,
     rate_text,
 )
-from paro.regular_file import read_bytes
-from paro.schema import parse_json
 from paro.topology import Axes
+from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.schema import parse_json
 
 FORMAT = "paro-machine-1"
 SHIPPED = Path(__file__).parent / "shipped"

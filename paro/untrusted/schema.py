@@ -26,7 +26,7 @@ from typing import (
 )
 
 from paro.errors import UserError, one_line, reading
-from paro.regular_file import MAX_BYTES, read_bytes
+from paro.untrusted.regular_file import MAX_BYTES, read_bytes
 
 Count = Annotated[int, range(2**63)]  # 0 or more
 Positive = Annotated[int, range(1, 2**63)]

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import pytest
 
 from paro.errors import UserError
-from paro.regular_file import read_bytes, read_text
-from paro.schema import Count, conform, parse_json, read_json
+from paro.untrusted.regular_file import read_bytes, read_text
+from paro.untrusted.schema import Count, conform, parse_json, read_json
 
 
 class Colour(Enum):
