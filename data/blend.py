@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paro.errors import UserError, reading
+from paro.errors import UserError
+from paro.untrusted.regular_file import read_text
+from paro.untrusted.schema import parse_json, read_json
 
 SURPLUS = 0.005  # as in Megatron: extra samples built of every corpus, against rounding
 MAX_CORPORA = np.iinfo(np.int16).max - 1
@@ -33,6 +35,15 @@ class Blend:
         assert self.weights is not None, "a blend by size has no weights"
         weights = np.array(self.weights, dtype=np.float64)
         return [float(share) for share in weights / np.sum(weights)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Splits:
+    """The file of --per-split-data-args-path."""
+
+    train: str | list[Any] | None = None
+    valid: str | list[Any] | None = None
+    test: str | list[Any] | None = None
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
@@ -63,34 +74,31 @@ def read_blend(path: str, flag: str) -> Blend:
     In a list, a nested list may replace a path; its members divide the weight before it according
     to their own weights.
     """
-    text = _read_text(path, flag)
+    text = read_text(path, f"{flag} {path}")
     if not text.lstrip().startswith("["):
         return parse_blend(text.split(), f"{flag} {path}:")
-    return _blend_of(_parse_json(text, path, flag), f"{flag} {path}:")
+    return _blend_of(parse_json(text, list[Any], f"{flag} {path}"), f"{flag} {path}:")
 
 
 def read_blend_per_split(path: str, flag: str) -> dict[str, Blend]:
     """The blends of train, valid and test from a JSON object: words or a list under each name."""
-    content = _parse_json(_read_text(path, flag), path, flag)
-    names = ("train", "valid", "test")
-    if not isinstance(content, dict) or not set(content) <= set(names):
+    try:
+        splits: _Splits = read_json(Path(path), _Splits, f"{flag} {path}")
+    except UserError as error:
         raise UserError(
-            f'{flag} {path} is not understood: give {{"train": [...], "valid": [...], "test": '
-            "[...]}, each a list of weights and paths, or of paths"
-        )
+            f'{error}; give {{"train": [...], "valid": [...], "test": [...]}}, each a list of '
+            "weights and paths, or of paths"
+        ) from error
     return {
-        name: _blend_of(content[name], f"{flag} {path}, {name}:")
-        for name in names
-        if content.get(name)
+        name: _blend_of(content, f"{flag} {path}, {name}:")
+        for name, content in asdict(splits).items()
+        if content
     }
 
 
-def _blend_of(content: Any, flag: str) -> Blend:
-    if isinstance(content, str):
-        return parse_blend(content.split(), flag)
-    if not isinstance(content, list):
-        raise UserError(f"{flag} holds no list of paths, or of weights and paths")
-    return parse_blend(_flatten(content, flag), flag)
+def _blend_of(content: str | list[Any], flag: str) -> Blend:
+    words = content.split() if isinstance(content, str) else _flatten(content, flag)
+    return parse_blend(words, flag)
 
 
 def _flatten(content: list[Any], flag: str) -> list[str]:
@@ -140,18 +148,6 @@ def _number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-def _read_text(path: str, flag: str) -> str:
-    with reading(f"{flag} {path}"):
-        return Path(path).read_text(encoding="utf-8")
-
-
-def _parse_json(text: str, path: str, flag: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{flag} {path} is not valid JSON: {error}") from error
 
 
 def members_of(shares: Sequence[float], num_samples: int) -> list[int]:

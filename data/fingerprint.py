@@ -13,7 +13,8 @@ from pathlib import Path
 from data.atomic_file import replacing
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig
-from paro.errors import UserError, reading
+from paro.errors import UserError
+from paro.untrusted.schema import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +68,16 @@ def fingerprint_path(prefix: str | Path) -> Path:
 def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
     """The fingerprint of a corpus; None if it has none, like corpora made by Megatron."""
     path = fingerprint_path(prefix)
-    if not path.is_file():
+    if not path.exists():
         return None
-    with reading(f"{path}"):
-        content = path.read_bytes()
     try:
-        return Fingerprint(**json.loads(content))
-    except (ValueError, TypeError) as error:
+        found: Fingerprint = read_json(path, Fingerprint)
+    except UserError as error:
         raise UserError(
-            f"{path} is damaged: write the corpus again, or remove this file to go without the "
-            "check of its tokenizer"
+            f"{error}; write the corpus again, or remove this file to go without the check of its "
+            "tokenizer"
         ) from error
+    return found
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> None:

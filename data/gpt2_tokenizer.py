@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paro.errors import UserError, reading
+from paro.errors import UserError
+from paro.untrusted.regular_file import read_text
+from paro.untrusted.schema import read_json
 
 END = "<|endoftext|>"
 VOCAB_FILE, MERGE_FILE = "vocab.json", "merges.txt"  # their names in a Hugging Face folder
@@ -72,28 +74,19 @@ def _load(vocab_file: Path, merge_file: Path) -> Any:
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
     """Pieces and their ids, which are consecutive from 0."""
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"--vocab-file {path} is missing: give GPT-2's vocab.json")
-    try:
-        found = json.loads(path.read_bytes())
-        ids = sorted(found.values())
-    except (ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"--vocab-file {path} is not a JSON object of pieces and ids") from error
-    if ids != list(range(len(ids))):
-        raise UserError(
-            f"--vocab-file {path} is not a JSON object of pieces and ids: they must count from 0 "
-            "without a gap"
-        )
-    vocabulary: dict[str, int] = found
+    vocabulary: dict[str, int] = read_json(path, dict[str, int], f"--vocab-file {path}")
+    if sorted(vocabulary.values()) != list(range(len(vocabulary))):
+        raise UserError(f"--vocab-file {path}: the ids must count from 0 without a gap")
     return vocabulary
 
 
 def _read_merges(path: Path, vocabulary: dict[str, int], vocab_file: Path) -> list[tuple[str, str]]:
     """Pairs of pieces, in order of preference."""
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"--merge-file {path} is missing: give GPT-2's merges.txt")
-    with reading(f"--merge-file {path}"):
-        lines = path.read_text(encoding="utf-8").split("\n")
+    lines = read_text(path, f"--merge-file {path}").split("\n")
     merges = []
     for number, line in enumerate(lines, start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from paro.errors import UserError
+from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.schema import read_json
 
 TOKENIZER_JSON = "tokenizer.json"
 # Names of special token roles in transformers.
@@ -28,7 +29,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, model: str) -> None:
         path = Path(model)
-        if path.is_file():
+        if path.exists() and not path.is_dir():
             loaded = _load_tokenizer_json(path)
         elif (path / TOKENIZER_JSON).is_file():
             # Importing transformers alone takes ten times as long as this whole load.
@@ -40,12 +41,19 @@ class HuggingFaceTokenizer:
                 f"--tokenizer-model {model} does not say which token ends a document: put "
                 '{"eos_token": "..."} into the tokenizer_config.json beside it'
             )
+        if not loaded.vocabulary:
+            raise UserError(f"--tokenizer-model {model} has an empty vocabulary")
         self.text_prefix: tuple[int, ...] = ()
         self._encode = loaded.encode
         self._encode_batch = loaded.encode_batch
         self._decode = loaded.decode
         self.vocabulary = loaded.vocabulary
         self.vocab_size = max(loaded.vocabulary.values()) + 1
+        if not 0 <= loaded.eos < self.vocab_size:
+            raise UserError(
+                f"--tokenizer-model {model} ends documents with the id {loaded.eos}, and it has "
+                f"{self.vocab_size} ids: correct the eos_token_id in the config.json beside it"
+            )
         self.eod = loaded.eos
         self.bos = loaded.bos
 
@@ -70,14 +78,46 @@ class _Loaded(NamedTuple):
     bos: int | None
 
 
+class _Token(TypedDict):
+    """The fields of tokenizers.AddedToken."""
+
+    content: str
+    single_word: NotRequired[bool]
+    lstrip: NotRequired[bool]
+    rstrip: NotRequired[bool]
+    normalized: NotRequired[bool]
+    special: NotRequired[bool]
+
+
+_Named = str | _Token | None
+_Extra = list[str | _Token] | dict[str, str | _Token] | None
+
+
+class _TokenizerFields(TypedDict, total=False):
+    """Which fields of tokenizer_config.json and special_tokens_map.json are read."""
+
+    bos_token: _Named
+    eos_token: _Named
+    unk_token: _Named
+    sep_token: _Named
+    pad_token: _Named
+    cls_token: _Named
+    mask_token: _Named
+    added_tokens_decoder: dict[int, _Token]
+    extra_special_tokens: _Extra
+    additional_special_tokens: _Extra
+    split_special_tokens: bool | None
+
+
 def _load_tokenizer_json(path: Path, *, more_tokens: bool = False) -> _Loaded:
     """`more_tokens`: also add tokens from the files next to it, like transformers does."""
     try:
         import tokenizers
     except ImportError as error:
         raise UserError("--tokenizer-type HuggingFaceTokenizer needs tokenizers") from error
+    content = read_bytes(path, f"--tokenizer-model {path}")
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"--tokenizer-model {path} is not a tokenizer.json") from error
     tokenizer.no_truncation()  # a file may enable it
@@ -88,7 +128,7 @@ def _load_tokenizer_json(path: Path, *, more_tokens: bool = False) -> _Loaded:
         for token in _added_tokens(path.parent, config):
             if token["content"] not in known:  # the first of two equal tokens counts
                 known.add(token["content"])
-                tokenizer.add_tokens([tokenizers.AddedToken(**token)])
+                tokenizer.add_tokens([_added_token(token)])
         tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
 
     def special(part: str) -> int | None:
@@ -112,9 +152,9 @@ def _load_tokenizer_json(path: Path, *, more_tokens: bool = False) -> _Loaded:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """The fields of tokenizer_config.json, and of special_tokens_map.json in older folders."""
-    config = _read(folder / "tokenizer_config.json")
+    config = _read(folder / "tokenizer_config.json", _TokenizerFields)
     if "added_tokens_decoder" not in config:
-        config |= _read(folder / "special_tokens_map.json")
+        config |= _read(folder / "special_tokens_map.json", _TokenizerFields)
     return config
 
 
@@ -129,14 +169,19 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[dict[str,
     ]
     if "added_tokens_decoder" in config:
         decoder = config["added_tokens_decoder"]
-        yield from (decoder[number] for number in sorted(decoder, key=int))
+        yield from (decoder[number] for number in sorted(decoder))
     else:
         texts = {token["content"] for token in special}
-        ids = _read(folder / "added_tokens.json")
-        for text in sorted(ids, key=lambda text: int(ids[text])):
+        ids = _read(folder / "added_tokens.json", dict[str, int])
+        for text in sorted(ids, key=lambda text: ids[text]):
             yield {"content": text, "normalized": text not in texts, "special": text in texts}
-    for token in special:
-        yield {name: value for name, value in token.items() if name != "__type"}
+    yield from special
+
+
+def _added_token(fields: Mapping[str, Any]) -> Any:
+    from tokenizers import AddedToken
+
+    return AddedToken(**{name: fields[name] for name in _Token.__annotations__ if name in fields})
 
 
 def _content(token: Any) -> str | None:
@@ -148,23 +193,15 @@ def _content(token: Any) -> str | None:
 def _model_says(folder: Path, field: str) -> int | None:
     """A special id from config.json or generation_config.json, if it is a single id."""
     for name in ("config.json", "generation_config.json"):
-        value = _read(folder / name).get(field)
-        if isinstance(value, int):
+        value = _read(folder / name, dict[str, Any]).get(field)
+        if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: Any) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        fields = json.loads(path.read_bytes())
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} is not a JSON object: repair or remove it")
-    return fields
+    return dict(read_json(path, kind)) if path.exists() else {}
 
 
 def _load_with_transformers(model: str) -> _Loaded:
@@ -175,7 +212,9 @@ def _load_with_transformers(model: str) -> _Loaded:
             f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # OSError, ValueError, TypeError and more, depending on the folder
         raise UserError(
             f"--tokenizer-model {model} is neither a tokenizer.json nor a tokenizer that "

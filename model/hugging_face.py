@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from model.config import LlamaConfig
 from paro.errors import UserError
+from paro.untrusted.schema import conform
 
 _OUTSIDE_BLOCKS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -130,6 +131,45 @@ _ROPE_SCALING = {
 }
 
 
+class _Rope(TypedDict, total=False):
+    rope_theta: float
+    rope_type: str
+    type: str
+
+
+class _Scaling(TypedDict):
+    """The fields of rope_type llama3."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+
+class _Kind(TypedDict, total=False):
+    model_type: str
+
+
+class _Fields(TypedDict):
+    """Which fields of config.json are read."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    vocab_size: int
+    num_key_value_heads: NotRequired[int | None]
+    head_dim: NotRequired[int | None]
+    rms_norm_eps: NotRequired[float]
+    max_position_embeddings: NotRequired[int]
+    initializer_range: NotRequired[float]
+    tie_word_embeddings: NotRequired[bool]
+    rope_theta: NotRequired[float]
+    rope_parameters: NotRequired[_Rope | None]
+    rope_scaling: NotRequired[_Rope | None]
+    layer_types: NotRequired[list[str] | None]
+
+
 def hugging_face_name(name: str) -> str:
     """A parameter's name in transformers; shapes and channel order are the same."""
     if name in _OUTSIDE_BLOCKS:
@@ -176,16 +216,14 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
 
     `UserError` names the first feature that this model does not support.
     """
-    family = _family(fields)
+    family = _family(conform(dict(fields), _Kind, ""))
+    fields = conform(dict(fields), _Fields, "")
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     for name, (ours, meaning) in _FIXED.items():
         theirs = rope.get(name, fields.get(name, ours))
         if theirs != ours:
             raise UserError(f"{name} is {theirs!r} there and has to be {ours!r} ({meaning})")
     _check_window(fields, family)
-    for name in _SIZES.values():
-        if not isinstance(fields.get(name), int):
-            raise UserError(f"{name} is {fields.get(name)!r} there and not a whole number")
     sizes = {own: fields[theirs] for own, theirs in _SIZES.items()}
     heads = sizes["num_attention_heads"]
     groups = fields.get("num_key_value_heads", family.num_key_value_heads)
@@ -240,7 +278,6 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"rope_type is {kind!r} there and has to be default or llama3 (scaled positions)"
         )
-    factors = {ours: float(rope[theirs]) for ours, theirs in _ROPE_SCALING.items()}
-    original = int(rope["original_max_position_embeddings"])
-    factors["rope_scaling_original_max_position_embeddings"] = original
+    scaling = conform(dict(rope), _Scaling, "")
+    factors = {ours: scaling[theirs] for ours, theirs in _ROPE_SCALING.items()}
     return {"rotary_base": base, "use_rope_scaling": True, **factors}

@@ -17,6 +17,7 @@ _STORAGE_FAILURES = (
 )
 # What torch, CUDA and cuBLAS write where they raise a plain RuntimeError.
 _MEMORY_TEXTS = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_LONGEST_LINE = 2000
 
 
 class UserError(ValueError):
@@ -34,10 +35,35 @@ class UserError(ValueError):
         self.on_this_rank = on_this_rank
 
     def __str__(self) -> str:
-        lines = [" ".join(mistake.split()) for mistake in self.args]
+        lines = [one_line(mistake) for mistake in self.args]
         if len(lines) > 1:
             lines = [f"{len(lines)} mistakes:", *(f"  {line}" for line in lines)]
-        return "\n".join([*lines, self.example] if self.example else lines)
+        return "\n".join([*lines, printable(self.example)] if self.example else lines)
+
+
+def printable(text: str) -> str:
+    """The text with every character escaped that a terminal would act upon or hide.
+
+    Names in files and flags may hold ANSI escapes, or marks that reverse the direction of text.
+    Ends of lines and tabs are left: the layout of what is printed.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def one_line(text: str) -> str:
+    """The text as one printable line of at most `_LONGEST_LINE` characters, its middle cut out."""
+    line = printable(" ".join(text.split()))
+    if len(line) <= _LONGEST_LINE:
+        return line
+    half = (_LONGEST_LINE - 5) // 2
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 class RunError(Exception):
@@ -94,8 +120,8 @@ def describe(error: BaseException) -> str:
     if is_memory_failure(error):
         return _describe_memory(str(error))
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    first_line = (str(error).splitlines() or [""])[0]
+        return one_line(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+    first_line = one_line((str(error).splitlines() or [""])[0])
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 

@@ -26,6 +26,7 @@ from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import latest_iteration
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
+from paro.untrusted.regular_file import read_text
 
 UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete character
 
@@ -236,8 +237,7 @@ def make_parser() -> argparse.ArgumentParser:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     prompts: list[str] = list(args.prompt or ())
     if args.prompt_file is not None:
-        with reading(f"--prompt-file {args.prompt_file}"):
-            prompts += args.prompt_file.read_text(encoding="utf-8").splitlines()
+        prompts += read_text(args.prompt_file, f"--prompt-file {args.prompt_file}").splitlines()
     if not prompts:
         raise UserError("there is nothing to continue: give --prompt or --prompt-file")
     return prompts

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser
 from collections.abc import Iterable
-from pathlib import Path
 
 import yaml
 
 from paro.arguments.unknown import hint_for
-from paro.errors import UserError, reading
+from paro.errors import UserError
+from paro.untrusted.regular_file import read_text
 
 FLAG = "--yaml-cfg"
+_MOST_BYTES = 2**20
 
 
 def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]:
@@ -46,12 +47,11 @@ def _spell(option: object) -> str:
 
 
 def _read_mapping(path: str) -> Iterable[tuple[str, object]]:
-    with reading(f"{FLAG} {path}"):
-        text = Path(path).read_text(encoding="utf-8")
+    text = read_text(path, f"{FLAG} {path}", max_bytes=_MOST_BYTES)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-01
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date of month 13
         raise UserError(f"{FLAG} {path} is no YAML: {error}") from error
     if values is None:
         return []

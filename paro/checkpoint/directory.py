@@ -15,28 +15,52 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from paro.checkpoint.manifest import (
     FORMAT_VERSION,
     DamagedError,
     FileSum,
     check_format,
+    damaged,
     library_versions,
     read_manifest,
     sum_of,
     write_durably,
     write_manifest,
 )
-from paro.errors import UserError, describe, reading
+from paro.errors import UserError, reading
+from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.schema import Count, parse_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
 METADATA = ".metadata"
 RANK_MARK = ".rank_"
+_MOST_TRACKED = 4096  # bytes of a tracker that are read
 _REPLACED = ".replaced"
 _PARTIAL = ".partial"
 _EARLIER = "earlier_"
+
+
+class _Common(TypedDict):
+    """Which fields of common.json are read, of a run or a conversion; older ones have fewer."""
+
+    format_version: int
+    iteration: Count
+    versions: NotRequired[dict[str, Any]]
+    model: NotRequired[dict[str, int | float | bool | str | None]]
+    state: NotRequired[dict[str, Any]]
+    order: NotRequired[dict[str, Any] | None]
+    schedule: NotRequired[dict[str, Any] | None]
+    tokenizer: NotRequired[dict[str, int | str | None] | None]
+    vocab_size: NotRequired[Annotated[int, range(1, 2**40)]]
+    num_optimizer_steps: NotRequired[Count]
+    global_batch_size: NotRequired[Annotated[int, range(1, 2**40)]]
+    parameters_only: NotRequired[bool]
+    has_moments: NotRequired[bool]
+    dynamic_loss_scale: NotRequired[bool]
+    begins_with_bos: NotRequired[bool]
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:
@@ -46,19 +70,20 @@ def iteration_directory(root: Path, iteration: int) -> Path:
 def latest_iteration(directory_root: str | Path) -> int | None:
     """The iteration in the tracker; None if nothing was saved. `DamagedError` for a bad tracker."""
     root = Path(directory_root)
-    with reading(f"{root / TRACKER}"):
-        try:
-            text = (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-        except FileNotFoundError:
+    path = root / TRACKER
+    with reading(f"{path}"):
+        if root.exists() and not root.is_dir():
+            raise UserError(f"{root} is a file: give a folder of checkpoints")
+        if not path.exists():
             _refuse_strangers(root)
             return None
-        except NotADirectoryError:
-            raise UserError(f"{root} is a file: give a folder of checkpoints") from None
-    if not (text.isascii() and text.isdigit()):
+    with damaged(path):
+        text = read_bytes(path, max_bytes=_MOST_TRACKED).decode(errors="replace").strip()
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
         if not iterations_in(root):
             _refuse_strangers(root)
         raise DamagedError(
-            f"{root / TRACKER} says {text[:40]!r}: write the number of an iter_* folder into it"
+            f"{path} says {text[:40]!r}: write the number of an iter_* folder into it"
         )
     return int(text)
 
@@ -188,16 +213,11 @@ def common_of(directory: Path) -> dict[str, Any]:
     """The contents of common.json in an iteration's folder; `DamagedError` if it is damaged."""
     manifest = read_manifest(directory)
     path = directory / COMMON
-    try:
-        content = path.read_bytes() if manifest is None else manifest.read_file(COMMON)
-        common = json.loads(content)
-        format_version, _ = common["format_version"], common["iteration"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedError(
-            f"{path} is missing or damaged ({describe(error)}): resume from another iteration"
-        ) from None
-    check_format(directory, format_version, common.get("versions"))
-    return dict(common)
+    with damaged(path):
+        content = read_bytes(path) if manifest is None else manifest.read_file(COMMON)
+        common: dict[str, Any] = parse_json(content, _Common, str(path))
+        check_format(directory, common)
+    return common
 
 
 def begin_checkpoint(

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from paro.checkpoint.checksum import crc32
 from paro.errors import UserError, describe, reading
+from paro.untrusted.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2  # 1 had no manifest
@@ -28,6 +30,28 @@ _BLOCK_BYTES = 2**20
 
 class DamagedError(UserError):
     """A checkpoint is incomplete or damaged; an older one may be complete."""
+
+
+class LaterFormatError(UserError):
+    """A checkpoint of a later version of this project."""
+
+
+class _Versions(TypedDict):
+    format_version: int
+    versions: NotRequired[dict[str, Any]]
+
+
+class _File(TypedDict):
+    crc32: list[tuple[Count, Count]]  # length and checksum of every stretch
+
+
+class _Facts(TypedDict):
+    """The fields of a manifest."""
+
+    iteration: Count
+    versions: dict[str, str]
+    arguments: dict[str, Any]
+    files: dict[str, _File]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,20 +179,19 @@ def write_manifest(
 def read_manifest(directory: Path) -> Manifest | None:
     """The manifest of an iteration's folder, None for format 1; `DamagedError` if it is damaged."""
     path = directory / MANIFEST
-    try:
-        facts = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        if _is_of_format_1(directory):
-            return None
-        raise DamagedError(f"{path} is missing: the save was not finished") from None
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{path} is damaged ({describe(error)})") from None
-    if not isinstance(facts, dict) or not isinstance(facts.get("format_version"), int):
-        raise DamagedError(f"{path} is damaged (no format_version)")
-    check_format(directory, facts["format_version"], facts.get("versions"))
-    checksum = facts.pop("crc32", None)
-    if checksum != crc32(_canonical(facts)):
-        raise DamagedError(f"{path} is damaged (wrong checksum)")
+    with damaged(path):
+        if not path.exists():
+            if _is_of_format_1(directory):
+                return None
+            raise DamagedError(f"{path} is missing: the save was not finished")
+        facts = read_json(path, dict[str, Any])
+        check_format(directory, conform(facts, _Versions, str(path)))
+        if facts.pop("crc32", None) != crc32(_canonical(facts)):
+            raise UserError(f"{path}: wrong checksum")
+        facts = conform(facts, _Facts, str(path))
+        for name in facts["files"]:
+            if Path(name).name != name:
+                raise UserError(f"{path}: files.{name}: is no name of a file in this folder")
     return Manifest(
         directory=directory,
         iteration=facts["iteration"],
@@ -178,14 +201,28 @@ def read_manifest(directory: Path) -> Manifest | None:
     )
 
 
-def check_format(directory: Path, format_version: object, versions: object) -> None:
-    """Raises `UserError` for the format of a later version of this project."""
-    if not isinstance(format_version, int) or format_version > FORMAT_VERSION:
-        named = versions.items() if isinstance(versions, dict) else ()
+@contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Around a call that reads a file of a checkpoint: an error is a `DamagedError`."""
+    try:
+        yield
+    except (DamagedError, LaterFormatError):
+        raise
+    except UserError as error:
+        detail = str(error).removeprefix(str(path)).removeprefix(":").strip()
+        raise DamagedError(f"{path} is damaged ({detail})") from None
+    except OSError as error:
+        raise DamagedError(f"{path} is damaged ({describe(error)})") from None
+
+
+def check_format(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Raises `LaterFormatError` for the format of a later version of this project."""
+    if facts["format_version"] > FORMAT_VERSION:
+        named = facts.get("versions", {}).items()
         with_them = ", with " * bool(named) + ", ".join(f"{name} {v}" for name, v in named)
-        raise UserError(
-            f"{directory} has format {format_version}, and this version reads formats up to "
-            f"{FORMAT_VERSION}: use the version that wrote it{with_them}"
+        raise LaterFormatError(
+            f"{directory} has format {facts['format_version']}, and this version reads formats up "
+            f"to {FORMAT_VERSION}: use the version that wrote it{with_them}"
         )
 
 
@@ -199,7 +236,7 @@ def write_durably(path: Path, text: str) -> FileSum:
     return sum_of(content)
 
 
-def _file_sum(pairs: list[list[int]]) -> FileSum:
+def _file_sum(pairs: list[tuple[int, int]]) -> FileSum:
     stretches, begin = [], 0
     for length, checksum in pairs:
         stretches.append(Stretch(begin=begin, length=length, checksum=checksum))
@@ -213,9 +250,10 @@ def _canonical(facts: Mapping[str, Any]) -> bytes:
 
 def _is_of_format_1(directory: Path) -> bool:
     try:
-        return json.loads((directory / "common.json").read_bytes())["format_version"] == 1
-    except (OSError, ValueError, KeyError, TypeError):
+        facts = read_json(directory / "common.json", _Versions)
+    except (OSError, UserError):
         return False
+    return bool(facts["format_version"] == 1)
 
 
 def _wrong(path: Path, begin: int, stop: int) -> str:

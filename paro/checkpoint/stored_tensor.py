@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paro.errors import UserError
+
 _DTYPES = {
     "FloatStorage": torch.float32,
     "BFloat16Storage": torch.bfloat16,
@@ -33,9 +35,13 @@ def tensor_in(content: memoryview) -> Tensor:
         return _view_of(content, window)
     except (zipfile.BadZipFile, pickle.UnpicklingError, _UnusualError):
         window.seek(0)
-        saved = torch.load(window, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(window, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            # torch's own text explains how to run the code in a file.
+            raise RefusedError("refused: not a tensor, and no code in it was run") from None
         if not isinstance(saved, Tensor):
-            raise ValueError(f"it holds a {type(saved).__name__} and no tensor") from None
+            raise RefusedError(f"refused: not a tensor but a {type(saved).__name__}") from None
         return saved
 
 
@@ -65,6 +71,10 @@ class Window(io.RawIOBase):
 
     def tell(self) -> int:
         return self._position
+
+
+class RefusedError(UserError):
+    """What was saved is no tensor."""
 
 
 class _UnusualError(Exception):

@@ -11,6 +11,7 @@ from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
 from paro.errors import UserError
 from paro.optim.lr_schedule import ScheduleConfig
+from paro.untrusted.schema import conform
 
 
 def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
@@ -37,7 +38,7 @@ def _directory(load: str, ckpt_step: int | None) -> Path | None:
 
 def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
     """The flags with the checkpoint's model sizes, and its tokenizer if the flags give none."""
-    model = dict(common["model"])
+    model = dict(common.get("model", {}))
     rows = model.pop("vocab_size")
     taken = {name: value for name, value in model.items() if hasattr(args, name)}
     taken |= {
@@ -63,4 +64,7 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
 def with_checkpoint_schedule(schedule: ScheduleConfig, common: dict[str, Any]) -> ScheduleConfig:
     """The checkpoint's schedule, or `schedule` for a converted model, which has none."""
     saved = common.get("schedule")
-    return schedule if saved is None else ScheduleConfig(**saved)
+    if saved is None:
+        return schedule
+    kept: ScheduleConfig = conform(saved, ScheduleConfig, "--load: schedule in common.json")
+    return kept

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paro.errors import printing
+from paro.errors import printable, printing
 
 
 def print_line(message: str) -> None:
@@ -40,9 +40,9 @@ class Log:
     def log0(self, message: str) -> None:
         """Prints on the first rank."""
         if self.rank == 0:
-            self.show(message)
+            self.show(printable(message))
 
     def log_last(self, message: str) -> None:
         """Prints on the last rank, where scripts look for the log line."""
         if self.is_last:
-            self.show(message)
+            self.show(printable(message))

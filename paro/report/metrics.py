@@ -12,11 +12,19 @@ import math
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypedDict
 
 from paro.errors import UserError, writing
 from paro.report.record import Metrics
+from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.schema import parse_json
 
 _BEGINNING = '{"iteration": '
+_MOST_BYTES = 2**32
+
+
+class _Line(TypedDict):
+    iteration: float
 
 
 class MetricsFile:
@@ -45,7 +53,7 @@ class MetricsFile:
 
 def _drop_lines_after(path: Path, iteration: int) -> None:
     """Rewrites the file without the lines after `iteration`, if there are any."""
-    content = path.read_bytes()
+    content = read_bytes(path, f"--metrics-file {path}", max_bytes=_MOST_BYTES)
     lines = content.splitlines(keepends=True)
     kept = [line for line in lines if _iteration_of(line, path) <= iteration]
     if len(kept) == len(lines):
@@ -61,8 +69,9 @@ def _iteration_of(line: bytes, path: Path) -> float:
     try:
         if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)].encode():
             return math.inf
-        return float(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError) as error:
+        found: _Line = parse_json(line, _Line, "")
+        return found["iteration"]
+    except UserError as error:
         raise UserError(
             f"--metrics-file {path} exists and is no metrics file: give another name"
         ) from error

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from paro.errors import UserError
 from paro.report.log import Log
 from paro.report.record import RunFacts
+from paro.untrusted.regular_file import read_bytes
 
 PROGRESS_FILE = "progress.txt"
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -76,8 +78,8 @@ class ProgressFile:
     def _first_start(self) -> tuple[datetime, float]:
         """Start time of the first of the latest jobs on as many ranks, and the FLOPs before it."""
         try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-        except OSError:
+            lines = read_bytes(self._path).decode(errors="replace").splitlines()
+        except (OSError, UserError):  # `_append` says so
             lines = []
         return first_start(lines, self._facts.world_size) or (self._start, self._start_flops)
 

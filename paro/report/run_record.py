@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from data.atomic_file import replacing
 from paro.report.record import RunFacts
+from paro.report.run_record_file import Record, read_record
 
 
 class RunRecord:
@@ -28,12 +28,10 @@ class RunRecord:
 
     def __init__(self, path: Path, *, start_iteration: int) -> None:
         self._path = path
-        known = _read(path) if start_iteration > 0 else {}
-        self._starts = [
-            start for start in known.get("starts", []) if start["iteration"] < start_iteration
-        ]
+        known = read_record(path) if start_iteration > 0 else Record()
+        self._starts = [s for s in known.get("starts", []) if s["iteration"] < start_iteration]
         self._validations = [
-            at for at in known.get("validations", []) if at["iteration"] <= start_iteration
+            v for v in known.get("validations", []) if v["iteration"] <= start_iteration
         ]
         self._start_iteration = start_iteration
 
@@ -85,10 +83,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or "unknown"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}

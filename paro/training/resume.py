@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,12 @@ from paro.config.train import TrainConfig
 from paro.distributed.control import Control
 from paro.errors import RunError, StorageError, UserError, reading
 from paro.optim.finite import not_finite
-from paro.optim.loss_scale import LossScaleConfig, LossScaleState, start_loss_scale
-from paro.optim.step_checks import Expectation
+from paro.optim.loss_scale import start_loss_scale
 from paro.report.log import Log
 from paro.report.progress import ProgressFile
 from paro.training.changed_flags import order_changes, schedule_change
 from paro.training.step import Training, TrainState
+from paro.untrusted.schema import conform
 
 # The model fields that may differ between the run that saved and the one that loads.
 _FREE_MODEL_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
@@ -300,17 +300,16 @@ def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: L
 
 def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainState:
     """The state to continue from; --no-load-optim restarts the schedule and the loss scale."""
-    saved: dict[str, Any] = common["state"]
-    saved |= {
-        "loss_scale": _loss_scale_of(common, config.loss_scale),
-        "expected": Expectation(**saved.get("expected", {})),
-    }
-    config.batches.check_from(saved["consumed_train_samples"])
+    what = f"--load {config.checkpoint.load}: state in common.json"
+    saved: TrainState = conform(common.get("state"), TrainState, what)
+    if not (config.loss_scale.dynamic and common.get("dynamic_loss_scale", True)):
+        saved = replace(saved, loss_scale=start_loss_scale(config.loss_scale))
+    config.batches.check_from(saved.consumed_train_samples)
     batch_size = common.get("global_batch_size", config.batches.global_batch_size)
     if batch_size != config.batches.global_batch_size:
         log.log0(
             f"the global batch was {batch_size} and is {config.batches.global_batch_size} now: "
-            f"data continue after sample {saved['consumed_train_samples']}"
+            f"data continue after sample {saved.consumed_train_samples}"
         )
     entries = common.get("vocab_size", config.vocab_size)
     is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
@@ -320,17 +319,10 @@ def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainSt
             f"documents counted: give --vocab-size {entries} to continue with the same data"
         )
     if config.checkpoint.no_load_optim:
-        anew = {"loss_scale": start_loss_scale(config.loss_scale), "scheduled_samples": 0}
-        return TrainState(**(saved | anew))
+        anew = start_loss_scale(config.loss_scale)
+        return replace(saved, loss_scale=anew, scheduled_samples=0)
     _check_schedule(common, config)
-    return TrainState(**saved)
-
-
-def _loss_scale_of(common: Mapping[str, Any], config: LossScaleConfig) -> LossScaleState:
-    """The saved loss scale if both runs scale dynamically; else the flags' initial one."""
-    if config.dynamic and common.get("dynamic_loss_scale", True):
-        return LossScaleState(**common["state"]["loss_scale"])
-    return start_loss_scale(config)
+    return saved
 
 
 def _check_schedule(common: Mapping[str, Any], config: RunConfig) -> None:

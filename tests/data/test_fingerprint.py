@@ -119,7 +119,7 @@ def test_it_is_written_with_the_corpus_and_goes_with_it(tmp_path: Path) -> None:
 def test_damage_is_named(text: str | bytes, tmp_path: Path) -> None:
     path = fingerprint_path(tmp_path / "x")
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(UserError, match=r"x\.tokenizer is damaged: write the corpus again, or"):
+    with pytest.raises(UserError, match=r"x\.tokenizer.*; write the corpus again, or"):
         check_tokenizer(tmp_path / "x", None)
 
 

@@ -87,8 +87,8 @@ def without(piece: str) -> Callable[[str], str]:
     [
         (0, None, "--vocab-file .*gpt2-vocab.json is missing"),
         (1, None, "--merge-file .*gpt2-merges.txt is missing"),
-        (0, lambda _: "[1]", "is not a JSON object of pieces and ids"),
-        (0, lambda _: "no JSON", "is not a JSON object of pieces and ids"),
+        (0, lambda _: "[1]", "must be an object"),
+        (0, lambda _: "no JSON", "is not valid JSON"),
         (0, lambda text: text.replace(": 7,", ": 7000,"), "count from 0 without a gap"),
         (0, without(END), r"is not GPT-2's: it has no <\|endoftext\|>"),
         (0, without("!"), "is not GPT-2's: it has no"),

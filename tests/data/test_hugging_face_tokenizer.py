@@ -157,8 +157,47 @@ def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -
 def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     gpt2(tmp_path)
     (tmp_path / name).write_text("{")
-    with pytest.raises(UserError, match=rf"{re.escape(name)} is not a JSON object"):
+    with pytest.raises(UserError, match=rf"{re.escape(name)} is not valid JSON"):
         HuggingFaceTokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("tokenizer_config.json", {"eos_token": 5}, "eos_token: 5 is of the wrong type"),
+        ("tokenizer_config.json", {"eos_token": {}}, "eos_token.content: is missing"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": ""}}}, "x: is no num"),
+        ("special_tokens_map.json", {"extra_special_tokens": [3]}, r"tokens\[0\]: 3 is of the wr"),
+        ("added_tokens.json", {"<new>": "7"}, "<new>: '7' is of the wrong type"),
+        ("config.json", {"eos_token_id": 10**6}, "ends documents with the id 1000000"),
+        ("config.json", [], r"config.json: \[\] is of the wrong type, it must be an object"),
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": []}}, "empty vocab"),
+    ],
+)
+def test_a_wrong_field_is_named(name: str, fields: Any, message: str, tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    write(tmp_path, name, fields)
+    with pytest.raises(UserError, match=message) as caught:
+        HuggingFaceTokenizer(str(tmp_path))
+    assert name in str(caught.value) or str(tmp_path) in str(caught.value)
+
+
+def test_a_device_is_not_read() -> None:
+    with pytest.raises(UserError, match="--tokenizer-model /dev/zero is no regular file"):
+        HuggingFaceTokenizer("/dev/zero")
+
+
+def test_no_code_of_a_folder_is_asked_about(tmp_path: Path, monkeypatch: Any) -> None:
+    """transformers would ask on the terminal whether to run it."""
+    write(
+        tmp_path, "config.json", {"model_type": "own", "auto_map": {"AutoTokenizer": ["a.B", ""]}}
+    )
+    write(tmp_path, "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}})
+    (tmp_path / "a.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass B: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(UserError, match="neither a tokenizer"):
+        HuggingFaceTokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_several_ends_are_none(tmp_path: Path) -> None:

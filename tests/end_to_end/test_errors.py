@@ -34,7 +34,11 @@ def bug(*_: object, **__: object) -> None:
             BINARY,
             "machine file {file} is not UTF-8 text",
         ),
-        (["--mock-data", "--paro-machine", "{file}"], b"{", "machine file {file} is not JSON: "),
+        (
+            ["--mock-data", "--paro-machine", "{file}"],
+            b"{",
+            "machine file {file} is not valid JSON: ",
+        ),
         (["--data-args-path", "{file}"], BINARY, "--data-args-path {file} is not UTF-8 text"),
         (["--per-split-data-args-path", "{file}"], b"[", "{file} is not valid JSON: "),
         ([*GPT2, "--data-path", "x"], BINARY, "--vocab-file {file} is not a JSON object"),

@@ -18,7 +18,7 @@ PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
 # These start in milliseconds and plan for thousands of ranks without torch installed.
 PURE = (
     *("paro.errors", "paro.layout", "paro.precision", "paro.quantities", "paro.strategy"),
-    "paro.topology",
+    *("paro.topology", "paro.untrusted"),
     *(f"paro.collectives.{name}" for name in ("choice", "schedule", "ring", "h_ring", "ho_ring")),
     "paro.config.batch_schedule",
     "paro.distributed.byte_counter",
@@ -32,10 +32,11 @@ PROGRAMS = ("pretrain_llama", "tools")
 # The only imports apart from Python's standard library: of paro/, model/ and data/ have the errors.
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("paro.errors",): (),
+    ("paro.untrusted",): ("paro.errors", "paro.untrusted"),
     PURE: PURE,
-    ("model",): ("model", "paro.errors", "torch"),
+    ("model",): ("model", "paro.errors", "paro.untrusted", "torch"),
     ("data",): (
-        *("data", "paro.errors"),
+        *("data", "paro.errors", "paro.untrusted"),
         "numpy",
         "torch",
         *("sentencepiece", "tiktoken", "tokenizers", "transformers"),

@@ -60,6 +60,22 @@ def test_a_window_of_qwen_counts_where_it_is_switched_on() -> None:
         llama_config(fields | {"layer_types": ["full_attention", "sliding_attention"]})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_hidden_layers", None, "None is of the wrong type, it must be a whole number"),
+        ("vocab_size", "many", "'many' is of the wrong type, it must be a whole number"),
+        ("model_type", [], r"\[\] is of the wrong type, it must be text"),
+        ("rope_parameters", {"rope_type": 3}, "^rope_parameters.rope_type: 3 is of the wrong type"),
+        ("rope_parameters", {"rope_type": "llama3"}, "factor: is missing"),
+        ("layer_types", [7], r"^layer_types\[0\]: 7 is of the wrong type"),
+    ],
+)
+def test_a_wrong_field_is_named(field: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        llama_config(hugging_face_config(LLAMA_PRESETS["7B"]) | {field: value})
+
+
 def test_what_no_architecture_has_is_said() -> None:
     config = replace(LLAMA_PRESETS["qwen3-8B"], add_qkv_bias=True)
     with pytest.raises(UserError, match="both --add-qkv-bias and --qk-layernorm"):
@@ -75,8 +91,6 @@ def test_what_no_architecture_has_is_said() -> None:
         ("7B", "mlp_bias", True, "biases in its MLPs"),
         ("7B", "partial_rotary_factor", 0.5, "rotated in part"),
         ("7B", "quantization_config", {"bits": 4}, "quantized"),
-        ("7B", "num_hidden_layers", None, "whole number"),
-        ("7B", "vocab_size", "many", "whole number"),
         ("7B", "model_type", "gemma", r"1 \+ weight"),
         ("7B", "model_type", "mixtral", "experts"),
         ("7B", "model_type", "unheard", "has to be one of .*'qwen3'"),

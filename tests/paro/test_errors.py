@@ -21,6 +21,7 @@ from paro.errors import (
     for_all_ranks,
     is_memory_failure,
     is_storage_failure,
+    printable,
     reading,
     writing,
 )
@@ -34,6 +35,22 @@ def test_mistakes_are_one_line_each() -> None:
     assert str(again) == str(several)
     assert again.on_this_rank
     assert isinstance(several, ValueError)  # for those who use the code as a library
+
+
+def test_what_a_terminal_would_act_upon_is_escaped() -> None:
+    hostile = "\x1b[2J\x9b31m\u202etxt\x00\udc80"
+    assert str(UserError(f"{hostile}: é")) == "\\x1b[2J\\x9b31m\\u202etxt\\x00\\udc80: é"
+    assert str(UserError("a", example=f"run\n  {hostile}")).isascii()
+    assert describe(FileNotFoundError(2, "No such file", hostile)).isascii()
+    assert describe(RuntimeError(f"{hostile}\nmore")).isascii()
+    assert printable("a\tb\nc") == "a\tb\nc"
+
+
+def test_a_long_line_keeps_its_beginning_and_its_end() -> None:
+    line = str(UserError(f"--load {'x' * 10**6} is missing"))
+    assert len(line) <= 2000
+    assert line.startswith("--load xx")
+    assert line.endswith("xx is missing")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

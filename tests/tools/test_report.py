@@ -197,8 +197,8 @@ def test_a_line_that_is_just_written_is_left_out(tmp_path: Path) -> None:
     [
         (None, "cannot be read: No such file"),
         ("", "is empty"),
-        ("loss 4\n", "line 1 is no line of a metrics file"),
-        ('{"iteration": 1}\n', "line 1 has no lm_loss"),
+        ("loss 4\n", "line 1 is not valid JSON"),
+        ('{"iteration": 1}\n', "line 1: lm_loss: is missing"),
     ],
 )
 def test_files_that_are_no_metrics(

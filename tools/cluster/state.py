@@ -14,6 +14,7 @@ from typing import Literal
 
 from data.atomic_file import replacing
 from paro.errors import UserError
+from paro.untrusted.schema import read_json
 from tools.cluster.spec import ClusterSpec, check_name
 
 RUNTIME = Path("/run")
@@ -67,15 +68,13 @@ def save(cluster: Cluster) -> None:
 def load(name: str) -> Cluster | None:
     """The content of the state file; None if there is no file."""
     path = folder_of(name) / "state.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        return Cluster(**{**fields, "spec": ClusterSpec(**fields["spec"])})
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); `down --name {name}` removes the cluster"
-        ) from None
+    try:
+        found: Cluster = read_json(path, Cluster)
+    except UserError as error:
+        raise UserError(f"{error}; `down --name {name}` removes the cluster") from None
+    return found
 
 
 def open_cluster(name: str = "default") -> Cluster:

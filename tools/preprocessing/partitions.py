@@ -13,7 +13,8 @@ from data.fingerprint import fingerprint_path
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
 from data.sources import Piece
 from data.tokenizer import build_tokenizer
-from paro.errors import UserError, reading, writing
+from paro.errors import UserError, writing
+from paro.untrusted.schema import read_json
 from tools.preprocessing.encode import EncodingPlan, Tally
 
 
@@ -33,7 +34,7 @@ class Partitions:
 
     def _open(self, description: dict[str, Any]) -> None:
         file = self.folder / "run.json"
-        if file.is_file() and _without_none(self._read(file)) != _without_none(description):
+        if file.exists() and self._read(file, dict[str, Any]) != _without_none(description):
             raise UserError(
                 f"{self.folder} holds partitions of a run with another input, tokenizer or flags: "
                 "remove it, or repeat that run"
@@ -45,13 +46,11 @@ class Partitions:
             with replacing(file) as temporary:
                 temporary.write_text(json.dumps(description, indent=1), encoding="utf-8")
 
-    def _read(self, file: Path) -> dict[str, Any]:
-        with reading(f"{file}"):
-            content = file.read_bytes()
+    def _read(self, file: Path, kind: Any) -> Any:
         try:
-            return dict(json.loads(content))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{file} is damaged: remove {self.folder}, and begin again") from error
+            return _without_none(read_json(file, kind))
+        except UserError as error:
+            raise UserError(f"{error}; remove {self.folder}, and begin again") from error
 
     def prefixes(self, number: int) -> list[str]:
         """The prefixes of one partition's data sets, one per key."""
@@ -62,8 +61,8 @@ class Partitions:
         file = self._marker(number)
         if not file.is_file():
             return None
-        fields = self._read(file)
-        return Tally(**{**fields, "named": tuple(fields["named"])})
+        tally: Tally = self._read(file, Tally)
+        return tally
 
     def finish(self, number: int, tally: Tally) -> None:
         """Marks a partition whose files have been written."""

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
-from paro.errors import UserError, reading
+from paro.errors import UserError
 from paro.report.config import run_record_path
+from paro.report.run_record_file import read_record
+from paro.untrusted.regular_file import read_text
+from paro.untrusted.schema import Count, parse_json
 
-_NEEDED = ("iteration", "lm_loss", "tokens_per_second", "iteration_time_ms")
 _SETTLING = 0.1  # fraction of the lines, at the start, that speed figures leave out
+
+
+class _Line(TypedDict):
+    """The fields that every line of a metrics file has; null for what is not finite."""
+
+    iteration: Count
+    lm_loss: float | None
+    tokens_per_second: float | None
+    iteration_time_ms: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,41 +112,27 @@ def _names_of(runs: Sequence[Run], files: Sequence[Path]) -> list[str]:
 
 
 def _read_run(path: Path) -> Run:
-    with reading(f"{path}"):
-        text = path.read_text(encoding="utf-8")
-    lines = []
+    text = read_text(path)
+    lines: list[dict[str, Any]] = []
     written = text.splitlines()
     if written and not text.endswith("\n") and not written[-1].endswith("}"):
         del written[-1]  # of a run that was killed, or that is still writing
     for number, line in enumerate(written, start=1):
         try:
-            values = json.loads(line)
-            missing = [name for name in _NEEDED if name not in values]
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}, line {number} is no line of a metrics file") from error
-        if missing:
-            raise UserError(f"{path}, line {number} has no {missing[0]}: it is no metrics file")
-        lines.append(values)
+            lines.append(parse_json(line, _Line, f"{path}, line {number}"))
+        except UserError as error:
+            raise UserError(f"{error}; give a metrics file") from error
     if not lines:
         raise UserError(f"{path} is empty: the run has logged no iteration yet")
-    record = _read_record(run_record_path(path))
+    record = read_record(run_record_path(path))
     starts = record.get("starts", [])
     return Run(
         name="",
         lines=lines,
-        start=starts[-1] if starts else {},
-        evaluations=record.get("validations", []),
+        start=dict(starts[-1]) if starts else {},
+        evaluations=[dict(at) for at in record.get("validations", [])],
         num_starts=len(starts),
     )
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged: remove it to leave out what it says") from error
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:

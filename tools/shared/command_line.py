@@ -7,7 +7,14 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from paro.errors import RunError, UserError, describe, is_memory_failure, is_storage_failure
+from paro.errors import (
+    RunError,
+    UserError,
+    describe,
+    is_memory_failure,
+    is_storage_failure,
+    one_line,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         program = self.prog.split()[0]  # without the subcommand, where there is one
-        self.exit(2, f"{program}: error: {' '.join(message.split())}\n")
+        self.exit(2, f"{program}: error: {one_line(message)}\n")
 
 
 def status_of(name: str, run: Callable[[], int | None]) -> int:

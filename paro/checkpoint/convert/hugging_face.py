@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE, write_gpt2_tokenizer_json
 from data.tokenizer import build_tokenizer
@@ -16,8 +16,9 @@ from data.tokenizer_json import write_tokenizer_json
 from model.config import LlamaConfig, parameter_shapes
 from model.hugging_face import hugging_face_config, hugging_face_name, llama_config
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, read_json
-from paro.errors import UserError
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors
+from paro.errors import UserError, about
+from paro.untrusted.schema import read_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -36,6 +37,25 @@ TOKENIZER_FILES = (
 MAX_FILE_BYTES = 5 * 10**9  # the limit of transformers
 
 
+class _Begins(TypedDict, total=False):
+    add_bos_token: bool | None
+
+
+class _Step(TypedDict, total=False):
+    """A step of a tokenizer.json's post_processor: what it puts around a text."""
+
+    single: list[dict[str, Any]]
+    processors: list[_Step]
+
+
+class _Steps(TypedDict, total=False):
+    post_processor: _Step | None
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
 def is_hugging_face(directory: Path) -> bool:
     return (directory / CONFIG).is_file()
 
@@ -44,12 +64,9 @@ def open_hugging_face(directory: Path) -> Source:
     """Opens a folder that transformers can load; `UserError` names the bad file or field."""
     if not is_hugging_face(directory):
         raise UserError(f"{directory} holds no Hugging Face model: it has no {CONFIG}")
-    fields = read_json(directory / CONFIG)
-    try:
+    fields = read_json(directory / CONFIG, dict[str, Any])
+    with about(f"{directory / CONFIG} is not of this architecture: "):
         config = llama_config(fields)
-    except (ValueError, TypeError, KeyError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else error
-        raise UserError(f"{directory / CONFIG} is not of this architecture: {what}") from None
     names = {name: hugging_face_name(name) for name in parameter_shapes(config)}
     stored = _stored_tensors(directory)
     found = {name: stored[theirs] for name, theirs in names.items() if theirs in stored}
@@ -91,11 +108,13 @@ def tokenizer_of(companions: Mapping[str, Path]) -> dict[str, Any] | None:
 def begins_with_bos(companions: Mapping[str, Path]) -> bool:
     """Whether the tokenizer puts a BOS token before every text."""
     if "tokenizer_config.json" in companions:
-        says = read_json(companions["tokenizer_config.json"]).get("add_bos_token")
+        says: bool | None = read_json(companions["tokenizer_config.json"], _Begins).get(
+            "add_bos_token"
+        )
         if says is not None:
-            return bool(says)
+            return says
     if "tokenizer.json" in companions:
-        step = read_json(companions["tokenizer.json"]).get("post_processor") or {}
+        step = read_json(companions["tokenizer.json"], _Steps).get("post_processor") or {}
         steps = step.get("processors", [step])
         firsts = [part["single"][0] for part in steps if part.get("single")]
         return any("SpecialToken" in first for first in firsts)
@@ -154,10 +173,8 @@ def _write_tokenizer(source: Source, directory: Path) -> list[str]:
 
 def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:
     if (directory / INDEX).is_file():
-        weight_map = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f"{directory / INDEX} is damaged (it has no weight_map)")
-        names = sorted({str(name) for name in weight_map.values()})
+        index: _Index = read_json(directory / INDEX, _Index)
+        names = sorted(set(index["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise UserError(f"{directory / INDEX} is damaged (it names files elsewhere)")
     elif (directory / WEIGHTS).is_file():
@@ -190,7 +207,7 @@ def _missing_companions(directory: Path, companions: Mapping[str, Path]) -> Iter
 def _config_fields(source: Source, dtype: str) -> dict[str, Any]:
     """The source's own config.json if it describes this model; else a new one."""
     if CONFIG in source.companions:
-        fields = read_json(source.companions[CONFIG])
+        fields = read_json(source.companions[CONFIG], dict[str, Any])
         if llama_config(fields) == source.config:
             known = [name for name in ("dtype", "torch_dtype") if name in fields]
             return fields | dict.fromkeys(known or ["torch_dtype"], dtype)

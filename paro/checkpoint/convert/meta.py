@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from paro.checkpoint.convert.source import (
     below_each_other,
     beside_each_other,
     checked_tensors,
-    read_json,
 )
 from paro.checkpoint.convert.torch_file import lazy, load_torch_file
 from paro.errors import UserError
+from paro.untrusted.schema import Positive, read_json
 
 PARAMS = "params.json"
 
@@ -44,6 +44,19 @@ _INSIDE_A_BLOCK = {
 _CUT_BY_COLUMNS = ("wo", "w_down")
 
 
+class _Params(TypedDict):
+    """Which fields of params.json are read."""
+
+    dim: Positive
+    n_layers: Positive
+    n_heads: Positive
+    n_kv_heads: NotRequired[Positive | None]
+    norm_eps: float
+    rope_theta: NotRequired[float]
+    use_scaled_rope: NotRequired[bool]
+    rope_scaling_factor: NotRequired[float]
+
+
 def meta_name(name: str) -> str:
     """The name of a parameter in Meta's files."""
     if name in _OUTSIDE_BLOCKS:
@@ -60,7 +73,7 @@ def open_meta(directory: Path) -> Source:
     """Opens a folder as Meta published it; `UserError` names the bad file."""
     if not is_meta(directory):
         raise UserError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
-    params = read_json(directory / PARAMS)
+    params: _Params = read_json(directory / PARAMS, _Params)
     shards: list[Mapping[str, Tensor]] = [_tensors_in(path) for path in _files(directory)]
     config = _config(directory, params, shards)
     names = {name: meta_name(name) for name in parameter_shapes(config)}
@@ -136,19 +149,9 @@ def _rotated(tensor: LazyTensor, head: int) -> LazyTensor:
     return LazyTensor(shape=tensor.shape, dtype=tensor.dtype, rows=rows)
 
 
-def _config(
-    directory: Path, params: Mapping[str, Any], shards: list[Mapping[str, Tensor]]
-) -> LlamaConfig:
+def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]) -> LlamaConfig:
     """Sizes from params.json, or from the tensors where it lacks them."""
-    try:
-        hidden, layers, heads = (int(params[name]) for name in ("dim", "n_layers", "n_heads"))
-        groups = int(params.get("n_kv_heads") or heads)
-        epsilon, base = float(params["norm_eps"]), float(params.get("rope_theta", 10000.0))
-        stretched_by = float(params.get("rope_scaling_factor", 8.0))
-    except KeyError as error:
-        raise UserError(f"{directory / PARAMS} is damaged: no {error}") from None
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{directory / PARAMS} is damaged: {error}") from None
+    hidden, layers, heads = params["dim"], params["n_layers"], params["n_heads"]
     first = shards[0]
     columns = first["tok_embeddings.weight"].shape[1]
     by_rows = columns == hidden  # LLaMA-3 splits the vocabulary, older models the channels
@@ -166,24 +169,24 @@ def _config(
         hidden_size=hidden,
         ffn_hidden_size=sum(shard[gate].shape[0] for shard in shards),
         num_attention_heads=heads,
-        num_query_groups=groups,
+        num_query_groups=params.get("n_kv_heads") or heads,
         kv_channels=hidden // heads,
         max_position_embeddings=_positions(params),
         vocab_size=sum(vocab_rows) if by_rows else vocab_rows[0],
-        rotary_base=base,
-        use_rope_scaling=bool(params.get("use_scaled_rope", False)),
-        rope_scaling_factor=stretched_by,
-        norm_epsilon=epsilon,
+        rotary_base=params.get("rope_theta", 10000.0),
+        use_rope_scaling=params.get("use_scaled_rope", False),
+        rope_scaling_factor=params.get("rope_scaling_factor", 8.0),
+        norm_epsilon=params["norm_eps"],
         tie_embeddings_and_output_weights="output.weight" not in first,
     )
     return _as_published(config, first)
 
 
-def _positions(params: Mapping[str, Any]) -> int:
+def _positions(params: _Params) -> int:
     """The maximum sequence length, which params.json does not have: inferred from RoPE fields."""
     if params.get("use_scaled_rope"):
         return 131072
-    return 8192 if float(params.get("rope_theta", 10000.0)) > 10000.0 else 2048
+    return 8192 if params.get("rope_theta", 10000.0) > 10000.0 else 2048
 
 
 def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConfig:

@@ -28,6 +28,7 @@ from paro.checkpoint.convert.hugging_face import (
 )
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, unpadded
 from paro.checkpoint.directory import (
+    COMMON,
     TRACKER,
     begin_checkpoint,
     common_of,
@@ -37,6 +38,7 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files, read_metadata
 from paro.errors import UserError
+from paro.untrusted.schema import conform
 
 COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
 # Fields that a run may change; common.json does not have them among the model's fields.
@@ -190,10 +192,9 @@ def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
         for name in ("max_position_embeddings", "init_method_std")
         if name in common
     }
-    try:
-        return LlamaConfig(**{"max_position_embeddings": 2048, **free, **common["model"]})
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{directory}/common.json has no model: {error}") from None
+    fields = {"max_position_embeddings": 2048, **free, **common.get("model", {})}
+    config: LlamaConfig = conform(fields, LlamaConfig, f"{directory / COMMON}: model")
+    return config
 
 
 def _true_vocab_size(common: Mapping[str, Any], rows: int) -> int:

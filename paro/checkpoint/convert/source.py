@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from model.config import LlamaConfig, parameter_shapes
-from paro.errors import UserError, describe
+from paro.errors import UserError
 from paro.layout import Shape
+from paro.untrusted.schema import read_json
 
 # How much of a tensor is read at once; a conversion holds a few times as much in memory.
 PIECE_BYTES = 2**27
@@ -61,6 +61,10 @@ class LazyTensor:
         )
 
 
+class _Ends(TypedDict, total=False):
+    eos_token_id: int | list[int] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """A model to convert: tensors under this project's names, nothing padded.
@@ -82,7 +86,7 @@ class Source:
         path = self.companions.get("generation_config.json")
         if path is None:
             return frozenset()
-        ids = read_json(path).get("eos_token_id")
+        ids = read_json(path, _Ends).get("eos_token_id")
         return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
     @property
@@ -136,17 +140,6 @@ def checked_tensors(
             )
         tensors[name] = found[name]
     return tensors
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; `UserError` if there is none."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is missing or damaged ({describe(error)})") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} is damaged (it holds no object)")
-    return fields
 
 
 def unpadded(

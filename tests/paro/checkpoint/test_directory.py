@@ -262,3 +262,12 @@ def test_what_is_set_aside_loads_from_there_and_is_gone_here(tmp_path: Path) -> 
     assert set_aside(tmp_path, 2) == tmp_path / "earlier_2"
     assert set_aside(tmp_path, 3) is None
     assert "earlier_3" not in names(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 3000, "\x1b[31m", ""])
+def test_a_tracker_that_names_no_iteration(tmp_path: Path, text: str) -> None:
+    (tmp_path / TRACKER).write_text(text)
+    with pytest.raises(DamagedError, match=TRACKER) as caught:
+        latest_iteration(tmp_path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500

@@ -6,9 +6,11 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paro.checkpoint.checksum import crc32
 from paro.checkpoint.load import Loading
 from paro.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from paro.errors import UserError
@@ -130,3 +132,31 @@ def test_a_file_that_is_not_listed_is_not_read(saved: Path) -> None:
         manifest.check_sizes(["other"])
     load_checkpoint(saved.parent, shards := make_shards(ONE, 0, filled=False))
     assert_true(shards)
+
+
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [
+        (lambda facts: facts.update(iteration=-3), "iteration: -3 cannot be"),
+        (lambda facts: facts.update(files=[]), r"files: \[\] is of the wrong type"),
+        (
+            lambda facts: facts["files"].update({"../x": {"crc32": []}}),
+            r"files\.\.\./x: is no",
+        ),
+        (
+            lambda facts: facts["files"].update(x={"crc32": [[1]]}),
+            r"files\.x\.crc32\[0\]",
+        ),
+        (lambda facts: facts.update(format_version="\x1b[2J"), "format_version: '.x1b"),
+    ],
+)
+def test_a_forged_one_with_a_right_checksum(saved: Path, forge: Any, message: str) -> None:
+    path = next(saved.rglob(MANIFEST))
+    facts = json.loads(path.read_text())
+    del facts["crc32"]
+    forge(facts)
+    text = json.dumps(facts, sort_keys=True).encode()
+    path.write_text(json.dumps({**facts, "crc32": crc32(text)}))
+    with pytest.raises(DamagedError, match=rf"{MANIFEST} is damaged \({message}") as caught:
+        read_manifest(path.parent)
+    assert str(caught.value).isprintable()

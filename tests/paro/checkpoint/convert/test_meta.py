@@ -128,13 +128,15 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     folder.mkdir()
     assert "has no params.json" in told()
     (folder / "params.json").write_text("{")
-    assert "params.json is missing or damaged" in told()
+    assert "params.json is not valid JSON" in told()
     sizes = {"dim": 32, "n_layers": 1, "n_heads": 2}
     (folder / "params.json").write_text(json.dumps(sizes))
+    assert "params.json: norm_eps: is missing" in told()
+    (folder / "params.json").write_text(json.dumps(sizes | {"norm_eps": 1e-5}))
     torch.save({"tok_embeddings.weight": 7}, folder / "consolidated.00.pth")
     assert "it has no tok_embeddings.weight" in told()
     torch.save({"tok_embeddings.weight": torch.zeros(4, 32)}, folder / "consolidated.00.pth")
-    assert "params.json is damaged: no 'norm_eps'" in told()
+    assert "has no layers.0.attention.wq.weight" in told()
     folder = tmp_path / "files"
     save_meta(folder, random_tensors(CONFIG), 2, by_vocab=False)
     second = folder / "consolidated.01.pth"

@@ -71,7 +71,7 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
 @pytest.mark.parametrize(
     ("keys", "value", "told"),
     [
-        (("format",), "paro-machine-9", "format: 'paro-machine-9' is not 'paro-machine-1'"),
+        (("format",), "paro-machine-9", "format: 'paro-machine-9' is none of paro-machine-1"),
         (("name",), ..., "name: is missing"),
         (("colour",), "red", "colour: is unknown; the fields are format, name"),
         (("world_size",), "8", "world_size: '8' is of the wrong type"),
@@ -81,11 +81,11 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
         (("measured", 0, "algorithm"), "magic", "measured[0].algorithm: 'magic' is none of native"),
         (("links", "inter", "latency_seconds"), float("inf"), "latency_seconds: inf cannot be"),
         (("nic",), "mine", "nic: 'mine' is none of per-rank, shared"),
-        (("links", "intra"), 3, "links.intra: 3 is of the wrong type"),
+        (("links", "intra"), 3, "links.intra: 3 is no object with the fields bandwidth"),
         (("links", "inter", "bandwidth"), "fast", "links.inter.bandwidth: 'fast' is no rate"),
         (("links", "inter", "latency_seconds"), -1, "links.inter.latency_seconds: -1 cannot be"),
         (("measured",), {}, "measured: {} is of the wrong type"),
-        (("measured", 0), [], "measured[0].[] is no object with the fields axes, op"),
+        (("measured", 0), [], "measured[0]: [] is no object with the fields axes, op"),
         (("measured", 1, "op"), "gossip", "measured[1].op: 'gossip' is none of all_gather, red"),
         (("measured", 1, "axes"), ..., "measured[1].axes: is missing"),
         (("measured", 1, "bytes"), 0, "measured[1].bytes: 0 cannot be"),
@@ -105,7 +105,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"machine file .*absent.json cannot be read: No such file"):
         read_machine(tmp_path / "absent.json")
     (tmp_path / "text").write_text("fast", encoding="utf-8")
-    with pytest.raises(UserError, match="text is not JSON: Expecting value"):
+    with pytest.raises(UserError, match="text is not valid JSON: Expecting value"):
         read_machine(tmp_path / "text")
     (tmp_path / "list").write_text("[]", encoding="utf-8")
     with pytest.raises(UserError, match=r"list: \[\] is no object"):

@@ -1,0 +1,229 @@
+"""Checks JSON that nobody vouches for against types; a `UserError` is `FILE: field: what`."""
+
+# pydantic takes 0.2 s to import, and planning has only the standard library: so our own. A type is
+# a dataclass (its fields and no others), a TypedDict (its fields, and others unchecked), an Enum, a
+# Literal, a union, a list, tuple or dict of types, or `Annotated[int, range(...)]`.
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+from paro.errors import UserError, one_line, reading
+from paro.untrusted.regular_file import MAX_BYTES, read_bytes
+
+Count = Annotated[int, range(2**63)]  # 0 or more
+Positive = Annotated[int, range(1, 2**63)]
+
+_MAX_DEPTH = 64
+_SHOWN = 60  # characters of a wrong value
+_NESTS = (dict, list)
+_NAMES: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def read_json(path: Path, kind: Any, what: str = "", *, max_bytes: int = MAX_BYTES) -> Any:
+    """The JSON in a regular file as a value of type `kind`."""
+    what = what or str(path)
+    return parse_json(read_bytes(path, what, max_bytes=max_bytes), kind, what)
+
+
+def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True) -> Any:
+    """A JSON text as a value of type `kind`; without `repeats` no field may be there twice."""
+    if isinstance(text, bytes):
+        with reading(what):
+            text = text.decode("utf-8-sig")
+    try:
+        value = json.loads(text, object_pairs_hook=None if repeats else _without_repeats)
+        _check_depth(value)
+    except _WrongError as error:
+        raise UserError(f"{what}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{what} is nested too deeply") from None
+    except ValueError as error:  # also a number of 5,000 digits
+        raise UserError(f"{what} is not valid JSON: {str(error).split(';')[0]}") from None
+    return conform(value, kind, what)
+
+
+def conform(value: Any, kind: Any, what: str) -> Any:
+    """The value as one of type `kind`; `UserError` names `what` and the first wrong field."""
+    try:
+        return _conform(value, kind)
+    except _WrongError as error:
+        raise UserError(": ".join(filter(None, (what, str(error))))) from None
+
+
+class _WrongError(Exception):
+    """What is wrong with a value, and the path to it, innermost first."""
+
+    def __init__(self, text: str, *path: str) -> None:
+        self.text = text
+        self.path = list(path)
+
+    def __str__(self) -> str:
+        field = "".join(reversed(self.path)).removeprefix(".")
+        return f"{field}: {self.text}" if field else self.text
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; Python would keep the last of repeated fields."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in names if names.count(name) > 1)
+        raise _WrongError(f"is there {names.count(name)} times", name)
+    return found
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        members = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, _NESTS))
+        level = [inner for outer in members for inner in outer if isinstance(inner, _NESTS)]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _conform(value: Any, kind: Any) -> Any:
+    origin = get_origin(kind)
+    if kind is Any:
+        return value
+    if origin is Annotated:
+        inner, allowed = get_args(kind)
+        value = _conform(value, inner)
+        if value not in allowed:
+            more = allowed[-1] >= 2**62
+            limits = f"{allowed[0]} or more" if more else f"from {allowed[0]} to {allowed[-1]}"
+            raise _WrongError(f"{_shown(value)} cannot be, it must be {limits}")
+        return value
+    if origin in (Union, UnionType):
+        return _of_union(value, get_args(kind))
+    if is_dataclass(kind) or is_typeddict(kind):
+        return _record(value, kind)
+    if origin in (list, tuple, dict):
+        return _collection(value, origin, get_args(kind))
+    if origin is Literal or (isinstance(kind, type) and issubclass(kind, Enum)):
+        choices = get_args(kind) or [choice.value for choice in kind]
+        if not isinstance(value, (str, int)) or value not in choices:
+            raise _WrongError(f"{_shown(value)} is none of {', '.join(map(str, choices))}")
+        return kind(value) if origin is None else value
+    return _plain(value, kind)
+
+
+def _plain(value: Any, kind: type) -> Any:
+    is_number = kind in (int, float) and type(value) in (int, float)  # in Python true is one too
+    if type(value) is not kind and not is_number:
+        raise _WrongError(f"{_shown(value)} is of the wrong type, it must be {_NAMES[kind]}")
+    if is_number and not abs(value) <= sys.float_info.max:  # infinite, NaN or too long
+        raise _WrongError(f"{_shown(value)} cannot be, it must be a finite number")
+    if kind is int and (value != int(value) or abs(value) >= 2**63):
+        raise _WrongError(f"{_shown(value)} cannot be, it must be a whole number of 64 bits")
+    if kind is str and "\0" in value:
+        raise _WrongError("cannot be, it holds a zero byte")
+    return int(value) if kind is int else value
+
+
+def _of_union(value: Any, kinds: tuple[Any, ...]) -> Any:
+    if value is None and NoneType in kinds:
+        return None
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    errors = []
+    for kind in kinds:
+        try:
+            return _conform(value, kind)
+        except _WrongError as error:
+            errors.append(error)
+    deepest = max(errors, key=lambda error: len(error.path))
+    if deepest.path or len(kinds) == 1:
+        raise deepest
+    names = " or ".join(_NAMES.get(get_origin(kind) or kind, "an object") for kind in kinds)
+    raise _WrongError(f"{_shown(value)} is of the wrong type, it must be {names}")
+
+
+def _collection(value: Any, origin: type, kinds: tuple[Any, ...]) -> Any:
+    _plain(value, dict if origin is dict else list)
+    if origin is dict:
+        if kinds[0] is int:
+            for name in value:
+                if not (name.isascii() and name.isdigit() and len(name) < 19):
+                    raise _WrongError("is no number", f".{name}")
+        pairs = [(kinds[0](name), _member(v, kinds[1], f".{name}")) for name, v in value.items()]
+        return dict(pairs)
+    if origin is tuple and kinds[-1] is not Ellipsis:
+        if len(value) != len(kinds):
+            raise _WrongError(f"{_shown(value)} cannot be, it must have {len(kinds)} items")
+    else:
+        kinds = (kinds[0],) * len(value)
+    places = enumerate(zip(value, kinds, strict=True))
+    return origin(_member(item, kind, f"[{index}]") for index, (item, kind) in places)
+
+
+def _member(value: Any, kind: Any, name: str) -> Any:
+    try:
+        return _conform(value, kind)
+    except _WrongError as error:
+        error.path.append(name)
+        raise
+
+
+@cache
+def _hints(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """The types of a record's fields, and the fields that it must have."""
+    hints = get_type_hints(kind, include_extras=True)
+    if is_dataclass(kind):
+        own = fields(kind)
+        needed = {f.name for f in own if f.default is MISSING and f.default_factory is MISSING}
+        return {f.name: hints[f.name] for f in own if f.init}, frozenset(needed)
+    needed = {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
+    types = {n: hint if n in needed else get_args(hint)[0] for n, hint in hints.items()}
+    return types, frozenset(needed) if kind.__total__ else frozenset()
+
+
+def _record(value: Any, kind: Any) -> Any:
+    types, needed = _hints(kind)
+    if not isinstance(value, dict):
+        raise _WrongError(f"{_shown(value)} is no object with the fields {', '.join(types)}")
+    for name in types:
+        if name in needed and name not in value:
+            raise _WrongError("is missing", f".{name}")
+    found = {
+        name: _member(item, types[name], f".{name}")
+        for name, item in value.items()
+        if name in types
+    }
+    if is_typeddict(kind):
+        return {**value, **found}
+    if unknown := [name for name in value if name not in types]:
+        raise _WrongError(f"is unknown; the fields are {', '.join(types)}", f".{unknown[0]}")
+    try:
+        return kind(**found)
+    except UserError as error:  # of its own checks
+        raise _WrongError(str(error)) from None
+
+
+def _shown(value: Any) -> str:
+    text = one_line(repr(value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

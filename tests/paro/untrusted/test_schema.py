@@ -1,0 +1,142 @@
+"""JSON of unknown origin is checked against types, and an error names the file and the field."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import pytest
+
+from paro.errors import UserError
+from paro.untrusted.regular_file import read_bytes, read_text
+from paro.untrusted.schema import Count, conform, parse_json, read_json
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    size: Count
+    colour: Colour = Colour.RED
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.size == 13:
+            raise UserError("size: 13 cannot be")
+
+
+class Open(TypedDict):
+    name: str
+    kind: NotRequired[Literal["a", "b"] | None]
+    parts: NotRequired[list[Closed]]
+    rate: NotRequired[float]
+    pair: NotRequired[tuple[str, int]]
+    level: NotRequired[Annotated[int, range(1, 9)]]
+    by_id: NotRequired[dict[int, bool]]
+    either: NotRequired[str | list[int]]
+
+
+def test_json_becomes_the_types() -> None:
+    text = """{"name": "x", "kind": null, "parts": [{"size": 2e3, "colour": "blue", "shape": [1]}],
+               "rate": 1, "pair": ["a", 2], "level": 8, "by_id": {"7": true}, "either": [1],
+               "other": {"anything": [1]}}"""
+    assert parse_json(text, Open, "F") == {
+        "name": "x",
+        "kind": None,
+        "parts": [Closed(size=2000, colour=Colour.BLUE, shape=(1,))],
+        "rate": 1,
+        "pair": ("a", 2),
+        "level": 8,
+        "by_id": {7: True},
+        "either": [1],
+        "other": {"anything": [1]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ('"name": 5', "name: 5 is of the wrong type, it must be text"),
+        ('"name": "a\\u0000b"', "name: cannot be, it holds a zero byte"),
+        ('"kind": "c"', "kind: 'c' is none of a, b"),
+        ('"kind": []', "kind: [] is none of a, b"),
+        ('"parts": {}', "parts: {} is of the wrong type, it must be a list"),
+        ('"parts": [{"size": 1}, 3]', "parts[1]: 3 is no object with the fields size, colour"),
+        ('"parts": [{}]', "parts[0].size: is missing"),
+        ('"parts": [{"size": -1}]', "parts[0].size: -1 cannot be, it must be 0 or more"),
+        ('"parts": [{"size": true}]', "parts[0].size: True is of the wrong type"),
+        ('"parts": [{"size": 1.5}]', "parts[0].size: 1.5 cannot be, it must be a whole"),
+        ('"parts": [{"size": 1e99}]', "parts[0].size: 1e+99 cannot be, it must be a whole"),
+        ('"parts": [{"size": 1, "x": 1}]', "parts[0].x: is unknown; the fields are size"),
+        ('"parts": [{"size": 13}]', "parts[0]: size: 13 cannot be"),
+        ('"parts": [{"size": 1, "colour": "x"}]', "parts[0].colour: 'x' is none of red, blue"),
+        ('"parts": [{"size": 1, "shape": ["x"]}]', "parts[0].shape[0]: 'x' is of the wrong"),
+        ('"rate": NaN', "rate: nan cannot be, it must be a finite number"),
+        ('"rate": 1e999', "rate: inf cannot be, it must be a finite number"),
+        (f'"rate": {10**400}', "rate: 1000000"),
+        ('"pair": ["a"]', "pair: ['a'] cannot be, it must have 2 items"),
+        ('"level": 9', "level: 9 cannot be, it must be from 1 to 8"),
+        ('"by_id": {"x": true}', "by_id.x: is no number"),
+        ('"either": 1', "either: 1 is of the wrong type, it must be text or a list"),
+        ('"either": ["x"]', "either[0]: 'x' is of the wrong type"),
+        ('"level": ' + "9" * 5000, "is not valid JSON: Exceeds the limit"),
+        ('"x": ' + "[" * 99 + "]" * 99, "is nested too deeply"),
+        ('"x": ' + "[" * 10**5, "is nested too deeply"),
+        ('"name": "\x1b[31m", "level": "\\u001b[31m"', "is not valid JSON: Invalid control"),
+        ('"level": "\\u001b[31m\\u202e"', r"level: '\x1b[31m\u202e' is of the wrong type"),
+        ('"level": "' + "x" * 10**5 + '"', "level: 'xxx"),
+    ],
+)
+def test_the_wrong_field_is_named(more: str, message: str) -> None:
+    name = "" if more.startswith('"name"') else '"name": "x", '
+    with pytest.raises(UserError, match=rf"^F:? {re.escape(message)}") as caught:
+        parse_json(f"{{{name}{more}}}", Open, "F")
+    assert len(str(caught.value)) < 300
+    assert str(caught.value).isprintable()
+
+
+def test_a_field_that_is_there_twice() -> None:
+    with pytest.raises(UserError, match=r"^F: size: is there 2 times"):
+        parse_json('{"a": {"size": 1, "size": 2}}', Any, "F", repeats=False)
+
+
+def test_a_value_without_a_name() -> None:
+    with pytest.raises(UserError, match=r"^size: is missing$"):
+        conform({}, Closed, "")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "absent", "large", "binary"])
+def test_a_file_that_is_not_read(tmp_path: Path, kind: str) -> None:
+    """A pipe and a device without waiting for their content."""
+    path, message = tmp_path / "x", "is no regular file: give a file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    elif kind == "folder":
+        path, message = tmp_path, "cannot be read: Is a directory"
+    elif kind == "absent":
+        message = "cannot be read: No such file"
+    elif kind == "large":
+        path.write_bytes(b"x" * 101)
+        message = "has 101 bytes, more than the 100 that may be read"
+    else:
+        path.write_bytes(b"\xff")
+        message = "is not UTF-8 text"
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))} {message}"):
+        read_text(path, max_bytes=100)
+    with pytest.raises(UserError, match=r"^--flag "):
+        read_json(path, Open, "--flag x")
+
+
+def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"a\r\nb")
+    assert read_bytes(tmp_path / "x", max_bytes=4) == b"a\r\nb"
+    assert read_text(tmp_path / "x") == "a\nb"
