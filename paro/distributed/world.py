@@ -20,6 +20,7 @@ class World:
     ranks_per_node: int = 1
 
 
+MOST_RANKS = 1 << 20  # the largest world size that can be planned
 DEFAULT_RANKS_PER_NODE = 8  # for a dry run: the GPUs of a DGX
 
 
@@ -45,6 +46,8 @@ class LaunchConfig:
         for flag, value in self._given().items():
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{flag} {value} must be positive")
+        if self.world_size > MOST_RANKS:
+            raise UserError(f"--world-size {self.world_size} must be at most {MOST_RANKS}")
         if self.world_size % self._ranks_per_node():
             raise UserError(
                 f"--world-size {self.world_size} is no multiple of the {self._ranks_per_node()} "

@@ -21,7 +21,7 @@ from paro.checkpoint.convert.source import (
     read_json,
 )
 from paro.checkpoint.convert.torch_file import lazy, load_torch_file
-from paro.errors import UserError
+from paro.errors import UserError, about
 
 PARAMS = "params.json"
 
@@ -161,21 +161,22 @@ def _config(
     if rows * len(shards) != hidden:
         missing = directory / f"consolidated.{len(shards):02d}.pth"
         raise UserError(f"{missing} is missing: there are {len(shards)} of {hidden // rows}")
-    config = LlamaConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=sum(shard[gate].shape[0] for shard in shards),
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        kv_channels=hidden // heads,
-        max_position_embeddings=_positions(params),
-        vocab_size=sum(vocab_rows) if by_rows else vocab_rows[0],
-        rotary_base=base,
-        use_rope_scaling=bool(params.get("use_scaled_rope", False)),
-        rope_scaling_factor=stretched_by,
-        norm_epsilon=epsilon,
-        tie_embeddings_and_output_weights="output.weight" not in first,
-    )
+    with about(f"{directory / PARAMS}: "):
+        config = LlamaConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            ffn_hidden_size=sum(shard[gate].shape[0] for shard in shards),
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            kv_channels=hidden // heads,
+            max_position_embeddings=_positions(params),
+            vocab_size=sum(vocab_rows) if by_rows else vocab_rows[0],
+            rotary_base=base,
+            use_rope_scaling=bool(params.get("use_scaled_rope", False)),
+            rope_scaling_factor=stretched_by,
+            norm_epsilon=epsilon,
+            tie_embeddings_and_output_weights="output.weight" not in first,
+        )
     return _as_published(config, first)
 
 
