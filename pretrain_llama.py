@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import NoReturn
 
 from data.loader import Datasets
+from data.waits import Wait
 from model.config import num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.record import model_line, recorded_arguments
-from paro.config.run import RunConfig, take_world
+from paro.config.run import RunConfig, take_watch, take_world
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed, seed_everything
 from paro.distributed.user_errors import run_script
-from paro.distributed.world import read_job_id
+from paro.distributed.world import World, read_job_id
 from paro.errors import RunError, UserError
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
@@ -46,16 +48,31 @@ from paro.training.step import Training, TrainState
 def main() -> None:
     args = parse_args()
     world = take_world(args)
-    config = RunConfig.from_args(args, world)
-    if config.launch.dry_run:
-        run_dry(config, world)
+    if args.dry_run:
+        run_dry(RunConfig.from_args(args, world), world)
         return
-    set_logging_level(config.report.logging_level)
-    with distributed(config.runtime, world) as control:
-        run(config, control)
+    with watchdog_of(args, world) as watchdog:
+        watchdog.begins("checking the flags and the files that they name", 0)
+        config = RunConfig.from_args(args, world)
+        set_logging_level(config.report.logging_level)
+        watchdog.begins("meeting the other ranks", 0)
+        with distributed(config.runtime, world) as control:
+            run(config, control, watchdog)
 
 
-def run(config: RunConfig, control: Control) -> None:
+def watchdog_of(args: Namespace, world: World) -> Watchdog:
+    """The watchdog of this process, from before anything that may hang; sets the limit of waits."""
+    watch, runtime = take_watch(args)
+    Wait.limit_seconds = runtime.timeout.total_seconds()
+    return Watchdog(
+        watch,
+        rank=world.rank,
+        timeout_minutes=runtime.distributed_timeout_minutes,
+        flight_dir=runtime.flight_recorder_dir,
+    )
+
+
+def run(config: RunConfig, control: Control, watchdog: Watchdog) -> None:
     """Builds all parts of the run, logs what was built, then trains or only evaluates."""
     only_evaluate = config.train.skip_train
     terminal = Terminal()
@@ -67,16 +84,19 @@ def run(config: RunConfig, control: Control) -> None:
     arguments = recorded_arguments(config)
     log.log0(arguments_block(arguments))
     check_source(config.checkpoint, config.train, control)
+    watchdog.begins("building the model", 0)
     bytes_before = resident_bytes(control.device)
     with control.raise_on_all_ranks(name_rank=True):
         check_memory(config, control.world, control.device)
     training, placement = build(config, control, log)
 
+    watchdog.begins("loading", 0)
     with control.raise_on_all_ranks():
         loaded = load_run(config, training, log) if config.checkpoint.load is not None else None
     state = loaded or start_state(config)
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples for every checkpoint
+    watchdog.begins("opening the data sets", state.iteration)
     with control.raise_on_all_ranks():
         datasets = open_data(config, state, loaded, log)
     for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
@@ -86,7 +106,9 @@ def run(config: RunConfig, control: Control) -> None:
     snapshot = predict_memory(config, training)
     facts = run_facts(config, training, predicted_bytes(snapshot), state=state)
     with control.raise_on_all_ranks():
-        observers = observers_of(config, log, training)
+        watchdog.begins("opening the report", state.iteration)
+        watchdog.open_heartbeat()
+        observers = (watchdog, *profilers_of(config, log, training))
         report = open_report(
             report_config,
             facts,
@@ -197,17 +219,10 @@ def open_data(
     return datasets
 
 
-def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
-    """What observes the loop in addition to the report: watchdog and profilers."""
+def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
+    """What observes the loop in addition to the report and the watchdog."""
     folder = config.report.tensorboard_dir or config.checkpoint.save
-    runtime = config.runtime
     return (
-        Watchdog(
-            config.watch,
-            rank=log.rank,
-            timeout_minutes=runtime.distributed_timeout_minutes,
-            flight_dir=runtime.flight_recorder_dir,
-        ),
         Profiler(config.profile, log, folder=folder),
         MemoryHistory(config.profile, log, training.device),
     )

@@ -256,7 +256,7 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
     add("--distributed-backend", choices=("nccl", "gloo"), default="nccl",
         help="nccl: one GPU per rank; gloo: CPU ranks")
     add("--distributed-timeout-minutes", type=int, default=10, metavar="MINUTES",
-        help="give up on a peer after so long")
+        help="give up after so long without progress: on a peer, on data, on a lock")
     add("--use-distributed-optimizer", action="store_true",
         help="Megatron's name for --paro-strategy NNG (ZeRO-1)")
 

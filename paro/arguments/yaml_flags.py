@@ -79,13 +79,18 @@ def _refuse_what_grows(text: str, path: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            line = event.start_mark.line + 1
-            raise UserError(f"{FLAG} {path}: line {line}: anchors and aliases are not for flags")
+            raise UserError(
+                f"{FLAG} {path}: line {_line(event)}: anchors and aliases are not for flags"
+            )
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MOST_DEPTH:
-            line = event.start_mark.line + 1
-            raise UserError(f"{FLAG} {path}: line {line}: is nested too deeply for flags")
+            raise UserError(f"{FLAG} {path}: line {_line(event)}: is nested too deeply for flags")
+
+
+def _line(event: yaml.Event) -> int:
+    assert event.start_mark is not None, "it was read from a text"
+    return event.start_mark.line + 1
 
 
 def _words(action: Action, value: object) -> list[str]:

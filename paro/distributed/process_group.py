@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -16,8 +17,7 @@ from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
 from paro.distributed.rendezvous import fresh_store
 from paro.distributed.world import World
-from paro.errors import UserError, writing
-
+from paro.errors import UserError, describe, writing
 
 _MOST_MINUTES = 365 * 24 * 60
 
@@ -72,6 +72,20 @@ def _store_of_this_attempt(world: World, timeout: timedelta) -> dist.Store | Non
 
 
 @contextmanager
+def _meeting(world: World, timeout: timedelta) -> Iterator[None]:
+    """Around the rendezvous: one that does not complete is one line, with status 1."""
+    try:
+        yield
+    except (TimeoutError, dist.DistStoreError, dist.DistNetworkError) as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise TimeoutError(
+            errno.ETIMEDOUT,
+            f"rank {world.rank} of {world.size} did not meet the others at {place} within "
+            f"--distributed-timeout-minutes {timeout.total_seconds() / 60:.0f}: {describe(error)}",
+        ) from error
+
+
+@contextmanager
 def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
     """Initializes torch.distributed for the block, unless the world is a single process."""
     device = device_for(config, world)
@@ -81,14 +95,15 @@ def distributed(config: RuntimeConfig, world: World) -> Iterator[Control]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.size > 1:
-        dist.init_process_group(
-            config.distributed_backend,
-            store=_store_of_this_attempt(world, config.timeout),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=config.timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        with _meeting(world, config.timeout):
+            dist.init_process_group(
+                config.distributed_backend,
+                store=_store_of_this_attempt(world, config.timeout),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=config.timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
     control = Control(world, device)
     yield control
     # Not after an exception: with a dead peer this would hang. A gloo group is not destroyed: its

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 import uuid
 from datetime import timedelta
@@ -22,7 +23,7 @@ _POLL_SECONDS = 0.005
 def fresh_store(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """`store` with a prefix that is unique to the ranks that call this together.
 
-    `RuntimeError` if they do not all call it within `timeout`.
+    `TimeoutError` or torch's `DistStoreError` if they do not all call it within `timeout`.
     """
     own = uuid.uuid4().hex
     if rank == 0:
@@ -49,5 +50,5 @@ def _answer_all(store: dist.Store, prefix: str, world_size: int, timeout: timede
                     store.set(f"answer/{question}", prefix)
                     answered.add(question)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"ranks {sorted(silent)} did not come within {timeout}")
+            raise TimeoutError(errno.ETIMEDOUT, f"ranks {sorted(silent)} did not come")
         time.sleep(_POLL_SECONDS)

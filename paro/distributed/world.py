@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from paro.errors import UserError
+from paro.topology import MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,6 @@ class World:
     ranks_per_node: int = 1
 
 
-MOST_RANKS = 1 << 20  # the largest world size that can be planned
 DEFAULT_RANKS_PER_NODE = 8  # for a dry run: the GPUs of a DGX
 
 

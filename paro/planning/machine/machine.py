@@ -17,9 +17,8 @@ from enum import Enum
 from itertools import pairwise
 
 from paro.collectives.schedule import Op
-from paro.distributed.world import MOST_RANKS
 from paro.errors import UserError, about
-from paro.topology import Axes, Link
+from paro.topology import MOST_RANKS, Axes, Link
 
 _MOST = 1e18  # of any time, size or rate; sums and products of them stay finite
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
