@@ -84,19 +84,18 @@ def run(config: RunConfig, control: Control, watchdog: Watchdog) -> None:
     arguments = recorded_arguments(config)
     log.log0(arguments_block(arguments))
     check_source(config.checkpoint, config.train, control)
-    watchdog.begins("building the model", 0)
+    watchdog.begins("building and loading the model", 0)
     bytes_before = resident_bytes(control.device)
     with control.raise_on_all_ranks(name_rank=True):
         check_memory(config, control.world, control.device)
     training, placement = build(config, control, log)
 
-    watchdog.begins("loading", 0)
     with control.raise_on_all_ranks():
         loaded = load_run(config, training, log) if config.checkpoint.load is not None else None
     state = loaded or start_state(config)
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples for every checkpoint
-    watchdog.begins("opening the data sets", state.iteration)
+    watchdog.begins("opening the data sets and the report", state.iteration)
     with control.raise_on_all_ranks():
         datasets = open_data(config, state, loaded, log)
     for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
@@ -106,7 +105,6 @@ def run(config: RunConfig, control: Control, watchdog: Watchdog) -> None:
     snapshot = predict_memory(config, training)
     facts = run_facts(config, training, predicted_bytes(snapshot), state=state)
     with control.raise_on_all_ranks():
-        watchdog.begins("opening the report", state.iteration)
         watchdog.open_heartbeat()
         observers = (watchdog, *profilers_of(config, log, training))
         report = open_report(

@@ -79,9 +79,8 @@ def _refuse_what_grows(text: str, path: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise UserError(
-                f"{FLAG} {path}: line {_line(event)}: anchors and aliases are not for flags"
-            )
+            where = f"{FLAG} {path}: line {_line(event)}"
+            raise UserError(f"{where}: anchors and aliases are not for flags")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MOST_DEPTH:
