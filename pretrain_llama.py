@@ -86,8 +86,6 @@ def run(config: RunConfig, control: Control, watchdog: Watchdog) -> None:
     check_source(config.checkpoint, config.train, control)
     watchdog.begins("building and loading the model", 0)
     bytes_before = resident_bytes(control.device)
-    with control.raise_on_all_ranks(name_rank=True):
-        check_memory(config, control.world, control.device)
     training, placement = build(config, control, log)
 
     with control.raise_on_all_ranks():
@@ -148,6 +146,8 @@ def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> No
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
     """Builds model and optimizer and logs them; also returns the lines of the placement table."""
+    with control.raise_on_all_ranks(name_rank=True):
+        check_memory(config, control.world, control.device)
     seed_everything(config.train.seed)
     # With --skip-train all parameters are frozen: no gradients, no optimizer state.
     is_trained = not config.train.skip_train
