@@ -48,12 +48,13 @@ from paro.training.step import Training, TrainState
 def main() -> None:
     args = parse_args()
     world = take_world(args)
-    if args.dry_run:
-        run_dry(RunConfig.from_args(args, world), world)
-        return
     with watchdog_of(args, world) as watchdog:
         watchdog.begins("checking the flags and the files that they name", 0)
         config = RunConfig.from_args(args, world)
+        if config.launch.dry_run:
+            watchdog.ends()
+            run_dry(config, world)
+            return
         set_logging_level(config.report.logging_level)
         watchdog.begins("meeting the other ranks", 0)
         with distributed(config.runtime, world) as control:
@@ -103,7 +104,7 @@ def run(config: RunConfig, control: Control, watchdog: Watchdog) -> None:
     snapshot = predict_memory(config, training)
     facts = run_facts(config, training, predicted_bytes(snapshot), state=state)
     with control.raise_on_all_ranks():
-        watchdog.open_heartbeat()
+        watchdog.open_heartbeat(config.watch)
         observers = (watchdog, *profilers_of(config, log, training))
         report = open_report(
             report_config,

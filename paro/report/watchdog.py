@@ -62,7 +62,6 @@ class Watchdog(Observer):
         self._end = 60.0 * timeout_minutes * _GRACE
         self._rank = rank
         self._flights = None if flight_dir is None else Path(flight_dir) / f"{FLIGHT_PREFIX}{rank}"
-        self._wanted = config.heartbeat_file if rank == 0 else None
         self._heartbeat: Path | None = None
         self._stream = stream or sys.__stderr__ or sys.stderr
         self._state: _State = ("starting", 0, time.monotonic())
@@ -81,11 +80,11 @@ class Watchdog(Observer):
     def __exit__(self, *_: object) -> None:
         self.ends()
 
-    def open_heartbeat(self) -> None:
+    def open_heartbeat(self, config: WatchConfig) -> None:
         """Writes the heartbeat from here on; `UserError` without its folder."""
-        if self._wanted is None:
+        if self._rank != 0 or config.heartbeat_file is None:
             return
-        path = Path(self._wanted)
+        path = Path(config.heartbeat_file)
         with writing(f"--heartbeat-file {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._heartbeat = path

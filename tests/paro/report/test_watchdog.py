@@ -86,7 +86,7 @@ def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
     config = WatchConfig(heartbeat_file=str(path), hang_dump_minutes=0.0)
     dogs = [Watchdog(config, rank=rank, timeout_minutes=10.0) for rank in (0, 1)]
     for dog in dogs:
-        dog.open_heartbeat()
+        dog.open_heartbeat(config)
         dog.begins("training", 12)
         dog.ends()
     beat = json.loads(path.read_text())
@@ -102,11 +102,11 @@ def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None
         Watchdog(config, rank=0, timeout_minutes=10.0) as dog,
         pytest.raises(UserError, match="--heartbeat-file"),
     ):
-        dog.open_heartbeat()
+        dog.open_heartbeat(config)
     stream = Stream()
     config = WatchConfig(heartbeat_file=str(tmp_path), hang_dump_minutes=0.0)  # a folder
     dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
-    dog.open_heartbeat()
+    dog.open_heartbeat(config)
     dog.begins("training", 1)
     dog.ends()
     assert stream.getvalue().count("--heartbeat-file is left out from here on") == 1
