@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -9,18 +10,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from data.loader import Datasets
+from data.waits import Wait
 from model.config import num_parameters
 from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim, claimed
 from paro.config.record import model_line, recorded_arguments
-from paro.config.run import RunConfig, take_world
+from paro.config.run import RunConfig, take_watch, take_world
 from paro.config.settings import settings_of
 from paro.distributed.agent import end_with_agent
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed, seed_everything
 from paro.distributed.rendezvous import refusals_are_told
 from paro.distributed.user_errors import run_script
-from paro.distributed.world import read_job_id
+from paro.distributed.world import World, read_job_id
 from paro.errors import RunError, UserError
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
@@ -53,16 +55,23 @@ def main() -> None:
     with refusals_are_told():
         args = parse_args()
         world = take_world(args)
-        config = RunConfig.from_args(args, world)
-    if config.launch.dry_run:
-        run_dry(config, world)
-        return
-    set_logging_level(config.report.logging_level)
-    settings = settings_of(config) if world.size > 1 else {}
-    with distributed(config.runtime, world, settings) as control:
-        check_source(config.checkpoint, config.train, control)
-        with claim_of(config, control) as claim:  # before anything is read or written there
-            run(config, control, claim)
+        watchdog = watchdog_of(args, world)
+    with watchdog:
+        watchdog.begins("checking the flags and the files that they name", 0)
+        with refusals_are_told():
+            config = RunConfig.from_args(args, world)
+        if config.launch.dry_run:
+            watchdog.ends()
+            run_dry(config, world)
+            return
+        set_logging_level(config.report.logging_level)
+        watchdog.begins("meeting the other ranks", 0)
+        settings = settings_of(config) if world.size > 1 else {}
+        with distributed(config.runtime, world, settings) as control:
+            check_source(config.checkpoint, config.train, control)
+            watchdog.ends()  # the lease has a limit of its own
+            with claim_of(config, control) as claim:  # before anything is read or written there
+                run(config, control, claim, watchdog)
 
 
 @contextmanager
@@ -76,7 +85,19 @@ def claim_of(config: RunConfig, control: Control) -> Iterator[Claim | None]:
         yield claim
 
 
-def run(config: RunConfig, control: Control, claim: Claim | None) -> None:
+def watchdog_of(args: Namespace, world: World) -> Watchdog:
+    """The watchdog of this process, from before anything that may hang; sets the limit of waits."""
+    watch, runtime = take_watch(args)
+    Wait.limit_seconds = runtime.timeout.total_seconds()
+    return Watchdog(
+        watch,
+        rank=world.rank,
+        timeout_minutes=runtime.distributed_timeout_minutes,
+        flight_dir=runtime.flight_recorder_dir,
+    )
+
+
+def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watchdog) -> None:
     """Builds all parts of the run, logs what was built, then trains or only evaluates."""
     only_evaluate = config.train.skip_train
     terminal = Terminal()
@@ -87,9 +108,8 @@ def run(config: RunConfig, control: Control, claim: Claim | None) -> None:
         check_login(report_config, log)
     arguments = recorded_arguments(config)
     log.log0(arguments_block(arguments))
+    watchdog.begins("building and loading the model", 0)
     bytes_before = resident_bytes(control.device)
-    with control.raise_on_all_ranks(name_rank=True):
-        check_memory(config, control.world, control.device)
     training, placement = build(config, control, log)
 
     with control.raise_on_all_ranks():
@@ -97,6 +117,7 @@ def run(config: RunConfig, control: Control, claim: Claim | None) -> None:
     state = loaded or start_state(config)
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples for every checkpoint
+    watchdog.begins("opening the data sets and the report", state.iteration)
     with control.raise_on_all_ranks():
         datasets = open_data(config, state, loaded, log)
     for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
@@ -106,7 +127,8 @@ def run(config: RunConfig, control: Control, claim: Claim | None) -> None:
     snapshot = predict_memory(config, training)
     facts = run_facts(config, training, predicted_bytes(snapshot), state=state)
     with control.raise_on_all_ranks():
-        observers = observers_of(config, log, training)
+        watchdog.open_heartbeat(config.watch)
+        observers = (watchdog, *profilers_of(config, log, training))
         report = open_report(
             report_config,
             facts,
@@ -148,6 +170,8 @@ def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> No
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
     """Builds model and optimizer and logs them; also returns the lines of the placement table."""
+    with control.raise_on_all_ranks(name_rank=True):
+        check_memory(config, control.world, control.device)
     seed_everything(config.train.seed)
     # With --skip-train all parameters are frozen: no gradients, no optimizer state.
     is_trained = not config.train.skip_train
@@ -217,17 +241,10 @@ def open_data(
     return datasets
 
 
-def observers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
-    """What observes the loop in addition to the report: watchdog and profilers."""
+def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
+    """What observes the loop in addition to the report and the watchdog."""
     folder = config.report.tensorboard_dir or config.checkpoint.save
-    runtime = config.runtime
     return (
-        Watchdog(
-            config.watch,
-            rank=log.rank,
-            timeout_minutes=runtime.distributed_timeout_minutes,
-            flight_dir=runtime.flight_recorder_dir,
-        ),
         Profiler(config.profile, log, folder=folder),
         MemoryHistory(config.profile, log, training.device),
     )

@@ -11,6 +11,8 @@ from paro.errors import UserError
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
+MOST_TOKENS = 2**31  # of a sample
+MOST_WORKERS = 1024  # processes of one rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +49,14 @@ class DataConfig:
         self._check_validation(blends.get("valid"))
         if self.is_per_split and self.split is not None:
             raise UserError(f"--split and {given[0]} contradict each other: give one of them")
-        if self.seq_length < 1:
-            raise UserError(f"--seq-length {self.seq_length} must be at least 1")
-        if self.num_workers < 0:
-            raise UserError(f"--num-workers {self.num_workers} must be 0 or more")
+        if not 1 <= self.seq_length <= MOST_TOKENS:
+            raise UserError(
+                f"--seq-length {self.seq_length} must be at least 1 and at most {MOST_TOKENS}"
+            )
+        if not 0 <= self.num_workers <= MOST_WORKERS:
+            raise UserError(
+                f"--num-workers {self.num_workers} must be 0 or more and at most {MOST_WORKERS}"
+            )
         if not 0 <= self.seed <= MAX_SEED:
             raise UserError(f"--seed {self.seed} must be between 0 and {MAX_SEED}")
         parse_split(self.split or DEFAULT_SPLIT)

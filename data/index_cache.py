@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ from data.sample_order import (
     sample_index_dtype,
     shuffle_index_dtype,
 )
+from data.waits import Wait
 
+_POLL_SECONDS = 0.05
 Arrays = Mapping[str, NDArray[Any]]
 Expected = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape and type by name
 
@@ -115,11 +118,29 @@ def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
         yield
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, path)
         yield
         path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Takes the lock and writes this process into its file, for those who wait."""
+    wait: Wait | None = None
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if wait is None:
+                holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+                who = f"process {holder or 'unknown'} of this machine"
+                wait = Wait(f"{who}, which builds indices and holds the lock {path}")
+            wait.goes_on()
+            time.sleep(_POLL_SECONDS)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
 
 def checksum(array: NDArray[Any]) -> int:

@@ -26,7 +26,10 @@ from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
+from data.waits import Wait
 from paro.errors import UserError
+
+_POLL_SECONDS = 5.0  # how often a rank that waits for a batch looks whether its workers live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +202,7 @@ class MicroBatches:
         if self._source is None:
             self._source = self._read_ahead() if self.num_workers > 0 else self._read()
         try:
-            batch = next(self._source)
+            batch = self._received(self._source)
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             # torch's message for a dead worker; the other errors occur while a batch is received.
             text = str(error)
@@ -218,6 +221,19 @@ class MicroBatches:
             finally:
                 del batch  # else a reference cycle with this frame remains
         return batch
+
+    def _received(self, source: Iterator[Batch | UserError]) -> Batch | UserError:
+        wait = Wait(
+            f"a batch from {self.num_workers} processes that read data ahead: a file system may "
+            "have stopped answering"
+        )
+        while True:
+            try:
+                return next(source)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):  # torch's message
+                    raise
+            wait.goes_on()
 
     def sample_numbers(self) -> Iterator[range]:
         """The samples of micro-batch 0, 1, ...; endless."""
@@ -245,6 +261,7 @@ class MicroBatches:
             batch_size=None,
             sampler=self.sample_numbers(),
             num_workers=self.num_workers,
+            timeout=_POLL_SECONDS,  # then a dead worker is noticed, and the next try begins
             pin_memory=self.pin_memory,
             collate_fn=_unchanged,
             worker_init_fn=_leave_process_group,

@@ -20,6 +20,7 @@ from paro.errors import UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
 DOCUMENT_DTYPE = np.dtype(np.int32)
+MOST_SAMPLES = 2**33  # of an order, and documents in it: 70 trillion tokens in samples of 8192
 BLOCK = 2**16  # entries of the document index
 # If less than this fraction of the final epoch is needed, it is shuffled separately, so that the
 # samples of the whole epochs come first.
@@ -49,6 +50,14 @@ class OrderPlan:
     num_samples: int | None  # requested; the order has at least as many; None: one epoch
     seq_length: int
     seed: int
+
+    def __post_init__(self) -> None:
+        if max(self.num_samples or 0, self.num_entries) > MOST_SAMPLES:
+            raise UserError(
+                f"{self.num_samples} samples are {self.num_epochs} epochs of this data, and an "
+                f"order must have at most {MOST_SAMPLES} samples and documents: ask for fewer "
+                "with --train-iters, --train-samples or --eval-iters"
+            )
 
     @property
     def samples_per_epoch(self) -> int:

@@ -50,6 +50,21 @@ class RecomputeConfig:
         return layer - layer % self.group_size
 
 
+# Far above any LLaMA: a size beyond them is a slip or a forged file, and would take minutes to lay
+# out or overflow a tensor's size.
+_MOST = {
+    "num_layers": 1024,
+    "hidden_size": 2**20,
+    "ffn_hidden_size": 2**22,
+    "num_attention_heads": 2**16,
+    "num_query_groups": 2**16,
+    "kv_channels": 2**16,
+    "max_position_embeddings": 2**31,
+    "vocab_size": 2**31,
+    "rope_scaling_original_max_position_embeddings": 2**31,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
     """Sizes of a LLaMA, named like their flags."""
@@ -76,20 +91,11 @@ class LlamaConfig:
     recompute: RecomputeConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "max_position_embeddings",
-            "vocab_size",
-            "rope_scaling_original_max_position_embeddings",
-        ):
-            if getattr(self, name) < 1:
+        for name, most in _MOST.items():
+            size = getattr(self, name)
+            if not 1 <= size <= most:
                 flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} {getattr(self, name)} must be at least 1")
+                raise UserError(f"{flag} {size} must be at least 1 and at most {most}")
         if self.num_attention_heads % self.num_query_groups != 0:
             raise UserError(
                 f"--num-attention-heads {self.num_attention_heads} is not divisible by "

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 _STORAGE_FAILURES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),  # full, or mounted read-only
     *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO),  # a disk or a server is gone
-    *(errno.ENOTCONN, errno.EREMOTEIO, errno.EHOSTDOWN),
+    *(errno.ENOTCONN, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ETIMEDOUT),
 )
 # What torch, CUDA and cuBLAS write where they raise a plain RuntimeError.
 _MEMORY_TEXTS = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

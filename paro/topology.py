@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
+MOST_RANKS = 1 << 20  # the largest world size that can be planned
+
 
 class Link(Enum):
     """The kind of links an axis uses: inside or between groups."""

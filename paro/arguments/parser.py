@@ -58,6 +58,9 @@ A mistake ends the run with status 2 and a line that says what to do; of flags t
 refused, unknown or missing all are said at once. Flags in groups:"""
 
 
+MOST = 2**63 - 1  # of every whole number
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Adds the default, if any, to each help text, and never breaks a flag across lines."""
 
@@ -110,7 +113,21 @@ def build_parser() -> ArgumentParser:
     add_logging_args(parser)
     add_profiling_args(parser)
     add_compatibility_args(parser)
+    for action in parser._actions:
+        if action.type is int:
+            action.type = _whole_number
     return parser
+
+
+def _whole_number(text: str) -> int:
+    """An `int` of 64 bits; what is larger, torch and numpy cannot count with."""
+    number = int(text)
+    if abs(number) > MOST:
+        raise argparse.ArgumentTypeError(f"{text[:40]} must be at most {MOST}")
+    return number
+
+
+_whole_number.__name__ = "int"  # argparse names it in its line about what is no number
 
 
 def parse_args(argv: Sequence[str] | None = None, *, trains: bool = True) -> Namespace:
@@ -239,7 +256,7 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
     add("--distributed-backend", choices=("nccl", "gloo"), default="nccl",
         help="nccl: one GPU per rank; gloo: CPU ranks")
     add("--distributed-timeout-minutes", type=int, default=10, metavar="MINUTES",
-        help="give up on a peer after so long")
+        help="give up after so long without progress: on a peer, on data, on a lock")
     add("--use-distributed-optimizer", action="store_true",
         help="Megatron's name for --paro-strategy NNG (ZeRO-1)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser
+from collections import Counter
 from collections.abc import Iterable
 
 import yaml
@@ -12,7 +13,8 @@ from paro.errors import UserError
 from paro.untrusted.regular_file import read_text
 
 FLAG = "--yaml-cfg"
-_MOST_BYTES = 2**20
+MOST_BYTES = 2**16  # a second of reading; long blends have --data-args-path
+MOST_DEPTH = 8  # flags need 2, and a value that is too deep is shown in its own line
 
 
 def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]:
@@ -28,7 +30,7 @@ def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]
     }
     words: list[str] = []
     mistakes: list[str] = []
-    for key, value in _read_mapping(path):
+    for key, value in _read_mapping(path, most_keys=len(actions)):
         if key not in actions or key in ("help", _spell(FLAG)):
             mistakes.append(f"{FLAG} {path}: --{key} is unknown: {hint_for(key, parser)}")
             continue
@@ -46,9 +48,10 @@ def _spell(option: object) -> str:
     return str(option).lstrip("-").replace("_", "-")
 
 
-def _read_mapping(path: str) -> Iterable[tuple[str, object]]:
-    text = read_text(path, f"{FLAG} {path}", max_bytes=_MOST_BYTES)
+def _read_mapping(path: str, most_keys: int) -> Iterable[tuple[str, object]]:
+    text = read_text(path, f"{FLAG} {path}", max_bytes=MOST_BYTES)
     try:
+        _refuse_what_grows(text, path)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date of month 13
@@ -59,11 +62,31 @@ def _read_mapping(path: str) -> Iterable[tuple[str, object]]:
         raise UserError(f"{FLAG} {path} must hold one level of `flag: value`")
     assert isinstance(root, yaml.MappingNode), f"{values!r} came from {root}"
     # YAML would silently use the last of two equal keys.
-    written = [_spell(key.value) for key, _ in root.value]
-    for key in written:
-        if written.count(key) > 1:
+    counts = Counter(_spell(key.value) for key, _ in root.value)
+    for key, count in counts.items():
+        if count > 1:
             raise UserError(f"{FLAG} {path}: {key} is given more than once")
+    if len(counts) > most_keys:
+        raise UserError(f"{FLAG} {path} has {len(counts)} keys, and there are {most_keys} flags")
     return [(_spell(key), value) for key, value in values.items()]
+
+
+def _refuse_what_grows(text: str, path: str) -> None:
+    """`UserError` for an alias, which a few bytes can repeat billions of times, or deep nesting."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            where = f"{FLAG} {path}: line {_line(event)}"
+            raise UserError(f"{where}: anchors and aliases are not for flags")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEPTH:
+            raise UserError(f"{FLAG} {path}: line {_line(event)}: is nested too deeply for flags")
+
+
+def _line(event: yaml.Event) -> int:
+    assert event.start_mark is not None, "it was read from a text"
+    return event.start_mark.line + 1
 
 
 def _words(action: Action, value: object) -> list[str]:

@@ -150,6 +150,11 @@ def take_world(args: Namespace) -> World:
     return _take(LaunchConfig, args).world()
 
 
+def take_watch(args: Namespace) -> tuple[WatchConfig, RuntimeConfig]:
+    """What the watchdog needs, before the other flags are checked."""
+    return _take(WatchConfig, args), _take(RuntimeConfig, args)
+
+
 def _with_saved_args(
     args: Namespace, common: dict[str, Any] | None
 ) -> tuple[Namespace, tuple[str, ...]]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from paro.errors import UserError
 
+MOST_ITERATIONS = 10**9  # above 30 years of steps that take a second
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -33,6 +35,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not hasattr(signal, self.exit_signal):
             raise UserError(f"--exit-signal {self.exit_signal} is no signal of this system")
+        for flag, count in (("--train-iters", self.train_iters), ("--eval-iters", self.eval_iters)):
+            if count > MOST_ITERATIONS:
+                raise UserError(f"{flag} {count} must be at most {MOST_ITERATIONS}")
         if self.skip_train and self.eval_iters == 0:
             raise UserError(
                 "--skip-train and --eval-iters 0 leave nothing to do: give 1 or more iterations to "

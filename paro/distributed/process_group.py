@@ -17,6 +17,8 @@ from paro.distributed.rendezvous import meet, open_store, refusals_are_told
 from paro.distributed.world import World
 from paro.errors import UserError, writing
 
+_MOST_MINUTES = 365 * 24 * 60
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
@@ -32,9 +34,11 @@ class RuntimeConfig:
         return timedelta(minutes=self.distributed_timeout_minutes)
 
     def __post_init__(self) -> None:
-        if self.distributed_timeout_minutes <= 0:
+        minutes = self.distributed_timeout_minutes
+        if not 0 < minutes <= _MOST_MINUTES:
             raise UserError(
-                f"--distributed-timeout-minutes {self.distributed_timeout_minutes} must be positive"
+                f"--distributed-timeout-minutes {minutes} must be positive and at most "
+                f"{_MOST_MINUTES}, a year"
             )
 
 

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from paro.errors import UserError
+from paro.topology import MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class LaunchConfig:
         for flag, value in self._given().items():
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{flag} {value} must be positive")
+        if self.world_size > MOST_RANKS:
+            raise UserError(f"--world-size {self.world_size} must be at most {MOST_RANKS}")
         if self.world_size % self._ranks_per_node():
             raise UserError(
                 f"--world-size {self.world_size} is no multiple of the {self._ranks_per_node()} "

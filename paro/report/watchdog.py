@@ -1,14 +1,17 @@
-"""Heartbeat file, and a dump of all threads' stacks when a rank makes no progress."""
+"""Heartbeat file; a rank without progress shows its threads' stacks, and later ends."""
 
 # A separate thread reads the last state noted by the training thread, so that a heartbeat costs
-# training nothing. While this thread runs it also postpones Python's own dump of all stacks, which
-# therefore only fires when no Python code runs: a library hangs and holds the GIL.
+# training nothing. It starts before the flags' files are read and before the ranks meet. While it
+# runs it also postpones Python's own dump of all stacks, which therefore only fires, and ends the
+# process, when no Python code runs: a library hangs and holds the GIL. Bytes that the process reads
+# or writes are progress too: a checkpoint of a terabyte may take longer than the limit.
 
 from __future__ import annotations
 
 import faulthandler
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -23,6 +26,9 @@ from paro.errors import UserError, writing
 from paro.report.observer import Observer
 
 _BEAT_SECONDS = 1.0
+_GRACE = 1.1  # the limits of collectives and of other waits end first: they say more
+_MOVING_BYTES = 2**20  # in a tick; a log or a terminal moves less
+_IO = Path("/proc/self/io")
 _State = tuple[str, int, float]  # current phase, iterations done, time of the last progress
 
 
@@ -53,22 +59,35 @@ class Watchdog(Observer):
     ) -> None:
         minutes = config.hang_dump_minutes
         self._limit = 60.0 * (timeout_minutes / 2.0 if minutes is None else minutes)
+        self._end = 60.0 * timeout_minutes * _GRACE
         self._rank = rank
         self._flights = None if flight_dir is None else Path(flight_dir) / f"{FLIGHT_PREFIX}{rank}"
-        self._heartbeat = None
-        if rank == 0 and config.heartbeat_file is not None:
-            self._heartbeat = Path(config.heartbeat_file)
-            with writing(f"--heartbeat-file {self._heartbeat}"):
-                self._heartbeat.parent.mkdir(parents=True, exist_ok=True)
+        self._heartbeat: Path | None = None
         self._stream = stream or sys.__stderr__ or sys.stderr
         self._state: _State = ("starting", 0, time.monotonic())
         self._told: _State | None = None
         self._beaten: _State | None = None
         self._over = threading.Event()
-        self._tick = min(_BEAT_SECONDS, self._limit / 4.0) if self._limit else _BEAT_SECONDS
+        self._tick = min(_BEAT_SECONDS, (self._limit or self._end) / 4.0)
+        self._bytes = _bytes_moved()
+        self._moved_at = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        if self._limit or self._heartbeat is not None:
-            self._thread.start()
+        self._thread.start()
+
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ends()
+
+    def open_heartbeat(self, config: WatchConfig) -> None:
+        """Writes the heartbeat from here on; `UserError` without its folder."""
+        if self._rank != 0 or config.heartbeat_file is None:
+            return
+        path = Path(config.heartbeat_file)
+        with writing(f"--heartbeat-file {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._heartbeat = path
 
     def begins(self, what: str, iteration: int) -> None:
         self._state = (what, iteration, time.monotonic())
@@ -86,20 +105,42 @@ class Watchdog(Observer):
             state = self._state
             if self._heartbeat is not None and state is not self._beaten:
                 self._beat(state, self._heartbeat)
-            if not self._limit:
-                continue
-            faulthandler.dump_traceback_later(self._limit * 1.5 + self._tick, file=self._stream)
-            stood = time.monotonic() - state[2]
-            if stood > self._limit and state is not self._told:
-                self._told = state
-                self._stream.write(self._standstill(state, stood))
-                self._stream.flush()  # the next call may hang as well
-                if self._flights is not None:
-                    self._write_flights(self._flights)
-        if self._limit:
-            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback_later(self._end, exit=True, file=self._stream)
+            stood = time.monotonic() - max(state[2], self._last_moved())
+            if self._limit and stood > self._limit and state is not self._told:
+                self._tell(state, stood)
+            if stood > self._end:
+                self._leave(state, stood)
+        faulthandler.cancel_dump_traceback_later()
         if self._heartbeat is not None and self._state is not self._beaten:
             self._beat(self._state, self._heartbeat)
+
+    def _last_moved(self) -> float:
+        """When the process last read or wrote much in a tick."""
+        before, self._bytes = self._bytes, _bytes_moved()
+        if self._bytes - before >= _MOVING_BYTES:
+            self._moved_at = time.monotonic()
+        return self._moved_at
+
+    def _tell(self, state: _State, stood: float) -> None:
+        self._told = state
+        self._stream.write(self._standstill(state, stood))
+        self._stream.flush()  # the next call may hang as well
+        if self._flights is not None:
+            self._write_flights(self._flights)
+
+    def _leave(self, state: _State, stood: float) -> None:
+        """Ends the process with status 1, the stacks and one line."""
+        if state is not self._told:
+            self._tell(state, stood)
+        what, iteration, _ = state
+        line = (
+            f"[Rank {self._rank}] error: no progress for {stood:.0f} s while {what}, after "
+            f"iteration {iteration}: the run ends; --distributed-timeout-minutes is the limit\n"
+        )
+        self._stream.write(line)
+        self._stream.flush()
+        os._exit(1)  # the training thread may stand in a call that never returns
 
     def _beat(self, state: _State, path: Path) -> None:
         what, iteration, _ = state
@@ -143,3 +184,12 @@ class Watchdog(Observer):
                 for line in entry.rstrip("\n").splitlines()
             ]
         return "\n".join(lines) + "\n"
+
+
+def _bytes_moved() -> int:
+    """The bytes that this process has read and written so far; 0 where the system does not say."""
+    try:
+        fields = dict(line.split(": ") for line in _IO.read_text().splitlines())
+    except OSError:
+        return 0
+    return sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes"))

@@ -213,7 +213,7 @@ def other_value(action: argparse.Action) -> str:
         return ""
     if action.choices is not None:
         return [str(choice) for choice in action.choices if choice != action.default][-1]
-    if action.type is int:
+    if getattr(action.type, "__name__", "") == "int":
         return str(2 * (action.default or 1))
     if action.type is float:
         return str((action.default or 0.02) / 2)

@@ -20,7 +20,7 @@ from paro.checkpoint.convert.source import (
     checked_tensors,
 )
 from paro.checkpoint.convert.torch_file import lazy, load_torch_file
-from paro.errors import UserError
+from paro.errors import UserError, about
 from paro.untrusted.schema import Positive, read_json
 
 PARAMS = "params.json"
@@ -164,21 +164,22 @@ def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]
     if rows * len(shards) != hidden:
         missing = directory / f"consolidated.{len(shards):02d}.pth"
         raise UserError(f"{missing} is missing: there are {len(shards)} of {hidden // rows}")
-    config = LlamaConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=sum(shard[gate].shape[0] for shard in shards),
-        num_attention_heads=heads,
-        num_query_groups=params.get("n_kv_heads") or heads,
-        kv_channels=hidden // heads,
-        max_position_embeddings=_positions(params),
-        vocab_size=sum(vocab_rows) if by_rows else vocab_rows[0],
-        rotary_base=params.get("rope_theta", 10000.0),
-        use_rope_scaling=params.get("use_scaled_rope", False),
-        rope_scaling_factor=params.get("rope_scaling_factor", 8.0),
-        norm_epsilon=params["norm_eps"],
-        tie_embeddings_and_output_weights="output.weight" not in first,
-    )
+    with about(f"{directory / PARAMS}: "):
+        config = LlamaConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            ffn_hidden_size=sum(shard[gate].shape[0] for shard in shards),
+            num_attention_heads=heads,
+            num_query_groups=params.get("n_kv_heads") or heads,
+            kv_channels=hidden // heads,
+            max_position_embeddings=_positions(params),
+            vocab_size=sum(vocab_rows) if by_rows else vocab_rows[0],
+            rotary_base=params.get("rope_theta", 10000.0),
+            use_rope_scaling=params.get("use_scaled_rope", False),
+            rope_scaling_factor=params.get("rope_scaling_factor", 8.0),
+            norm_epsilon=params["norm_eps"],
+            tie_embeddings_and_output_weights="output.weight" not in first,
+        )
     return _as_published(config, first)
 
 

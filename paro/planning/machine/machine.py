@@ -18,9 +18,9 @@ from itertools import pairwise
 
 from paro.collectives.schedule import Op
 from paro.errors import UserError, about
-from paro.topology import Axes, Link
+from paro.topology import MOST_RANKS, Axes, Link
 
-MOST_RANKS = 1 << 20  # the largest world size that can be planned
+_MOST = 1e18  # of any time, size or rate; sums and products of them stay finite
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -184,8 +184,9 @@ def _check(field: str, value: object, holds: bool, rule: str) -> None:
 
 
 def _check_number(field: str, value: float, *, or_zero: bool = False) -> None:
-    holds = 0 < value < math.inf or (or_zero and value == 0)
-    _check(field, value, holds, "a number of 0 or more" if or_zero else "a positive number")
+    holds = 0 < value <= _MOST or (or_zero and value == 0)
+    least = "a number of 0 or more" if or_zero else "a positive number"
+    _check(field, value, holds, f"{least} and at most {_MOST:g}")
 
 
 def bits_per_second(text: str) -> int:

@@ -86,6 +86,7 @@ def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
     config = WatchConfig(heartbeat_file=str(path), hang_dump_minutes=0.0)
     dogs = [Watchdog(config, rank=rank, timeout_minutes=10.0) for rank in (0, 1)]
     for dog in dogs:
+        dog.open_heartbeat(config)
         dog.begins("training", 12)
         dog.ends()
     beat = json.loads(path.read_text())
@@ -97,11 +98,15 @@ def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
 def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = WatchConfig(heartbeat_file=str(tmp_path / "file" / "beat"))
-    with pytest.raises(UserError, match="--heartbeat-file"):
-        Watchdog(config, rank=0, timeout_minutes=10.0)
+    with (
+        Watchdog(config, rank=0, timeout_minutes=10.0) as dog,
+        pytest.raises(UserError, match="--heartbeat-file"),
+    ):
+        dog.open_heartbeat(config)
     stream = Stream()
     config = WatchConfig(heartbeat_file=str(tmp_path), hang_dump_minutes=0.0)  # a folder
     dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
+    dog.open_heartbeat(config)
     dog.begins("training", 1)
     dog.ends()
     assert stream.getvalue().count("--heartbeat-file is left out from here on") == 1
@@ -109,23 +114,59 @@ def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None
         WatchConfig(hang_dump_minutes=-1.0)
 
 
+def test_a_standstill_past_the_limit_ends_the_run_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[int] = []
+
+    def leave(status: int) -> None:
+        left.append(status)
+        dog._over.set()
+
+    monkeypatch.setattr("paro.report.watchdog.os._exit", leave)
+    stream = Stream()
+    config = WatchConfig(hang_dump_minutes=0.0)
+    dog = Watchdog(config, rank=0, timeout_minutes=0.2 / 60, stream=stream)
+    dog.begins("opening the data sets", 0)
+    dog._thread.join(30)
+    dog.ends()
+    assert left == [1]
+    text = stream.getvalue()
+    assert "[Rank 0] thread MainThread:" in text
+    last = text.splitlines()[-1]
+    assert last.startswith("[Rank 0] error: no progress for 0 s while opening the data sets")
+    assert last.endswith("the run ends; --distributed-timeout-minutes is the limit")
+
+
+def test_bytes_that_are_written_are_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved = iter(range(0, 2**40, 2**21))
+    monkeypatch.setattr("paro.report.watchdog._bytes_moved", lambda: next(moved))
+    stream = Stream()
+    config = WatchConfig(hang_dump_minutes=1.0 / 60)
+    with Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream) as dog:
+        dog.begins("saving", 7)
+        assert not stream.written.wait(2.0)
+
+
 HOLDS_THE_LOCK = """
 import ctypes, sys, time
 from paro.report.watchdog import WatchConfig, Watchdog
-dog = Watchdog(WatchConfig(hang_dump_minutes=0.2 / 60), rank=0, timeout_minutes=10.0)
+dog = Watchdog(WatchConfig(hang_dump_minutes=0.2 / 60), rank=0, timeout_minutes=0.5 / 60)
 dog.begins("training", 1)
 time.sleep(0.1)
-ctypes.PyDLL(None).usleep(1500000)  # a library that keeps the interpreter's lock
+ctypes.PyDLL(None).usleep(30000000)  # a library that keeps the interpreter's lock
 dog.ends()
 """
 
 
 @pytest.mark.process
-def test_a_library_that_keeps_the_interpreters_lock_is_shown_too() -> None:
+def test_a_library_that_keeps_the_interpreters_lock_is_shown_and_ended() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HOLDS_THE_LOCK], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "Timeout (" in done.stderr
     assert 'File "<string>", line 7' in done.stderr
 
