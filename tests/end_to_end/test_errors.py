@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +43,7 @@ def bug(*_: object, **__: object) -> None:
         ),
         (["--data-args-path", "{file}"], BINARY, "--data-args-path {file} is not UTF-8 text"),
         (["--per-split-data-args-path", "{file}"], b"[", "{file} is not valid JSON: "),
-        ([*GPT2, "--data-path", "x"], BINARY, "--vocab-file {file} is not a JSON object"),
+        ([*GPT2, "--data-path", "x"], BINARY, "--vocab-file {file} is not UTF-8 text"),
         (["--mock-data", "--metrics-file", "{file}"], BINARY, "--metrics-file {file} exists and"),
         (["--mock-data", "--load", "{file}"], b"", "{file} is a file: give a folder"),
     ],
@@ -70,14 +72,14 @@ def test_a_file_without_permission_is_named_in_one_line(
     """Root may read everything, so the system's answer is planted."""
     file = tmp_path / "file"
     file.touch()
-    read = Path.read_text
+    opened = os.open
 
-    def refuse(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
-        if path == file:
+    def refuse(path: str | Path, *others: Any, **named: Any) -> int:
+        if Path(path) == file:
             raise PermissionError(13, "Permission denied", str(path))
-        return read(path, encoding, errors)
+        return opened(path, *others, **named)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     told = mistake(["--train-iters", "4", *flag.split(), str(file)])
     assert f"{file} cannot be read: Permission denied" in told
 
