@@ -31,6 +31,7 @@ FLOAT_CODES = (6, 7)  # valid in the format, but not for token ids
 COPY_TOKENS = 2**22  # per read when copying
 MAX_SEQUENCE_LENGTH = np.iinfo(np.int32).max
 REMEDY = "write both files again with tools/preprocess_data.py"
+_CHECKED_AT_ONCE = 2**20  # entries of an index, so that its check needs little memory
 
 Tokens = NDArray[Any]
 
@@ -92,11 +93,17 @@ class IndexedDataset:
         )
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths):
             return False
-        if len(lengths) == 0:
-            return True
-        end = int(pointers[-1]) + int(lengths[-1]) * self.dtype.itemsize
-        in_order = pointers[0] == 0 and end == self.num_tokens * self.dtype.itemsize
-        return bool(in_order and lengths.min() >= 0)
+        begin = 0
+        for start in range(0, len(lengths), _CHECKED_AT_ONCE):
+            sizes = lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64) * self.dtype.itemsize
+            ends = begin + np.cumsum(sizes)
+            if sizes.min() < 0 or (pointers[start : start + len(sizes)] != ends - sizes).any():
+                return False
+            begin = int(ends[-1])
+        return not any(
+            (np.diff(documents[start : start + _CHECKED_AT_ONCE + 1]) < 0).any()
+            for start in range(0, len(documents), _CHECKED_AT_ONCE)
+        )
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -111,14 +118,8 @@ class IndexedDataset:
         assert 0 <= offset <= stop <= self.sequence_lengths[index], (
             f"tokens {offset}..{stop} of sequence {index}, which has {self.sequence_lengths[index]}"
         )
-        begin, remainder = divmod(int(self.sequence_pointers[index]), self.dtype.itemsize)
-        part = self.tokens[begin + offset : begin + stop]
-        if begin < 0 or remainder != 0 or len(part) != stop - offset:
-            raise UserError(
-                f"{idx_path(self.prefix)} points sequence {index} at no place in its .bin file, "
-                f"it is damaged: {REMEDY}"
-            )
-        return part
+        begin = int(self.sequence_pointers[index]) // self.dtype.itemsize
+        return self.tokens[begin + offset : begin + stop]
 
     def __getitem__(self, index: int) -> Tokens:
         return self.get(index)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import indexed_dataset
 from data.indexed_dataset import (
     HEADER,
     IndexedDataset,
@@ -263,13 +264,18 @@ def test_multimodal_files_are_refused_as_such(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "x")
 
 
-def test_a_wild_pointer_is_found_when_it_is_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "value"), [(54, 10_000), (54, 0), (34 + 12 * 3 + 8, 99), (34 + 12 * 3 + 8, -1)]
+)
+def test_every_pointer_and_document_is_checked_at_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, value: int
+) -> None:
     write(tmp_path / "x", DOCUMENTS)
     path = tmp_path / "x.idx"
     whole = bytearray(path.read_bytes())
-    whole[54:62] = struct.pack("<q", 10_000)  # of the middle sequence: not checked when opening
-    path.write_bytes(whole)
-    indexed = IndexedDataset(tmp_path / "x")
-    assert indexed[0].tolist() == [1, 2, 3]
-    with pytest.raises(UserError, match="points sequence 1 at no place"):
-        indexed.get(1)
+    whole[at : at + 8] = struct.pack("<q", value)  # of the middle sequence, or a document
+    for entries in (1, 2, 2**20):  # also where a part of the check ends
+        monkeypatch.setattr(indexed_dataset, "_CHECKED_AT_ONCE", entries)
+        path.write_bytes(bytes(whole))
+        with pytest.raises(UserError, match="contradicts itself, it is damaged"):
+            IndexedDataset(tmp_path / "x")

@@ -273,13 +273,11 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path: Path) -> None:
     for wrong in ({"model_type": "mixtral"}, {"attention_bias": True}, {"num_hidden_layers": "x"}):
         config.write_text(json.dumps({**json.loads(text), **wrong}))
         (name,) = wrong
-        assert f"{config} is not of this architecture: {name} is" in mistake(
-            "hf", "paro", folder, out
-        )
+        assert f"{config} is not of this architecture: {name}" in mistake("hf", "paro", folder, out)
     config.write_text(json.dumps({**json.loads(text), "intermediate_size": 7}))
     assert "mlp.gate_proj.weight is" in mistake("hf", "paro", folder, out)
     config.write_text(text[:40])
-    assert f"{config} is missing or damaged" in mistake("hf", "paro", folder, out)
+    assert f"{config} is not valid JSON" in mistake("hf", "paro", folder, out)
     config.write_text(text)
     shard = sorted(folder.glob("*.safetensors"))[1]
     whole = shard.read_bytes()

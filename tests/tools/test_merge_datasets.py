@@ -50,14 +50,16 @@ def test_joined_is_as_if_written_at_once(
         assert joined == (folder / f"once.{suffix}").read_bytes()
 
 
-def test_sequences_that_lie_in_another_order_are_joined_too(tmp_path: Path) -> None:
+def test_sequences_in_another_order_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "in"
     write(folder / "a", [[[1], [2], [3], [4, 5]]])
     content = bytearray((folder / "a.idx").read_bytes())
     struct.pack_into("<4q", content, 34 + 4 * 4, 0, 4, 2, 6)
     (folder / "a.idx").write_bytes(content)
-    assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 0
-    assert read(tmp_path / "x") == read(folder / "a") == [[[1], [3], [2], [4, 5]]]
+    assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 2
+    assert f"{folder / 'a.idx'} contradicts itself" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from paro.collectives.schedule import Op
 from paro.errors import UserError, about
 from paro.topology import MOST_RANKS, Axes, Link
 
-_MOST = 1e18  # of any time, size or rate; sums and products of them stay finite
+_MOST = 1e30  # of any time, size or rate; sums and products of them stay finite
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 

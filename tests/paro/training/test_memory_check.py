@@ -71,6 +71,8 @@ def test_a_device_must_have_what_a_rank_needs() -> None:
 
 
 def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain_llama.build", mock.Mock(side_effect=AssertionError("built")))
+    monkeypatch.setattr(
+        "pretrain_llama.build_training", mock.Mock(side_effect=AssertionError("built"))
+    )
     monkeypatch.setattr("paro.training.memory_check.available_host_bytes", lambda: 1)
     assert mistake(["--mock-data", "--train-iters", "2"]).startswith("1 rank of this host needs ")

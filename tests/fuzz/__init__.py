@@ -1,0 +1,1 @@
+"""Damaged, hostile and absurd inputs: each is answered cleanly."""

@@ -1,0 +1,217 @@
+"""One case: an input is damaged, a program reads it, and its end is judged."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import shutil
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from paro.arguments.parser import build_parser
+from tests.fixtures.write import FIXTURES, MODEL
+from tests.fuzz.mutations import mutations_of, odd_flags
+from tests.helpers.ranks import RankError
+from tests.helpers.scripts import run_script
+
+SET = FIXTURES / "2026-11-21"
+MOST_SECONDS = 10.0
+NULL = "--tokenizer-type NullTokenizer --vocab-size 32"
+BASE = f"pretrain_llama.py {MODEL}"
+NULL_AND_CACHE = f"{NULL} --data-cache-path {{out}}/cache"
+OWN = f"{BASE} --data-path {{set}}/corpus_text_document {NULL_AND_CACHE}"
+MOCK = f"{BASE} --mock-data {NULL}"
+DRY = "--dry-run --world-size 4"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A program and the files that it reads; `{set}` is their folder, `{out}` an empty one."""
+
+    command: str
+    files: tuple[str, ...] = ()  # patterns in the set; none: flags are damaged instead
+
+
+SAVED = "{set}/one-process/saved"
+RESUMED = f"{OWN} --rampup-batch-size 4 4 16 --load {SAVED}"
+CHECKPOINT = "one-process/saved/iter_0000004"
+TARGETS: dict[str, Target] = {
+    "flags": Target(f"{MOCK} {DRY}"),
+    "corpus": Target(OWN, ("corpus_text_document.idx", "corpus_text_document.bin")),
+    "tracker": Target(RESUMED, ("one-process/saved/latest*",)),
+    "checkpoint": Target(RESUMED, (f"{CHECKPOINT}/.metadata", f"{CHECKPOINT}/*.distcp")),
+    "records": Target(RESUMED, (f"{CHECKPOINT}/*.json",)),
+    "yaml": Target(f"{MOCK} {DRY} --yaml-cfg {{set}}/flags.yaml", ("flags.yaml",)),
+    "blend": Target(
+        f"{BASE} {NULL_AND_CACHE} --data-args-path {{set}}/blend.json", ("blend.json",)
+    ),
+    "machine": Target(
+        f"{MOCK} --dry-run --world-size 2 --paro-group-size 1 --paro-strategy auto "
+        "--paro-machine {set}/machine.json",
+        ("machine.json",),
+    ),
+    "plan": Target(
+        "tools/plan.py --llama-preset llama3.2-1B --seq-length 128 --world-size 2 "
+        "--micro-batch-size 1 --global-batch-size 4 --device-memory-gb 80 "
+        "--paro-machine {set}/machine.json",
+        ("machine.json",),
+    ),
+    "tokenizer": Target(
+        f"{BASE} --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model {{set}} {DRY}",
+        ("tokenizer.json", "tokenizer_config.json"),
+    ),
+    "text": Target(
+        "tools/preprocess_data.py --input {set}/text.jsonl --output-prefix {out}/x --workers 1 "
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {set}/tokenizer.json",
+        ("text.jsonl",),
+    ),
+    "inspect dataset": Target(
+        f"tools/inspect_dataset.py --data-path {{set}}/corpus_text_document {NULL}",
+        ("corpus_text_document.idx", "corpus_text_document.bin"),
+    ),
+    "inspect checkpoint": Target(
+        f"tools/inspect_checkpoint.py --load {SAVED}",
+        (f"{CHECKPOINT}/*.json", f"{CHECKPOINT}/.metadata"),
+    ),
+    "merge": Target(
+        "tools/merge_datasets.py --input {set}/parts --output-prefix {out}/merged",
+        ("parts/*.idx", "parts/*.bin"),
+    ),
+    "hugging face": Target(
+        "tools/convert_checkpoint.py --from hf --to paro --input {set}/hf --output {out}/back "
+        "--make-vocab-size-divisible-by 4",
+        ("hf/config.json", "hf/model.safetensors"),
+    ),
+    "megatron": Target(
+        "tools/convert_checkpoint.py --from megatron --to paro --input {set}/megatron "
+        "--output {out}/back --make-vocab-size-divisible-by 4",
+        ("megatron/release/*/*", "megatron/latest*"),
+    ),
+    "report": Target(
+        "tools/report.py {set}/iig/metrics.jsonl --output {out}/report.html",
+        ("iig/metrics.jsonl", "iig/metrics.jsonl.run.json"),
+    ),
+}
+BLEND = '[0.3, "{set}/corpus_text_document", 0.7, "{set}/corpus_text_document"]'
+YAML = "lr: 0.5\nweight_decay: 0.1\nlog_interval: 2\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A target and the seed of its damage; equal cases are equal runs."""
+
+    target: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.target} {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was damaged, how the program ended, and what is wrong with that, if anything."""
+
+    damage: str
+    status: int | None
+    stderr: str
+    fault: str | None
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    """The targets in turn, with seeds drawn from `seed`."""
+    draw = Random(seed)
+    names = list(TARGETS)
+    return [Case(names[i % len(names)], draw.randrange(2**32)) for i in range(count)]
+
+
+def make_inputs(folder: Path) -> tuple[Path, Path]:
+    """The files of all targets, and the empty folder to write to."""
+    place, out = folder / "set", folder / "out"
+    shutil.copytree(SET, place)
+    out.mkdir()
+    (place / "parts").mkdir()
+    for suffix in ("idx", "bin"):
+        shutil.copy(place / f"corpus_text_document.{suffix}", place / f"parts/a.{suffix}")
+    (place / "blend.json").write_text(BLEND.format(set=place))
+    (place / "flags.yaml").write_text(YAML)
+    return place, out
+
+
+def run_case(case: Case, folder: Path) -> Outcome:
+    """Makes, damages, runs and judges a case in an empty folder."""
+    place, out = make_inputs(folder)
+    target, draw = TARGETS[case.target], Random(case.seed)
+    words = target.command.format(set=place, out=out).split()
+    names: list[str] = []
+    if target.files:
+        path = draw.choice(sorted({p for pattern in target.files for p in place.glob(pattern)}))
+        mutate = draw.choice(mutations_of(path))
+        mutate(path, draw)
+        damage = f"{mutate.__name__} {path.relative_to(place)}"
+        names = [path.stem, path.parent.name, path.parent.parent.name]
+    else:
+        odd = odd_flags(_safe_actions(), draw)
+        words += odd
+        damage = " ".join(word[:60] for word in odd)
+    before = fingerprint(place)
+    began = time.monotonic()
+    try:
+        done = run_script(words, timeout=2 * MOST_SECONDS)
+    except RankError:
+        return Outcome(damage, None, "", f"it did not end within {2 * MOST_SECONDS} s")
+    seconds = time.monotonic() - began
+    fault = fault_of(words[0], done.returncode, done.stdout, done.stderr, names)
+    if fault is None and fingerprint(place) != before:
+        fault = "the inputs were changed"
+    if fault is None and seconds > MOST_SECONDS:
+        fault = f"it took {seconds:.1f} s"
+    return Outcome(damage, done.returncode, done.stderr, fault)
+
+
+def fault_of(script: str, status: int, stdout: str, stderr: str, names: list[str]) -> str | None:
+    """What is not clean about an end: a success, or a line with its cause and status 2."""
+    control = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", stdout + stderr)
+    if control:
+        return f"it prints {control[0]!r}"
+    if "Traceback" in stdout + stderr:
+        return "it prints a traceback"
+    if status == 0:
+        return None
+    if status != 2:
+        return f"its status is {status}"
+    lines = stderr.splitlines()
+    start = f"{Path(script).name}: error: "
+    (last, *others) = [i for i, line in enumerate(lines) if line.startswith(start)] or [None]
+    if last is None or others:
+        return "it prints no line with its name and the error, or several"
+    told = "\n".join(lines[last:])
+    if max(map(len, lines)) > 2000:
+        return "it prints a line of more than 2,000 characters"
+    if not any(name in told for name in names) and not re.search(r"--[a-z]", told):
+        return "its line names neither the file nor a flag"
+    return None
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """The contents of all regular files, and what else there is."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        kind = stat.S_IFMT(path.lstat().st_mode)
+        text = hashlib.sha256(path.read_bytes()).hexdigest() if kind == stat.S_IFREG else str(kind)
+        found[str(path.relative_to(folder))] = text
+    return found
+
+
+def _safe_actions() -> list[argparse.Action]:
+    """All flags but those that end at once or name a place to write to."""
+    return [
+        action
+        for action in build_parser()._actions
+        if action.option_strings
+        and action.dest not in ("help", "dry_run")
+        and not str(action.metavar).isupper()
+    ]

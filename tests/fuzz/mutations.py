@@ -1,0 +1,188 @@
+"""Seeded damage to files and flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+Mutation = Callable[[Path, Random], None]
+
+LONG = "x" * 5000
+DEEP = "[" * 3000 + "]" * 3000
+# What a field of JSON or the value of a flag may be instead.
+LEAVES: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1, 10**6, 10**9, 10**12, 10**30, 1e308, -1e308, 0.5),
+    *(
+        float("nan"),
+        float("inf"),
+        "",
+        " ",
+        LONG,
+        "\x1b[2J\x1b[31mred",
+        "\u202egnp.exe",
+        "ä",
+        "../..",
+    ),
+    *([], {}, [[[]]], {"": {}}),
+)
+WORDS = (
+    *("", "0", "-1", "1", "2", "1000000", "1000000000000", "1" + "0" * 30, "1e308", "nan", "inf"),
+    *(
+        "-inf",
+        "0.5",
+        "x",
+        LONG,
+        "\x1b[2J\x1b[31mred",
+        "\u202egnp.exe",
+        "ä",
+        "1,2",
+        "0:1",
+        "--",
+        "%s",
+    ),
+)
+
+
+def flip_bits(path: Path, draw: Random) -> None:
+    content = bytearray(path.read_bytes())
+    for _ in range(draw.choice((1, 1, 8, 64))):
+        if content:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+def truncate(path: Path, draw: Random) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: draw.randrange(len(content) + 1)])
+
+
+def empty(path: Path, draw: Random) -> None:
+    path.write_bytes(b"")
+
+
+def extend(path: Path, draw: Random) -> None:
+    path.write_bytes(path.read_bytes() + draw.randbytes(draw.randrange(1, 4096)))
+
+
+def replace_all(path: Path, draw: Random) -> None:
+    path.write_bytes(draw.randbytes(draw.randrange(1, 4096)))
+
+
+def overwrite_a_number(path: Path, draw: Random) -> None:
+    content = bytearray(path.read_bytes())
+    value = draw.choice((0, -1, 1, 2**31 - 1, -(2**31), 2**62, 2**63 - 1, -(2**63)))
+    place = draw.randrange(max(1, len(content) - 7))
+    content[place : place + 8] = value.to_bytes(8, "little", signed=True)
+    path.write_bytes(content)
+
+
+def zero_a_block(path: Path, draw: Random) -> None:
+    content = bytearray(path.read_bytes())
+    start = draw.randrange(len(content) + 1)
+    content[start : start + 512] = bytes(len(content[start : start + 512]))
+    path.write_bytes(content)
+
+
+def make_a_folder(path: Path, draw: Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_to_itself(path: Path, draw: Random) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def make_a_fifo(path: Path, draw: Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link_to_endless_zeros(path: Path, draw: Random) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def remove(path: Path, draw: Random) -> None:
+    path.unlink()
+
+
+BYTES: tuple[Mutation, ...] = (
+    *(flip_bits, flip_bits, truncate, empty, extend, replace_all, overwrite_a_number),
+    *(overwrite_a_number, zero_a_block, make_a_folder, link_to_itself, make_a_fifo),
+    *(link_to_endless_zeros, remove),
+)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value in a JSON document."""
+    found = [path]
+    if isinstance(value, dict):
+        found += [place for key in value for place in _places(value[key], (*path, key))]
+    if isinstance(value, list):
+        found += [place for i, inner in enumerate(value) for place in _places(inner, (*path, i))]
+    return found
+
+
+def _changed(document: Any, place: tuple[Any, ...], draw: Random) -> Any:
+    if not place:
+        return draw.choice(LEAVES)
+    holder = document
+    for step in place[:-1]:
+        holder = holder[step]
+    if draw.random() < 0.2:
+        del holder[place[-1]]
+    else:
+        holder[place[-1]] = draw.choice(LEAVES)
+    return document
+
+
+def change_a_field(path: Path, draw: Random) -> None:
+    """One value of a JSON file, or of a line of it, becomes another."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+    chosen = draw.randrange(len(lines))
+    document = json.loads(lines[chosen])
+    changed = _changed(document, draw.choice(_places(document)), draw)
+    lines[chosen] = json.dumps(changed, ensure_ascii=draw.random() < 0.5)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def nest_deeply(path: Path, draw: Random) -> None:
+    path.write_text(draw.choice((DEEP, '{"a":' * 3000 + "1" + "}" * 3000)), encoding="utf-8")
+
+
+def break_the_syntax(path: Path, draw: Random) -> None:
+    text = path.read_text(encoding="utf-8")
+    at = draw.randrange(len(text) + 1)
+    inserted = draw.choice(
+        ("{", "}", '"', ",", "\0", "\x1b[31m", "- ", ": ", "&a ", "*a", "1" * 5000)
+    )
+    path.write_text(text[:at] + inserted + text[at:], encoding="utf-8")
+
+
+TEXT: tuple[Mutation, ...] = (*BYTES, *[break_the_syntax] * 6)
+JSON: tuple[Mutation, ...] = (*TEXT, nest_deeply, *[change_a_field] * 16)
+
+
+def mutations_of(path: Path) -> tuple[Mutation, ...]:
+    """The ways to damage a file, the likelier ones several times."""
+    if path.suffix in (".json", ".jsonl"):
+        return JSON
+    return TEXT if path.suffix in (".txt", ".yaml") else BYTES
+
+
+def odd_flags(actions: list[argparse.Action], draw: Random) -> list[str]:
+    """One to three flags, each with a value that is rarely right."""
+    words: list[str] = []
+    for action in draw.sample(actions, draw.choice((1, 1, 2, 3))):
+        words.append(draw.choice(action.option_strings))
+        count = 0 if action.nargs == 0 else 1 if action.nargs is None else draw.randrange(4)
+        values = [*WORDS, *map(str, action.choices or ())]
+        words += [draw.choice(values) for _ in range(count)]
+    return words
