@@ -20,7 +20,7 @@ from paro.config.settings import settings_of
 from paro.distributed.agent import end_with_agent
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed, seed_everything
-from paro.distributed.rendezvous import refusals_are_told
+from paro.distributed.rendezvous import refusals_are_shared
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_job_id
 from paro.errors import RunError, UserError
@@ -52,13 +52,13 @@ from paro.training.step import Training, TrainState
 
 def main() -> None:
     end_with_agent()
-    with refusals_are_told():
+    with refusals_are_shared():
         args = parse_args()
         world = take_world(args)
         watchdog = watchdog_of(args, world)
     with watchdog:
         watchdog.begins("checking the flags and the files that they name", 0)
-        with refusals_are_told():
+        with refusals_are_shared():
             config = RunConfig.from_args(args, world)
         if config.launch.dry_run:
             watchdog.ends()

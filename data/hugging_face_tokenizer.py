@@ -39,7 +39,7 @@ class HuggingFaceTokenizer:
         if loaded.eos is None:
             raise UserError(
                 f"--tokenizer-model {model} does not say which token ends a document: put "
-                '{"eos_token": "..."} into the tokenizer_config.json beside it'
+                '{"eos_token": "..."} into the tokenizer_config.json of that folder'
             )
         if not loaded.vocabulary:
             raise UserError(f"--tokenizer-model {model} has an empty vocabulary")
@@ -52,7 +52,7 @@ class HuggingFaceTokenizer:
         if not 0 <= loaded.eos < self.vocab_size:
             raise UserError(
                 f"--tokenizer-model {model} ends documents with the id {loaded.eos}, and it has "
-                f"{self.vocab_size} ids: correct the eos_token_id in the config.json beside it"
+                f"{self.vocab_size} ids: correct the eos_token_id in the config.json of that folder"
             )
         self.eod = loaded.eos
         self.bos = loaded.bos

@@ -137,7 +137,7 @@ def _lock(descriptor: int, path: Path) -> None:
                 holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
                 who = f"process {holder or 'unknown'} of this machine"
                 wait = Wait(f"{who}, which builds indices and holds the lock {path}")
-            wait.goes_on()
+            wait.check()
             time.sleep(_POLL_SECONDS)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -233,7 +233,7 @@ class MicroBatches:
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader timed out"):  # torch's message
                     raise
-            wait.goes_on()
+            wait.check()
 
     def sample_numbers(self) -> Iterator[range]:
         """The samples of micro-batch 0, 1, ...; endless."""

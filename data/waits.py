@@ -7,29 +7,29 @@ import sys
 import time
 from typing import ClassVar
 
-TELLS_AFTER_SECONDS = 10.0
+NOTICE_AFTER_SECONDS = 10.0
 
 
 class Wait:
-    """One wait for `what`; who waits calls `goes_on` every now and then."""
+    """One wait for `what`; the waiting loop calls `check` in every turn."""
 
     limit_seconds: ClassVar[float] = 600.0  # of all waits; a run sets --distributed-timeout-minutes
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._begin = time.monotonic()
-        self._is_told = False
+        self._has_noted = False
 
-    def goes_on(self) -> None:
+    def check(self) -> None:
         """Says once what is waited for; `TimeoutError`, one line with status 1, past the limit."""
-        stood = time.monotonic() - self._begin
-        if stood > self.limit_seconds:
+        waited = time.monotonic() - self._begin
+        if waited > self.limit_seconds:
             raise TimeoutError(
                 errno.ETIMEDOUT,
-                f"waited {stood:.0f} s for {self._what}; "
+                f"waited {waited:.0f} s for {self._what}; "
                 "--distributed-timeout-minutes is the limit",
             )
-        if stood > TELLS_AFTER_SECONDS and not self._is_told:
-            self._is_told = True
+        if waited > NOTICE_AFTER_SECONDS and not self._has_noted:
+            self._has_noted = True
             sys.stderr.write(f"waiting for {self._what}\n")
             sys.stderr.flush()

@@ -52,7 +52,7 @@ class RecomputeConfig:
 
 # Far above any LLaMA: a size beyond them is a slip or a forged file, and would take minutes to lay
 # out or overflow a tensor's size.
-_MOST = {
+_MAX = {
     "num_layers": 1024,
     "hidden_size": 2**20,
     "ffn_hidden_size": 2**22,
@@ -91,7 +91,7 @@ class LlamaConfig:
     recompute: RecomputeConfig | None = None
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
+        for name, most in _MAX.items():
             size = getattr(self, name)
             if not 1 <= size <= most:
                 flag = "--" + name.replace("_", "-")

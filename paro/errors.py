@@ -130,9 +130,9 @@ def _describe_memory(text: str) -> str:
     asked = re.search(r"(?:tried|unable) to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
     free = re.search(r"of which ([\d.]+ \w+) is free", text)
     whose = "device" if "CUDA" in text or "CUBLAS" in text else "host"
-    told = f"out of {whose} memory"
-    told += "" if asked is None else f", where {asked[1]} were asked for"
-    return told if free is None else f"{told} and {free[1]} were free"
+    text = f"out of {whose} memory"
+    text += "" if asked is None else f", where {asked[1]} were asked for"
+    return text if free is None else f"{text} and {free[1]} were free"
 
 
 @contextmanager

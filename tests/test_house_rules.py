@@ -25,7 +25,7 @@ from tests.helpers.house import (
     imports_are_allowed,
     imports_no_program,
     is_named_for_its_subject,
-    lies_in,
+    is_within,
     sizes_are_small,
     sources,
     starts_with_its_docstring,
@@ -56,7 +56,7 @@ def test_pure_files_and_the_parser_start_without_torch() -> None:
     modules = [
         source.module
         for source in sources(*PRODUCT)
-        if lies_in(source.module, (*PURE, "paro.arguments"))
+        if is_within(source.module, (*PURE, "paro.arguments"))
     ]
     program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -45,7 +45,7 @@ from paro.topology import AxisSpan, Link, Topology, axes_of, make_topology
 from tools.collective_timing.device import LARGE, SMALL, measure_device, training_config
 from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race
-from tools.collective_timing.text import table, told
+from tools.collective_timing.text import describe, table
 from tools.collective_timing.trial import Move
 from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw
@@ -224,7 +224,7 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
         timeout=settings.runtime.timeout,
         algorithms=settings.algorithms,
         rounds=settings.rounds,
-        beside_computing=settings.machine_file is not None and control.device.type == "cpu",
+        while_computing=settings.machine_file is not None and control.device.type == "cpu",
     )
     axes = settings.topology.axes
     alone = [(axis,) for axis in axes] if settings.machine_file and len(axes) > 1 else []
@@ -330,11 +330,11 @@ def write(
         text = json.dumps({**facts, "rows": of_world, "axis_rows": alone}, indent=1)
         write_text(settings.json, text + "\n")
     if settings.machine_file is not None:
-        source = f"measured by tools/bench_collectives.py: {told(facts)}"
+        source = f"measured by tools/bench_collectives.py: {describe(facts)}"
         machine = measured_machine(settings, outcomes, source, device)
         write_text(settings.machine_file, machine_to_json(machine))
     if settings.plot is not None:
-        plot(settings.plot, told(facts), of_world)
+        plot(settings.plot, describe(facts), of_world)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -344,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with distributed(settings.runtime, world) as control:
         facts = conditions(settings, control)
         if world.rank == 0:
-            print(told(facts), flush=True)
+            print(describe(facts), flush=True)
         device = (
             measure_device(settings.trained, control, group_size=settings.machine.group_size)
             if settings.trained

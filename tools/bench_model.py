@@ -297,8 +297,8 @@ def report(task: Task, result: Result) -> list[dict[str, object]]:
     for name, seconds in result.seconds.items():
         speed = result.tokens_per_second(name)
         ratios = {other: result.ratio(name, other) for other in references if other != name}
-        beside = "".join(f", {ratio:.3f} of {other}" for other, ratio in ratios.items())
-        print(f"{name:20s}{speed:10.0f} tokens/s, {speed * flops / 1e12:.3f} TFLOP/s{beside}")
+        compared = "".join(f", {ratio:.3f} of {other}" for other, ratio in ratios.items())
+        print(f"{name:20s}{speed:10.0f} tokens/s, {speed * flops / 1e12:.3f} TFLOP/s{compared}")
         rows.append(
             {
                 "contender": name,

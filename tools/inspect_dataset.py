@@ -116,11 +116,11 @@ def describe_origin(prefix: str, given: Fingerprint | None) -> str:
     made_with = read_fingerprint(prefix)
     if made_with is None:
         return "  made with a tokenizer that no .tokenizer file names"
-    told = f"  made with {made_with.describe()}"
+    line = f"  made with {made_with.describe()}"
     if given is None:
-        return told
+        return line
     same = given.digest == made_with.digest
-    return told + (", which is the one given" if same else f", and not with {given.describe()}")
+    return line + (", which is the one given" if same else f", and not with {given.describe()}")
 
 
 def describe_with_tokenizer(

@@ -141,7 +141,7 @@ def scaling(
     while ranks <= (machine.world_size if machine.measured else MOST_RANKS):
         own = replace(
             workload,
-            machine=replace(machine, uneven=()).for_world(ranks, told="--scaling"),
+            machine=replace(machine, uneven=()).for_world(ranks, subject="--scaling"),
             group_size=min(group_size or machine.group_size, ranks),
             global_batch_size=per_rank * ranks,
         )

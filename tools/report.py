@@ -20,7 +20,7 @@ from tools.shared.output import output_file, write_text
 
 DESCRIPTION = """\
 Writes a report of one or several runs, side by side: curves, throughput, MFU, memory,
-communication, configuration and environment. The page needs no network and no file beside it.
+communication, configuration and environment. The page needs no network and no other file.
 
   python tools/report.py runs/iig.jsonl runs/ggg.jsonl --output report.html --png-dir pictures
 """

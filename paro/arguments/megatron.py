@@ -36,7 +36,7 @@ def add_compatibility_args(parser: ArgumentParser) -> None:
             accepts, kind = " ".join(map(str, rule.values)), type(rule.values[0])
             add(rule.flag, type=kind, default=unset, metavar="X", help=f"{accepts}: {rule.why}")
         else:
-            needed = f"with {rule.beside}: " if rule.beside else ""
+            needed = f"with {rule.paired_with}: " if rule.paired_with else ""
             add(rule.flag, action="store_true", default=unset, help=f"{needed}{rule.why}")
 
 
@@ -86,6 +86,6 @@ def _given(args: Namespace) -> list[tuple[Rule, str]]:
 def _is_accepted(rule: Rule, args: Namespace) -> bool:
     if rule.values:
         return getattr(args, rule.dest) in rule.values
-    if rule.beside:
-        return bool(getattr(args, rule.beside.removeprefix("--").replace("-", "_")))
+    if rule.paired_with:
+        return bool(getattr(args, rule.paired_with.removeprefix("--").replace("-", "_")))
     return rule.outcome is not Outcome.REFUSED

@@ -34,7 +34,7 @@ class Claim:
 def claimed(root: Path, control: Control, say: Callable[[str], None]) -> Iterator[Claim]:
     """Holds the lease of every folder in the block; collective.
 
-    Raises `UserError` on all ranks if another run lives in one of the folders. `say` gets a line
+    Raises `UserError` on all ranks if another run holds one of the folders. `say` gets a line
     on every rank where the start has to wait.
     """
     folders = ranks_by_folder(root, control)
@@ -58,7 +58,7 @@ def claimed(root: Path, control: Control, say: Callable[[str], None]) -> Iterato
                 break
             if not said:
                 say(
-                    f"--save {root} belongs to {holders[0]}: waiting for a sign of life; after "
+                    f"--save {root} belongs to {holders[0]}: waiting for a heartbeat; after "
                     f"{STILL_SECONDS:.0f} s without one this run takes it over"
                 )
                 said = True

@@ -116,13 +116,13 @@ class Wire:
         peer: int,
         tag: int,
     ) -> Pending:
-        group, told = self._groups.of(use, run), self._told(direction, peer)
+        group, transfer = self._groups.of(use, run), self._describe(direction, peer)
         try:
             work = start(tensor, peer, group=group, tag=tag % _TAGS)
         except RuntimeError as error:
-            raise RuntimeError(f"{told} failed: {error}") from error
+            raise RuntimeError(f"{transfer} failed: {error}") from error
         assert work is not None, f"rank {self._rank} is no member of the group along {run}"
-        return Pending(work, tensor, told)
+        return Pending(work, tensor, transfer)
 
     def exchange(
         self,
@@ -137,7 +137,7 @@ class Wire:
         (sent, to), (received, source) = outgoing, incoming
         self._traffic.add(self._link_to(to), sent.nbytes)
         group = self._groups.of(use, run)
-        told = f"{self._told('to', to)}, or from rank {source},"
+        transfer = f"{self._describe('to', to)}, or from rank {source},"
         try:
             works = dist.batch_isend_irecv(
                 [
@@ -146,11 +146,11 @@ class Wire:
                 ]
             )
         except RuntimeError as error:
-            raise RuntimeError(f"{told} failed: {error}") from error
+            raise RuntimeError(f"{transfer} failed: {error}") from error
         for work in works:
-            Pending(work, sent, told).wait()
+            Pending(work, sent, transfer).wait()
 
-    def _told(self, direction: str, peer: int) -> str:
+    def _describe(self, direction: str, peer: int) -> str:
         link = self._link_to(peer).value
         return f"rank {self._rank}: a message {direction} rank {peer} over {link}-group links"
 

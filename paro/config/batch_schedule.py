@@ -16,8 +16,8 @@ from paro.errors import UserError
 from paro.quantities import check_multiple
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_MOST_MICRO_BATCHES = 10**6  # of a rank in a step, which would take hours
-_MOST_RAMPUP_ITERATIONS = 10**6  # they are counted one by one
+_MAX_MICRO_BATCHES = 10**6  # of a rank in a step, which would take hours
+_MAX_RAMPUP_ITERATIONS = 10**6  # they are counted one by one
 _STEPS_FLAG = "--step-batch-size-schedule"
 
 
@@ -55,10 +55,10 @@ class BatchSchedule:
             ("--global-batch-size", self.most_micro_batches),
             ("--eval-global-batch-size", self.num_eval_micro_batches),
         ):
-            if count > _MOST_MICRO_BATCHES:
+            if count > _MAX_MICRO_BATCHES:
                 raise UserError(
                     f"{flag} is {count} micro-batches for each rank, and a step must have at most "
-                    f"{_MOST_MICRO_BATCHES}: lower it or raise --micro-batch-size"
+                    f"{_MAX_MICRO_BATCHES}: lower it or raise --micro-batch-size"
                 )
 
     @property
@@ -157,10 +157,10 @@ class BatchSchedule:
         flag = f"--rampup-batch-size {start} {increment} {samples}"
         if start < 1 or increment < 1 or samples < 0:
             raise UserError(f"{flag}: START and INCREMENT must be at least 1, SAMPLES at least 0")
-        if samples // start > _MOST_RAMPUP_ITERATIONS:
+        if samples // start > _MAX_RAMPUP_ITERATIONS:
             raise UserError(
                 f"{flag} lasts for {samples // start} iterations of START samples, and a ramp-up "
-                f"must have at most {_MOST_RAMPUP_ITERATIONS}: lower SAMPLES"
+                f"must have at most {_MAX_RAMPUP_ITERATIONS}: lower SAMPLES"
             )
         if start > self.global_batch_size:
             raise UserError(

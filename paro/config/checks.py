@@ -108,7 +108,7 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
 
 def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     """Lines for flags that have no effect because the flag they depend on is not given."""
-    told = []
+    notices = []
     saving = {
         "--save-interval": args.save_interval is not None,
         "--async-save": args.async_save,
@@ -117,7 +117,7 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     }
     given = [flag for flag, is_given in saving.items() if is_given]
     if given and args.save is None:
-        told.append(f"nothing will be saved: {_listed(given)} no effect without --save DIR")
+        notices.append(f"nothing will be saved: {_listed(given)} no effect without --save DIR")
     wsd = {
         "--lr-wsd-decay-style": args.lr_wsd_decay_style != WSD_DECAY_STYLES[0],
         "--lr-wsd-decay-iters": args.lr_wsd_decay_iters is not None,
@@ -126,8 +126,8 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     given = [flag for flag, is_given in wsd.items() if is_given]
     if given and args.lr_decay_style != "WSD":
         style = f"--lr-decay-style is {args.lr_decay_style}"
-        told.append(f"{_listed(given)} no effect without --lr-decay-style WSD: {style}")
-    return tuple(told)
+        notices.append(f"{_listed(given)} no effect without --lr-decay-style WSD: {style}")
+    return tuple(notices)
 
 
 def _listed(flags: list[str]) -> str:

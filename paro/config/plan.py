@@ -35,7 +35,7 @@ def take_machine(text: str | None, world: World, group_size: int) -> Machine | N
             f"{machine.group_size}, this run has {world.size} in groups of {group_size}: measure "
             "it here with tools/bench_collectives.py --machine-file"
         )
-    machine = machine.for_world(world.size, told="--paro-machine")
+    machine = machine.for_world(world.size, subject="--paro-machine")
     small, large = sorted((group_size, machine.group_size))
     if large % small != 0:
         raise UserError(

@@ -67,10 +67,10 @@ class Control:
             yield
         except Exception as error:
             failure = error
-        told = None if failure is None else for_all_ranks(failure, self.world.rank)
+        shared = None if failure is None else for_all_ranks(failure, self.world.rank)
         # A failed rank takes part too, before it raises: the others would wait for it forever.
-        everyone: list[SharedError | None] = self.gather(told)
-        if failure is not None and isinstance(told, PeerError):
+        everyone: list[SharedError | None] = self.gather(shared)
+        if failure is not None and isinstance(shared, PeerError):
             raise failure
         if any(error is not None for error in everyone):
             raise error_of_all(everyone, blame, name_rank=name_rank) from failure

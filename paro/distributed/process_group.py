@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
-from paro.distributed.rendezvous import meet, open_store, refusals_are_told
+from paro.distributed.rendezvous import open_store, refusals_are_shared, rendezvous
 from paro.distributed.world import World
 from paro.errors import UserError, writing
 
-_MOST_MINUTES = 365 * 24 * 60
+_MAX_MINUTES = 365 * 24 * 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         minutes = self.distributed_timeout_minutes
-        if not 0 < minutes <= _MOST_MINUTES:
+        if not 0 < minutes <= _MAX_MINUTES:
             raise UserError(
                 f"--distributed-timeout-minutes {minutes} must be positive and at most "
-                f"{_MOST_MINUTES}, a year"
+                f"{_MAX_MINUTES}, a year"
             )
 
 
@@ -68,7 +68,7 @@ def distributed(
 
     `UserError` on all ranks if `settings` are not the same on all, or where one has no device.
     """
-    with refusals_are_told():
+    with refusals_are_shared():
         device = device_for(config, world)
         if config.flight_recorder_dir is not None:
             with writing(f"--flight-recorder-dir {config.flight_recorder_dir}"):
@@ -79,7 +79,7 @@ def distributed(
         store = open_store(world, config.timeout)
         dist.init_process_group(
             config.distributed_backend,
-            store=meet(store, world, config.timeout, settings or {}),
+            store=rendezvous(store, world, config.timeout, settings or {}),
             rank=world.rank,
             world_size=world.size,
             timeout=config.timeout,

@@ -29,7 +29,7 @@ from paro.errors import PeerError, RunError, StorageError, UserError, for_all_ra
 
 _POLL_SECONDS = 0.005
 # Once a rank is known to refuse or to differ: how long the others may take to come, and to read it.
-_PATIENCE = timedelta(seconds=20)
+_REFUSAL_TIMEOUT = timedelta(seconds=20)
 _KINDS: dict[str, type[SharedError]] = {
     kind.__name__: kind for kind in (UserError, StorageError, RunError, PeerError)
 }
@@ -59,7 +59,7 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def meet(
+def rendezvous(
     store: dist.Store,
     world: World,
     timeout: timedelta,
@@ -94,20 +94,20 @@ def meet(
 
 
 @contextmanager
-def refusals_are_told() -> Iterator[None]:
-    """Around what a rank does before the ranks meet: if it fails, the others are told and end."""
+def refusals_are_shared() -> Iterator[None]:
+    """Around what a rank does before the ranks meet: if it fails, the others learn why and end."""
     try:
         yield
     except Exception as error:
         world = _world_in_environment()
-        told = for_all_ranks(error, world.rank)
+        shared = for_all_ranks(error, world.rank)
         if world.size == 1 or isinstance(error, PeerError):
             raise
         try:
-            meet(open_store(world, _PATIENCE), world, _PATIENCE, {}, told)
+            rendezvous(open_store(world, _REFUSAL_TIMEOUT), world, _REFUSAL_TIMEOUT, {}, shared)
         except (UserError, RunError, PeerError) as agreed:
-            # Nobody was there to be told, or this rank has a bug: it is shown where it is.
-            if isinstance(told, PeerError) or isinstance(agreed, PeerError):
+            # No other rank answered, or this rank has a bug: it is shown where it is.
+            if isinstance(shared, PeerError) or isinstance(agreed, PeerError):
                 raise error from None
             if isinstance(agreed, UserError) and agreed.on_this_rank:  # no store
                 raise error from None
@@ -134,7 +134,7 @@ def _lead(
     verdict = _verdict(store, prefix, world_size, timeout, settings, said)
     store.set(f"verdict/{prefix}", json.dumps(_written(verdict)))
     if verdict is not None:  # the store may be this process's
-        deadline = time.monotonic() + _PATIENCE.total_seconds()
+        deadline = time.monotonic() + _REFUSAL_TIMEOUT.total_seconds()
         keys = [f"knows/{prefix}/{rank}" for rank in said if rank]
         while keys and not store.check(keys) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -150,7 +150,7 @@ def _listen(
 ) -> dict[int, dict[str, object]]:
     """What each rank says that comes in time; once one differs from rank 0, time is short."""
     deadline = time.monotonic() + timeout.total_seconds()
-    soon = time.monotonic() + _PATIENCE.total_seconds() if own["refusal"] else deadline
+    soon = time.monotonic() + _REFUSAL_TIMEOUT.total_seconds() if own["refusal"] else deadline
     said = {0: own}
     silent = set(range(1, world_size))
     answered: set[str] = set()
@@ -160,7 +160,7 @@ def _listen(
                 silent.remove(rank)
                 said[rank] = json.loads(store.get(f"heard/{prefix}/{rank}"))
                 if said[rank] != own:
-                    soon = min(soon, time.monotonic() + _PATIENCE.total_seconds())
+                    soon = min(soon, time.monotonic() + _REFUSAL_TIMEOUT.total_seconds())
             elif store.check([f"asks/{rank}"]):
                 question = store.get(f"asks/{rank}").decode()
                 if question not in answered:

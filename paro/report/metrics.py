@@ -20,7 +20,7 @@ from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 
 _BEGINNING = '{"iteration": '
-_MOST_BYTES = 2**32
+_MAX_BYTES = 2**32
 
 
 class _Line(TypedDict):
@@ -53,15 +53,15 @@ class MetricsFile:
 
 def _drop_lines_after(path: Path, iteration: int) -> None:
     """Rewrites the file without the lines after `iteration`, if there are any."""
-    content = read_bytes(path, f"--metrics-file {path}", max_bytes=_MOST_BYTES)
+    content = read_bytes(path, f"--metrics-file {path}", max_bytes=_MAX_BYTES)
     lines = content.splitlines(keepends=True)
     kept = [line for line in lines if _iteration_of(line, path) <= iteration]
     if len(kept) == len(lines):
         return
-    beside = path.with_name(f"{path.name}.tmp.{os.getpid()}")
-    beside.write_bytes(b"".join(kept))
+    temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
+    temporary.write_bytes(b"".join(kept))
     path.replace(path.with_name(f"{path.name}.previous"))
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def _iteration_of(line: bytes, path: Path) -> float:

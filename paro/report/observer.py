@@ -9,7 +9,7 @@ class Observer:
     def begins(self, what: str, iteration: int) -> None:
         """Phase `what` (training, evaluating or saving) begins after `iteration` iterations."""
 
-    def goes_on(self) -> None:
+    def progressed(self) -> None:
         """The next micro-batch of the current phase begins."""
 
     def ends(self) -> None:

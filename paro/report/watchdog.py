@@ -65,7 +65,7 @@ class Watchdog(Observer):
         self._heartbeat: Path | None = None
         self._stream = stream or sys.__stderr__ or sys.stderr
         self._state: _State = ("starting", 0, time.monotonic())
-        self._told: _State | None = None
+        self._reported: _State | None = None
         self._beaten: _State | None = None
         self._over = threading.Event()
         self._tick = min(_BEAT_SECONDS, (self._limit or self._end) / 4.0)
@@ -92,7 +92,7 @@ class Watchdog(Observer):
     def begins(self, what: str, iteration: int) -> None:
         self._state = (what, iteration, time.monotonic())
 
-    def goes_on(self) -> None:
+    def progressed(self) -> None:
         self.begins(*self._state[:2])
 
     def ends(self) -> None:
@@ -106,11 +106,11 @@ class Watchdog(Observer):
             if self._heartbeat is not None and state is not self._beaten:
                 self._beat(state, self._heartbeat)
             faulthandler.dump_traceback_later(self._end, exit=True, file=self._stream)
-            stood = time.monotonic() - max(state[2], self._last_moved())
-            if self._limit and stood > self._limit and state is not self._told:
-                self._tell(state, stood)
-            if stood > self._end:
-                self._leave(state, stood)
+            stalled = time.monotonic() - max(state[2], self._last_moved())
+            if self._limit and stalled > self._limit and state is not self._reported:
+                self._report(state, stalled)
+            if stalled > self._end:
+                self._exit(state, stalled)
         faulthandler.cancel_dump_traceback_later()
         if self._heartbeat is not None and self._state is not self._beaten:
             self._beat(self._state, self._heartbeat)
@@ -122,25 +122,25 @@ class Watchdog(Observer):
             self._moved_at = time.monotonic()
         return self._moved_at
 
-    def _tell(self, state: _State, stood: float) -> None:
-        self._told = state
-        self._stream.write(self._standstill(state, stood))
+    def _report(self, state: _State, stalled: float) -> None:
+        self._reported = state
+        self._stream.write(self._stacks(state, stalled))
         self._stream.flush()  # the next call may hang as well
         if self._flights is not None:
             self._write_flights(self._flights)
 
-    def _leave(self, state: _State, stood: float) -> None:
+    def _exit(self, state: _State, stalled: float) -> None:
         """Ends the process with status 1, the stacks and one line."""
-        if state is not self._told:
-            self._tell(state, stood)
+        if state is not self._reported:
+            self._report(state, stalled)
         what, iteration, _ = state
         line = (
-            f"[Rank {self._rank}] error: no progress for {stood:.0f} s while {what}, after "
+            f"[Rank {self._rank}] error: no progress for {stalled:.0f} s while {what}, after "
             f"iteration {iteration}: the run ends; --distributed-timeout-minutes is the limit\n"
         )
         self._stream.write(line)
         self._stream.flush()
-        os._exit(1)  # the training thread may stand in a call that never returns
+        os._exit(1)  # the training thread may be in a call that never returns
 
     def _beat(self, state: _State, path: Path) -> None:
         what, iteration, _ = state
@@ -160,19 +160,19 @@ class Watchdog(Observer):
                 return
             with replacing(path) as temporary:
                 temporary.write_bytes(recorded)
-            told = f"its last collectives are in {path}: torchfrtrace {path.parent} compares ranks"
+            note = f"its last collectives are in {path}: torchfrtrace {path.parent} compares ranks"
         except (OSError, RuntimeError) as error:
-            told = f"--flight-recorder-dir: {error}"
-        self._stream.write(f"[Rank {self._rank}] {told}\n")
+            note = f"--flight-recorder-dir: {error}"
+        self._stream.write(f"[Rank {self._rank}] {note}\n")
         self._stream.flush()
 
-    def _standstill(self, state: _State, stood: float) -> str:
+    def _stacks(self, state: _State, stalled: float) -> str:
         """The stacks of all threads, as one text so that output of ranks does not mix."""
         what, iteration, _ = state
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         lines = [
-            f"[Rank {self._rank}] no progress for {stood:.0f} s while {what}, after iteration "
-            f"{iteration}; its threads stand here:"
+            f"[Rank {self._rank}] no progress for {stalled:.0f} s while {what}, after iteration "
+            f"{iteration}; the stacks of its threads:"
         ]
         for ident, frame in sys._current_frames().items():
             if ident == self._thread.ident:

@@ -281,11 +281,11 @@ def _units(plan: PlannedRun) -> Iterator[str]:
     """The units of rank 0 as they were built, units of equal size in one line."""
     units = plan.training.model.units
     yield f"> rank 0 on the meta device, {len(units)} units: elements of each state that it holds"
-    alike: dict[tuple[int, ...], list[str]] = {}
+    by_sizes: dict[tuple[int, ...], list[str]] = {}
     for unit in units:
-        alike.setdefault(_held_by(unit), []).append(unit.name)
+        by_sizes.setdefault(_held_by(unit), []).append(unit.name)
     rows: list[tuple[str, ...]] = [("unit", "whole", "params", "grads", "optimizer")]
-    for sizes, names in alike.items():
+    for sizes, names in by_sizes.items():
         name = ", ".join(names) if len(names) < 3 else f"{names[0]} .. {names[-1]}"
         rows.append((name, *(f"{size:,}" for size in sizes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -168,7 +168,7 @@ class Loop:
         """The same batches; observers are notified of each one, as a step may take minutes."""
         for batch in batches:
             for observer in self._observers:
-                observer.goes_on()
+                observer.progressed()
             yield batch
 
     def _end(self) -> None:

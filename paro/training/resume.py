@@ -210,11 +210,11 @@ class Saver:
             self._progress.finished(iteration)
 
     def _give_up(self, error: UserError | StorageError) -> bool:
-        told = f"iteration {self._under_way} is not saved: {error}"
+        message = f"iteration {self._under_way} is not saved: {error}"
         is_lost = isinstance(error, LeaseLostError)
         if is_lost or self._config.checkpoint.on_save_failure == "stop":
-            raise type(error)(told) from error
-        self._log.log0(f"{told}; training continues (--on-save-failure continue)")
+            raise type(error)(message) from error
+        self._log.log0(f"{message}; training continues (--on-save-failure continue)")
         return False
 
     def _common(self, state: TrainState) -> dict[str, Any]:
@@ -319,8 +319,7 @@ def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainSt
             f"documents counted: give --vocab-size {entries} to continue with the same data"
         )
     if config.checkpoint.no_load_optim:
-        anew = start_loss_scale(config.loss_scale)
-        return replace(saved, loss_scale=anew, scheduled_samples=0)
+        return replace(saved, loss_scale=start_loss_scale(config.loss_scale), scheduled_samples=0)
     _check_schedule(common, config)
     return saved
 

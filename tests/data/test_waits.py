@@ -22,7 +22,7 @@ from paro.errors import describe, is_storage_failure
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wait, "limit_seconds", 0.4)
-    monkeypatch.setattr(waits, "TELLS_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.1)
     monkeypatch.setattr(Wait, "limit_seconds", 0.4)
 
 

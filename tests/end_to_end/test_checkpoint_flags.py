@@ -309,8 +309,8 @@ def test_an_asynchronous_save_is_the_synchronous_one(tmp_path: Path) -> None:
         "Starting job",
         *(f"Saved checkpoint {i}" for i in (2, 4, 5)),
     ]
-    beside = noted(tmp_path / "async")
-    assert sorted(beside) == sorted(
+    asynchronous = noted(tmp_path / "async")
+    assert sorted(asynchronous) == sorted(
         ["Starting job"]
         + [f"{what} async checkpoint {i}" for i in (2, 4, 5) for what in ("Saving", "Saved")]
     )

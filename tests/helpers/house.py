@@ -94,7 +94,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[[Source], Iterator[str]]
 
 
-def lies_in(name: str, prefixes: tuple[str, ...]) -> bool:
+def is_within(name: str, prefixes: tuple[str, ...]) -> bool:
     """Whether a dotted name is one of `prefixes` or is inside one."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
@@ -132,16 +132,16 @@ def imports_no_program(source: Source) -> Iterator[str]:
 
     The layers (layers.py) check which packages import which.
     """
-    is_program = lies_in(source.module, PROGRAMS)
-    is_bench = lies_in(source.module, ("tools.bench",))
+    is_program = is_within(source.module, PROGRAMS)
+    is_bench = is_within(source.module, ("tools.bench",))
     for line, name, _, _ in imports_of(source):
         if name.startswith("."):
             yield f"{line}: a relative import"
-        elif lies_in(name, ("tests",)):
+        elif is_within(name, ("tests",)):
             yield f"{line}: the product imports {name}"
-        elif lies_in(name, PROGRAMS) and not is_program:
+        elif is_within(name, PROGRAMS) and not is_program:
             yield f"{line}: {source.module} imports the program {name}"
-        elif lies_in(name, ("tools.bench",)) and not is_bench:
+        elif is_within(name, ("tools.bench",)) and not is_bench:
             yield f"{line}: a user's program imports {name}, which is the project's own evidence"
 
 
@@ -151,7 +151,7 @@ def imports_are_allowed(source: Source) -> Iterator[str]:
         if name.partition(".")[0] in sys.stdlib_module_names:
             continue
         for modules, allowed in ALLOWED.items():
-            if lies_in(source.module, modules) and not lies_in(name, allowed):
+            if is_within(source.module, modules) and not is_within(name, allowed):
                 yield f"{line}: {source.module} may not import {name}"
 
 
@@ -161,7 +161,7 @@ def uses_are_allowed(source: Source) -> Iterator[str]:
         f"{line}: {match[0]} belongs to {' and '.join(owners)}"
         for line, use in uses_of(source)
         for pattern, owners in OWNERS.items()
-        if (match := re.match(rf"{pattern}\b", use)) and not lies_in(source.module, owners)
+        if (match := re.match(rf"{pattern}\b", use)) and not is_within(source.module, owners)
     )
     yield from offences
 

@@ -82,7 +82,7 @@ def test_presets_are_listed_by_size() -> None:
 )
 def test_case_and_dashes_of_a_preset_do_not_matter(text: str, name: str) -> None:
     assert preset_name(text) == name
-    assert all(preset_name(own) == own for own in LLAMA_PRESETS), "two are spelled alike"
+    assert all(preset_name(own) == own for own in LLAMA_PRESETS), "two have the same fields"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from paro.planning.machine.machine import Machine
 from paro.strategy import Strategy
 from tests.helpers.field_reads import field_reads
 from tests.helpers.gpt2 import write_gpt2
-from tests.helpers.house import ROOT, lies_in
+from tests.helpers.house import ROOT, is_within
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -285,7 +285,7 @@ RUNS = (
 
 
 def is_use(reader: str) -> bool:
-    return lies_in(reader, PRODUCT) and not lies_in(reader, NO_USE)
+    return is_within(reader, PRODUCT) and not is_within(reader, NO_USE)
 
 
 @pytest.fixture

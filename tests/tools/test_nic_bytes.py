@@ -45,20 +45,20 @@ def check(
     folder: Path,
     *,
     group_size: int,
-    beside: tuple[str, ...] = (),
+    printed: tuple[str, ...] = (),
 ) -> None:
-    """Compares `collectives` with the formula; `beside` are gloo's own, which are only printed."""
+    """Compares `collectives` with the formula; `printed` are gloo's own, which are only printed."""
     figures = folder / "bytes.json"
     script = ROOT / "tests/tools/cluster/nic_bytes.py"
     spec = ClusterSpec(nodes=2, ranks_per_node=group_size, inter="1gbit", name="nic-bytes")
     with cluster(spec) as two_nodes:
-        names = ",".join((*collectives, *beside))
+        names = ",".join((*collectives, *printed))
         words = [str(script), str(figures), ",".join(strategies), names]
         assert run(two_nodes, words) == 0
     found = json.loads(figures.read_text(encoding="utf-8"))
     assert 1.0 < found["calibration"] < 1.10
     for strategy in strategies:
-        for collective in beside:
+        for collective in printed:
             sent = found[f"{strategy} {collective}"]["nics"] / STEPS
             ratio = sent / formula(strategy, group_size).inter
             print(f"{strategy} {collective}: NICs {ratio:.4f} of the formula")
@@ -91,4 +91,4 @@ def test_nics_count_what_the_formula_says(tmp_path: Path) -> None:
 def test_nics_count_what_the_formula_says_for_all(tmp_path: Path) -> None:
     ways = [f"{letters}+{way}" for letters in ("III", "IIG") for way in ("rotate", "in-place")]
     check(tuple(ways), ("ho-ring",), tmp_path, group_size=4)
-    check(legal_letters(), ("ring", "ho-ring"), tmp_path, group_size=4, beside=("native", "flat"))
+    check(legal_letters(), ("ring", "ho-ring"), tmp_path, group_size=4, printed=("native", "flat"))

@@ -158,7 +158,7 @@ def test_pictures_of_every_chart(two_runs: list[Path], tmp_path: Path) -> None:
 def test_metrics_alone_are_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = report([write_run(tmp_path / "m.jsonl", "IIG", record=False)], tmp_path)
     assert capsys.readouterr().out == f"wrote {tmp_path / 'report.html'}\n"
-    assert "No record lies beside the metrics files." in page
+    assert "There is no record in the folder of the metrics files." in page
     assert ">m</li>" in page
 
 

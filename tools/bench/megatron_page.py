@@ -128,7 +128,7 @@ def _reason(rule: Rule) -> str:
 
 def _spelled(rule: Rule) -> str:
     values = ", ".join(f"`{value}`" for value in rule.values)
-    given_with = f" with `{rule.beside}`" if rule.beside else ""
+    given_with = f" with `{rule.paired_with}`" if rule.paired_with else ""
     return f"`{rule.flag}`{f' {values}' if values else ''}{given_with}"
 
 

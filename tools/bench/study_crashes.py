@@ -165,10 +165,10 @@ def losses(path: Path) -> list[tuple[int, float]]:
     return found
 
 
-def wait_for_training(training: Launched, behind: int, limit: float) -> bool:
-    """Waits until more than `behind` iterations were printed; False once the training has ended."""
+def wait_for_training(training: Launched, iterations: int, limit: float) -> bool:
+    """Waits until more iterations were printed; False once the training has ended."""
     deadline = time.monotonic() + limit
-    while training.num_iterations() <= behind:
+    while training.num_iterations() <= iterations:
         if training.process.poll() is not None:
             return False
         if time.monotonic() > deadline:
@@ -236,7 +236,7 @@ def disturb(
         return
     while wanted := wanted_kinds(study, args, asynchronous=asynchronous):
         inside = drawn.choice(wanted)
-        behind = training.num_iterations()
+        iterations = training.num_iterations()
         writing = wait_for_the_moment(
             training, drawn, inside=inside, save_seconds=args.save_seconds
         )
@@ -244,8 +244,8 @@ def disturb(
         if killed is None:
             return
         begin = time.monotonic()
-        behind = max(behind, training.num_iterations())
-        again = wait_for_training(training, behind, limit)
+        iterations = max(iterations, training.num_iterations())
+        again = wait_for_training(training, iterations, limit)
         rank, was_inside, gone = killed
         study.kills.append(
             Kill(

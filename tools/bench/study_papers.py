@@ -25,7 +25,7 @@ from tools.planning.pictures import draw_pairs
 
 HEAD = """\
 <!-- Written by python tools/bench/study_papers.py --output examples/measured: change that. -->
-# The papers' figures beside the planner's.
+# The papers' figures and the planner's.
 
 Written by `python tools/bench/study_papers.py --output examples/measured`; nothing here was
 measured by this project. Published are PaRO (NeurIPS 2024), AMSP (arXiv 2311.00257v2) and
@@ -40,9 +40,9 @@ InternEvo's table; *ours* is `paro/planning/` under one set of assumptions:
 - AMSP's cluster is `a800-ib800`, InternEvo's `a100-roce400`: micro-batches of 1 x 4096 and 4 of 2
   x 2048. Their engine is not this project's (`tools/bench/planning/amsp.py`): tensors have
   owners, sums are all-reduced, updates broadcast one owner after the other. It overlaps all but
-  publishing in end-to-end runs. MiCS overlaps nothing. How fast a model computes, and what a step
-  takes besides, is a line through AMSP's own overlapped runs on 64 GPUs; no figure of the links
-  is a fit. AMSP's 30B is {billions:.1f}B here: its MFU and its tokens a second agree on 181
+  publishing in end-to-end runs. MiCS overlaps nothing. How fast a model computes, and what
+  else a step takes, is a line through AMSP's own overlapped runs on 64 GPUs; no figure of the
+  links is a fit. AMSP's 30B is {billions:.1f}B here: its MFU and its tokens a second agree on 181
   GFLOPs a token, not on LLaMA's 215.
 - *overlapped* is what this project's engine would get there, everything overlapping.
 

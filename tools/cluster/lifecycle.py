@@ -17,7 +17,7 @@ from tools.cluster.spec import ClusterSpec, check_name
 from tools.cluster.state import Cluster
 
 # How long a run may take to notice that its nodes were ended.
-_PATIENCE_SECONDS = 15.0
+_STOP_SECONDS = 15.0
 
 
 def up(spec: ClusterSpec) -> Cluster:
@@ -83,7 +83,7 @@ def _is_unfinished(name: str) -> bool:
 
 
 def _remove_when_idle(name: str, namespaces: list[str], *, unfinished: bool) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _STOP_SECONDS
     while True:
         with state.locked(name) as held:
             if held:

@@ -79,7 +79,7 @@ class Race:
     timeout: timedelta
     algorithms: tuple[str, ...]
     rounds: int
-    beside_computing: bool = False  # also time every collective while all ranks compute
+    while_computing: bool = False  # also time every collective while all ranks compute
 
     def run(self, moves: Sequence[Move]) -> list[Outcome]:
         """Times every algorithm on collectives of one axis span; the same on all ranks.
@@ -102,7 +102,7 @@ class Race:
             for name in (*names[first:], *names[:first]):
                 late = number > max(0, self.rounds - BUSY_ROUNDS)
                 turns = self._visit(
-                    name, trials, repeats[name], busy_too=late and self.beside_computing
+                    name, trials, repeats[name], busy_too=late and self.while_computing
                 )
                 for index, turn in enumerate(turns):
                     correct[name][index] &= turn.correct

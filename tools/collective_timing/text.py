@@ -29,7 +29,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def told(facts: dict[str, Any]) -> str:
+def describe(facts: dict[str, Any]) -> str:
     """The conditions in one line."""
     num_nodes = facts["nodes"]
     rates = "".join(

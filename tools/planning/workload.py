@@ -84,7 +84,7 @@ def case_of(args: Namespace) -> Workload:
     world_size = machine.world_size if args.world_size is None else args.world_size
     if world_size < 1:
         raise UserError(f"--world-size {world_size} must be at least 1")
-    machine = machine.for_world(world_size, told="--paro-machine")
+    machine = machine.for_world(world_size, subject="--paro-machine")
     group_size = machine.group_size if args.paro_group_size is None else args.paro_group_size
     check_group_size(world_size, group_size)
     check_groups(machine, group_size)

@@ -221,7 +221,7 @@ def _draw_exposed(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
         )
     ]
     _stacked(axis, runs, parts, palette)
-    axis.set_xlabel("ms of an iteration for which computing stood still")
+    axis.set_xlabel("ms of an iteration in which computing waits")
 
 
 def _draw_iteration(axis: Any, runs: Sequence[Run], palette: Palette) -> None:

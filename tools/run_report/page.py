@@ -177,7 +177,7 @@ def _figures(runs: Sequence[Run]) -> str:
         rows.append(cells)
     note = (
         "Speeds are medians without the first tenth of the lines. Exposed is the part of an "
-        "iteration for which computing stood still for communication. The peak is allocated memory "
+        "iteration in which computing waits for communication. The peak is allocated memory "
         "on CUDA and resident memory, interpreter and libraries included, on a CPU."
     )
     warnings = "".join(
@@ -223,7 +223,7 @@ def _exposed_percent(run: Run) -> float | None:
 def _configuration(runs: Sequence[Run]) -> str:
     known = [run for run in runs if run.arguments]
     if not known:
-        return '<p class="note">No record lies beside the metrics files.</p>'
+        return '<p class="note">There is no record in the folder of the metrics files.</p>'
     parts = []
     if len(runs) > 1:
         rows = [[_code(flag), *map(_code, values)] for flag, values in differences(runs).items()]
@@ -252,7 +252,7 @@ def _environment(runs: Sequence[Run]) -> str:
     peaks = [(run.facts.get("peak") or {}).get("source", "-") for run in runs]
     rows.append(["peak of a device", *map(escape, peaks)])
     if not names:
-        return '<p class="note">No record lies beside the metrics files.</p>'
+        return '<p class="note">There is no record in the folder of the metrics files.</p>'
     if all(len(set(cells)) == 1 for _, *cells in rows):
         one = escape(runs[0].name) if len(runs) == 1 else "all runs"
         return _table(["", one], [row[:2] for row in rows], text=True)

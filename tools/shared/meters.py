@@ -142,11 +142,11 @@ class _MallInfo(ctypes.Structure):
 
 def bytes_in_use() -> int | None:
     """Bytes that the process got from malloc and has not freed; None where glibc has no count."""
-    told = getattr(_LIBC, "mallinfo2", None)
-    if told is None:
+    mallinfo2 = getattr(_LIBC, "mallinfo2", None)
+    if mallinfo2 is None:
         return None
-    told.restype = _MallInfo
-    info = told()
+    mallinfo2.restype = _MallInfo
+    info = mallinfo2()
     return int(info.uordblks + info.hblkhd)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.arguments.megatron_rules.rule import accepted, beside, ignored, refused, values
+from paro.arguments.megatron_rules.rule import accepted, ignored, paired_with, refused, values
 
 _ADAMW = "the optimizer is AdamW: leave it out"
 _ONE_PASS = "samples are read in one pass"
@@ -71,7 +71,7 @@ JOB_RULES = (
     # Data.
     *values("--dataloader-type", "single", _ONE_PASS, f"{_ONE_PASS}: give single"),
     *accepted("attention is causal without a mask", "--no-create-attention-mask-in-dataloader"),
-    *beside(
+    *paired_with(
         "--dataloader-inter-document-masking",
         "--reset-attention-mask",
         "documents that share a sample do not see each other",

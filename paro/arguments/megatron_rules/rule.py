@@ -18,7 +18,7 @@ class Outcome(Enum):
 class Rule:
     """How one flag is treated, and why.
 
-    An accepted flag is a switch, or takes one of `values`; with `beside` it is a switch that
+    An accepted flag is a switch, or takes one of `values`; with `paired_with` it is a switch that
     requires that other flag. Other uses of it are refused, and the error gives `instead`. Ignored
     and refused flags take any values.
     """
@@ -27,7 +27,7 @@ class Rule:
     outcome: Outcome
     why: str = ""
     values: tuple[str | int | float, ...] = ()
-    beside: str = ""
+    paired_with: str = ""
     instead: str = ""
 
     @property
@@ -48,9 +48,9 @@ def values(
     return (Rule(flag, Outcome.ACCEPTED, why, values=options, instead=instead),)
 
 
-def beside(flag: str, other: str, why: str, instead: str) -> tuple[Rule]:
+def paired_with(flag: str, other: str, why: str, instead: str) -> tuple[Rule]:
     """A switch that requests what another flag, given together with it, does."""
-    return (Rule(flag, Outcome.ACCEPTED, why, beside=other, instead=instead),)
+    return (Rule(flag, Outcome.ACCEPTED, why, paired_with=other, instead=instead),)
 
 
 def ignored(why: str, flags: str) -> tuple[Rule, ...]:

@@ -20,7 +20,7 @@ from paro.collectives.schedule import Op
 from paro.errors import UserError, about
 from paro.topology import MOST_RANKS, Axes, Link
 
-_MOST = 1e30  # of any time, size or rate; sums and products of them stay finite
+_MAX = 1e30  # of any time, size or rate; sums and products of them stay finite
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -151,23 +151,23 @@ class Machine:
         if num_uneven > self.num_groups:
             raise UserError(f"uneven: {num_uneven} groups cannot be, there are {self.num_groups}")
 
-    def for_world(self, world_size: int, *, told: str) -> Machine:
-        """The same machine with another number of groups; a `UserError` begins with `told`."""
+    def for_world(self, world_size: int, *, subject: str) -> Machine:
+        """The same machine with another number of groups; a `UserError` begins with `subject`."""
         if world_size == self.world_size:
             return self
         if self.measured:
             raise UserError(
-                f"{told} {self.name} was measured on {self.world_size} ranks in groups of "
+                f"{subject} {self.name} was measured on {self.world_size} ranks in groups of "
                 f"{self.group_size}, this is for {world_size} ranks: measure it there with "
                 "tools/bench_collectives.py --machine-file, or leave out what was measured"
             )
         group_size = min(self.group_size, world_size)
         if world_size % group_size != 0:
             raise UserError(
-                f"{told} {self.name} has groups of {group_size}, which do not divide the "
+                f"{subject} {self.name} has groups of {group_size}, which do not divide the "
                 f"{world_size} ranks: choose a multiple of {group_size}"
             )
-        with about(f"{told} {self.name} for {world_size} ranks: "):
+        with about(f"{subject} {self.name} for {world_size} ranks: "):
             return replace(self, world_size=world_size, group_size=group_size)
 
     @property
@@ -184,9 +184,9 @@ def _check(field: str, value: object, holds: bool, rule: str) -> None:
 
 
 def _check_number(field: str, value: float, *, or_zero: bool = False) -> None:
-    holds = 0 < value <= _MOST or (or_zero and value == 0)
+    holds = 0 < value <= _MAX or (or_zero and value == 0)
     least = "a number of 0 or more" if or_zero else "a positive number"
-    _check(field, value, holds, f"{least} and at most {_MOST:g}")
+    _check(field, value, holds, f"{least} and at most {_MAX:g}")
 
 
 def bits_per_second(text: str) -> int:

@@ -78,7 +78,7 @@ def _fewest_ranks(workload: Workload, least: Candidate) -> int | None:
     while ranks <= MOST_RANKS:
         more = replace(
             workload,
-            machine=replace(workload.machine, uneven=()).for_world(ranks, told="more ranks"),
+            machine=replace(workload.machine, uneven=()).for_world(ranks, subject="more ranks"),
             global_batch_size=workload.global_batch_size // workload.world_size * ranks,
         )
         everywhere = more.strategy(f"{ranks},{ranks},{ranks}")

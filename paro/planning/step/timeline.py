@@ -15,7 +15,7 @@ from paro.planning.step.rotating_thread import RotatingThread
 from paro.planning.step.simulation import Actor, Simulation, Span
 from paro.planning.step.thread import StepThread
 
-_MOST_SIMULATED = 4
+_MAX_SIMULATED = 4
 EXPOSED = ("gather", "reduce", "finish", "publish", "agree")
 
 
@@ -36,7 +36,7 @@ class Timeline:
 def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
     """Simulates one step; `record` keeps the spans of all streams, for every micro-batch."""
     count = costs.num_micro_batches
-    if record or count <= _MOST_SIMULATED:
+    if record or count <= _MAX_SIMULATED:
         return _simulate(costs, record=record)
     shorter = _simulate(replace(costs, num_micro_batches=2), record=False)
     longer = _simulate(replace(costs, num_micro_batches=3), record=False)

@@ -11,7 +11,7 @@ from paro.arguments.parser import build_parser, parse_args
 
 def words_of(rule: Rule, value: object = None) -> list[str]:
     """A command line with the flag, and any flag that it requires."""
-    with_it = [rule.beside] if rule.beside else []
+    with_it = [rule.paired_with] if rule.paired_with else []
     return [*with_it, rule.flag] if value is None else [*with_it, rule.flag, str(value)]
 
 
@@ -21,7 +21,8 @@ def test_each_flag_has_one_rule_and_each_rule_says_why() -> None:
     for rule in RULES:
         is_refused = rule.outcome is Outcome.REFUSED
         assert bool(rule.why) != is_refused, rule.flag
-        assert bool(rule.instead) == (is_refused or bool(rule.values or rule.beside)), rule.flag
+        has_condition = bool(rule.values or rule.paired_with)
+        assert bool(rule.instead) == (is_refused or has_condition), rule.flag
 
 
 def test_flags_that_are_not_given_leave_no_trace() -> None:

@@ -22,7 +22,7 @@ def saved(value: Any, **how: Any) -> memoryview:
     return memoryview(bytearray(stream.getvalue()))
 
 
-def lies_in(content: memoryview, tensor: Tensor) -> bool:
+def shares_memory_with(content: memoryview, tensor: Tensor) -> bool:
     whole = torch.frombuffer(content, dtype=torch.uint8)
     return 0 <= tensor.data_ptr() - whole.data_ptr() < len(content)
 
@@ -50,7 +50,7 @@ def test_an_ordinary_tensor_is_a_view_of_the_bytes(tensor: Tensor) -> None:
     assert found.dtype == tensor.dtype
     assert found.shape == tensor.shape
     assert torch.equal(found, tensor)
-    assert lies_in(content, found)
+    assert shares_memory_with(content, found)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from paro.distributed.rendezvous import meet, open_store
+from paro.distributed.rendezvous import open_store, rendezvous
 from paro.distributed.world import World
 from paro.errors import PeerError, StorageError, UserError
 from tests.end_to_end.test_training import RUN, Ended, run_main
@@ -25,7 +25,7 @@ def addresses_of(store: dist.Store, world_size: int) -> list[str]:
     """The value that each rank of an attempt reads, written by rank 0."""
 
     def rank(number: int) -> str:
-        mine = meet(store, World(rank=number, size=world_size), SHORT, {"--lr": "1"})
+        mine = rendezvous(store, World(rank=number, size=world_size), SHORT, {"--lr": "1"})
         if number == 0:
             mine.set("address", uuid.uuid4().hex)
         return mine.get("address").decode()
@@ -60,7 +60,7 @@ def test_who_does_not_come_is_named() -> None:
     store = dist.HashStore()
     store.set("asks/2", "left behind")
     with pytest.raises(PeerError, match=r"^ranks 1, 2 did not come within 0:00:00.2"):
-        meet(store, World(size=3), timedelta(seconds=0.2), {})
+        rendezvous(store, World(size=3), timedelta(seconds=0.2), {})
 
 
 Refusal = UserError | StorageError | PeerError | None
@@ -77,7 +77,7 @@ def ends_of(
     def rank(number: int) -> tuple[str, str]:
         world = World(rank=number, size=len(settings))
         try:
-            meet(store, world, SHORT, settings[number], refusals[number])
+            rendezvous(store, world, SHORT, settings[number], refusals[number])
         except (UserError, StorageError, PeerError) as error:
             return type(error).__name__, str(error)
         return "none", ""

@@ -73,7 +73,7 @@ def test_a_long_step_goes_on_micro_batch_by_micro_batch() -> None:
     dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
     dog.begins("training", 7)
     for _ in range(20):
-        dog.goes_on()
+        dog.progressed()
         time.sleep(0.1)
     assert stream.getvalue() == ""
     assert stream.written.wait(30)  # no progress any more

@@ -166,7 +166,7 @@ def test_a_signal_ends_the_step_in_which_it_comes() -> None:
         def begins(self, what: str, iteration: int) -> None:
             self.heard.append((what, iteration))
 
-        def goes_on(self) -> None:
+        def progressed(self) -> None:
             self.heard.append(self.heard[-1])
             if self.heard.count(("training", 2)) == 3:
                 signal.raise_signal(signal.SIGUSR1)
@@ -184,7 +184,7 @@ def test_evaluation_goes_on_micro_batch_by_micro_batch() -> None:
     class Counts(Observer):
         num = 0
 
-        def goes_on(self) -> None:
+        def progressed(self) -> None:
             self.num += 1
 
     counts = Counts()

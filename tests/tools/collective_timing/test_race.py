@@ -27,9 +27,9 @@ class Still:
         return lambda *_: DONE
 
 
-@pytest.mark.parametrize("beside_computing", [False, True])
-def test_the_last_rounds_are_timed_beside_computing_too(
-    monkeypatch: pytest.MonkeyPatch, beside_computing: bool
+@pytest.mark.parametrize("while_computing", [False, True])
+def test_the_last_rounds_are_timed_while_computing_too(
+    monkeypatch: pytest.MonkeyPatch, while_computing: bool
 ) -> None:
     monkeypatch.setattr(race, "make_collectives", lambda *_, **__: Still())
     busy: list[bool] = []
@@ -47,12 +47,12 @@ def test_the_last_rounds_are_timed_beside_computing_too(
         timeout=timedelta(seconds=1),
         algorithms=("native",),
         rounds=4,
-        beside_computing=beside_computing,
+        while_computing=while_computing,
     )
     move = Move(op=Op.ALL_GATHER, run=TOPOLOGY.axes, numel=64, dtype=torch.float32)
     (outcome,) = raced.run([move])
     # The first round does not count.
-    assert busy == [False] * (5 - BUSY_ROUNDS) + [beside_computing] * BUSY_ROUNDS
+    assert busy == [False] * (5 - BUSY_ROUNDS) + [while_computing] * BUSY_ROUNDS
     assert len(outcome.seconds_by_round) == 4
-    assert (outcome.busy_seconds is not None) is beside_computing
+    assert (outcome.busy_seconds is not None) is while_computing
     assert outcome.correct is False

@@ -158,10 +158,10 @@ def with_speeds_of(workload: Workload, strategy: str, runs: Mapping[int, float])
     candidate = workload.candidate(workload.strategy(strategy))
     costs, one = estimator.costs(candidate), estimator.estimate(candidate).seconds
     products, collecting = costs.computing.seconds, costs.collect_seconds(costs.num_trained)
-    besides = one - products - collecting - costs.device.step_seconds
+    other_seconds = one - products - collecting - costs.device.step_seconds
     device = replace(
         costs.device,
         sustained_flops=costs.device.sustained_flops * products / (line.slope - collecting),
-        step_seconds=max(0.0, line.intercept - besides),
+        step_seconds=max(0.0, line.intercept - other_seconds),
     )
     return replace(workload, machine=replace(workload.machine, device=device))

@@ -43,7 +43,7 @@ def case_on(machine: str, model: LlamaConfig, ranks: int, **changes: Any) -> Wor
     seq_length = changes.pop("seq_length")
     return Workload(
         model=replace(model, max_position_embeddings=seq_length),
-        machine=find_machine(machine).for_world(ranks, told="--paro-machine"),
+        machine=find_machine(machine).for_world(ranks, subject="--paro-machine"),
         group_size=8,
         seq_length=seq_length,
         micro_batch_size=size,

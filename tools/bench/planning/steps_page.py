@@ -13,7 +13,7 @@ from tools.shared.picture import drawing
 
 HEAD = """\
 <!-- Written by python tools/bench/study_plan.py report --folder {folder}: change that. -->
-# Measured steps beside the planner's.
+# Measured steps and the planner's.
 
 Written by `python tools/bench/study_plan.py report --folder {folder}` from the rows and machine
 files there, which `tools/bench/study_plan.py measure` measured in emulated clusters of 2 nodes x

@@ -122,8 +122,8 @@ def test_the_time_that_slow_links_take_for_32_megabytes(
 
 def test_the_slower_kind_of_links_decides() -> None:
     # 3/4 of the buffer inside, 1/8 of it between groups: 6 times as much.
-    alike = machine(intra=BITS, inter=BITS)
-    assert least_seconds(alike, GATHER, Axes.BOTH, 10**6) == pytest.approx(0.75 * 8e6 / BITS)
+    uniform = machine(intra=BITS, inter=BITS)
+    assert least_seconds(uniform, GATHER, Axes.BOTH, 10**6) == pytest.approx(0.75 * 8e6 / BITS)
     slow = machine(intra=7 * BITS, inter=BITS)
     assert least_seconds(slow, GATHER, Axes.BOTH, 10**6) == pytest.approx(0.125 * 8e6 / BITS)
     assert least_seconds(machine(intra=BITS), GATHER, Axes.BOTH, 10**6) == pytest.approx(0.06)

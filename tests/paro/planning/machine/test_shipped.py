@@ -50,11 +50,11 @@ def test_machines_that_do_not_exist_or_do_not_match() -> None:
     with pytest.raises(UserError, match=r"nowhere: No such file; machines .* dgx-h100"):
         find_machine("nowhere")
     with pytest.raises(UserError, match="groups of 8, which do not divide the 12 ranks"):
-        find_machine("dgx-h100").for_world(12, told="--paro-machine")
+        find_machine("dgx-h100").for_world(12, subject="--paro-machine")
     row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=8, seconds=1e-3)
     measured = machine(measured=(row,))
     with pytest.raises(UserError, match="was measured on 32 ranks in groups of 8, this is for 64"):
-        measured.for_world(64, told="--paro-machine")
+        measured.for_world(64, subject="--paro-machine")
     bare = replace(machine(), device=None)
     with pytest.raises(UserError, match="machine typed: device is missing"):
         workload(machine=bare)

@@ -152,7 +152,7 @@ def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
     """NGG, 1,32,64 and NIG are equally fast; between nodes they send 48.4, 42.3 and 5.7 GB."""
     given = Workload(
         model=replace(LLAMA_PRESETS["13B"], max_position_embeddings=4096),
-        machine=find_machine("dgx-h100").for_world(64, told="the test"),
+        machine=find_machine("dgx-h100").for_world(64, subject="the test"),
         group_size=8,
         seq_length=4096,
         micro_batch_size=1,

@@ -78,9 +78,9 @@ def row(strategy: str, *seconds: float, peak_bytes: int | None = None) -> Row:
 def test_pairs_are_compared_within_a_turn() -> None:
     """A slow turn of the machine slows both."""
     assert not list(Comparison(rows=(row("NNI", 1, 2), row("IIG", 2, 1)), choices=()).pairs())
-    one, alike, slower = row("NNI", 9.0, 3.0, 1.0), row("IIG", 9.5, 3.2), row("GGG", 10.8, 3.6)
-    assert (one.seconds, alike.seconds) == (3.0, 6.35)
-    assert list(Comparison(rows=(one, alike), choices=()).pairs()) == []
+    one, equal, slower = row("NNI", 9.0, 3.0, 1.0), row("IIG", 9.5, 3.2), row("GGG", 10.8, 3.6)
+    assert (one.seconds, equal.seconds) == (3.0, 6.35)
+    assert list(Comparison(rows=(one, equal), choices=()).pairs()) == []
     for rows in ((one, slower), (slower, one)):
         (pair,) = Comparison(rows=rows, choices=()).pairs()
         assert (pair.fast, pair.slow) == (one, slower)
