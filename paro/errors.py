@@ -125,6 +125,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
+def type_and_message(error: Exception) -> str:
+    """An exception of another library as one line, with all lines of its message."""
+    return one_line(f"{type(error).__name__}: {error}")
+
+
 def _describe_memory(text: str) -> str:
     """An allocator's text, without advice that is not about our flags."""
     asked = re.search(r"(?:tried|unable) to allocate ([\d.]+ \w+)", text, re.IGNORECASE)

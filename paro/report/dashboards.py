@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data.atomic_file import replacing
-from paro.errors import UserError
+from paro.errors import UserError, type_and_message
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 
@@ -149,7 +149,7 @@ class _Writer:
                 self._board.write(scalars, iteration=iteration, samples=samples)
             self._board.close()
         except Exception as error:
-            self.failure = one_line(error)
+            self.failure = type_and_message(error)
 
 
 class Dashboards:
@@ -168,7 +168,7 @@ class Dashboards:
         try:
             self._open.append(_Writer(make()))
         except Exception as error:
-            self._log.log_last(f"{flag} has no effect: {one_line(error)}")
+            self._log.log_last(f"{flag} has no effect: {type_and_message(error)}")
 
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
         for writer in self._open:
@@ -244,8 +244,3 @@ def check_login(config: ReportConfig, log: Log) -> None:
             "Biases, run wandb login or set WANDB_API_KEY; WANDB_MODE=offline needs no key and "
             "keeps the run on disk"
         )
-
-
-def one_line(error: Exception) -> str:
-    """A third-party exception as one line: its type and message."""
-    return " ".join(f"{type(error).__name__}: {error}".split())

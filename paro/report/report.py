@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from paro.errors import writing
+from paro.errors import type_and_message, writing
 from paro.report.config import ReportConfig, run_record_path
-from paro.report.dashboards import Dashboards, one_line, open_dashboards
+from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.log import Log
 from paro.report.log_line import iteration_line, perplexity, validation_block
 from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
@@ -199,7 +199,9 @@ class Report:
                 self.view.iteration(record, alone)
         except Exception as error:  # for example: the terminal is closed
             self.view = None
-            self.log.log_last(f"--terminal live is left out from here on: {one_line(error)}")
+            self.log.log_last(
+                f"--terminal live is left out from here on: {type_and_message(error)}"
+            )
 
     def _summarize(self, interval: Sequence[IterationRecord]) -> Metrics:
         memory = peak_memory_bytes(self._device)
