@@ -29,7 +29,6 @@ CHECKPOINTS=$RUN_DIR/checkpoints
 LOG=$RUN_DIR/quickstart.log
 
 DISTRIBUTED_ARGS=(
-    --standalone
     --nproc-per-node 4
 )
 PARO_ARGS=(
@@ -114,7 +113,7 @@ train() {
         "${PARO_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}"
         "${EVAL_AND_LOGGING_ARGS[@]}" "${EXTRA_ARGS[@]}"
     )
-    run torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py "${flags[@]}"
+    run bash examples/one_machine.sh "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py "${flags[@]}"
     if [[ -n ${DRY_RUN:-} && -s $TOKENIZER.model ]]; then
         python pretrain_llama.py "${flags[@]}" --dry-run --world-size 4
     fi

@@ -14,7 +14,9 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from paro.distributed.world import World, has_agent_store, read_address, read_wo
 from paro.errors import PeerError, RunError, StorageError, UserError, for_all_ranks
 
 _POLL_SECONDS = 0.005
+_BACKLOG = 2048  # connections that wait to be accepted: all ranks come at once
 # Once a rank is known to refuse or to differ: how long the others may take to come, and to read it.
 _REFUSAL_TIMEOUT = timedelta(seconds=20)
 _KINDS: dict[str, type[SharedError]] = {
@@ -44,9 +47,14 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
     is_master = world.rank == 0 and not has_agent_store()
     try:
         return dist.TCPStore(
-            host, port, is_master=is_master, wait_for_workers=False, timeout=timeout
+            host,
+            port,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=_loopback_listener(world, host, port) if is_master else None,
         )
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         if is_master:
             raise UserError(
                 f"rank 0 cannot listen on MASTER_PORT {port} at MASTER_ADDR {host} "
@@ -57,6 +65,20 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
             f"rank {world.rank} found no rank 0 at MASTER_ADDR {host}, MASTER_PORT {port} within "
             f"{timeout}"
         ) from error
+
+
+def _loopback_listener(world: World, host: str, port: int) -> int | None:
+    """A socket that only this machine can reach, where one node trains at a loopback address.
+
+    None elsewhere: torch listens on all interfaces then, and anyone who reaches the port can
+    change what ranks read. Several nodes may see one name as different addresses.
+    """
+    if world.size > world.ranks_per_node:
+        return None
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if not ipaddress.ip_address(address[0]).is_loopback:
+        return None
+    return socket.create_server(address[:2], family=family, backlog=_BACKLOG).detach()
 
 
 def rendezvous(

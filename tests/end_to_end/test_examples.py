@@ -28,6 +28,7 @@ BIN = Path(sys.executable).parent
 # On nodes of 8 GPUs; the other scripts are small.
 CLUSTER = [f"pretrain_llama_{size}_{how}.sh" for size in ("7b", "65b") for how in ("dgx", "slurm")]
 CORE = "pretrain_llama.sh"  # which those source
+ONE_MACHINE = "one_machine.sh"  # a launcher
 SCRIPTS = [*CLUSTER, "single_gpu.sh", "cpu_emulated_cluster.sh", "quickstart.sh"]
 NUM_PARAMETERS = {"7b": "6,738,415,616", "65b": "65,285,660,672"}
 RECIPE = {"7b": 1e12, "65b": 1.4e12}  # tokens
@@ -332,10 +333,10 @@ def test_memory_under_other_choices_is_the_predictors(recorders: Path) -> None:
 
 def test_every_example_is_tested() -> None:
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert files == {*SCRIPTS, CORE, "Dockerfile"}
+    assert files == {*SCRIPTS, CORE, ONE_MACHINE, "Dockerfile"}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, ONE_MACHINE])
 def test_a_script_says_what_it_takes_and_starts_nothing(recorders: Path, script: str) -> None:
     for flag in ("-h", "--help"):
         printed = bash(script, flag, path=str(recorders)).splitlines()
@@ -352,7 +353,7 @@ def test_the_shell_finds_nothing_to_say() -> None:
         text=True,
     )
     assert (done.returncode, done.stdout) == (0, "")
-    assert len(scripts) == len([*SCRIPTS, CORE])
+    assert len(scripts) == len([*SCRIPTS, CORE, ONE_MACHINE])
 
 
 def test_the_container_holds_what_a_run_needs() -> None:

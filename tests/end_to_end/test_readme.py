@@ -53,8 +53,6 @@ FENCED = r"^```\w*\n(.*?)^```$"
 TORCHRUN_FLAGS = {
     "--standalone",
     "--rdzv-backend",
-    "--map-root-user",  # of unshare
-    "--net",
     "--nproc-per-node",
     "--nnodes",
     "--node-rank",

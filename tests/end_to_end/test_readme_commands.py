@@ -44,12 +44,10 @@ BY_VERIFY = (
 )
 
 # The first needs a checkout of another project, and tests/tools/bench tests its code; the second
-# repeats all tests; the third is a pattern.
+# repeats all tests.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
     "make coverage",
-    "unshare --map-root-user --net sh -c \\\n    'ip link set lo up && exec torchrun "
-    "--standalone --nproc-per-node 4 pretrain_llama.py ...'",
 )
 
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\S*python\d?|torchrun|make|bash|sbatch|srun|sudo|pytest|pip) "
