@@ -11,6 +11,7 @@ set -euo pipefail
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # no store of the agent's for the ranks
 export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun sets it, with a warning
 
 exec torchrun \

@@ -55,6 +55,8 @@ unset CUDA_DEVICE_MAX_CONNECTIONS
 # Ranks communicate between nodes only with the same local rank, as in PaRO: on a rail-optimized
 # fabric their traffic stays on its rail. On another fabric give NCCL_CROSS_NIC=2.
 export NCCL_CROSS_NIC=${NCCL_CROSS_NIC:-0}
+# Every block allocates and frees whole units: expandable segments keep that from fragmenting memory.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 # NCCL chooses the rest; what depends on the fabric belongs in /etc/nccl.conf of the nodes (on RoCE
 # NCCL_IB_GID_INDEX, with storage adapters NCCL_IB_HCA). AMSP's figures are without SHARP too.
 
@@ -123,8 +125,6 @@ case $MODEL in
     RECOMPUTE_ARGS=(
         --recompute-granularity full
     )
-    # Every block allocates and frees whole units; on GPUs this full fragmentation must not add up.
-    export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
     ;;
 *)
     echo "$0: MODEL=$MODEL has no case in ${BASH_SOURCE[0]}" >&2

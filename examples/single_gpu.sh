@@ -86,6 +86,7 @@ if [[ -n ${DRY_RUN:-} ]]; then
     )
 fi
 
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True} # less fragmentation
 exec python pretrain_llama.py \
     "${MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

@@ -23,7 +23,7 @@ import torch
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paro.collectives.schedule import COLLECTIVES, Op
+from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, distributed
@@ -102,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     names = ",".join(COLLECTIVES)
     sizes = "4K,16K,64K,256K,1M,4M,16M,32M"
     add("--ops", default=ops, help=f"default {ops}")
-    add("--algorithms", default=names, help=f"default {names}")
+    add("--algorithms", help=f"default {names}; under nccl {','.join(NCCL_COLLECTIVES)}")
     add("--sizes", default=sizes, help=f"bytes of the whole buffer, M is 10^6; default {sizes}")
     add("--group-size", type=int, help="ranks joined by fast links; default: ranks per node")
     add("--dtype", choices=TYPES, default="float32", help="default float32")
@@ -142,9 +142,10 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
         check_can_write("--plot", args.plot)
         check_can_draw(args.plot)
     backend = args.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    possible = NCCL_COLLECTIVES if backend == "nccl" else COLLECTIVES
     return Settings(
         ops=tuple(map(Op, chosen("--ops", args.ops, [op.value for op in Op]))),
-        algorithms=chosen("--algorithms", args.algorithms, COLLECTIVES),
+        algorithms=chosen("--algorithms", args.algorithms or ",".join(possible), possible),
         sizes=tuple(map(size_of, args.sizes.split(","))),
         dtype=args.dtype,
         rounds=args.rounds,
@@ -224,6 +225,7 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
         timeout=settings.runtime.timeout,
         algorithms=settings.algorithms,
         rounds=settings.rounds,
+        machine=settings.machine,
         while_computing=settings.machine_file is not None and control.device.type == "cpu",
     )
     axes = settings.topology.axes

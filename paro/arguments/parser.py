@@ -230,9 +230,9 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         help="ranks joined by fast links; must divide the number of ranks; default: ranks per node")
     add("--paro-collective", choices=(*COLLECTIVES, "auto"), default="native",
         help="how collectives run: native, the backend's own along fast links and slow links in "
-        "turn; ring, one ring of our own over all; h-ring, a ring between groups, then one inside; "
-        "ho-ring, both at the same time; flat, the backend's own over all ranks at once; auto, for "
-        "every call the fastest for its size on --paro-machine")
+        "turn; ho-ring, along both at the same time; flat, the backend's own over all ranks at "
+        "once; auto, for every call the fastest for its size on --paro-machine; with gloo also "
+        "ring, one ring over all, and h-ring, a ring between groups, then one inside")
     add("--paro-machine", metavar="NAME",
         help="what this machine can: a file that tools/bench_collectives.py --machine-file wrote "
         "on the same ranks and groups, needed for --paro-collective auto; or, to plan by with "

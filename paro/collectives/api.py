@@ -10,9 +10,10 @@ from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives, pa
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
+from paro.collectives.pipelined import PipelinedCollectives
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams
-from paro.distributed.groups import Groups, Use, make_groups
+from paro.distributed.groups import Use, make_groups
 from paro.topology import AxisSpan, Topology
 
 
@@ -27,17 +28,32 @@ def make_collectives(
     timeout: timedelta,
 ) -> Collectives:
     """Collectives for the axis spans in `runs`; every rank must call it with the same arguments."""
-    names = algorithm.names if isinstance(algorithm, AlgorithmChoice) else (algorithm,)
+    choice = (
+        algorithm if isinstance(algorithm, AlgorithmChoice) else AlgorithmChoice(names=(algorithm,))
+    )
     needed = {
-        use: frozenset(part for run in runs[use] for name in names for part in _groups(name, run))
+        use: frozenset(
+            part
+            for run in runs[use]
+            for name in choice.names
+            for part in _groups(name, run, choice)
+        )
         for use in runs
     }
     groups = make_groups(topology, rank, needed, timeout)
     ends = Ends()
-    made = {name: _make(name, groups, streams, traffic, ends) for name in names}
-    if isinstance(algorithm, AlgorithmChoice):
-        return AutoCollectives(made, algorithm, groups, streams)
-    return made[algorithm]
+
+    def make(name: str) -> Collectives:
+        if name == "ho-ring" and choice.pieces is not None:
+            return PipelinedCollectives(groups, streams, traffic, choice.pieces)
+        if name in ALGORITHMS:
+            return ScheduledCollectives(name, groups, streams, traffic, ends)
+        return _BACKENDS[name](groups, streams, traffic)
+
+    made = {name: make(name) for name in choice.names}
+    if choice.best is None:
+        return made[choice.names[0]]
+    return AutoCollectives(made, choice.best, groups, streams)
 
 
 _BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
@@ -46,14 +62,8 @@ _BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
 }
 
 
-def _groups(name: str, run: AxisSpan) -> tuple[AxisSpan, ...]:
+def _groups(name: str, run: AxisSpan, choice: AlgorithmChoice) -> tuple[AxisSpan, ...]:
     """The parts of an axis span that need a process group."""
+    if name == "ho-ring" and choice.pieces is not None:
+        return PipelinedCollectives.groups_for(run)
     return parts_of(name, run) if name in ALGORITHMS else _BACKENDS[name].groups_for(run)
-
-
-def _make(
-    name: str, groups: Groups, streams: CommStreams, traffic: ByteCounter, ends: Ends
-) -> Collectives:
-    if name in ALGORITHMS:
-        return ScheduledCollectives(name, groups, streams, traffic, ends)
-    return _BACKENDS[name](groups, streams, traffic)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.choice import BestOf
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import CommStreams, Event, Job
@@ -21,13 +21,13 @@ class AutoCollectives(Collectives):
     def __init__(
         self,
         algorithms: Mapping[str, Collectives],
-        choice: AlgorithmChoice,
+        best: BestOf,
         groups: Groups,
         streams: CommStreams,
     ) -> None:
         super().__init__(groups, streams)
         self._algorithms = algorithms
-        self._choice = choice
+        self._best_of = best
 
     def all_gather(
         self,
@@ -58,6 +58,6 @@ class AutoCollectives(Collectives):
 
     def _best(self, op: Op, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype) -> Collectives:
         if not run:
-            return self._algorithms[self._choice.names[0]]
+            return next(iter(self._algorithms.values()))
         num_bytes = whole.numel() * comm_dtype.itemsize
-        return self._algorithms[self._choice.best(op, axes_of(run), num_bytes)]
+        return self._algorithms[self._best_of(op, axes_of(run), num_bytes)]

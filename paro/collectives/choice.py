@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paro.collectives.schedule import Op
-from paro.topology import Axes
+from paro.topology import Axes, AxisSpan
+
+BestOf = Callable[[Op, Axes, int], str]
+Pieces = Callable[[Op, AxisSpan, int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +17,12 @@ class AlgorithmChoice:
     """The algorithms to choose from and the function that picks one, the same on every rank.
 
     `best` gets the collective, the kinds of axes that it uses, and the bytes of the whole buffer
-    in the communication dtype; it returns one of `names`.
+    in the communication dtype; it returns one of `names`. None: the first of `names`.
+
+    `pieces` makes ho-ring a pipeline of the backend's own collectives, as NCCL needs it, and gives
+    its number of pieces for a collective, its span and bytes. None: messages from point to point.
     """
 
     names: tuple[str, ...]
-    best: Callable[[Op, Axes, int], str]
+    best: BestOf | None = None
+    pieces: Pieces | None = None

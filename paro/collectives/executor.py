@@ -82,7 +82,7 @@ class ScheduledCollectives(Collectives):
     ) -> Event:
         own = shard_in(whole, run, self._rank)
         if run and shard is not None and shard.data_ptr() != own.data_ptr():
-            stream = _stream(Use.GATHER, parts_of(self._name, run)[-1])
+            stream = stream_of(Use.GATHER, parts_of(self._name, run)[-1])
             after = self._streams.submit(stream, lambda: _copy(own, shard), after=after)
         return self._submit(Op.ALL_GATHER, whole, run, whole.dtype, after)
 
@@ -106,7 +106,7 @@ class ScheduledCollectives(Collectives):
 
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         return self._streams.submit(
-            _stream(Use.REDUCE, parts_of(self._name, run)[-1]), job, after=after
+            stream_of(Use.REDUCE, parts_of(self._name, run)[-1]), job, after=after
         )
 
     def _submit(
@@ -121,7 +121,7 @@ class ScheduledCollectives(Collectives):
             return after or DONE
         use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
         parts = parts_of(self._name, run)
-        streams = [_stream(use, part) for part in parts]
+        streams = [stream_of(use, part) for part in parts]
         transfer = self._transfer(op, use, whole, run, comm_dtype)
         if self._streams.runs_concurrently:
             jobs = [transfer.level_job(level) for level in range(len(parts))]
@@ -159,7 +159,8 @@ class ScheduledCollectives(Collectives):
         return Transfer(schedule, levels, members, buffer, self._wire)
 
 
-def _stream(use: Use, part: AxisSpan) -> tuple[object, ...]:
+def stream_of(use: Use, part: AxisSpan) -> tuple[object, ...]:
+    """The key of the comm stream of the process group for `use` along an axis span."""
     return (use, *(axis.index for axis in part))
 
 

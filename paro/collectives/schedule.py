@@ -26,6 +26,9 @@ from math import prod
 from typing import NamedTuple
 
 COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")  # the first two are the backend's
+# ring and h-ring send messages from point to point, which take NCCL longer to launch than to send;
+# ho-ring is a pipeline of the backend's own collectives there.
+NCCL_COLLECTIVES = ("native", "flat", "ho-ring")
 
 # Messages of a level in flight: one is on the link while the next is prepared. This many receives
 # are posted ahead, and a reduction needs scratch for this many messages.

@@ -29,12 +29,12 @@ class Scratch:
     def __init__(self) -> None:
         self._slots: dict[int, Tensor] = {}
 
-    def slot(self, number: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor as long as `like`; calls with the same `number` reuse the same memory."""
-        num_bytes = like.numel() * dtype.itemsize
+    def slot(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of `numel` elements; calls with the same `number` reuse the same memory."""
+        num_bytes = numel * dtype.itemsize
         slot = self._slots.get(number)
         if slot is None or slot.numel() < num_bytes:
-            slot = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+            slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self._slots[number] = slot
         return slot[:num_bytes].view(dtype)
 
@@ -178,7 +178,9 @@ class Transfer:
         level, receive = self._levels[step.level], step.receive
         landing = self._buffer.view(receive.chunks)
         if not self._buffer.lands_in_place(adds=receive.adds):
-            landing = level.scratch.slot(slot, landing, self._buffer.comm_dtype)
+            landing = level.scratch.slot(
+                slot, landing.numel(), self._buffer.comm_dtype, landing.device
+            )
         peer = self._members[receive.peer]
         return landing, self._wire.receive(level.use, level.run, landing, peer, self._tags[index])
 

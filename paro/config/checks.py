@@ -12,6 +12,7 @@ from data.config import DataConfig
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
+from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -42,6 +43,16 @@ def check_rotation(
     )
     if reason is not None:
         raise UserError(reason)
+
+
+def check_collective(sharding: ShardingConfig, runtime: RuntimeConfig) -> None:
+    """`UserError` for an algorithm of single messages under nccl."""
+    name = sharding.collective
+    if runtime.distributed_backend == "nccl" and name not in (*NCCL_COLLECTIVES, "auto"):
+        raise UserError(
+            f"--paro-collective {name} sends a gather as hundreds of messages from point to point, "
+            "which take longer to launch than to send under nccl: give native or ho-ring"
+        )
 
 
 def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:

@@ -23,6 +23,7 @@ from paro.config.checkpoint import (
     with_checkpoint_schedule,
 )
 from paro.config.checks import (
+    check_collective,
     check_intervals,
     check_load,
     check_profile,
@@ -133,6 +134,7 @@ class RunConfig:
             notices=(*notices, *output_layer_notice(args)),
             given=vars(args) | {"world_size": world.size, "ranks_per_node": world.ranks_per_node},
         )
+        check_collective(config.sharding, config.runtime)
         check_rotation(config.sharding, config.strategy, config.model, world.size)
         check_sequence(config.model, config.data)
         check_intervals(config.train, config.checkpoint)

@@ -211,6 +211,10 @@ class _StreamEvent:
         return iter(())  # the times of single jobs are not measured on a stream
 
 
+# A collective's few blocks run before waiting blocks of kernels that compute.
+_PRIORITY = -1
+
+
 class CudaStreams:
     """A CUDA stream per comm stream; errors are raised where CUDA reports them."""
 
@@ -221,7 +225,7 @@ class CudaStreams:
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         if stream not in self._streams:
-            self._streams[stream] = torch.cuda.Stream()
+            self._streams[stream] = torch.cuda.Stream(priority=_PRIORITY)
         stream = self._streams[stream]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -75,6 +76,9 @@ def distributed(
                 record_flights(config.flight_recorder_dir)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Communicators on several streams share the GPU: NCCL (from 2.26) then keeps launches in
+        # the order of the host, which is the same on all ranks, so that none waits for another's.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if world.size > 1:
         store = open_store(world, config.timeout)
         dist.init_process_group(

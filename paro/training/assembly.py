@@ -24,7 +24,7 @@ from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
-from paro.planning.machine.choice import choice_by
+from paro.planning.machine.choice import choice_by, pieces_by
 from paro.planning.machine.files import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
@@ -147,19 +147,23 @@ def _spread(
     return RotatedModel(model, parts, ring, timers)
 
 
-def _algorithm(config: RunConfig, control: Control) -> str | AlgorithmChoice:
-    """The name of a collective algorithm, or for auto a choice per message from --paro-machine.
+def _algorithm(config: RunConfig, control: Control) -> AlgorithmChoice:
+    """The algorithm of collectives, for auto one per message from --paro-machine.
 
-    Compares digests of the file: ranks that choose different algorithms would deadlock.
+    Compares digests of the file: ranks that choose different algorithms or pieces would deadlock.
     """
-    machine = config.sharding.machine
-    if config.sharding.collective != "auto" or machine is None:
-        return config.sharding.collective
+    machine, name = config.sharding.machine, config.sharding.collective
+    on_nccl = config.runtime.distributed_backend == "nccl"
+    if machine is None or not (name == "auto" or (on_nccl and name == "ho-ring")):
+        return AlgorithmChoice(names=(name,), pieces=pieces_by(None) if on_nccl else None)
     digests = control.gather(sha256(machine_to_json(machine).encode()).digest())
     with control.raise_on_all_ranks():
         if len(set(digests)) > 1:
             raise UserError("--paro-machine: ranks read different files: give all the same one")
-        return choice_by(machine)
+        pieces = pieces_by(machine) if on_nccl else None
+        if name == "auto":
+            return choice_by(machine, pieces)
+        return AlgorithmChoice(names=(name,), pieces=pieces)
 
 
 def _initializer(config: RunConfig) -> Initializer:

@@ -19,7 +19,8 @@ PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
 PURE = (
     *("paro.errors", "paro.layout", "paro.precision", "paro.quantities", "paro.strategy"),
     *("paro.topology", "paro.untrusted"),
-    *(f"paro.collectives.{name}" for name in ("choice", "schedule", "ring", "h_ring", "ho_ring")),
+    *(f"paro.collectives.{name}" for name in ("choice", "schedule", "pipeline")),
+    *(f"paro.collectives.{name}" for name in ("ring", "h_ring", "ho_ring")),
     "paro.config.batch_schedule",
     "paro.distributed.byte_counter",
     *("paro.optim.loss_scale", "paro.optim.lr_schedule", "paro.optim.step_checks"),

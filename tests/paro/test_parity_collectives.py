@@ -10,18 +10,24 @@ import pytest
 import torch
 
 from paro.collectives import schedule
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.executor import ALGORITHMS
 from paro.collectives.schedule import Op
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine, Measured
 from paro.strategy import legal_letters
 from paro.topology import Axes
+from paro.training import assembly
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import assert_formulas, assert_same, flags_for
 
 GROUP_SIZE = 4
-CROSSING_BOTH = [("GGG", "ho-ring"), ("NIG", "ho-ring"), ("IGG", "h-ring"), ("NNG", "ring")]
+PIPELINE = "pipeline"  # ho-ring as it runs under nccl
+CROSSING_BOTH = [
+    *(("GGG", "ho-ring"), ("NIG", "ho-ring"), ("IGG", "h-ring"), ("NNG", "ring")),
+    *(("GGG", PIPELINE), ("IIG", PIPELINE)),
+]
 
 
 def train_in_pieces(cases: Sequence[str]) -> list[Trained]:
@@ -33,13 +39,36 @@ def train_in_pieces(cases: Sequence[str]) -> list[Trained]:
         return [train(flags, group_size=GROUP_SIZE) for flags in cases]
 
 
+def train_in_pipelines(cases: Sequence[str]) -> list[Trained]:
+    """Trains each by the backend's own collectives, in three pieces."""
+    choice = AlgorithmChoice(names=("ho-ring",), pieces=lambda *_: 3)
+    with mock.patch.object(assembly, "_algorithm", return_value=choice):
+        return [train(flags, group_size=GROUP_SIZE) for flags in cases]
+
+
 def check(pairs: Sequence[tuple[str, str]], *, iterations: int, timeout: float) -> None:
     same = f"--train-iters {iterations}"
+    pairs = sorted(pairs, key=lambda pair: pair[1] == PIPELINE)
     cases = [
-        flags_for(strategy, world_size=8, more=f"--paro-collective {collective} {same}")
+        flags_for(
+            strategy,
+            world_size=8,
+            more=f"--paro-collective {collective.replace(PIPELINE, 'ho-ring')} {same}",
+        )
         for strategy, collective in pairs
     ]
-    once, again = (run_ranks(train_in_pieces, 8, cases, timeout=timeout) for _ in range(2))
+    num_rings = sum(collective != PIPELINE for _, collective in pairs)
+    once, again = (
+        [
+            [*rings, *pipelines]
+            for rings, pipelines in zip(
+                run_ranks(train_in_pieces, 8, cases[:num_rings], timeout=timeout),
+                run_ranks(train_in_pipelines, 8, cases[num_rings:], timeout=timeout),
+                strict=True,
+            )
+        ]
+        for _ in range(2)
+    )
     reference = train(flags_for("GGG", world_size=1, more=same))
     for number, (strategy, collective) in enumerate(pairs):
         label = f"{strategy} by {collective}"
@@ -80,6 +109,6 @@ def test_chosen_by_size(tmp_path: Path) -> None:
 
 @pytest.mark.verify
 @pytest.mark.ranks
-@pytest.mark.parametrize("collective", ALGORITHMS)
+@pytest.mark.parametrize("collective", [*ALGORITHMS, PIPELINE])
 def test_all_strategies(collective: str) -> None:
     check([(strategy, collective) for strategy in legal_letters()], iterations=10, timeout=1200)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.api import make_collectives
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
@@ -221,6 +222,10 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--ops", "all_gather,gossip"], "--ops 'gossip' is none of all_gather, reduce_scatter"),
+        (
+            ["--algorithms", "ring", "--distributed-backend", "nccl"],
+            "--algorithms 'ring' is none of native, flat, ho-ring",
+        ),
         (["--algorithms", "tree"], "--algorithms 'tree' is none of native, flat"),
         (["--sizes", "4K,big"], "--sizes 'big' is no size: write it as 4096, 64K or 1.5M"),
         (["--sizes", "0"], "--sizes '0' is no size"),
@@ -350,9 +355,9 @@ class OneElementOff:
 def bench_with_a_wrong_collective(folder: str) -> int | str | None:
     """The exit status of a run whose ring is wrong on one rank."""
 
-    def make(name: str, **made: Any) -> Any:
-        right = make_collectives(name, **made)
-        return OneElementOff(right) if name == "ring" else right
+    def make(choice: AlgorithmChoice, **made: Any) -> Any:
+        right = make_collectives(choice, **made)
+        return OneElementOff(right) if choice.names == ("ring",) else right
 
     own, race.make_collectives = race.make_collectives, make  # type: ignore[assignment]
     files = ("--json", f"{folder}/rows.json", "--machine-file", f"{folder}/machine.json")

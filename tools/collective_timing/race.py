@@ -24,11 +24,14 @@ import torch
 from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import Event, make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.groups import Use
+from paro.planning.machine.choice import pieces_by
+from paro.planning.machine.machine import Machine
 from paro.topology import Topology
 from tools.collective_timing.trial import Move, Trial, make_trial
 
@@ -79,6 +82,7 @@ class Race:
     timeout: timedelta
     algorithms: tuple[str, ...]
     rounds: int
+    machine: Machine | None = None  # its links say in how many pieces ho-ring is cut under nccl
     while_computing: bool = False  # also time every collective while all ranks compute
 
     def run(self, moves: Sequence[Move]) -> list[Outcome]:
@@ -134,8 +138,9 @@ class Race:
         """A turn of one algorithm at every trial; its process groups exist only during the turn."""
         runs = frozenset(trial.move.run for trial in trials)
         device = self.control.device
+        pieces = pieces_by(self.machine) if self.backend == "nccl" else None
         collectives = make_collectives(
-            name,
+            AlgorithmChoice(names=(name,), pieces=pieces),
             topology=self.topology,
             rank=self.control.world.rank,
             runs=dict.fromkeys(Use, runs),

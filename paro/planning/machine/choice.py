@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
-from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.schedule import COLLECTIVES, Op
+from paro.collectives.choice import AlgorithmChoice, Pieces
+from paro.collectives.pipeline import default_pieces
+from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.errors import UserError
+from paro.planning.machine.collective_time import fastest_pieces
 from paro.planning.machine.machine import Machine, fastest_algorithm
 from paro.topology import Axes
 
 
-def choice_by(machine: Machine) -> AlgorithmChoice:
+def pieces_by(machine: Machine | None) -> Pieces:
+    """The number of pieces of a pipeline, by the speed of the machine's links if it is known."""
+    if machine is None or machine.intra is None or machine.inter is None:
+        return lambda _op, _span, num_bytes: default_pieces(num_bytes)
+    return cache(partial(fastest_pieces, machine))
+
+
+def choice_by(machine: Machine, pieces: Pieces | None = None) -> AlgorithmChoice:
     """The choice of the fastest algorithm, by the measurements of a machine.
+
+    With `pieces` as under NCCL, without the algorithms that are refused there.
 
     Raises `UserError` if these name unknown algorithms, or lack a collective over some axes.
     """
+    if pieces is not None:
+        rows = tuple(row for row in machine.measured if row.algorithm in NCCL_COLLECTIVES)
+        machine = replace(machine, measured=rows)
     names = tuple(dict.fromkeys(row.algorithm for row in machine.measured))
     unknown = sorted(set(names) - set(COLLECTIVES))
     if unknown:
@@ -27,4 +42,6 @@ def choice_by(machine: Machine) -> AlgorithmChoice:
     for axes in [*kinds, Axes.BOTH] if len(kinds) == 2 else kinds:
         for op in Op:
             fastest_algorithm(machine, op, axes, 1)
-    return AlgorithmChoice(names=names, best=cache(partial(fastest_algorithm, machine)))
+    return AlgorithmChoice(
+        names=names, best=cache(partial(fastest_algorithm, machine)), pieces=pieces
+    )

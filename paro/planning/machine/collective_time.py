@@ -5,7 +5,8 @@
 #
 #     native                one phase per axis: gathers outermost first, reductions innermost first
 #     flat                  one phase of one job over all axes
-#     ring, h-ring, ho-ring one phase, one job per kind of link
+#     ring, h-ring, ho-ring one phase, one job per kind of link; on GPUs ho-ring is a pipeline of
+#                           collectives/pipeline.py, otherwise messages from point to point
 #
 # Times are the measured ones where there are any. Otherwise they follow from the links, by the ring
 # formulas at the head of collectives/ring.py, h_ring.py and ho_ring.py (papers.md: T = steps *
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paro.collectives.pipeline import MAX_PIECES, make_pipeline
 from paro.collectives.schedule import Op, count_pieces
 from paro.errors import UserError
 from paro.layout import chunk_numel
@@ -152,7 +154,12 @@ class CollectiveTimes:
         if found is None and algorithm == "h-ring":
             found = _Found(within + between)
         elif found is None:
-            found = _Found(max(within, between) + self._last_piece(op, inner, outer, num_bytes))
+            if self.machine.is_of_gpus:
+                pieces = fastest_pieces(self.machine, op, span, num_bytes)
+                found = _Found(pipeline_seconds(self.machine, op, span, num_bytes, pieces))
+            else:
+                last = self._last_piece(op, inner, outer, num_bytes)
+                found = _Found(max(within, between) + last)
         time, cpu, slowed = found
         share = within / (within + between)
         return tuple(
@@ -260,11 +267,11 @@ def ring_of(machine: Machine, span: AxisSpan) -> Ring:
     return Ring(size, lap, speed.latency_seconds, per_byte)
 
 
-def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> float:
+def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) -> float:
     return sum(_ring(machine, op, span, num_bytes))
 
 
-def _ring(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> tuple[float, float]:
+def _ring(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) -> tuple[float, float]:
     """A ring's total latency, and the time for which it keeps its slowest links busy."""
     ring = ring_of(machine, span)
     passes = 2 if op is Op.ALL_REDUCE else 1
@@ -272,6 +279,37 @@ def _ring(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> tuple[flo
     if op is Op.ALL_REDUCE:
         latency = min(latency, 2 * math.ceil(math.log2(ring.size)) * ring.hop_seconds)
     return latency, passes * num_bytes * (ring.size - 1) / ring.size * ring.seconds_per_byte
+
+
+def pipeline_seconds(
+    machine: Machine, op: Op, span: AxisSpan, num_bytes: int, pieces: int
+) -> float:
+    """Time of a pipeline over both kinds of links: each level runs its stages one by one."""
+    inner, outer = _parts(machine, span)
+    size = num_bytes / pieces
+    stages = make_pipeline(op, pieces)
+    took = {
+        (kind, level): _ring_seconds(machine, kind, part, part_size)
+        for kind in {stage.op for stage in stages}
+        for level, part, part_size in ((0, inner, size), (1, outer, size / _size(inner)))
+    }
+    free = [0.0, 0.0]
+    ends: list[float] = []
+    for stage in stages:
+        begin = (
+            free[stage.level] if stage.after is None else max(free[stage.level], ends[stage.after])
+        )
+        ends.append(begin + took[stage.op, stage.level])
+        free[stage.level] = ends[-1]
+    return ends[-1]
+
+
+def fastest_pieces(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> int:
+    """The number of pieces with which a pipeline takes the least time; the links must be known."""
+    return min(
+        range(1, MAX_PIECES + 1),
+        key=lambda pieces: pipeline_seconds(machine, op, span, num_bytes, pieces),
+    )
 
 
 def _has_links(machine: Machine, axes: Axes) -> bool:

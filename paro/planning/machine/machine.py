@@ -151,6 +151,11 @@ class Machine:
         if num_uneven > self.num_groups:
             raise UserError(f"uneven: {num_uneven} groups cannot be, there are {self.num_groups}")
 
+    @property
+    def is_of_gpus(self) -> bool:
+        """Whether ranks communicate as GPUs do, by NCCL; only CPU ranks say how many cores."""
+        return self.device is None or self.device.cores is None
+
     def for_world(self, world_size: int, *, subject: str) -> Machine:
         """The same machine with another number of groups; a `UserError` begins with `subject`."""
         if world_size == self.world_size:

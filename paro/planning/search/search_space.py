@@ -8,6 +8,7 @@ from enum import Enum
 from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
+from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.errors import UserError
 from paro.planning.machine.machine import Machine
 from paro.planning.memory.limit import MemoryLimit, memory_limit
@@ -224,5 +225,9 @@ def micro_batch_sizes(workload: Workload) -> tuple[int, ...]:
 
 def collectives_of(machine: Machine) -> tuple[str, ...]:
     """The measured algorithms; without any, the backend's own and the fastest of this project."""
-    names = dict.fromkeys(row.algorithm for row in machine.measured)
+    names = dict.fromkeys(
+        row.algorithm
+        for row in machine.measured
+        if not machine.is_of_gpus or row.algorithm in NCCL_COLLECTIVES
+    )
     return tuple(names) or ("native", "ho-ring")

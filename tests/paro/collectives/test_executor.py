@@ -124,10 +124,12 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
         weakref.finalize(tensor, count, -tensor.nbytes)
         return tensor
 
-    def counted_slot(self: Scratch, number: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def counted_slot(
+        self: Scratch, number: int, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         if number not in self._slots:
-            count(like.numel() * dtype.itemsize)
-        return slot(self, number, like, dtype)
+            count(numel * dtype.itemsize)
+        return slot(self, number, numel, dtype, device)
 
     buffer = torch.ones(numel)
     with (

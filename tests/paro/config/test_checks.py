@@ -113,6 +113,14 @@ def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path
     assert f"holds a {TRACKER}" in refusal(f"{SMALL} --save {tmp_path}")
 
 
+@pytest.mark.parametrize("name", ["ring", "h-ring"])
+def test_rings_of_single_messages_are_refused_under_nccl(name: str) -> None:
+    flags = f"{SMALL} --paro-collective {name}"
+    assert f"--paro-collective {name} sends" in refusal(f"{flags} --distributed-backend nccl")
+    configure(f"{flags} --distributed-backend gloo")
+    configure(f"{SMALL} --paro-collective ho-ring --distributed-backend nccl")
+
+
 def test_starting_over_needs_a_folder() -> None:
     assert refusal(f"{SMALL} --start-over") == "--start-over needs --save"
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from paro.collectives.schedule import Op
 from paro.errors import UserError
-from paro.planning.machine.choice import choice_by
-from paro.planning.machine.machine import Machine, Measured
-from paro.topology import Axes
+from paro.planning.machine.choice import choice_by, pieces_by
+from paro.planning.machine.machine import BandwidthSource, LinkSpeed, Machine, Measured
+from paro.topology import Axes, make_topology
 
 
 def machine(**small_and_large: tuple[float, float]) -> Machine:
@@ -34,6 +35,29 @@ def test_small_messages_take_the_one_that_wants_few_steps() -> None:
         "ho-ring",
         "ho-ring",
     ]
+
+
+def test_under_nccl_rings_of_single_messages_are_not_chosen() -> None:
+    rows = machine(h_ring=(1e-3, 1e-3), native=(2e-3, 2e-3), ring=(1e-3, 1e-3))
+    choice = choice_by(rows, pieces_by(rows))
+    assert choice.names == ("native",)
+    with pytest.raises(UserError, match="no all_gather over intra axes was measured"):
+        choice_by(machine(ring=(1.0, 1.0)), pieces_by(None))
+
+
+def test_pieces_follow_the_links_or_the_size_alone() -> None:
+    span = make_topology(world_size=32, group_size=8, degrees=()).axes
+    speed = partial(LinkSpeed, bandwidth_source=BandwidthSource.TYPED)
+    bare = Machine(name="m", source="typed", world_size=32, group_size=8)
+    known = replace(
+        bare,
+        intra=speed(bits_per_second=2 * 10**12, latency_seconds=1e-5),
+        inter=speed(bits_per_second=10**11, latency_seconds=1e-5),
+    )
+    sizes = (10**5, 10**8, 10**10)
+    assert [pieces_by(known)(Op.ALL_GATHER, span, size) for size in sizes] == [1, 3, 8]
+    for unknown in (None, bare):
+        assert [pieces_by(unknown)(Op.ALL_GATHER, span, size) for size in sizes] == [1, 4, 4]
 
 
 def test_what_was_not_measured_is_named() -> None:

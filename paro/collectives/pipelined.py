@@ -1,0 +1,211 @@
+"""Runs pipelines: HO-Ring by the backend's own collectives, on one comm stream per level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import prod
+
+import torch
+from torch import Tensor
+
+from paro.collectives.choice import Pieces
+from paro.collectives.executor import parts_of, stream_of
+from paro.collectives.interface import Collectives
+from paro.collectives.native import NativeCollectives
+from paro.collectives.pipeline import SLOTS, Stage, cut_evenly, make_pipeline
+from paro.collectives.schedule import Op
+from paro.collectives.transfer import Scratch
+from paro.collectives.wire import Wire, shard_in
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import DONE, AllEvents, CommStreams, Event, Job
+from paro.distributed.groups import Groups, Use
+from paro.layout import ALIGN
+from paro.topology import Axes, AxisSpan, axes_of
+
+
+class PipelinedCollectives(Collectives):
+    """Pipelines over both kinds of links; over a single one the backend's own, axis by axis."""
+
+    def __init__(
+        self, groups: Groups, streams: CommStreams, traffic: ByteCounter, pieces: Pieces
+    ) -> None:
+        super().__init__(groups, streams)
+        self._native = NativeCollectives(groups, streams, traffic)
+        self._wire = Wire(groups, traffic)
+        self._pieces = pieces
+        self._buffers: dict[tuple[Use, AxisSpan], _Buffers] = {}
+
+    @staticmethod
+    def groups_for(run: AxisSpan) -> tuple[AxisSpan, ...]:
+        """The axis spans that need a process group: both levels, or every axis of a single one."""
+        levels = parts_of("ho-ring", run)
+        return levels if len(levels) == 2 else NativeCollectives.groups_for(run)
+
+    def all_gather(
+        self,
+        whole: Tensor,
+        run: AxisSpan,
+        *,
+        shard: Tensor | None = None,
+        after: Event | None = None,
+    ) -> Event:
+        if not _has_both(run):
+            return self._native.all_gather(whole, run, shard=shard, after=after)
+        return self._submit(Op.ALL_GATHER, whole, run, whole.dtype, after, shard=shard)
+
+    def reduce_scatter(
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        if not _has_both(run):
+            return self._native.reduce_scatter(whole, run, comm_dtype, after=after)
+        return self._submit(Op.REDUCE_SCATTER, whole, run, comm_dtype, after)
+
+    def all_reduce(
+        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        if not _has_both(run):
+            return self._native.all_reduce(whole, run, comm_dtype, after=after)
+        return self._submit(Op.ALL_REDUCE, whole, run, comm_dtype, after)
+
+    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
+        stream = stream_of(Use.REDUCE, self.groups_for(run)[-1])
+        return self._streams.submit(stream, job, after=after)
+
+    def _submit(
+        self,
+        op: Op,
+        whole: Tensor,
+        run: AxisSpan,
+        comm_dtype: torch.dtype,
+        after: Event | None,
+        *,
+        shard: Tensor | None = None,
+    ) -> Event:
+        use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
+        own = shard_in(whole, run, self._rank) if shard is None else shard
+        pieces = self._pieces(op, run, whole.numel() * comm_dtype.itemsize)
+        ranges = cut_evenly(own.numel(), min(pieces, max(1, own.numel() // ALIGN)), ALIGN)
+        buffers = self._buffers.setdefault((use, run), _Buffers())
+        slots = [buffers.next_slot() for _ in ranges]
+        buffer = _Buffer(whole=whole, own=own, run=run, comm_dtype=comm_dtype, ranges=ranges)
+        transfer = _Transfer(self._wire, use, buffer, slots, buffers.scratch)
+        ends: list[Event] = []
+        for stage in make_pipeline(op, len(ranges)):
+            slot = slots[stage.piece]
+            if stage.after is not None:
+                ready = ends[stage.after]
+            else:  # the pieces after the first follow it on the same comm stream
+                first = (after or DONE,) if stage.piece == 0 else ()
+                ready = AllEvents([*first, buffers.left[slot]])
+            stream = stream_of(use, transfer.levels[stage.level])
+            ends.append(self._streams.submit(stream, transfer.job(stage), after=ready))
+            if stage.is_last:
+                buffers.left[slot] = ends[-1]
+        return ends[-1]
+
+
+def _has_both(run: AxisSpan) -> bool:
+    """Whether a span has links of both kinds."""
+    return bool(run) and axes_of(run) is Axes.BOTH
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """The memory in which the collectives of a span hand pieces on, one slot after another."""
+
+    scratch: Scratch = field(default_factory=Scratch)
+    left: list[Event] = field(default_factory=lambda: [DONE] * SLOTS)  # by the last piece in a slot
+    _pieces: Iterator[int] = field(default_factory=count)
+
+    def next_slot(self) -> int:
+        return next(self._pieces) % SLOTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Buffer:
+    """What one collective works on: the whole, this rank's shard of it, and the pieces' ranges."""
+
+    whole: Tensor
+    own: Tensor
+    run: AxisSpan
+    comm_dtype: torch.dtype
+    ranges: list[tuple[int, int]]  # of a piece, in every shard
+
+    def own_piece(self, piece: int) -> Tensor:
+        return self.own[slice(*self.ranges[piece])]
+
+    def piece(self, piece: int) -> Tensor:
+        """A piece of all shards: a dim per axis, innermost first, and one for elements."""
+        nested = self.whole.view(*(axis.size for axis in self.run), -1)
+        return nested[..., slice(*self.ranges[piece])]
+
+    def as_nested(self, by_rank: Tensor, inner: AxisSpan, outer: AxisSpan) -> Tensor:
+        """A piece of all shards in the order of backends, as a view with the dims of `piece`.
+
+        Backends order by rank: by rank of the inner level, then by rank of the outer one; the most
+        significant digit of a rank is that of its outermost axis.
+        """
+        sizes = [axis.size for part in (inner, outer) for axis in reversed(part)]
+        dims = [*reversed(range(len(inner))), *reversed(range(len(inner), len(sizes)))]
+        return by_rank.view(*sizes, -1).permute(*dims, len(sizes))
+
+
+class _Transfer:
+    """One pipeline in execution: a job for each stage."""
+
+    def __init__(
+        self, wire: Wire, use: Use, buffer: _Buffer, slots: list[int], scratch: Scratch
+    ) -> None:
+        self.levels = parts_of("ho-ring", buffer.run)
+        self._wire = wire
+        self._use = use
+        self._buffer = buffer
+        self._slots = slots
+        self._scratch = scratch
+
+    def job(self, stage: Stage) -> Job:
+        run = {
+            Op.ALL_GATHER: self._gather,
+            Op.REDUCE_SCATTER: self._reduce_scatter,
+            Op.ALL_REDUCE: self._all_reduce,
+        }[stage.op]
+        return lambda: run(stage.level, stage.piece)
+
+    def _gather(self, level: int, piece: int) -> None:
+        handed = self._handed(piece)
+        if level == 1:
+            own = self._buffer.own_piece(piece)
+            self._wire.all_gather(self._use, self.levels[1], handed, own)
+            return
+        by_rank = self._inside(piece)
+        self._wire.all_gather(self._use, self.levels[0], by_rank, handed)
+        self._buffer.piece(piece).copy_(self._buffer.as_nested(by_rank, *self.levels))
+
+    def _reduce_scatter(self, level: int, piece: int) -> None:
+        handed = self._handed(piece)
+        if level == 1:
+            own = self._wire.reduce_scatter(self._use, self.levels[1], handed)
+            self._buffer.own_piece(piece).copy_(own)
+            return
+        by_rank = self._inside(piece)
+        self._buffer.as_nested(by_rank, *self.levels).copy_(self._buffer.piece(piece))
+        handed.copy_(self._wire.reduce_scatter(self._use, self.levels[0], by_rank))
+
+    def _all_reduce(self, level: int, piece: int) -> None:
+        handed = self._handed(piece)
+        self._wire.all_reduce(self._use, self.levels[level], handed, self._buffer.comm_dtype)
+
+    def _handed(self, piece: int) -> Tensor:
+        """The piece as stages hand it on: of the shards that this rank exchanges between groups."""
+        return self._room(self._slots[piece], piece, self.levels[1:])
+
+    def _inside(self, piece: int) -> Tensor:
+        """The piece of all shards; jobs use this memory one by one, on level 0's comm stream."""
+        return self._room(SLOTS, piece, self.levels)
+
+    def _room(self, slot: int, piece: int, levels: Sequence[AxisSpan]) -> Tensor:
+        num_shards = prod(axis.size for level in levels for axis in level)
+        numel = num_shards * self._buffer.own_piece(piece).numel()
+        return self._scratch.slot(slot, numel, self._buffer.comm_dtype, self._buffer.whole.device)

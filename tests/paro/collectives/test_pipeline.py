@@ -1,0 +1,67 @@
+"""Pipelines: order and dependencies of their stages, and how a shard is cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from paro.collectives.pipeline import cut_evenly, default_pieces, make_pipeline
+from paro.collectives.schedule import Op
+from paro.layout import ALIGN
+
+KINDS = {
+    Op.ALL_GATHER: [(1, Op.ALL_GATHER), (0, Op.ALL_GATHER)],
+    Op.REDUCE_SCATTER: [(0, Op.REDUCE_SCATTER), (1, Op.REDUCE_SCATTER)],
+    Op.ALL_REDUCE: [(0, Op.REDUCE_SCATTER), (1, Op.ALL_REDUCE), (0, Op.ALL_GATHER)],
+}
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 8])
+@pytest.mark.parametrize("op", Op)
+def test_every_piece_goes_through_all_stages_in_order(op: Op, pieces: int) -> None:
+    stages = make_pipeline(op, pieces)
+    assert len(stages) == pieces * len(KINDS[op])
+    for piece in range(pieces):
+        mine = [index for index, stage in enumerate(stages) if stage.piece == piece]
+        assert [(stages[i].level, stages[i].op) for i in mine] == KINDS[op]
+        assert [stages[i].after for i in mine] == [None, *mine[:-1]]
+        assert [stages[i].is_last for i in mine] == [False] * (len(mine) - 1) + [True]
+
+
+@pytest.mark.parametrize("op", Op)
+def test_a_level_works_on_the_next_piece_while_the_other_has_this_one(op: Op) -> None:
+    """Stages take one unit of time; a level runs its stages in the order of their queue."""
+    pieces = 6
+    stages = make_pipeline(op, pieces)
+    free, end = [0, 0], list[int]()
+    for stage in stages:
+        begin = max(free[stage.level], 0 if stage.after is None else end[stage.after])
+        end.append(begin + 1)
+        free[stage.level] = begin + 1
+    busiest = max(sum(stage.level == level for stage in stages) for level in (0, 1))
+    fills = 0 if op is Op.ALL_REDUCE else 1  # the first piece is alone
+    assert max(end) == busiest + fills
+
+
+def test_an_all_reduce_brings_in_the_next_piece_before_it_takes_one_out() -> None:
+    inside = [s for s in make_pipeline(Op.ALL_REDUCE, 3) if s.level == 0]
+    order = [(stage.op is Op.ALL_GATHER, stage.piece) for stage in inside]
+    assert order == [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (True, 2)]
+
+
+@pytest.mark.parametrize(("numel", "pieces"), [(8, 1), (64, 4), (72, 4), (8000, 7)])
+def test_pieces_are_even_and_aligned(numel: int, pieces: int) -> None:
+    ranges = cut_evenly(numel, pieces, ALIGN)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == numel
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
+    assert all(start % ALIGN == 0 and stop > start for start, stop in ranges)
+    sizes = [stop - start for start, stop in ranges]
+    assert max(sizes) - min(sizes) <= ALIGN
+
+
+def test_small_buffers_are_one_piece() -> None:
+    assert default_pieces(1000) == 1
+    assert default_pieces(16 << 20) == 2
+    assert default_pieces(1 << 32) == 4

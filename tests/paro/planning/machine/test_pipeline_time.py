@@ -1,0 +1,75 @@
+"""The predicted time of a pipeline is that of its stages, run one by one on each level."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paro.collectives.schedule import Op
+from paro.planning.machine.collective_time import (
+    CollectiveTimes,
+    fastest_pieces,
+    pipeline_seconds,
+)
+from paro.planning.machine.machine import BandwidthSource, LinkSpeed, Machine
+from paro.topology import make_topology
+from tests.paro.planning.cases import DEVICE
+
+SPAN = make_topology(world_size=12, group_size=4, degrees=()).axes
+NUM_BYTES = 48_000_000
+
+
+def machine(intra: float, inter: float, latency: float = 0.0) -> Machine:
+    """Links of so many bytes per second."""
+    links = (
+        LinkSpeed(
+            bits_per_second=round(8 * speed),
+            latency_seconds=latency,
+            bandwidth_source=BandwidthSource.TYPED,
+        )
+        for speed in (intra, inter)
+    )
+    within, between = links
+    return Machine(
+        name="m", source="", world_size=12, group_size=4, intra=within, inter=between, device=DEVICE
+    )
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_the_shorter_level_hides_but_for_a_piece(pieces: int) -> None:
+    for inter in (1e8, 4e9):
+        given = machine(1e9, inter)
+        within, between = 0.75 * NUM_BYTES / 1e9, 2 / 3 * NUM_BYTES / 4 / inter
+        both = max(within, between) + min(within, between) / pieces
+        for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
+            found = pipeline_seconds(given, op, SPAN, NUM_BYTES, pieces)
+            assert found == pytest.approx(both, rel=1e-9)
+
+
+def test_an_all_reduce_is_inside_before_and_after_it_is_between() -> None:
+    slow, within = machine(1e9, 1e7), 0.75 * NUM_BYTES / 1e9
+    between = 2 * 2 / 3 * NUM_BYTES / 4 / 1e7
+    found = pipeline_seconds(slow, Op.ALL_REDUCE, SPAN, NUM_BYTES, 4)
+    assert found == pytest.approx(between + 2 * within / 4, rel=1e-9)
+    fast = machine(1e9, 1e13)
+    found = pipeline_seconds(fast, Op.ALL_REDUCE, SPAN, NUM_BYTES, 4)
+    assert found == pytest.approx(2 * within, rel=1e-3)
+
+
+@pytest.mark.parametrize("op", Op)
+def test_more_pieces_pay_until_latency_does_not(op: Op) -> None:
+    assert fastest_pieces(machine(1e9, 1e8), op, SPAN, NUM_BYTES) == 8
+    assert fastest_pieces(machine(1e9, 1e8, latency=1.0), op, SPAN, NUM_BYTES) == 1
+
+
+def test_gpus_run_pipelines_and_cpu_ranks_single_messages() -> None:
+    gpus = machine(1e9, 3e8, latency=1e-5)
+    ours = CollectiveTimes(gpus, "ho-ring").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES)
+    pieces = fastest_pieces(gpus, Op.ALL_GATHER, SPAN, NUM_BYTES)
+    assert ours == pipeline_seconds(gpus, Op.ALL_GATHER, SPAN, NUM_BYTES, pieces)
+    native = CollectiveTimes(gpus, "native").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES)
+    within, between = (0.75 * NUM_BYTES / 1e9, 2 / 3 * NUM_BYTES / 4 / 3e8)
+    assert max(within, between) < ours < native
+    cpus = replace(gpus, device=replace(DEVICE, cores=1.0))
+    assert CollectiveTimes(cpus, "ho-ring").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES) < ours
