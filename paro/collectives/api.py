@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from paro.collectives.auto import AutoCollectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives, parts_of
@@ -13,7 +11,7 @@ from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams
-from paro.distributed.groups import Use, make_groups
+from paro.distributed.groups import GroupConfig, Use, make_groups
 from paro.topology import AxisSpan, Topology
 
 
@@ -25,7 +23,7 @@ def make_collectives(
     runs: dict[Use, frozenset[AxisSpan]],
     streams: CommStreams,
     traffic: ByteCounter,
-    timeout: timedelta,
+    group_config: GroupConfig,
 ) -> Collectives:
     """Collectives for the axis spans in `runs`; every rank must call it with the same arguments."""
     choice = (
@@ -40,7 +38,7 @@ def make_collectives(
         )
         for use in runs
     }
-    groups = make_groups(topology, rank, needed, timeout)
+    groups = make_groups(topology, rank, needed, group_config)
     ends = Ends()
 
     def make(name: str) -> Collectives:

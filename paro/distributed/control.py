@@ -18,8 +18,7 @@ SharedError = UserError | RunError | PeerError
 class Control:
     """Small collectives over all ranks, or those of `group`; only one thread may call them.
 
-    They are not counted as traffic. With NCCL, objects are sent through the current device, which
-    the runtime has set.
+    They are not counted as traffic. Under every backend gloo sends them: they are on the host.
     """
 
     def __init__(
@@ -38,9 +37,9 @@ class Control:
         """Each value summed over the ranks, in fp64; every rank gets the same bits."""
         if self.world.size == 1:
             return values
-        on_device = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(on_device, group=self.group)
-        return [float(value) for value in on_device.tolist()]
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums, group=self.group)
+        return [float(value) for value in sums.tolist()]
 
     def barrier(self) -> None:
         if self.world.size > 1:

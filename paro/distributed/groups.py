@@ -1,5 +1,13 @@
 """Creates the process groups of a topology; the only caller of torch.distributed.new_group."""
 
+# [Note: no communicator of the world]
+# The default group is gloo's under any backend: it sends scalars and objects that are on the host
+# anyway. An NCCL default group would cost every GPU the memory of a communicator that no model
+# state uses; bound to a device, each new group would be split from it by all ranks, members or not
+# (272 groups for IIG on 1,024 GPUs). Unbound, torch asks non-members for nothing: a rank makes the
+# communicators of its own few groups, when the groups are created, so that their memory is taken
+# before training begins.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,9 +15,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 
+import torch
 import torch.distributed as dist
 
 from paro.topology import AxisSpan, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """The backend and timeout of process groups for model states; under nccl, the rank's GPU."""
+
+    timeout: timedelta
+    backend: str = "gloo"
+    device: torch.device | None = None
 
 
 class Use(Enum):
@@ -24,7 +42,7 @@ class Use(Enum):
 class Groups:
     """The process groups of this rank, all created in advance.
 
-    Scalars, barriers and checkpoint loading use the default group, only from the training thread.
+    Scalars, barriers and checkpoint loading use the default gloo group, from the training thread.
     """
 
     topology: Topology
@@ -39,6 +57,11 @@ class Groups:
         """Destroys the groups: threads of live gloo groups keep waking up."""
         while self._by_use_and_run:  # popped: this object may be kept alive, the groups must not
             dist.destroy_process_group(self._by_use_and_run.popitem()[1])
+
+
+def no_groups(topology: Topology, rank: int) -> Groups:
+    """For a rank that is planned and never runs."""
+    return Groups(topology=topology, rank=rank, _by_use_and_run={})
 
 
 def make_save_groups(
@@ -58,9 +81,10 @@ def make_save_groups(
 
 
 def make_groups(
-    topology: Topology, rank: int, runs: dict[Use, frozenset[AxisSpan]], timeout: timedelta
+    topology: Topology, rank: int, runs: dict[Use, frozenset[AxisSpan]], config: GroupConfig
 ) -> Groups:
     """Creates the groups for `runs`, in the same order on all ranks; collective over the world."""
+    device = config.device if config.backend == "nccl" else None
     mine: dict[tuple[Use, AxisSpan], dist.ProcessGroup] = {}
     for use in Use:
         for run in sorted(runs.get(use, ()), key=lambda run: [axis.index for axis in run]):
@@ -70,7 +94,12 @@ def make_groups(
                 if members in seen:
                     continue
                 seen.add(members)
-                group = dist.new_group(list(members), timeout=timeout)
+                group = dist.new_group(
+                    list(members),
+                    backend=config.backend,
+                    timeout=config.timeout,
+                    device_id=device if rank in members else None,
+                )
                 if rank in members:
                     mine[use, run] = group
     return Groups(topology=topology, rank=rank, _by_use_and_run=mine)

@@ -82,22 +82,18 @@ def distributed(
     if world.size > 1:
         store = open_store(world, config.timeout)
         dist.init_process_group(
-            config.distributed_backend,
+            "gloo",
             store=rendezvous(store, world, config.timeout, settings or {}),
             rank=world.rank,
             world_size=world.size,
             timeout=config.timeout,
-            device_id=device if device.type == "cuda" else None,
         )
     control = Control(world, device)
     yield control
     # Not after an exception: with a dead peer this would hang. A gloo group is not destroyed: its
     # destructor holds the GIL and sometimes deadlocks with one of its own threads, which needs the
     # GIL to free its last tensor (torch 2.13).
-    if world.size > 1:
-        control.barrier()
-        if device.type == "cuda":
-            dist.destroy_process_group()
+    control.barrier()
 
 
 def seed_everything(seed: int) -> None:

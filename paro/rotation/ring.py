@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from datetime import timedelta
 from enum import Enum
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor
 from paro.collectives.wire import Pending, Wire
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, Event, Stage
-from paro.distributed.groups import Groups, Use, make_groups
+from paro.distributed.groups import GroupConfig, Groups, Use, make_groups, no_groups
 from paro.layout import chunk_numel
-from paro.topology import Axis, AxisSpan, Topology
+from paro.topology import Axis, Topology
 
 
 class Turn(Enum):
@@ -169,16 +168,18 @@ def make_ring(
     rank: int,
     streams: CommStreams,
     traffic: ByteCounter,
-    timeout: timedelta | None,
+    group_config: GroupConfig | None,
 ) -> Ring:
     """The ring of the ranks that hold one full copy at `degree`; collective over the world.
 
-    With `timeout` None no process group is created: for planning a rank that never runs.
+    With `group_config` None no process group is created: for planning a rank that never runs.
     """
     run = topology.axes_between(1, degree)
     assert len(run) == 1, f"{degree} ranks are no axis of {topology}"
-    runs: dict[Use, frozenset[AxisSpan]] = {} if timeout is None else {Use.ROTATE: frozenset({run})}
-    groups = make_groups(topology, rank, runs, timeout or timedelta())
+    if group_config is None:
+        groups = no_groups(topology, rank)
+    else:
+        groups = make_groups(topology, rank, {Use.ROTATE: frozenset({run})}, group_config)
     return Ring(run[0], groups, streams, traffic)
 
 

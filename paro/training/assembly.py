@@ -18,7 +18,7 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import Use
+from paro.distributed.groups import GroupConfig, Use
 from paro.distributed.timers import Timers, make_timers
 from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
@@ -109,6 +109,7 @@ def _spread(
         note=exposure.note,
         name=exposure.name,
     )
+    group_config = GroupConfig(timeout=config.runtime.timeout, backend=backend, device=device)
     collectives = make_collectives(
         _algorithm(config, control),
         topology=topology,
@@ -116,7 +117,7 @@ def _spread(
         runs=runs,
         streams=streams,
         traffic=traffic,
-        timeout=config.runtime.timeout,
+        group_config=group_config,
     )
     context = ShardingContext(
         topology=topology,
@@ -140,7 +141,7 @@ def _spread(
         rank=rank,
         streams=streams,
         traffic=traffic,
-        timeout=None if is_planned else config.runtime.timeout,
+        group_config=None if is_planned else group_config,
     )
     in_place = sharding.rotate_in_place
     parts = cut_into_parts(model, model.units(), context, ring, in_place=in_place)

@@ -29,7 +29,7 @@ from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import Event, make_comm_streams
 from paro.distributed.control import Control
-from paro.distributed.groups import Use
+from paro.distributed.groups import GroupConfig, Use
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
 from paro.topology import Topology
@@ -146,7 +146,7 @@ class Race:
             runs=dict.fromkeys(Use, runs),
             streams=make_comm_streams(device, overlap=True, backend=self.backend),
             traffic=ByteCounter(),
-            timeout=self.timeout,
+            group_config=GroupConfig(timeout=self.timeout, backend=self.backend, device=device),
         )
         # Starts threads and opens connections that are made lazily. The time is not used: a rank
         # that has just used its core is scheduled later in the turn that counts.

@@ -15,7 +15,7 @@ from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
-from paro.distributed.groups import Use
+from paro.distributed.groups import GroupConfig, Use
 from paro.topology import make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 
@@ -61,7 +61,7 @@ def check_collectives(
         runs={use: frozenset(runs) for use in Use},
         streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
         traffic=ByteCounter(),
-        timeout=timedelta(seconds=30),
+        group_config=GroupConfig(timeout=timedelta(seconds=30)),
     )
     wrong = []
     for run in sorted(runs, key=lambda run: [axis.index for axis in run]):
@@ -116,7 +116,7 @@ def send_one_of_each(name: str) -> dict[str, Sent]:
         runs={use: frozenset({topology.axes}) for use in Use},
         streams=make_comm_streams(CPU, overlap=True, backend="gloo"),
         traffic=traffic,
-        timeout=timedelta(seconds=30),
+        group_config=GroupConfig(timeout=timedelta(seconds=30)),
     )
     sent = {}
     buffer = torch.zeros(96)

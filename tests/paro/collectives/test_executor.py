@@ -22,7 +22,7 @@ from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op, count_piec
 from paro.collectives.transfer import Buffer, Scratch, Transfer
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
-from paro.distributed.groups import Use
+from paro.distributed.groups import GroupConfig, Use
 from paro.topology import Axes, Link, Topology, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 
@@ -40,7 +40,7 @@ def make(
         runs={use: frozenset({topology.axes}) for use in Use},
         streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
         traffic=traffic,
-        timeout=timedelta(seconds=seconds),
+        group_config=GroupConfig(timeout=timedelta(seconds=seconds)),
     )
     return collectives, traffic
 
@@ -218,7 +218,7 @@ def choose_by_size(sizes: list[int]) -> list[str]:
         runs={use: frozenset({topology.axes}) for use in Use},
         streams=make_comm_streams(CPU, overlap=True, backend="gloo"),
         traffic=ByteCounter(),
-        timeout=timedelta(seconds=30),
+        group_config=GroupConfig(timeout=timedelta(seconds=30)),
     )
     running = []
     for numel in sizes:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
+from paro.distributed.groups import GroupConfig
 from paro.rotation.ring import Ring, Turn, make_ring, scratch_numel
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
@@ -54,7 +55,7 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
         rank=rank,
         streams=streams,
         traffic=traffic,
-        timeout=timedelta(seconds=30),
+        group_config=GroupConfig(timeout=timedelta(seconds=30)),
     )
     group, wrong = rank // degree, []
     weights = Traveller(ring, slice_of(ring.position, group), in_place=in_place)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paro.distributed.groups import Groups, Use, make_groups
+from paro.distributed.groups import GroupConfig, Groups, Use, make_groups
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 from tools.bench.planning.shared_groups import SharedGroups
@@ -19,7 +19,10 @@ INTRA, INTER = ((axis,) for axis in TOPOLOGY.axes_between(1, 4))
 
 def groups_of(rank: int, *uses: Use) -> Groups:
     return make_groups(
-        TOPOLOGY, rank, dict.fromkeys(uses, frozenset({INTRA, INTER})), timedelta(seconds=60)
+        TOPOLOGY,
+        rank,
+        dict.fromkeys(uses, frozenset({INTRA, INTER})),
+        GroupConfig(timeout=timedelta(seconds=60)),
     )
 
 
