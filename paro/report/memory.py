@@ -21,6 +21,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """The most that the CUDA allocator has held for this rank so far; None on a CPU.
+
+    What it holds in addition to what is allocated is kept for reuse, or fragmented.
+    """
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 def allocator_bytes(device: torch.device) -> dict[str, int]:
     """The allocator statistics that Megatron shows in addition to the peak; empty on a CPU."""
     if device.type != "cuda":

@@ -70,6 +70,7 @@ class Metrics:
     mfu: float
     mfu_causal: float
     peak_memory_bytes: int
+    peak_reserved_bytes: int | None  # by the CUDA allocator, for that; None on a CPU
     model_state_bytes: int
     intra_bytes: int
     inter_bytes: int
@@ -89,7 +90,11 @@ def mean_loss(interval: Sequence[IterationRecord]) -> float:
 
 
 def summarize(
-    interval: Sequence[IterationRecord], facts: RunFacts, *, peak_memory_bytes: int
+    interval: Sequence[IterationRecord],
+    facts: RunFacts,
+    *,
+    peak_memory_bytes: int,
+    peak_reserved_bytes: int | None = None,
 ) -> Metrics:
     """Summarizes the iterations since the last logged one.
 
@@ -114,6 +119,7 @@ def summarize(
         mfu=flops_per_second / facts.peak.flops_per_second,
         mfu_causal=per_device * facts.flops_per_token_causal / facts.peak.flops_per_second,
         peak_memory_bytes=peak_memory_bytes,
+        peak_reserved_bytes=peak_reserved_bytes,
         model_state_bytes=facts.model_state_bytes,
         intra_bytes=last.intra_bytes,
         inter_bytes=last.inter_bytes,

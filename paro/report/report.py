@@ -13,7 +13,7 @@ from paro.report.config import ReportConfig, run_record_path
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.log import Log
 from paro.report.log_line import iteration_line, perplexity, validation_block
-from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes
+from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes, peak_reserved_bytes
 from paro.report.metrics import MetricsFile
 from paro.report.rank_times import RankTimes, straggler_line, timer_lines
 from paro.report.record import IterationRecord, Metrics, RunFacts, summarize
@@ -204,8 +204,12 @@ class Report:
             )
 
     def _summarize(self, interval: Sequence[IterationRecord]) -> Metrics:
-        memory = peak_memory_bytes(self._device)
-        return summarize(interval, self._facts, peak_memory_bytes=memory)
+        return summarize(
+            interval,
+            self._facts,
+            peak_memory_bytes=peak_memory_bytes(self._device),
+            peak_reserved_bytes=peak_reserved_bytes(self._device),
+        )
 
     def _write_dashboards(self, record: IterationRecord, alone: Metrics) -> None:
         if self._dashboards.any_open:

@@ -61,6 +61,8 @@ def _memory(record: IterationRecord, metrics: Metrics, facts: RunFacts) -> dict[
         "memory/model-states-bytes": facts.model_state_bytes,
     }
     found |= {f"mem-{name}": number for name, number in record.allocator.items()}
+    if metrics.peak_reserved_bytes is not None:
+        found["memory/peak-reserved-bytes"] = metrics.peak_reserved_bytes
     found |= {f"memory/measured-{kind}-bytes": size for kind, size in record.held.items()}
     found |= {f"memory/predicted-{kind}-bytes": size for kind, size in facts.predicted.items()}
     return found

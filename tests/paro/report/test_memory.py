@@ -10,6 +10,7 @@ from paro.report.memory import (
     available_host_bytes,
     memory_line,
     peak_memory_bytes,
+    peak_reserved_bytes,
 )
 
 
@@ -63,6 +64,7 @@ def test_on_cuda_the_allocator_is_asked() -> None:
     block = torch.empty(2**24, dtype=torch.uint8, device=device)
     del block
     assert peak_memory_bytes(device) == before + 2**24
+    assert peak_reserved_bytes(device) >= peak_memory_bytes(device)
     line = memory_line(device, rank=0, iteration=1, forecast=FORECAST)
     assert " | allocated: " in line
     assert " | max reserved: " in line

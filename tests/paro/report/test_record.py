@@ -7,6 +7,7 @@ import pytest
 
 from paro.distributed.exposed_time import Exposed
 from paro.report.record import IterationRecord, Peak, RunFacts, summarize
+from paro.report.tags import scalars_of
 
 FACTS = RunFacts(
     world_size=2,
@@ -49,7 +50,9 @@ SECOND = IterationRecord(
 
 def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
     # 24 samples of 10 tokens in 0.4 s are 600 tokens/s, 300 a device.
-    metrics = asdict(summarize([FIRST, SECOND], FACTS, peak_memory_bytes=55))
+    metrics = asdict(
+        summarize([FIRST, SECOND], FACTS, peak_memory_bytes=55, peak_reserved_bytes=66)
+    )
     assert metrics == {
         "iteration": 2,
         "consumed_samples": 24,
@@ -63,6 +66,7 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
         "mfu": pytest.approx(0.3),
         "mfu_causal": pytest.approx(0.27),
         "peak_memory_bytes": 55,
+        "peak_reserved_bytes": 66,
         "model_state_bytes": 77,
         "intra_bytes": 7,
         "inter_bytes": 8,
@@ -85,3 +89,11 @@ def test_a_single_loss_keeps_every_bit() -> None:
 def test_no_iteration_counted_no_loss() -> None:
     metrics = summarize([replace(FIRST, skipped=True)], FACTS, peak_memory_bytes=0)
     assert math.isnan(metrics.lm_loss)
+
+
+def test_a_dashboard_shows_reserved_memory_where_there_is_any() -> None:
+    for reserved in (None, 66):
+        metrics = summarize([FIRST], FACTS, peak_memory_bytes=55, peak_reserved_bytes=reserved)
+        found = scalars_of(FIRST, metrics, FACTS, totals={})
+        assert found.get("memory/peak-reserved-bytes") == reserved
+        assert found["memory/peak-measured-bytes"] == 55
