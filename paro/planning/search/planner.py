@@ -33,6 +33,7 @@ from paro.planning.search.search_space import (
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing
 from paro.planning.step.costs import StepCosts, device_of
+from paro.planning.step.passes import PassLoads
 from paro.planning.step.rotating import RotatingComputing, RotatingCosts
 from paro.planning.step.timeline import Timeline, simulate
 from paro.planning.units import MicroBatch, activations_of
@@ -108,7 +109,7 @@ class Estimator:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self._comm_costs: dict[tuple[object, ...], CommCosts] = {}
+        self._loads: dict[tuple[object, ...], PassLoads] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._memory: dict[tuple[object, ...], PeakMemory] = {}
         self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
@@ -136,20 +137,22 @@ class Estimator:
 
     def costs(self, candidate: Candidate) -> StepCosts:
         workload = self.workload
+        loads = self._loads_of(candidate)
         make: type[StepCosts] = RotatingCosts if candidate.materialize.rotates else StepCosts
         return make(
             computing=self._computing_of(candidate),
-            comm_costs=self._comm_costs_of(candidate),
+            comm_costs=loads.comm_costs,
+            pass_loads=loads,
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
             prefetch_units=workload.prefetch_units,
         )
 
-    def _comm_costs_of(self, candidate: Candidate) -> CommCosts:
+    def _loads_of(self, candidate: Candidate) -> PassLoads:
         rotates = candidate.materialize.rotates
         recompute = candidate.recompute if rotates else None  # then it sends weights once more
         key = (candidate.strategy.degrees, candidate.collective, candidate.materialize, recompute)
-        if key not in self._comm_costs:
-            self._comm_costs[key] = CommCosts(
+        if key not in self._loads:
+            comm_costs = CommCosts(
                 units=self.units_of(candidate),
                 strategy=candidate.strategy,
                 precision=self.workload.precision,
@@ -157,7 +160,9 @@ class Estimator:
                 rotates=rotates,
                 in_place=candidate.materialize.in_place,
             )
-        return self._comm_costs[key]
+            max_live = 1 + self.workload.prefetch_units
+            self._loads[key] = PassLoads(comm_costs=comm_costs, max_live=max_live)
+        return self._loads[key]
 
     def memory(self, candidate: Candidate) -> MemorySnapshot:
         """The memory snapshot of a step with the largest total."""
@@ -187,7 +192,7 @@ class Estimator:
 
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
-        comm_costs = self._comm_costs_of(candidate)
+        comm_costs = self._loads_of(candidate).comm_costs
         return traffic_per_step(
             candidate.strategy,
             comm_costs.topology,
@@ -347,13 +352,16 @@ class _Search:
         return found
 
     def front(self) -> tuple[Estimate, ...]:
-        """Candidates faster than all others that need as little memory; fastest first."""
+        """Candidates faster than all others that need as little memory; fastest first.
+
+        One that is not simulated is at most `RESOLUTION` faster than such a step of the front.
+        """
         most = max(_FRONT_LIMIT * self._limit, self.rows[0].memory_bytes)
         found: list[Estimate] = []
         fastest = float("inf")
         for row in self.rows:
             enough = fastest * (1 - FRONT_STEP)
-            if row.memory_bytes <= most and row.least_seconds < enough:
+            if row.memory_bytes <= most and row.least_seconds < enough * (1 - RESOLUTION):
                 own = self.estimate(row)
                 if own.seconds < enough:
                     fastest = own.seconds

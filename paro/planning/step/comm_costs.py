@@ -16,7 +16,7 @@ from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy, make_comm_plan
 from paro.topology import AxisSpan, Topology, make_topology
 
-_CostKey = tuple[int, int, bool]  # a unit's trained and frozen elements; whether it is replicated
+CostKey = tuple[int, int, bool]  # a unit's trained and frozen elements; whether it is replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +71,13 @@ class CommCosts:
     @cached_property
     def per_unit(self) -> tuple[tuple[UnitCommCosts, ...], ...]:
         """For every unit: costs of its trainable buffer and of its frozen one, if not empty."""
-        found: dict[_CostKey, tuple[UnitCommCosts, ...]] = {}
-        for key, unit in zip(self._kinds, self.units, strict=True):
-            if key not in found:
-                found[key] = tuple(self.of_unit(unit))
-        return tuple(found[key] for key in self._kinds)
+        return tuple(self.per_kind[kind_of(unit)] for unit in self.units)
 
     @cached_property
-    def _kinds(self) -> tuple[_CostKey, ...]:
-        """A key for every unit; units with equal keys have equal costs."""
-        return tuple((u.trainable_numel, u.frozen_numel, u.replicated) for u in self.units)
+    def per_kind(self) -> dict[CostKey, tuple[UnitCommCosts, ...]]:
+        """The same by kind: units of equal kind have equal costs."""
+        units = {kind_of(unit): unit for unit in self.units}
+        return {kind: tuple(self.of_unit(unit)) for kind, unit in units.items()}
 
     def loads(self, num_micro_batches: int) -> Loads:
         """The loads of a whole step."""
@@ -90,15 +87,17 @@ class CommCosts:
     @cached_property
     def _sums(self) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
         """Seconds (per micro-batch, once per step) of: intra links, inter links, one by one."""
-        kinds = self._kinds
-        gathers, reductions = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
-        for key, unit in zip(kinds, self.units, strict=True):
+        counts: Counter[CostKey] = Counter()
+        gathers: Counter[CostKey] = Counter()
+        reductions: Counter[CostKey] = Counter()
+        for unit in self.units:
+            key = kind_of(unit)
+            counts[key] += 1
             gathers[key] += unit.gathers_per_micro_batch
             reductions[key] += unit.reductions_per_micro_batch
-        counts, costs = Counter(kinds), dict(zip(kinds, self.per_unit, strict=True))
         terms: list[tuple[float, float, tuple[Phase, ...]]] = []
         for key, count in counts.items():
-            for part in costs[key]:
+            for part in self.per_kind[key]:
                 terms.append((gathers[key], 0, part.gather))
                 terms.append((reductions[key], 0, part.reduce))
                 terms += [
@@ -144,6 +143,10 @@ class CommCosts:
         if self.rotates:
             return self.times.shifts(span, num_bytes, in_place=self.in_place)
         return self.times.phases(op, span, num_bytes)
+
+
+def kind_of(unit: UnitSize) -> CostKey:
+    return unit.trainable_numel, unit.frozen_numel, unit.replicated
 
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:

@@ -10,6 +10,7 @@ from paro.planning.machine.collective_time import scalar_seconds
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.step.comm_costs import CommCosts, seconds_of
 from paro.planning.step.computing import Computing
+from paro.planning.step.passes import PassLoads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class StepCosts:
 
     computing: Computing
     comm_costs: CommCosts
+    pass_loads: PassLoads
     num_micro_batches: int
     prefetch_units: int = 1
 
@@ -62,19 +64,46 @@ class StepCosts:
         fastest = max(
             (f for g in self.machine.uneven for f in (g.compute, g.intra, g.inter)), default=1.0
         )
-        least = max(compute + exposed, loads.intra, loads.inter)
+        least = max(compute + exposed, loads.intra, loads.inter, self._least_by_passes())
         return least / max(1.0, fastest) + scalar_seconds(self.machine)
 
+    def _least_by_passes(self) -> float:
+        """Lower bound by forwards and backwards, each with its own compute and collectives."""
+        if not self.overlaps or self.comm_costs.rotates:
+            return 0.0
+        forward = sum(unit.forward for unit in self.computing.per_unit)
+        backward = self.computing.seconds - forward + self.collect_seconds(self.num_trained)
+        loads = self.pass_loads
+        update = self.update_seconds(self.num_trained)
+        first = max(update + self._exposed_gather() + forward, loads.first_forward)
+        last = max(backward + self._exposed_reduction(), loads.last_backward)
+        between = max(forward, loads.forward) + max(backward, loads.backward)
+        more = self.num_micro_batches - 1
+        return self.device.step_seconds + first + more * between + last
+
     def _always_exposed(self) -> float:
-        """Seconds of the first unit's gather, and of the reduction of the last gradients."""
-        first = self.computing.first_trained
-        exposed = sum(seconds_of(part.gather) for part in self.comm_costs.per_unit[0])
-        if first < len(self.computing.units):
-            exposed += sum(
-                seconds_of((*part.reduce, *part.step_reduce, *part.replicas))
-                for part in self.comm_costs.per_unit[first]
-            )
-        return exposed
+        return self._exposed_gather() + self._exposed_reduction()
+
+    def _exposed_gather(self) -> float:
+        """Seconds of the first gathers that no compute hides: of the first unit, of the second."""
+        first, second = (
+            sum(seconds_of(part.gather) for part in parts) for parts in self.comm_costs.per_unit[:2]
+        )
+        return max(first, second - self.computing.per_unit[0].forward)
+
+    def _exposed_reduction(self) -> float:
+        """Seconds of the last reductions that no compute hides: of the last unit, of the other."""
+        trained = self.computing.first_trained
+        last, other = (
+            sum(seconds_of((*part.reduce, *part.step_reduce, *part.replicas)) for part in parts)
+            for parts in (*self.comm_costs.per_unit, (), ())[trained : trained + 2]
+        )
+        if trained == len(self.computing.units):
+            return 0.0
+        unit = self.computing.per_unit[trained]
+        numel = self.comm_costs.units[trained].trainable_numel
+        hidden = unit.total - unit.forward + self.collect_seconds(numel)
+        return max(last, other - hidden)
 
 
 def device_of(machine: Machine) -> Device:

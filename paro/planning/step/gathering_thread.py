@@ -6,6 +6,7 @@ from collections import deque
 
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.costs import StepCosts
+from paro.planning.step.passes import MAX_WHOLE_GRADS
 from paro.planning.step.simulation import Actor, Program, Simulation, Wait, Works
 from paro.planning.step.thread import Buffer, StepThread
 
@@ -30,7 +31,7 @@ class GatheringThread(StepThread):
         self.seconds = costs.computing.per_unit
         self.first = costs.computing.first_trained
         self.max_live = 1 + costs.prefetch_units
-        self.max_whole_grads = 2 if costs.overlaps else 1
+        self.max_whole_grads = MAX_WHOLE_GRADS if costs.overlaps else 1
         self.nodes = [
             _Node(index, [b for name in (unit.name, *unit.borrows) for b in self.buffers[name]])
             for index, unit in enumerate(self.units)

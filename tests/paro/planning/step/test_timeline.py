@@ -195,10 +195,24 @@ def test_without_overlap_parts_add_up(strategy: str) -> None:
 @pytest.mark.parametrize("collective", ["native", "ho-ring", "h-ring", "ring", "flat"])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_nothing_is_faster_than_its_bound(strategy: str, collective: str, ahead: int) -> None:
-    for inter in (5, 100):
-        given = workload(machine=machine(inter=inter), collective=collective, prefetch_units=ahead)
+    for inter, num_micro_batches in ((5, 1), (5, 9), (30, 2), (100, 9)):
+        given = workload(
+            machine=machine(inter=inter),
+            collective=collective,
+            prefetch_units=ahead,
+            global_batch_size=64 * num_micro_batches,
+        )
         step = costs(given, strategy)
+        assert step.num_micro_batches == num_micro_batches
         assert simulate(step).seconds >= step.least_seconds() * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["IIG", "III", "NNN"])
+def test_the_bound_is_near_where_passes_wait_for_gathers_or_reductions(strategy: str) -> None:
+    """Some passes take as long as their compute, others as long as what they send."""
+    for inter in (5, 15):
+        step = costs(workload(machine=machine(inter=inter), global_batch_size=64 * 4), strategy)
+        assert step.least_seconds() > 0.94 * simulate(step).seconds
 
 
 @pytest.mark.parametrize("strategy", legal_letters())
