@@ -4,76 +4,59 @@
 # first losses are compared. They take turns of a few steps each, because a shared machine's speed
 # drifts: a ratio is the median over rounds, each comparing neighbours in time.
 #
-#   ours                this model, torch's fused AdamW
-#   trainer             pretrain_llama.py's training step, clipping and bookkeeping included
-#   transformers        LlamaForCausalLM and AdamW as a user gets them
-#   transformers-fused  the same with AdamW(fused=True)
+#   ours                   this model, torch's fused AdamW
+#   ours-compiled          the same through torch.compile
+#   trainer                pretrain_llama.py's training step, clipping and bookkeeping included
+#   transformers           LlamaForCausalLM and AdamW as a user gets them
+#   transformers-fused     the same with AdamW(fused=True)
+#   transformers-compiled  the same through torch.compile
+#
+# With --own-process each contender is alone in a process of its own, one after the other: only one
+# model is in memory, and its peak is measured; a ratio then compares medians, not neighbours.
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.loader import Batch
 from model.config import LlamaConfig, RecomputeConfig, flops_per_token, num_parameters
-from model.hugging_face import hugging_face_config, hugging_face_name
-from model.initialization import initialize_whole
-from model.llama import Llama
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.process_group import device_for
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.training.assembly import build_training, start_state
-from paro.training.step import train_step
+from paro.report.flops import find_peak
+from paro.report.memory import peak_memory_bytes
+from tools.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Step, Task
 from tools.shared.command_line import status_of
 from tools.shared.output import write_text
 
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-LEARNING_RATE = 1e-4
-SEED = 1234
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
-Step = Callable[[], float | Tensor]  # one optimizer step; returns the loss before it
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """The model and the data that all contenders train with."""
-
-    config: LlamaConfig
-    device: torch.device
-    dtype: str
-    batch: Batch
-
-    @property
-    def num_tokens(self) -> int:
-        return self.batch.tokens_BS.numel()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Result:
-    """Seconds of every turn of each contender, in the order of rounds, and its first loss."""
+    """What was measured of each contender."""
 
-    seconds: dict[str, list[float]]
-    first_losses: dict[str, float]
     tokens_per_turn: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # of its turns, round by round
+    first_losses: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # of the ones that ran alone
+    failures: dict[str, str] = field(default_factory=dict)  # of the others: the last line
 
     def tokens_per_second(self, name: str) -> float:
         return self.tokens_per_turn / median(self.seconds[name])
@@ -87,7 +70,17 @@ class Result:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--contenders", default="ours,trainer,transformers,transformers-fused", metavar="NAMES")
+    add(
+        "--contenders",
+        default=",".join(DEFAULT),
+        metavar="NAMES",
+        help=f"of {', '.join(CONTENDERS)}; default {','.join(DEFAULT)}",
+    )
+    add(
+        "--own-process",
+        action=argparse.BooleanOptionalAction,
+        help="each contender alone, one after the other",
+    )
     add("--num-layers", type=int, default=8)
     add("--hidden-size", type=int, default=384)
     add("--ffn-hidden-size", type=int, default=1280)
@@ -97,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tie-embeddings-and-output-weights", action="store_true")
     add("--recompute", action="store_true", help="every block, in all contenders")
     add("--micro-batch-size", type=int, default=4)
+    add("--num-micro-batches", type=int, default=1, help="accumulated in a step")
     add("--seq-length", type=int, default=256)
     add("--dtype", choices=sorted(TYPES), default="fp32")
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -109,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--rounds", type=int, default=9, help="turns of each contender that are timed")
     add("--steps", type=int, default=2, help="optimizer steps in a turn")
+    add("--peak-tflops", type=float, help="of the device, for MFU; on known GPUs from a table")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     return parser
 
@@ -138,113 +133,13 @@ def task_of(args: argparse.Namespace) -> Task:
     tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
     device = torch.device(args.device)
     batch = Batch(tokens_BS, labels_BS, torch.ones(tokens_BS.shape)).to(device)
-    return Task(config=config, device=device, dtype=args.dtype, batch=batch)
-
-
-def _own_model(task: Task) -> Llama:
-    with task.device:
-        model = Llama(task.config).to(TYPES[task.dtype])
-    initialize_whole(model, task.config, SEED)
-    return model
-
-
-def make_ours(task: Task) -> Step:
-    model, batch = _own_model(task), task.batch
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    weights_BS = batch.loss_mask_BS / task.num_tokens
-
-    def step() -> Tensor:
-        loss: Tensor = model(batch.tokens_BS, batch.labels_BS, weights_BS)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
-
-
-def make_transformers(task: Task, *, fused: bool) -> Step:
-    try:
-        from transformers import LlamaConfig as HuggingFaceConfig
-        from transformers import LlamaForCausalLM
-    except ImportError as error:
-        raise UserError("the comparison needs transformers: pip install transformers") from error
-
-    sizes = HuggingFaceConfig(**hugging_face_config(task.config), use_cache=False)
-    with task.device:
-        model = LlamaForCausalLM(sizes).to(TYPES[task.dtype])
-    own = {hugging_face_name(name): p for name, p in _own_model(task).named_parameters()}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(own[name])
-    model.train()
-    if task.config.recompute is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused or None)
-    tokens_BS, labels_BS = task.batch.tokens_BS, task.batch.labels_BS
-
-    def step() -> Tensor:
-        # Labels are shifted already, so that every token has one, as in our model.
-        loss: Tensor = model(input_ids=tokens_BS, labels=labels_BS, shift_labels=labels_BS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def make_trainer(task: Task) -> Step:
-    world = World()
-    config = RunConfig.from_args(parse_args(trainer_flags(task)), world)
-    training = build_training(config, Control(world, device_for(config.runtime, world)))
-    state, batches = start_state(config), itertools.repeat(task.batch)
-
-    def step() -> float:
-        return train_step(training, state, batches).loss
-
-    return step
-
-
-def trainer_flags(task: Task) -> list[str]:
-    """The arguments of pretrain_llama.py for this task."""
-    config = task.config
-    batch_size, seq_length = task.batch.tokens_BS.shape
-    flags = {
-        "distributed-backend": "nccl" if task.device.type == "cuda" else "gloo",
-        "mock-data": None,
-        "tokenizer-type": "NullTokenizer",
-        "vocab-size": config.vocab_size,
-        "make-vocab-size-divisible-by": 1,
-        "num-layers": config.num_layers,
-        "hidden-size": config.hidden_size,
-        "ffn-hidden-size": config.ffn_hidden_size,
-        "num-attention-heads": config.num_attention_heads,
-        "group-query-attention": None,
-        "num-query-groups": config.num_query_groups,
-        "seq-length": seq_length,
-        "max-position-embeddings": config.max_position_embeddings,
-        "micro-batch-size": batch_size,
-        "train-iters": 10**6,
-        "lr": LEARNING_RATE,
-        "lr-decay-style": "constant",
-        "seed": SEED,
-    }
-    if config.tie_embeddings_and_output_weights:
-        flags["tie-embeddings-and-output-weights"] = None
-    if config.recompute is not None:
-        flags["recompute-granularity"] = config.recompute.granularity
-    if task.dtype == "bf16":
-        flags["bf16"] = None
-    words = ((f"--{flag}", value) for flag, value in flags.items())
-    return [str(word) for pair in words for word in pair if word is not None]
-
-
-REFERENCES: dict[str, Callable[[Task], Step]] = {
-    "transformers": lambda task: make_transformers(task, fused=False),
-    "transformers-fused": lambda task: make_transformers(task, fused=True),
-}
-CONTENDERS = {"ours": make_ours, "trainer": make_trainer, **REFERENCES}
+    return Task(
+        config=config,
+        device=device,
+        dtype=args.dtype,
+        batch=batch,
+        num_micro_batches=args.num_micro_batches,
+    )
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
@@ -260,7 +155,6 @@ def race(
     """Lets the contenders train in turns, in an order that rotates from round to round."""
     contenders = {name: CONTENDERS[name](task) for name in names}
     first_losses = {name: float(step()) for name, step in contenders.items()}
-    check_losses(first_losses, LOSS_TOLERANCE[task.dtype])
     for step in contenders.values():
         step()  # may allocate what stays allocated
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -279,9 +173,41 @@ def race(
             seconds[name].append(turn(contenders[name]))
         last = ", ".join(f"{name} {turns[-1]:.3f}" for name, turns in seconds.items())
         print(f"round {index + 1:3d}, seconds: {last}", flush=True)
+    alone = {names[0]: peak_memory_bytes(task.device)} if len(names) == 1 else {}
     return Result(
-        seconds=seconds, first_losses=first_losses, tokens_per_turn=steps * task.num_tokens
+        tokens_per_turn=steps * task.num_tokens,
+        seconds=seconds,
+        first_losses=first_losses,
+        peak_bytes=alone,
     )
+
+
+def race_alone(task: Task, names: Sequence[str], argv: Sequence[str], *, steps: int) -> Result:
+    """Lets each contender train in a process of its own, with the same flags `argv`.
+
+    One that fails, for example for want of memory, does not end the others.
+    """
+    result = Result(tokens_per_turn=steps * task.num_tokens)
+    own = [sys.executable, str(Path(__file__).resolve()), *argv]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            file = Path(folder) / f"{name}.json"
+            print(f"{name}:", flush=True)
+            done = subprocess.run(
+                [*own, "--no-own-process", "--contenders", name, "--json", str(file)],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            if done.returncode != 0:
+                lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+                result.failures[name] = lines[-1]
+                continue
+            (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
+            result.seconds[name] = row["seconds"]
+            result.first_losses[name] = row["first_loss"]
+            result.peak_bytes[name] = row["peak_bytes"]
+    return result
 
 
 def _wait(device: torch.device) -> None:
@@ -289,32 +215,45 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def report(task: Task, result: Result) -> list[dict[str, object]]:
+def report(task: Task, result: Result, peak_flops: float | None) -> list[dict[str, object]]:
     """Prints a line per contender and returns the same as rows."""
-    flops = flops_per_token(task.config, task.batch.tokens_BS.shape[1], causal=False)
+    seq_length = task.batch.tokens_BS.shape[1]
+    flops = flops_per_token(task.config, seq_length, causal=False)
+    causal = flops_per_token(task.config, seq_length, causal=True)
     references = [name for name in result.seconds if name in REFERENCES]
     rows: list[dict[str, object]] = []
     for name, seconds in result.seconds.items():
         speed = result.tokens_per_second(name)
-        ratios = {other: result.ratio(name, other) for other in references if other != name}
-        compared = "".join(f", {ratio:.3f} of {other}" for other, ratio in ratios.items())
-        print(f"{name:20s}{speed:10.0f} tokens/s, {speed * flops / 1e12:.3f} TFLOP/s{compared}")
-        rows.append(
-            {
-                "contender": name,
-                "first_loss": result.first_losses[name],
-                "tokens_per_second": speed,
-                "tflops": speed * flops / 1e12,
-                "ratios": ratios,
-                "seconds": seconds,
-            }
-        )
+        row: dict[str, object] = {
+            "contender": name,
+            "first_loss": result.first_losses[name],
+            "tokens_per_second": speed,
+            "tflops": speed * flops / 1e12,
+            "ratios": {other: result.ratio(name, other) for other in references if other != name},
+            "seconds": seconds,
+        }
+        line = f"{name:22s}{speed:10.0f} tokens/s, {speed * flops / 1e12:.3f} TFLOP/s"
+        if peak_flops is not None:
+            row |= {"mfu": speed * flops / peak_flops, "mfu_causal": speed * causal / peak_flops}
+            line += f", MFU {row['mfu']:.1%} ({row['mfu_causal']:.1%} with attention halved)"
+        if name in result.peak_bytes:
+            row["peak_bytes"] = result.peak_bytes[name]
+            line += f", {result.peak_bytes[name] / 1e9:.2f} GB at most"
+        for other in references:
+            if other != name:
+                line += f", {result.ratio(name, other):.3f} of {other}"
+        print(line)
+        rows.append(row)
+    for name, failure in result.failures.items():
+        print(f"{name:22s} failed: {failure}")
+        rows.append({"contender": name, "failure": failure})
     return rows
 
 
-def run(args: argparse.Namespace) -> None:
-    """Races, prints and writes the files that `args` name."""
-    for flag in ("rounds", "steps", "threads", "micro_batch_size", "seq_length", "vocab_size"):
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Races, prints and writes the files that `args` name; the status."""
+    counts = ("rounds", "steps", "threads", "micro_batch_size", "num_micro_batches")
+    for flag in (*counts, "seq_length", "vocab_size"):
         if getattr(args, flag) < 1:
             shown = flag.replace("_", "-")
             raise UserError(f"--{shown} {getattr(args, flag)} must be at least 1")
@@ -328,21 +267,40 @@ def run(args: argparse.Namespace) -> None:
     task = task_of(args)
     batch_size, seq_length = task.batch.tokens_BS.shape
     title = (
-        f"{num_parameters(task.config) / 1e6:.2f}M parameters, batch {batch_size} x {seq_length} "
-        f"tokens, {task.dtype} on {task.device}"
+        f"{num_parameters(task.config) / 1e6:.2f}M parameters, {args.num_micro_batches} x "
+        f"{batch_size} x {seq_length} tokens a step, {task.dtype} on {task.device}"
     )
     print(title)
-    clock = CLOCKS[args.clock]
-    result = race(task, names, rounds=args.rounds, steps=args.steps, clock=clock)
-    rows = report(task, result)
+    if args.own_process:
+        result = race_alone(task, names, argv, steps=args.steps)
+    else:
+        clock = CLOCKS[args.clock]
+        result = race(task, names, rounds=args.rounds, steps=args.steps, clock=clock)
+    check_losses(result.first_losses, LOSS_TOLERANCE[task.dtype])
+    rows = report(task, result, _peak_flops(args, task))
     if args.json is not None:
         shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.config)}
         write_text(args.json, json.dumps({**shape, "rows": rows}, indent=1) + "\n")
+    return 1 if result.failures else 0
+
+
+def _peak_flops(args: argparse.Namespace, task: Task) -> float | None:
+    """FLOP/s of the device, if they are given or it is a GPU."""
+    if task.device.type != "cuda" and args.peak_tflops is None:
+        return None
+    peak = find_peak(
+        task.device,
+        compute=task.dtype,
+        peak_tflops=args.peak_tflops,
+        control=Control(World(), task.device),
+    )
+    return peak.flops_per_second
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    return status_of("bench_model.py", lambda: run(args))
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = make_parser().parse_args(given)
+    return status_of("bench_model.py", lambda: run(args, given))
 
 
 if __name__ == "__main__":

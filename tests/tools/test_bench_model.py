@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.scripts import run_script
-from tools.bench_model import CONTENDERS, Result, check_losses, main
+from tools.bench_model import Result, check_losses, main
+from tools.model_speed.contenders import DEFAULT
 
 SCRIPT = "tools/bench_model.py"
 VOCAB_SIZE = 64
@@ -25,7 +26,7 @@ TINY = [
 def check_rows(written: dict[str, Any]) -> None:
     """Every contender ran two rounds from the same loss; its figures follow from the seconds."""
     rows = written["rows"]
-    assert [row["contender"] for row in rows] == list(CONTENDERS)
+    assert [row["contender"] for row in rows] == list(DEFAULT)
     references = [row for row in rows if row["contender"].startswith("transformers")]
     for row in rows:
         assert row["first_loss"] == pytest.approx(rows[0]["first_loss"], rel=1e-4)
@@ -39,17 +40,18 @@ def check_rows(written: dict[str, Any]) -> None:
             assert row["ratios"][other["contender"]] == pytest.approx(ratio)
 
 
-@pytest.mark.process
-def test_all_contenders_start_from_the_same_loss(tmp_path: Path) -> None:
+def test_all_contenders_start_from_the_same_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "figures.json"
-    done = run_script([SCRIPT, *TINY, "--json", file])
-    assert done.returncode == 0, done.stderr
+    assert main([*TINY, "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
     written = json.loads(file.read_text())
     check_rows(written)
     assert written["rows"][0]["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
-    told = re.findall(r"^(\S+) +\d+ tokens/s, ", done.stdout, re.MULTILINE)
-    assert told == list(CONTENDERS)
-    assert len(re.findall(r"^round +\d, seconds: ", done.stdout, re.MULTILINE)) == 2
+    names = re.findall(r"^(\S+) +\d+ tokens/s, ", printed, re.MULTILINE)
+    assert names == list(DEFAULT)
+    assert len(re.findall(r"^round +\d, seconds: ", printed, re.MULTILINE)) == 2
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -63,6 +65,41 @@ def test_what_a_model_may_be_is_the_same_for_all(tmp_path: Path) -> None:
     # Embedding, 2 blocks of attention, MLP and 2 norms, the last norm; one head of keys and values.
     block = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16
     assert written["parameters"] == VOCAB_SIZE * 16 + 2 * block + 16
+
+
+def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
+    """The mean loss of equal micro-batches is that of one; tokens, and the peak's share, count."""
+    file = tmp_path / "figures.json"
+    more = ["--contenders", "ours,trainer", "--num-micro-batches", "3", "--peak-tflops", "0.5"]
+    assert main([*TINY, *more, "--json", str(file)]) == 0
+    ours, trainer = json.loads(file.read_text())["rows"]
+    assert ours["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
+    assert trainer["first_loss"] == pytest.approx(ours["first_loss"], rel=1e-6)
+    for row in (ours, trainer):
+        assert row["tokens_per_second"] == pytest.approx(3 * 2 * 8 / (sum(row["seconds"]) / 2))
+        assert row["mfu"] == pytest.approx(row["tflops"] / 0.5)
+        # Half of attention's products, 2 layers * 12 * 8 * 16 a token, are not counted.
+        of_token = row["tflops"] * 1e12 / row["tokens_per_second"]
+        assert row["mfu_causal"] / row["mfu"] == pytest.approx(1 - 2 * 6 * 8 * 16 / of_token)
+
+
+@pytest.mark.process
+def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
+    """One that fails is a row and status 1; the others have their speeds and their peaks."""
+    file = tmp_path / "figures.json"
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "transformers.py").write_text("raise ImportError('hidden')\n")
+    done = run_script(
+        [SCRIPT, *TINY, "--own-process", "--contenders", "ours,transformers", "--json", file],
+        env={"PYTHONPATH": str(tmp_path / "hidden")},
+    )
+    assert done.returncode == 1
+    ours, other = json.loads(file.read_text())["rows"]
+    assert ours["peak_bytes"] > 10**8  # of the process, torch included
+    assert len(ours["seconds"]) == 2
+    message = "bench_model.py: error: the comparison needs transformers: pip install transformers"
+    assert other == {"contender": "transformers", "failure": message}
+    assert f"transformers           failed: {message}" in done.stdout
 
 
 def test_models_that_differ_are_no_race() -> None:
@@ -83,7 +120,7 @@ def test_a_ratio_is_the_median_of_neighbours_in_time() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--contenders", "ours,what"], "--contenders knows ours, trainer, .* not what"),
+        (["--contenders", "ours,what"], "--contenders knows ours, .* not what"),
         (["--num-attention-heads", "3"], "--hidden-size 16 is not divisible by --num-attention-h"),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         (["--json", "nowhere/figures.json"], "--json nowhere/figures.json: there is no folder"),
