@@ -14,7 +14,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 STARTS_PROCESSES := ranks or process or gpu or root or browser or verify
 
-.PHONY: help setup quickstart check test lint coverage verify clean
+.PHONY: help setup quickstart check test lint coverage verify gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,13 @@ coverage: setup  ## lines and branches that all tests run, ranks included
 
 verify: setup  ## the long studies that `make test` leaves out
 	$(BIN)/python -m pytest -m verify --timeout 3600
+
+# On a machine with GPUs: its own Python, with its own torch, not .venv with the pinned CPU build.
+GPU_PYTHON ?= $(if $(REHEARSE),$(BIN)/python,python3)
+
+gpu: $(if $(REHEARSE),setup)  ## check and measure GPUs: PARTS=a,e GPUS=8 OUT=folder REHEARSE=1
+	$(GPU_PYTHON) tools/check_gpu.py $(if $(PARTS),--parts $(PARTS)) $(if $(GPUS),--gpus $(GPUS)) \
+		$(if $(OUT),--out $(OUT)) $(if $(REHEARSE),--rehearse)
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,184 @@
+"""The GPU check: its parts' course on a CPU, what it refuses, and what it keeps of earlier runs."""
+
+from __future__ import annotations
+
+import json
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from paro.errors import UserError
+from tests.helpers.scripts import run_script
+from tools.check_gpu import PARTS, Found, check_machine, main, make_parser, parts_of
+from tools.gpu_check import running, suites
+from tools.gpu_check.measures import num_layers_that_fit
+from tools.gpu_check.page import PAGE, RESULTS, read_results, write_results
+from tools.gpu_check.running import Ended, Runner
+
+H200 = 150_754_820_096  # bytes that torch reports
+
+
+def runner(folder: Path, *, rehearse: bool = False) -> Runner:
+    return Runner(folder=folder, rehearse=rehearse, num_gpus=1)
+
+
+@pytest.mark.process
+def test_a_rehearsal_runs_every_part_and_keeps_earlier_results(tmp_path: Path) -> None:
+    folder = tmp_path / "gpu"
+    write_results(folder, {"h": {**EARLIER, "title": "collectives"}}, rehearsal=True)
+    done = run_script(["tools/check_gpu.py", "--rehearse", "--out", folder])
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((folder / RESULTS).read_text())
+    assert list(results) == ["a", "b", "c", "d", "e", "f", "g", "h"]
+    assert all(part["passed"] for part in results.values())
+    assert results["a"]["figures"]["skipped"]  # there is no GPU, and only a rehearsal may say so
+    assert results["b"]["figures"]["passed"] > 0
+    assert results["c"]["figures"]["passed"] > 0
+    assert results["d"]["figures"]["bf16"]["predicted peak"] > 0
+    assert [row["contender"] for row in results["e"]["figures"]["rows"]] == ["ours", "trainer"]
+    assert (folder / "profile.png").stat().st_size > 10_000
+    assert results["g"]["figures"]["checkpoint"]["gb_per_second"]["save"] > 0
+    assert results["h"]["lines"] == EARLIER["lines"]
+    page = (folder / PAGE).read_text()
+    assert page.startswith("# Rehearsal")
+    assert "![profile of a step](profile.png)" in page
+    assert not (folder / "checkpoint").exists()
+
+
+EARLIER = {
+    "title": "speed",
+    "passed": False,
+    "seconds": 12.3,
+    "machine": "1 x GPU",
+    "date": "2026-01-02",
+    "commit": "abc",
+    "lines": ["slow"],
+    "pictures": ["speed.png"],
+    "figures": {},
+}
+
+
+def test_the_page_says_what_failed_and_shows_the_pictures(tmp_path: Path) -> None:
+    write_results(tmp_path, {"e": EARLIER}, rehearsal=False)
+    assert read_results(tmp_path) == {"e": EARLIER}
+    page = (tmp_path / PAGE).read_text()
+    assert "| e | speed | **no** | 12 | 1 x GPU | 2026-01-02 | abc |" in page
+    assert "![speed](speed.png)" in page
+    assert page.startswith("# GPU check")
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"a": 3}'])
+def test_damaged_results_are_not_overwritten(tmp_path: Path, content: str) -> None:
+    (tmp_path / RESULTS).write_text(content)
+    with pytest.raises(UserError, match=r"results.json is damaged: give another folder"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "letters"),
+    [
+        ("", "abcdefg"),
+        ("--gpus 2", "abcdefghi"),
+        ("--parts e,a", "ae"),
+        ("--parts h --gpus 2", "h"),
+    ],
+)
+def test_parts_that_are_chosen(flags: str, letters: str) -> None:
+    assert parts_of(make_parser().parse_args(flags.split())) == list(letters)
+    assert set(letters) <= set(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--parts a,z", "--parts a,z: there is no part 'z', only a to i"),
+        ("--parts i", "part i needs --gpus 2 or more"),
+        ("--gpus 0", "--gpus 0 must be at least 1"),
+        ("", "sees 0; run it with a Python whose torch has CUDA, or give --rehearse"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.check_gpu.ask_torch", lambda: Found(torch="2.13", gpus=0))
+    assert main(flags.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_an_old_gpu_is_refused_before_anything_runs() -> None:
+    args = make_parser().parse_args([])
+    found = Found(torch="2.11.0", gpus=1, name="Tesla V100", bytes=2**34, capability=(7, 0))
+    with pytest.raises(UserError, match=r"Tesla V100 has compute capability 7.0: 8.0 is needed"):
+        check_machine(found, args)
+    check_machine(Found(torch="2.11.0", gpus=1, name="A100", bytes=2**35, capability=(8, 0)), args)
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.m" name="good"/>
+<testcase classname="tests.m" name="bad">
+<failure message="assert 1 == 2&#10;more">long</failure></testcase>
+<testcase classname="tests.m" name="fp8">
+<skipped message="needs fp8: compute capability 8.9"/></testcase>
+{more}
+</testsuite></testsuites>"""
+SKIPPED = '<testcase classname="tests.m" name="x"><skipped message="needs wandb"/></testcase>'
+
+
+def test_failures_and_skips_of_a_suite_are_lines(tmp_path: Path) -> None:
+    report = ElementTree.fromstring(REPORT.format(more=""))
+    found = suites.outcome_of(runner(tmp_path), Ended(status=1, output="", seconds=1.0), report)
+    assert not found.passed
+    assert found.lines == (
+        "1 passed, 1 failed, 1 skipped",
+        "1 skipped: needs fp8: compute capability 8.9",
+        "failed: tests.m::bad: assert 1 == 2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "rehearse", "passed"),
+    [("", False, True), (SKIPPED, False, False), (SKIPPED, True, True)],
+)
+def test_only_missing_hardware_excuses_a_skip(
+    tmp_path: Path, more: str, *, rehearse: bool, passed: bool
+) -> None:
+    text = REPORT.format(more=more).replace("failure", "properties")
+    ended = Ended(status=0, output="", seconds=1.0)
+    found = suites.outcome_of(
+        runner(tmp_path, rehearse=rehearse), ended, ElementTree.fromstring(text)
+    )
+    assert found.passed is passed
+
+
+@pytest.mark.process
+def test_a_command_over_its_limit_is_ended_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "PART_SECONDS", 1.0)
+    begin = time.monotonic()
+    child = "import time; time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    ended = runner(tmp_path).python("sleeper", ["-c", parent])
+    assert ended.timed_out
+    assert time.monotonic() - begin < 30
+    assert ended.failure is not None
+    assert "the part's time was over" in ended.failure
+
+
+def test_what_a_failure_says() -> None:
+    text = "Traceback (most recent call last):\n  File x\nRuntimeError: NCCL is old\nelapsed 3\n"
+    assert (
+        Ended(status=1, output=text, seconds=1.0).failure == "status 1: RuntimeError: NCCL is old"
+    )
+    line = "pretrain_llama.py: error: --lr: no number"
+    assert Ended(status=2, output=f"{line}\nbye\n", seconds=1.0).failure == f"status 2: {line}"
+    assert Ended(status=0, output=text, seconds=1.0).failure is None
+
+
+def test_the_largest_model_follows_the_gpu_s_memory() -> None:
+    assert num_layers_that_fit(80 * 10**9) == 13
+    assert num_layers_that_fit(H200) == 27
+    assert num_layers_that_fit(200 * 10**9) == 32

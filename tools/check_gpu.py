@@ -1,0 +1,178 @@
+"""Checks and measures this project on the GPUs of this machine, part by part, into a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+if not __package__:  # run as a script: the repository root is not on sys.path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from paro.errors import UserError
+from tools.gpu_check import measures, suites
+from tools.gpu_check.measures import Machine
+from tools.gpu_check.page import PAGE, read_results, write_results
+from tools.gpu_check.running import PART_SECONDS, ROOT, Outcome, Runner
+from tools.shared.command_line import Parser, status_of
+
+DESCRIPTION = """\
+Runs the parts, each at most 8 minutes, and writes a page, a JSON file and pictures to a folder.
+Results of earlier runs in that folder stay, so that parts can be run one by one, in any order.
+
+  make gpu                   all parts on one GPU        make gpu PARTS=a,e   only these
+  make gpu GPUS=8            under torchrun on 8 GPUs    make gpu REHEARSE=1  on a CPU, small shapes
+
+It needs torch 2.11 or newer, a GPU of compute capability 8.0 or newer, and no network.
+"""
+NEEDED_CAPABILITY = (8, 0)
+
+Part = Callable[[Runner, Machine], Outcome]
+PARTS: dict[str, tuple[str, Part]] = {
+    "a": ("tests on a GPU", lambda runner, _: suites.gpu_tests(runner)),
+    "b": ("4 ranks on one GPU against one process", lambda runner, _: suites.rank_tests(runner)),
+    "c": ("races", lambda runner, _: suites.race_tests(runner)),
+    "d": ("memory against its prediction", lambda runner, _: measures.memory(runner)),
+    "e": ("speed", measures.speed),
+    "f": ("profile of a step", lambda runner, _: measures.profile(runner)),
+    "g": ("checkpoints", measures.checkpoint),
+    "h": ("collectives", lambda runner, _: measures.collectives(runner)),
+    "i": ("strategies beside FSDP2", lambda runner, _: measures.peers(runner)),
+}
+OF_SEVERAL_GPUS = ("h", "i")
+
+# In a process of its own: this one never touches the GPU, whose memory belongs to the parts.
+_ASK_TORCH = """
+import json, torch
+found = {"torch": torch.__version__, "gpus": torch.cuda.device_count()}
+if found["gpus"]:
+    of = torch.cuda.get_device_properties(0)
+    found |= {"name": of.name, "bytes": of.total_memory, "capability": [of.major, of.minor]}
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The machine as torch sees it."""
+
+    torch: str
+    gpus: int
+    name: str = "no GPU"
+    bytes: int | None = None
+    capability: tuple[int, int] = (0, 0)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    titles = "; ".join(f"{letter}: {title}" for letter, (title, _) in PARTS.items())
+    add("--parts", metavar="LETTERS", help=f"default: all that the machine allows. {titles}")
+    add("--gpus", type=int, default=1, metavar="N", help="default 1; h and i need more")
+    add("--rehearse", action="store_true", help="small shapes on a CPU: the parts' own course")
+    add("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default runs/gpu")
+    return parser
+
+
+def parts_of(args: argparse.Namespace) -> list[str]:
+    """The chosen letters in order; `UserError` names one that does not exist or cannot run."""
+    if args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus} must be at least 1")
+    if args.parts is None:
+        return [letter for letter in PARTS if args.gpus > 1 or letter not in OF_SEVERAL_GPUS]
+    chosen = sorted({letter.strip() for letter in args.parts.split(",")})
+    for letter in chosen:
+        if letter not in PARTS:
+            raise UserError(f"--parts {args.parts}: there is no part {letter!r}, only a to i")
+        if letter in OF_SEVERAL_GPUS and args.gpus == 1:
+            raise UserError(f"--parts {args.parts}: part {letter} needs --gpus 2 or more")
+    return chosen
+
+
+def check_machine(found: Found, args: argparse.Namespace) -> None:
+    """Raises `UserError` unless this machine can do what the flags ask for."""
+    if args.rehearse:
+        return
+    if found.gpus < args.gpus:
+        raise UserError(
+            f"--gpus {args.gpus}: torch {found.torch} of {sys.executable} sees {found.gpus}; "
+            "run it with a Python whose torch has CUDA, or give --rehearse"
+        )
+    if found.capability < NEEDED_CAPABILITY:
+        major, minor = found.capability
+        raise UserError(f"{found.name} has compute capability {major}.{minor}: 8.0 is needed")
+
+
+def run(args: argparse.Namespace) -> int:
+    letters = parts_of(args)
+    found = ask_torch()
+    check_machine(found, args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = read_results(args.out)
+    machine = Machine(device_bytes=found.bytes, host_bytes=_free_host_bytes())
+    where = "CPU (rehearsal)" if args.rehearse else f"{args.gpus} x {found.name}"
+    facts = {"machine": f"{where}, torch {found.torch}", "commit": _commit()}
+    for letter in letters:
+        title, part = PARTS[letter]
+        print(f"{letter}. {title} (at most {PART_SECONDS / 60:.0f} minutes) ...", flush=True)
+        runner = Runner(folder=args.out, rehearse=args.rehearse, num_gpus=args.gpus)
+        outcome = part(runner, machine)
+        results[letter] = {
+            "title": title,
+            **facts,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "seconds": time.monotonic() - runner.begin,
+            **asdict(outcome),
+        }
+        write_results(args.out, results, rehearsal=args.rehearse)
+        for line in outcome.lines:
+            print(f"   {line}")
+        print(f"   {'passed' if outcome.passed else 'FAILED'}", flush=True)
+    print(f"written: {args.out / PAGE}")
+    return 0 if all(results[letter]["passed"] for letter in letters) else 1
+
+
+def ask_torch() -> Found:
+
+    done = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UserError(f"{sys.executable} has no torch that starts: install torch 2.11 or newer")
+    answer = json.loads(done.stdout)
+    return Found(**{**answer, "capability": tuple(answer.get("capability", (0, 0)))})
+
+
+def _free_host_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise UserError("/proc/meminfo has no MemAvailable: this needs Linux")
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        return status_of("check_gpu.py", lambda: run(args))
+    except KeyboardInterrupt:
+        print("check_gpu.py: stopped; finished parts are written", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

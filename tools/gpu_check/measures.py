@@ -1,0 +1,223 @@
+"""Parts that measure: memory against its prediction, speed, a profile, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.gpu_check.running import Ended, Outcome, Runner
+
+_MB = 2**20
+_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --eval-iters 0 --lr 1e-4"
+_SMALL_SIZES = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 176 --seq-length 64"
+)
+_LARGE_SIZES = (
+    "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --seq-length 4096"
+)
+_MEMORY_CASES = {  # flags; sequences in a micro-batch; micro-batches
+    "bf16": ("--bf16", 1, 1),
+    "bf16, 4 micro-batches": ("--bf16", 1, 4),
+    "bf16, two sequences": ("--bf16", 2, 1),
+    "bf16, full recomputation": ("--bf16 --recompute-granularity full", 1, 1),
+    "bf16, selective recomputation": ("--bf16 --recompute-granularity selective", 1, 1),
+    "fp32": ("", 1, 1),
+}
+_CONTENDERS = ("ours", "ours-compiled", "trainer", "transformers-fused", "transformers-compiled")
+_ACCUMULATED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the parts need to know of the machine to choose their sizes."""
+
+    device_bytes: int | None  # of one GPU
+    host_bytes: int  # free memory
+
+
+def memory(runner: Runner) -> Outcome:
+    """Allocated and reserved memory against the prediction."""
+    cases = list(_MEMORY_CASES.items())[: 1 if runner.rehearse else None]
+    found: dict[str, dict[str, int]] = {}
+    lines: list[str] = []
+    for index, (title, (flags, size, count)) in enumerate(cases):
+        words = _training(runner, iterations=3, size=size, count=count)
+        ended = runner.ranks(f"memory-{index}", [*words, *flags.split()])
+        match = re.search(r"memory \(MB\) \| (.*)", ended.output)
+        if ended.failure or not match:
+            lines.append(f"{title}: {ended.failure or 'no memory line'}")
+            continue
+        pairs = (part.split(": ") for part in match[1].split(" | "))
+        figures = {key: round(float(value) * _MB) for key, value in pairs}
+        used = figures.get("max allocated", figures.get("max resident", 0))
+        found[title] = figures
+        share = used / figures["predicted peak"] - 1
+        line = f"{title}: {used / 1e9:.2f} GB at most, {share:+.1%} from the prediction"
+        if "max reserved" in figures:
+            line += f", {figures['max reserved'] / 1e9:.2f} GB reserved"
+        lines.append(line)
+    return Outcome(passed=len(found) == len(cases), lines=tuple(lines), figures=found)
+
+
+def speed(runner: Runner, machine: Machine) -> Outcome:
+    """MFU of this model and trainer beside transformers."""
+    names = ("ours", "trainer") if runner.rehearse else _CONTENDERS
+    if runner.rehearse:
+        shape = f"{_SMALL_SIZES} --vocab-size 512 --num-micro-batches 2 --rounds 2 --steps 1"
+        shape += " --peak-tflops 0.1"
+    else:
+        shape = f"{_LARGE_SIZES} --num-layers {num_layers_that_fit(machine.device_bytes or 0)}"
+        shape += (
+            f" --vocab-size 32000 --dtype bf16 --device cuda --num-micro-batches {_ACCUMULATED}"
+        )
+        shape += " --rounds 3 --steps 1"
+    file = runner.folder / "speed.json"
+    file.unlink(missing_ok=True)
+    words = ["tools/bench_model.py", "--own-process", "--contenders", ",".join(names)]
+    ended = runner.python("speed", [*words, *shape.split(), "--json", file])
+    if not file.exists():
+        return Outcome(passed=False, lines=(ended.failure or "no figures",))
+    written = json.loads(file.read_text(encoding="utf-8"))
+    lines = (written["task"], *map(_speed_line, written["rows"]))
+    return Outcome(passed=ended.status == 0, lines=lines, figures=written)
+
+
+def _speed_line(row: Mapping[str, Any]) -> str:
+    if "failure" in row:
+        return f"{row['contender']}: failed: {row['failure']}"
+    return (
+        f"{row['contender']}: {row['tokens_per_second']:.0f} tokens/s, MFU {row['mfu']:.1%} "
+        f"({row['mfu_causal']:.1%} with attention halved), {row['peak_bytes'] / 1e9:.2f} GB"
+    )
+
+
+def num_layers_that_fit(device_bytes: int) -> int:
+    """Blocks of LLaMA-7B, at most its 32, that train on one GPU without recomputation.
+
+    The trainer's states take 18 bytes a parameter: a bf16 copy, an fp32 gradient, master and
+    moments. The activations of a block take about 1.1 GB for one sequence of 4096: 34 bytes for
+    each of its elements of width 4096, and six products of width 11008 in bf16.
+    """
+    of_block = 18 * 202_383_360 + 1_100_000_000
+    of_ends = 18 * 262_148_096 + 3_000_000_000  # embedding, head, and the chunks of the loss
+    return max(1, min(32, int((0.92 * device_bytes - of_ends) // of_block)))
+
+
+def profile(runner: Runner) -> Outcome:
+    """A profile of steps, drawn by stream."""
+    folder = runner.folder / "profile"
+    shutil.rmtree(folder, ignore_errors=True)
+    flags = (
+        "--bf16 --profile --use-pytorch-profiler --profile-step-start 3 --profile-step-end 5 "
+        "--profile-ranks 0 --tensorboard-dir"
+    )
+    words = [*_training(runner, iterations=6, count=2), *flags.split(), folder]
+    ended = runner.ranks("profile", words)
+    traces = sorted(folder.glob("*.pt.trace.json*"))
+    if ended.failure or not traces:
+        return Outcome(passed=False, lines=(ended.failure or "no trace was written",))
+    drawn = runner.python(
+        "draw-profile",
+        ["tools/draw_profile.py", *traces, "--plot", runner.folder / "profile.png"],
+    )
+    if drawn.failure:
+        return Outcome(passed=False, lines=(drawn.failure,))
+    lines = tuple(filter(None, drawn.output.splitlines()))
+    return Outcome(passed=True, lines=lines, pictures=("profile.png",))
+
+
+def checkpoint(runner: Runner, machine: Machine) -> Outcome:
+    """The largest checkpoint that fits: saved, saved in the background of steps, loaded."""
+    folder = runner.folder / "checkpoint"
+    shutil.rmtree(folder, ignore_errors=True)
+    num_params = 100_000 if runner.rehearse else _num_params_that_fit(runner.folder, machine)
+    file = runner.folder / "checkpoint.json"
+    words = ["tools/bench_checkpoint.py", "--folder", folder, "--json", file]
+    hidden_size = 64 if runner.rehearse else 4096
+    sizes: list[object] = ["--params", num_params, "--hidden-size", hidden_size, "--rounds", 1]
+    lines: list[str] = []
+    figures: dict[str, Any] = {}
+    for name, more in (("checkpoint", sizes), ("async-checkpoint", ["--steps", 3])):
+        file.unlink(missing_ok=True)
+        ended: Ended = runner.ranks(name, [*words, *more], env={"OMP_NUM_THREADS": "1"})
+        if ended.failure or not file.exists():
+            lines.append(f"{name}: {ended.failure or 'no figures'}")
+            continue
+        figures[name] = json.loads(file.read_text(encoding="utf-8"))
+        lines.append(_summary(figures[name]))
+    file.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(passed=len(figures) == 2, lines=tuple(lines), figures=figures)
+
+
+def _summary(figures: Mapping[str, Any]) -> str:
+    """A line for one of bench_checkpoint.py's two measurements."""
+    if "seconds_of_a_step" in figures:
+        ratio = figures["seconds_of_a_step"]["ratio"]
+        return f"a step during an asynchronous save takes {ratio:.2f} times as long as without"
+    rates = figures["gb_per_second"]
+    shown = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
+    return f"{figures['bytes'] / 1e9:.2f} GB of {figures['ranks']} ranks: {shown}"
+
+
+def _num_params_that_fit(folder: Path, machine: Machine) -> int:
+    """So many that the disk holds their 12 bytes each twice, and host memory twice."""
+    disk = shutil.disk_usage(folder).free
+    return int(0.8 * min(disk, machine.host_bytes) / 2 / 12)
+
+
+def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1) -> list[object]:
+    """The entry script and a model for this machine; `count` micro-batches of `size` sequences."""
+    shape = _SMALL_SIZES if runner.rehearse else f"{_LARGE_SIZES} --num-layers 8"
+    batch = size * count * runner.num_gpus
+    flags = f"{_DATA} {shape} --micro-batch-size {size} --global-batch-size {batch}"
+    flags += f" --distributed-backend {runner.backend} --train-iters {iterations} --log-interval 1"
+    return ["pretrain_llama.py", *flags.split()]
+
+
+def collectives(runner: Runner) -> Outcome:
+    """The collectives of this backend over all GPUs."""
+    file = runner.folder / "collectives.json"
+    file.unlink(missing_ok=True)
+    words = ["tools/bench_collectives.py", "--distributed-backend", runner.backend]
+    words += ["--group-size", str(max(1, runner.num_gpus // 2)), "--json", str(file)]
+    words += ["--algorithms", "native,ho-ring,flat"]
+    if runner.rehearse:
+        words += ["--sizes", "0.1M", "--rounds", "1"]
+    picture = runner.folder / "collectives.png"
+    ended = runner.ranks("collectives", [*words, "--plot", picture])
+    if ended.failure or not file.exists():
+        return Outcome(passed=False, lines=(ended.failure or "no figures",))
+    figures = {"rows": json.loads(file.read_text(encoding="utf-8"))}
+    return Outcome(
+        passed=True,
+        lines=tuple(filter(None, ended.output.splitlines())),
+        figures=figures,
+        pictures=(picture.name,),
+    )
+
+
+def peers(runner: Runner) -> Outcome:
+    """IIG, NIG and GGG beside FSDP2, and its hybrid."""
+    file = runner.folder / "peers.json"
+    file.unlink(missing_ok=True)
+    contenders = "fsdp2,fsdp2-hybrid,paro:IIG,paro:NIG,paro:GGG"
+    words = ["tools/bench/compare_peers.py", "--contenders", contenders, "--json", file]
+    words += ["--distributed-backend", runner.backend]
+    words += ["--group-size", max(1, runner.num_gpus // 2)]
+    if runner.rehearse:
+        words += ["--rounds", 1, "--micro-batches", 1, "--warmup-steps", 1, "--steps", 1]
+    else:
+        words += ["--llama-preset", "7B", "--seq-length", 4096, "--recompute", "--rounds", 3]
+    ended = runner.ranks("peers", words)
+    if ended.failure or not file.exists():
+        return Outcome(passed=False, lines=(ended.failure or "no figures",))
+    figures = {"figures": json.loads(file.read_text(encoding="utf-8"))}
+    return Outcome(
+        passed=True, lines=tuple(filter(None, ended.output.splitlines())), figures=figures
+    )

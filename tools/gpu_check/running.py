@@ -1,0 +1,120 @@
+"""Commands of a part: their time limit, their log, and what is left of them when it is over."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PART_SECONDS = 8 * 60.0
+
+# torchrun ends its ranks when it is asked to stop; it kills them itself after 30 s.
+_GRACE_SECONDS = 40.0
+_TRACEBACK = re.compile(r"^\S*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a part found: whether it passed, figures for the JSON file, lines for the page."""
+
+    passed: bool
+    lines: tuple[str, ...]
+    figures: Mapping[str, object] = field(default_factory=dict)
+    pictures: tuple[str, ...] = ()  # file names in the folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A command that has ended, or was stopped at its limit."""
+
+    status: int
+    output: str
+    seconds: float
+    timed_out: bool = False
+
+    @property
+    def failure(self) -> str | None:
+        """The line that tells most about a failure; None after a success."""
+        if self.timed_out:
+            return f"stopped after {self.seconds:.0f} s: the part's time was over"
+        if self.status == 0:
+            return None
+        lines = self.output.strip().splitlines() or [""]
+        errors = [line for line in lines if ": error: " in line] or _TRACEBACK.findall(self.output)
+        return f"status {self.status}: {errors[-1] if errors else lines[-1]}".strip()
+
+
+@dataclass(slots=True, kw_only=True)
+class Runner:
+    """Runs a part's commands one after the other, within the time that the part has left."""
+
+    folder: Path
+    rehearse: bool
+    num_gpus: int
+    begin: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self.begin + PART_SECONDS - time.monotonic())
+
+    def python(
+        self, name: str, words: Sequence[object], *, env: Mapping[str, str] | None = None
+    ) -> Ended:
+        """Runs this Python with the words, from the repository's root; the log is NAME.log."""
+        log = self.folder / "logs" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, *map(str, words)]
+        begin = time.monotonic()
+        with log.open("w+", encoding="utf-8", errors="replace") as stream:
+            process = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                env={**os.environ, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status, timed_out = process.wait(timeout=self.seconds_left), False
+            except subprocess.TimeoutExpired:
+                status, timed_out = -1, True
+            finally:
+                _end(process)
+            output = log.read_text(encoding="utf-8", errors="replace")
+        seconds = time.monotonic() - begin
+        return Ended(status=status, output=output, seconds=seconds, timed_out=timed_out)
+
+    def ranks(
+        self, name: str, words: Sequence[object], *, env: Mapping[str, str] | None = None
+    ) -> Ended:
+        """The same under torchrun where there are several GPUs."""
+        if self.num_gpus == 1:
+            return self.python(name, words, env=env)
+        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        torchrun += ["--nproc-per-node", str(self.num_gpus)]
+        return self.python(name, [*torchrun, *words], env=env)
+
+    @property
+    def backend(self) -> str:
+        return "gloo" if self.rehearse else "nccl"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a command, its children too."""
+    for number, seconds in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,80 @@
+"""Parts that are tests of this repository: those for GPUs, ranks on one GPU, races."""
+
+from __future__ import annotations
+
+import importlib.util
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+
+from tools.gpu_check.running import Ended, Outcome, Runner
+
+_NEEDED = ("pytest", "hypothesis")
+# Skips that no machine of today's kind can avoid; the reasons that tests give.
+_MAY_SKIP = ("needs fp8",)
+_MOST_FAILURES = 10  # on the page; the log has all
+
+
+def gpu_tests(runner: Runner) -> Outcome:
+    """Every test that needs a GPU, but those of the other parts."""
+    if runner.rehearse:
+        return _pytest(runner, "gpu-tests", ["-m", "gpu", "tests/model", "tests/data"])
+    words = ["-m", "gpu", "tests", "--ignore", "tests/gpu", "--must-run", "gpu"]
+    return _pytest(runner, "gpu-tests", words)
+
+
+def rank_tests(runner: Runner) -> Outcome:
+    """Four ranks on one GPU train as one process does."""
+    return _module(runner, "test_ranks.py")
+
+
+def race_tests(runner: Runner) -> Outcome:
+    """Delays before communication and before computing change no bit."""
+    return _module(runner, "test_races.py")
+
+
+def _module(runner: Runner, file: str) -> Outcome:
+    marker = ["-m", "verify"] if runner.rehearse else ["-m", "gpu", "--must-run", "gpu"]
+    return _pytest(runner, file.removesuffix(".py"), [*marker, f"tests/gpu/{file}"])
+
+
+def _pytest(runner: Runner, name: str, words: Sequence[str]) -> Outcome:
+    missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        names = " ".join(missing)
+        return Outcome(passed=False, lines=(f"needs {names}: pip install {names}",))
+    report = runner.folder / "logs" / f"{name}.xml"
+    report.unlink(missing_ok=True)
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers"]
+    ended = runner.python(name, [*options, "--junit-xml", report, *words])
+    if not report.exists():
+        return Outcome(passed=False, lines=(ended.failure or "pytest wrote no report",))
+    return outcome_of(runner, ended, ElementTree.parse(report).getroot())
+
+
+def outcome_of(runner: Runner, ended: Ended, report: ElementTree.Element) -> Outcome:
+    """What pytest's JUnit report says; a skip counts as a failure unless hardware is missing."""
+    failed: list[str] = []
+    skipped: dict[str, int] = {}
+    cases = list(report.iter("testcase"))
+    for case in cases:
+        name = f"{case.get('classname')}::{case.get('name')}"
+        for found in (*case.findall("failure"), *case.findall("error")):
+            message = (found.get("message") or "").strip().splitlines() or [""]
+            failed.append(f"{name}: {message[0]}")
+        for found in case.findall("skipped"):
+            reason = found.get("message") or ""
+            skipped[reason] = skipped.get(reason, 0) + 1
+    wrong = (
+        0
+        if runner.rehearse
+        else sum(count for reason, count in skipped.items() if not reason.startswith(_MAY_SKIP))
+    )
+    num_passed = len(cases) - len(failed) - sum(skipped.values())
+    lines = [f"{num_passed} passed, {len(failed)} failed, {sum(skipped.values())} skipped"]
+    lines += [f"{count} skipped: {reason}" for reason, count in skipped.items()]
+    lines += [f"failed: {line}" for line in failed[:_MOST_FAILURES]]
+    if ended.timed_out:
+        lines.append(ended.failure or "")
+    figures = {"passed": num_passed, "failed": failed, "skipped": skipped}
+    passed = not (failed or wrong or ended.timed_out) and ended.status == 0 and bool(cases)
+    return Outcome(passed=passed, lines=tuple(lines), figures=figures)
