@@ -24,7 +24,8 @@ from paro.checkpoint.convert.meta import is_meta
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
 from paro.checkpoint.manifest import read_manifest
-from paro.checkpoint.storage import check_files, read_metadata
+from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.storage import check_files
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
 

@@ -21,7 +21,8 @@ from paro.checkpoint.boxes import (
 )
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, read_manifest
-from paro.checkpoint.storage import CheckedReader, read_metadata
+from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
 from paro.sharding.buffers import FlatShard

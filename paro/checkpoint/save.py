@@ -17,7 +17,8 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
 )
 from paro.checkpoint.manifest import FileSum
-from paro.checkpoint.storage import BoundedWriter, check_files, read_metadata
+from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.storage import BoundedWriter, check_files
 from paro.errors import UserError
 
 

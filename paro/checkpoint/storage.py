@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -34,9 +34,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from paro.checkpoint.boxes import MAX_ITEM_BYTES
 from paro.checkpoint.checksum import crc32
-from paro.checkpoint.directory import METADATA
 from paro.checkpoint.manifest import DamagedError, FileSum, Manifest, Stretch
-from paro.checkpoint.stored_tensor import tensor_in
+from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.stored_tensor import RefusedError, tensor_in
 from paro.errors import describe
 
 Place = tuple[str, int, int]  # file name, offset and length in bytes
@@ -46,21 +46,6 @@ MAX_FILE_BYTES = 2**31
 _SUFFIX = ".distcp"
 _BLOCK_BYTES = 2**20
 _READ_AHEAD = 4  # rectangles
-
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_TRUSTED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    (_METADATA_MODULE, "BytesStorageMetadata"),
-    (_METADATA_MODULE, "ChunkStorageMetadata"),
-    (_METADATA_MODULE, "Metadata"),
-    (_METADATA_MODULE, "MetadataIndex"),
-    (_METADATA_MODULE, "StorageMeta"),
-    (_METADATA_MODULE, "TensorProperties"),
-    (_METADATA_MODULE, "TensorStorageMetadata"),
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
-}
 
 
 class BoundedWriter(FileSystemWriter):
@@ -190,10 +175,14 @@ class CheckedReader(FileSystemReader):
     def __init__(self, directory: Path, manifest: Manifest | None) -> None:
         super().__init__(directory)
         self.manifest = manifest
+        self._metadata: Metadata | None = None
         self._room = bytearray()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(Path(self.path))
+        """Read once: a conversion loads a few rows at a time, and asks for it every time."""
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self.path))
+        return self._metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         if self.manifest is not None:
@@ -237,6 +226,8 @@ class CheckedReader(FileSystemReader):
         try:
             saved = tensor_in(content)
             parts = [narrow_tensor_by_index(saved, i.storage_offsets, i.lengths) for i in items]
+            if any(part.shape != i.lengths for part, i in zip(parts, items, strict=True)):
+                raise RefusedError(f"refused: a tensor of the shape {tuple(saved.shape)}")
         except Exception as error:  # an unpickler fails in many ways
             path = Path(self.path) / name
             raise DamagedError(f"{path} is damaged ({describe(error)})") from error
@@ -267,21 +258,6 @@ def _read(file: FileIO, room: memoryview) -> tuple[memoryview, int]:
     return room[:filled], checksum
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """DCP's metadata: which rectangles are stored where; `DamagedError` if it cannot be read."""
-    path = directory / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except Exception as error:  # an unpickler fails in many ways
-        raise DamagedError(
-            f"{path} is missing or damaged ({describe(error)}): resume from another iteration"
-        ) from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise DamagedError(f"{path} holds a {type(metadata).__name__} and no metadata")
-    return metadata
-
-
 def check_files(directory: Path, places: list[Any]) -> None:
     """Raises `DamagedError` unless the files of these places exist and are long enough."""
     needed: dict[str, int] = {}
@@ -291,21 +267,15 @@ def check_files(directory: Path, places: list[Any]) -> None:
     for name, num_bytes in needed.items():
         path = directory / name
         try:
-            found = path.stat().st_size
+            found = path.stat()
         except OSError as error:
             raise DamagedError(f"{path} is missing ({describe(error)})") from None
-        if found < num_bytes:
-            raise DamagedError(f"{path} is truncated: {found} bytes of at least {num_bytes}")
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles DCP's metadata classes only; a pickle could otherwise run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _TRUSTED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedError(f"{path} is no regular file")
+        if found.st_size < num_bytes:
+            raise DamagedError(
+                f"{path} is truncated: {found.st_size} bytes of at least {num_bytes}"
+            )
 
 
 def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paro.errors import UserError
+from paro.untrusted.pickled import CheckedUnpickler
 
 _DTYPES = {
     "FloatStorage": torch.float32,
@@ -92,7 +93,7 @@ class _Stored(NamedTuple):
     hooks: Any
 
 
-class _Description(pickle.Unpickler):
+class _Description(CheckedUnpickler):
     """Unpickles the description of a tensor and rejects everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -102,7 +103,7 @@ class _Description(pickle.Unpickler):
             return OrderedDict
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -118,7 +119,7 @@ def _view_of(content: memoryview, window: io.RawIOBase) -> Tensor:
     if content[begin:stop] != sys.byteorder.encode():
         raise _UnusualError
     begin, stop = _place(content, entries["data.pkl"])
-    stored = _Description(io.BytesIO(content[begin:stop])).load()
+    stored = _Description(content[begin:stop]).load()
     if not isinstance(stored, _Stored) or len(stored.size) != len(stored.stride):
         raise _UnusualError
     _, dtype, key, _, _ = stored.storage

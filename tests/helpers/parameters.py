@@ -14,7 +14,8 @@ from paro.checkpoint.agreement import one_process
 from paro.checkpoint.boxes import PARAM
 from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.manifest import read_manifest
-from paro.checkpoint.storage import CheckedReader, read_metadata
+from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.storage import CheckedReader
 from paro.errors import UserError
 
 

@@ -36,7 +36,8 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
 )
 from paro.checkpoint.manifest import read_manifest
-from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files, read_metadata
+from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files
 from paro.errors import UserError
 from paro.untrusted.schema import conform
 

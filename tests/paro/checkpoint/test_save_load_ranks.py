@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.load import Loading
-from paro.checkpoint.storage import read_metadata
+from paro.checkpoint.metadata import read_metadata
 from paro.errors import StorageError, UserError
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks

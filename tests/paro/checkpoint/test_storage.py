@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 import paro.checkpoint.storage as storage
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
-from paro.checkpoint.storage import read_metadata
+from paro.checkpoint.metadata import read_metadata
 from paro.errors import StorageError, UserError
 from paro.layout import make_layout, whole_box
 from paro.sharding.buffers import FlatShard

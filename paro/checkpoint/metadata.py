@@ -1,0 +1,185 @@
+"""Reads DCP's metadata of a checkpoint: no code in it runs, and every field is checked."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.serialization import _get_layout
+
+from paro.checkpoint.directory import METADATA
+from paro.checkpoint.manifest import DamagedError
+from paro.errors import describe
+from paro.untrusted.pickled import CheckedUnpickler
+from paro.untrusted.regular_file import read_bytes
+
+MAX_BYTES = 2**30  # seven million rectangles: 405 billion parameters on ten thousand ranks
+_LONGEST_NAME = 1000
+_MOST_DIMENSIONS = 8
+_MOST_OVERHEAD = 2**16  # of torch.save, in addition to a rectangle's values; it takes 2 KiB
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """DCP's metadata: which rectangles are stored where; `DamagedError` if it cannot be right."""
+    path = directory / METADATA
+    try:
+        metadata = _MetadataUnpickler(read_bytes(path, max_bytes=MAX_BYTES)).load()
+    except Exception as error:  # an unpickler fails in many ways
+        detail = describe(error).removeprefix(f"{path} ")
+        raise DamagedError(
+            f"{path} is missing or damaged ({detail}): resume from another iteration"
+        ) from None
+    try:
+        if not isinstance(metadata, Metadata):
+            raise _WrongError(f"it holds a {type(metadata).__name__} and no metadata")
+        states, places = _fields(metadata)
+        for name, state in states.items():
+            _check_state(name, state)
+            if isinstance(state, TensorStorageMetadata):
+                _check_places(name, state, places)
+    except _WrongError as error:
+        raise DamagedError(f"{path} is damaged ({error})") from None
+    return metadata
+
+
+class _WrongError(Exception):
+    """What is wrong in the metadata."""
+
+
+class _MetadataUnpickler(CheckedUnpickler):
+    """Makes DCP's metadata classes only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) in _TRUSTED:
+            return _TRUSTED[module, name]
+        return super().find_class(module, name)
+
+    def is_key(self, key: object) -> bool:
+        return super().is_key(key) or (
+            isinstance(key, MetadataIndex)
+            and type(key.fqn) is str
+            and (key.offset is None or isinstance(key.offset, torch.Size))
+        )
+
+
+def _layout(name: object) -> Any:
+    """The layout of a name; other arguments could not be hashed safely."""
+    if type(name) is not str:
+        raise pickle.UnpicklingError("a layout has no name")
+    return _get_layout(name)
+
+
+def _memory_format(number: object) -> Any:
+    if type(number) is not int:
+        raise pickle.UnpicklingError("a memory format has no number")
+    return _MEM_FORMAT_ENCODING(number)
+
+
+_TRUSTED = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    (_MODULE, "BytesStorageMetadata"): BytesStorageMetadata,
+    (_MODULE, "ChunkStorageMetadata"): ChunkStorageMetadata,
+    (_MODULE, "Metadata"): Metadata,
+    (_MODULE, "MetadataIndex"): MetadataIndex,
+    (_MODULE, "StorageMeta"): StorageMeta,
+    (_MODULE, "TensorProperties"): TensorProperties,
+    (_MODULE, "TensorStorageMetadata"): TensorStorageMetadata,
+    (_MODULE, "_MEM_FORMAT_ENCODING"): _memory_format,
+}
+
+
+def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, Any]]:
+    """The states and the places of their rectangles."""
+    states = getattr(metadata, "state_dict_metadata", None)
+    places = getattr(metadata, "storage_data", None)
+    if not isinstance(states, dict) or not isinstance(places, dict):
+        raise _WrongError("it lists no states or no places")
+    for index, place in places.items():
+        if not isinstance(index, MetadataIndex):
+            raise _WrongError("a place belongs to no rectangle")
+        with_name = isinstance(getattr(place, "relative_path", None), str)
+        if not isinstance(place, _StorageInfo) or not with_name:
+            raise _WrongError(f"{index.fqn:.99} has no place")
+        if Path(place.relative_path).name != place.relative_path or "\0" in place.relative_path:
+            raise _WrongError(
+                f"{index.fqn:.99} is in {place.relative_path!r:.99}, no file beside it"
+            )
+        if not (_is_count(place.offset) and _is_count(place.length) and place.length > 0):
+            raise _WrongError(f"{index.fqn:.99} is stored at no range of bytes")
+    return states, places
+
+
+def _check_state(name: object, state: object) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        raise _WrongError("a state has no name, or one of more than 1,000 characters")
+    if isinstance(state, BytesStorageMetadata):
+        return
+    size, chunks = getattr(state, "size", None), getattr(state, "chunks", None)
+    dtype = getattr(getattr(state, "properties", None), "dtype", None)
+    if (
+        not isinstance(state, TensorStorageMetadata)
+        or not isinstance(dtype, torch.dtype)
+        or not isinstance(chunks, list)
+        or not _is_shape(size)
+        or prod(size) >= 2**63
+    ):
+        raise _WrongError(f"{name:.99} has no size or no type of a tensor")
+    for chunk in chunks:
+        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+        if (
+            not (
+                isinstance(chunk, ChunkStorageMetadata) and _is_shape(offsets) and _is_shape(sizes)
+            )
+            or not len(offsets) == len(sizes) == len(size)
+            or any(o + s > n for o, s, n in zip(offsets, sizes, size, strict=True))
+        ):
+            raise _WrongError(f"a rectangle of {name:.99} is not inside it")
+
+
+def _check_places(
+    name: str, state: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
+) -> None:
+    """Every rectangle is stored, in no more bytes than it needs: a reader allocates them."""
+    for chunk in state.chunks:
+        place = places.get(MetadataIndex(name, chunk.offsets))
+        if place is None:
+            raise _WrongError(f"a rectangle of {name:.99} is not stored")
+        num_bytes = prod(chunk.sizes) * state.properties.dtype.itemsize
+        if place.length > num_bytes + _MOST_OVERHEAD:
+            raise _WrongError(f"{name:.99} has {place.length} bytes for a rectangle of {num_bytes}")
+
+
+def _is_shape(value: object) -> TypeGuard[torch.Size]:
+    return (
+        isinstance(value, torch.Size)
+        and len(value) <= _MOST_DIMENSIONS
+        and all(size >= 0 for size in value)
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63

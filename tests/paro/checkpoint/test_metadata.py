@@ -1,0 +1,147 @@
+"""Forged metadata of a checkpoint is named in one line, fast and before anything is read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from paro.checkpoint.manifest import DamagedError
+from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.storage import check_files
+from tests.fixtures.write import FIXTURES
+
+WHOLE = FIXTURES / "2026-11-21/iii-rotated/saved/iter_0000004"
+NAME = "param.blocks.0.wo"
+FIRST = MetadataIndex(NAME, (0, 0))
+Change = Callable[[Metadata], object]
+
+
+def set_place(**fields: Any) -> Change:
+    def change(metadata: Metadata) -> None:
+        metadata.storage_data[FIRST] = replace(metadata.storage_data[FIRST], **fields)
+
+    return change
+
+
+def set_state(**fields: Any) -> Change:
+    def change(metadata: Metadata) -> None:
+        state = metadata.state_dict_metadata[NAME]
+        metadata.state_dict_metadata[NAME] = replace(state, **fields)  # type: ignore[type-var]
+
+    return change
+
+
+def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Change:
+    return set_state(chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))])
+
+
+def setting(name: str, value: Any) -> Change:
+    return lambda metadata: setattr(metadata, name, value)
+
+
+def forged(folder: Path, change: Change) -> Path:
+    """A folder whose metadata are changed after they were written."""
+    metadata = read_metadata(WHOLE)
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+@pytest.mark.parametrize("place", sorted(FIXTURES.glob("*/*/saved/iter_*")), ids=str)
+def test_what_was_saved_is_read(place: Path) -> None:
+    assert len(read_metadata(place).state_dict_metadata) > 10
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (setting("state_dict_metadata", None), "lists no states or no places"),
+        (setting("storage_data", [1]), "lists no states or no places"),
+        (lambda m: m.storage_data.update({"x": None}), "a place belongs to no rectangle"),
+        (lambda m: m.storage_data.update({FIRST: None}), f"{NAME} has no place"),
+        (set_place(relative_path="../../../etc/passwd"), "no file beside it"),
+        (set_place(relative_path="/etc/passwd"), "no file beside it"),
+        (set_place(relative_path="a\0b"), "no file beside it"),
+        (set_place(relative_path=5), f"{NAME} has no place"),
+        (set_place(offset=-1), "stored at no range of bytes"),
+        (set_place(offset="0"), "stored at no range of bytes"),
+        (set_place(length=0), "stored at no range of bytes"),
+        (set_place(length=10**30), "stored at no range of bytes"),
+        (set_place(length=10**12), "has 1000000000000 bytes for a rectangle of"),
+        (lambda m: m.storage_data.pop(FIRST), f"a rectangle of {NAME} is not stored"),
+        (lambda m: m.state_dict_metadata.update({"x" * 1001: 1}), "a state has no name"),
+        (lambda m: m.state_dict_metadata.update({FIRST: 1}), "a state has no name"),
+        (lambda m: m.state_dict_metadata.update(x=1), "x has no size or no type of a tensor"),
+        (set_state(size=(8, 8)), "has no size or no type of a tensor"),
+        (set_state(size=torch.Size([-8, 8])), "has no size or no type of a tensor"),
+        (set_state(size=torch.Size([2**40, 2**40])), "has no size or no type of a tensor"),
+        (set_state(size=torch.Size([1] * 10**5)), "has no size or no type of a tensor"),
+        (set_state(properties=None), "has no size or no type of a tensor"),
+        (set_state(properties=TensorProperties(dtype=5)), "no type of a tensor"),  # type: ignore[arg-type]
+        (set_state(chunks=5), "has no size or no type of a tensor"),
+        (set_state(chunks=[5]), "is not inside it"),
+        (set_state(chunks=[ChunkStorageMetadata([0], [8])]), "is not inside it"),  # type: ignore[arg-type]
+        (chunk((0, 0), (10**9, 8)), "is not inside it"),
+        (chunk((5, 0), (8, 8)), "is not inside it"),
+        (chunk((-1, 0), (8, 8)), "is not inside it"),
+        (chunk((0,), (8,)), "is not inside it"),
+    ],
+)
+def test_a_wrong_field_is_named(change: Change, told: str, tmp_path: Path) -> None:
+    folder = forged(tmp_path, change)
+    began = time.monotonic()
+    with pytest.raises(DamagedError) as caught:
+        read_metadata(folder)
+    assert time.monotonic() - began < 0.5
+    line = str(caught.value)
+    assert line.startswith(f"{folder / '.metadata'} is damaged (")
+    assert told in line
+    assert line.isprintable()
+    assert len(line) < 2000
+
+
+def test_states_that_are_no_tensors_are_left_to_the_planner(tmp_path: Path) -> None:
+    folder = forged(tmp_path, lambda m: m.state_dict_metadata.update(x=BytesStorageMetadata()))
+    assert isinstance(read_metadata(folder).state_dict_metadata["x"], BytesStorageMetadata)
+    assert isinstance(read_metadata(folder).state_dict_metadata[NAME], TensorStorageMetadata)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (pickle.dumps(5), "it holds a int and no metadata"),
+        (b"", "EOFError"),
+        (b"\x80\x02]r\xff\xff\xff\x0f.", "it holds a list and no metadata"),
+        (b"\x80\x02ctorch.serialization\n_get_layout\n)" + b"\x85" * 10**6 + b"R.", "a layout has"),
+    ],
+)
+def test_what_is_no_metadata(content: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(DamagedError, match=told):
+        read_metadata(tmp_path)
+
+
+def test_neither_metadata_nor_its_files_may_be_pipes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".metadata")
+    with pytest.raises(DamagedError, match="no regular file"):
+        read_metadata(tmp_path)
+    place = read_metadata(WHOLE).storage_data[FIRST]
+    os.mkfifo(tmp_path / place.relative_path)
+    with pytest.raises(DamagedError, match="no regular file"):
+        check_files(tmp_path, [place])
