@@ -218,7 +218,7 @@ def how_to_continue(config: RunConfig, state: TrainState) -> str:
 
 def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
     rank, world_size = control.world.rank, control.world.size
-    return Log(rank=rank, world_size=world_size, one_speaker=one_speaker, show=terminal.show)
+    return Log(rank=rank, world_size=world_size, one_speaker=one_speaker, write=terminal.show)
 
 
 def open_data(

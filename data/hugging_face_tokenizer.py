@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from paro.errors import UserError
-from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.regular_file import check_regular, read_bytes
 from paro.untrusted.schema import read_json
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -211,6 +211,10 @@ def _load_with_transformers(model: str) -> _Loaded:
         raise UserError(
             f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"
         ) from error
+    folder = Path(model)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not path.is_dir():
+            check_regular(path, f"--tokenizer-model {path}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             model, local_files_only=True, trust_remote_code=False

@@ -34,6 +34,7 @@ from data.sample_order import (
     shuffle_index_dtype,
 )
 from data.waits import Wait
+from paro.untrusted.regular_file import check_regular, read_text
 
 _POLL_SECONDS = 0.05
 Arrays = Mapping[str, NDArray[Any]]
@@ -166,12 +167,14 @@ def _write(entry: CacheEntry, arrays: Arrays) -> None:
 def _read(entry: CacheEntry, expected: Expected) -> Arrays | None:
     """The stored arrays; None if a file is missing, unreadable or differs from what was written."""
     try:
-        seal = entry.path("description.txt").read_text()
+        seal = read_text(entry.path("description.txt"))
+        for name in expected:
+            check_regular(entry.path(f"{name}.npy"))
         arrays = {
             name: np.load(entry.path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
             for name in expected
         }
-    except (OSError, ValueError, EOFError):  # missing, truncated, or not an array
+    except (OSError, ValueError, EOFError):  # missing, no file, truncated, or not an array
         return None
     if {name: (array.shape, array.dtype) for name, array in arrays.items()} != dict(expected):
         return None

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paro.errors import UserError
+from paro.untrusted.regular_file import read_bytes
 
 # The regex with which LLaMA-3 splits a text into words before BPE merges.
 PATTERN = (
@@ -63,9 +64,10 @@ class TikTokenizer:
 def _read_ranks(path: Path) -> dict[bytes, int]:
     if not path.is_file():
         raise UserError(f"--tokenizer-model {path} is missing: give a tiktoken file")
+    content = read_bytes(path, f"--tokenizer-model {path}")
     ranks = {}
     try:
-        for line in path.read_bytes().split(b"\n"):
+        for line in content.split(b"\n"):
             if line.strip():
                 piece, rank = line.split()
                 ranks[base64.b64decode(piece, validate=True)] = int(rank)

@@ -11,6 +11,7 @@ from data.hugging_face_tokenizer import HuggingFaceTokenizer
 from data.tik_tokenizer import TikTokenizer
 from data.tokenizer_config import GPT2_TYPE, SENTENCEPIECE_TYPES, TokenizerConfig
 from paro.errors import UserError, reading
+from paro.untrusted.regular_file import read_bytes
 
 
 class Tokenizer(Protocol):
@@ -148,10 +149,15 @@ def _load_sentencepiece(path: Path) -> Any:
         raise UserError("this --tokenizer-type needs the package sentencepiece") from error
     if not path.is_file():
         raise UserError(f"--tokenizer-model {path} is missing: give a SentencePiece .model")
+    content = read_bytes(path, f"--tokenizer-model {path}")
     try:
-        return SentencePieceProcessor(model_file=str(path))
+        processor = SentencePieceProcessor(model_proto=content)
+        num_pieces = processor.get_piece_size() if content else 0  # it takes nothing for no model
     except (OSError, RuntimeError) as error:
         raise UserError(f"--tokenizer-model {path} is not a SentencePiece model") from error
+    if num_pieces == 0:
+        raise UserError(f"--tokenizer-model {path} is not a SentencePiece model: it has no pieces")
+    return processor
 
 
 class NullTokenizer:

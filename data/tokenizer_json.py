@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import SentencePieceTokenizer
+from paro.untrusted.regular_file import read_bytes
 
 BLANK = "\u2581"  # how pieces spell a space
 
@@ -31,7 +32,7 @@ def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = Fals
     from sentencepiece import SentencePieceProcessor
 
     try:
-        processor = SentencePieceProcessor(model_file=str(model))
+        processor = SentencePieceProcessor(model_proto=read_bytes(model))
     except (OSError, RuntimeError):
         return False  # LLaMA-3's tokenizer.model is in tiktoken's format
     pieces = _ordinary(processor)

@@ -7,6 +7,8 @@ import sys
 import time
 from typing import ClassVar
 
+from paro.errors import shown
+
 NOTICE_AFTER_SECONDS = 10.0
 
 
@@ -31,5 +33,5 @@ class Wait:
             )
         if waited > NOTICE_AFTER_SECONDS and not self._has_noted:
             self._has_noted = True
-            sys.stderr.write(f"waiting for {self._what}\n")
+            sys.stderr.write(shown(f"waiting for {self._what}\n"))
             sys.stderr.flush()

@@ -17,7 +17,8 @@ _STORAGE_FAILURES = (
 )
 # What torch, CUDA and cuBLAS write where they raise a plain RuntimeError.
 _MEMORY_TEXTS = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_LONGEST_LINE = 2000
+_LONGEST_LINE = 1900  # with the name of the program before it, below 2,000
+_LONGEST_SHOWN = 10_000  # a blend of a hundred corpora is whole
 
 
 class UserError(ValueError):
@@ -57,13 +58,22 @@ def printable(text: str) -> str:
     )
 
 
-def one_line(text: str) -> str:
-    """The text as one printable line of at most `_LONGEST_LINE` characters, its middle cut out."""
-    line = printable(" ".join(text.split()))
-    if len(line) <= _LONGEST_LINE:
-        return line
-    half = (_LONGEST_LINE - 5) // 2
-    return f"{line[:half]} ... {line[-half:]}"
+def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
+    """The text as one printable line of at most `longest` characters, its middle cut out."""
+    return _cut(printable(" ".join(text.split())), longest)
+
+
+def shown(text: str) -> str:
+    """What a terminal gets of a text: printable lines of at most `_LONGEST_SHOWN` characters."""
+    text = printable(text)
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    return "\n".join(_cut(line, _LONGEST_SHOWN) for line in text.split("\n"))
+
+
+def _cut(line: str, longest: int) -> str:
+    half = (longest - 5) // 2
+    return line if len(line) <= longest else f"{line[:half]} ... {line[-half:]}"
 
 
 class RunError(Exception):
@@ -71,6 +81,9 @@ class RunError(Exception):
 
     A state that is not finite, or no memory left; raised on all ranks.
     """
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class StorageError(RunError):

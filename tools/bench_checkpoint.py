@@ -45,7 +45,9 @@ from paro.topology import make_topology
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.resume import Saver
 from paro.training.step import train_step
+from tools.shared.command_line import Parser
 from tools.shared.meters import MemoryMeter
+from tools.shared.output import print_json
 
 BLOCK_BYTES = 2**20
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -227,7 +229,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = Parser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="on the disk in question; is emptied")
     add("--params", type=int, default=100_000_000, help="12 bytes of state each")
@@ -252,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             shutil.rmtree(args.folder)
             if args.json:
                 args.json.write_text(json.dumps(figures, indent=1) + "\n")
-            print(json.dumps(figures, indent=1))
+            print_json(figures, indent=1)
 
 
 if __name__ == "__main__":

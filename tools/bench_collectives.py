@@ -41,6 +41,7 @@ from paro.planning.machine.machine import (
     least_seconds,
     rate_text,
 )
+from paro.report.log import print_line
 from paro.topology import AxisSpan, Link, Topology, axes_of, make_topology
 from tools.collective_timing.device import LARGE, SMALL, measure_device, training_config
 from tools.collective_timing.plot import plot
@@ -235,7 +236,7 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
         for op in settings.ops:
             finished = race.run(settings.moves(op, run))
             if control.world.rank == 0:
-                print(table([row_of(outcome, settings) for outcome in finished]), flush=True)
+                print_line(table([row_of(outcome, settings) for outcome in finished]))
             outcomes += finished
     return outcomes
 
@@ -346,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with distributed(settings.runtime, world) as control:
         facts = conditions(settings, control)
         if world.rank == 0:
-            print(describe(facts), flush=True)
+            print_line(describe(facts))
         device = (
             measure_device(settings.trained, control, group_size=settings.machine.group_size)
             if settings.trained
@@ -359,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wrong = [outcome for outcome in outcomes if not outcome.correct]
     if wrong:
         if world.rank == 0:
-            print(f"{len(wrong)} of {len(outcomes)} rows are wrong", file=sys.stderr, flush=True)
+            print_line(f"{len(wrong)} of {len(outcomes)} rows are wrong", stream=sys.stderr)
         raise SystemExit(1)
 
 

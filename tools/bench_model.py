@@ -38,9 +38,10 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.report.flops import find_peak
+from paro.report.log import print_line
 from paro.report.memory import peak_memory_bytes
 from tools.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Step, Task
-from tools.shared.command_line import status_of
+from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_text
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -68,7 +69,7 @@ class Result:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add(
         "--contenders",
@@ -172,7 +173,7 @@ def race(
         for name in (*names[start:], *names[:start]):
             seconds[name].append(turn(contenders[name]))
         last = ", ".join(f"{name} {turns[-1]:.3f}" for name, turns in seconds.items())
-        print(f"round {index + 1:3d}, seconds: {last}", flush=True)
+        print_line(f"round {index + 1:3d}, seconds: {last}")
     alone = {names[0]: peak_memory_bytes(task.device)} if len(names) == 1 else {}
     return Result(
         tokens_per_turn=steps * task.num_tokens,
@@ -192,7 +193,7 @@ def race_alone(task: Task, names: Sequence[str], argv: Sequence[str], *, steps: 
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             file = Path(folder) / f"{name}.json"
-            print(f"{name}:", flush=True)
+            print_line(f"{name}:")
             done = subprocess.run(
                 [*own, "--no-own-process", "--contenders", name, "--json", str(file)],
                 stdin=subprocess.DEVNULL,
@@ -242,10 +243,10 @@ def report(task: Task, result: Result, peak_flops: float | None) -> list[dict[st
         for other in references:
             if other != name:
                 line += f", {result.ratio(name, other):.3f} of {other}"
-        print(line)
+        print_line(line)
         rows.append(row)
     for name, failure in result.failures.items():
-        print(f"{name:22s} failed: {failure}")
+        print_line(f"{name:22s} failed: {failure}")
         rows.append({"contender": name, "failure": failure})
     return rows
 
@@ -270,7 +271,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         f"{num_parameters(task.config) / 1e6:.2f}M parameters, {args.num_micro_batches} x "
         f"{batch_size} x {seq_length} tokens a step, {task.dtype} on {task.device}"
     )
-    print(title)
+    print_line(title)
     if args.own_process:
         result = race_alone(task, names, argv, steps=args.steps)
     else:

@@ -29,9 +29,10 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from data.corpus import read_batches, texts_of
 from data.sources import Piece
 from paro.errors import UserError
+from paro.report.log import print_line
 from tools import preprocess_data
 from tools.preprocessing.encode import EncodingPlan, tokenizer_of
-from tools.shared.command_line import status_of
+from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_text
 
 SCRIPT = Path(preprocess_data.__file__)
@@ -127,18 +128,17 @@ def race(
                 "largest_process": command.largest_process,
             }
         )
-        print(
+        print_line(
             f"round {number + 1}: bare tokenizer {bare.seconds:.2f} s (processors "
             f"{bare.cpu_seconds:.2f} s), command {command.seconds:.2f} s "
             f"({command.cpu_seconds:.2f} s): {bare.seconds / command.seconds:.3f} of the bare "
-            f"tokenizer's speed, largest process {command.largest_process / 1e6:.0f} MB",
-            flush=True,
+            f"tokenizer's speed, largest process {command.largest_process / 1e6:.0f} MB"
         )
     return rows
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=(
             "Times preprocess_data.py against the bare tokenizer. All flags of preprocess_data.py "
             "but --output-prefix are understood."
@@ -160,7 +160,7 @@ def run(own: argparse.Namespace, words: Sequence[str]) -> None:
     ratio = statistics.median(row["ratio"] for row in rows)
     cpu_ratio = statistics.median(row["cpu_ratio"] for row in rows)
     speed = job.num_bytes / 1e6 / statistics.median(row["command"] for row in rows)
-    print(
+    print_line(
         f"{job.num_bytes / 1e6:.1f} MB, {args.workers} workers: {speed:.2f} MB/s, {ratio:.3f} of "
         f"the bare tokenizer's speed (median of {own.rounds}), {cpu_ratio:.3f} by processor time"
     )

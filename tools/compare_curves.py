@@ -17,7 +17,9 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
+from paro.report.log import print_line
 from tools.run_report.runs import Run, read_runs
+from tools.shared.command_line import Parser
 from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw, drawing
 
@@ -51,7 +53,7 @@ def losses_of(run: Run) -> dict[int, float]:
 def differences_from(run: Run, reference: Run) -> dict[int, float]:
     """(loss - reference) / reference by iteration; `UserError` if they share no iteration."""
     mine, theirs = losses_of(run), losses_of(reference)
-    shared = sorted(mine.keys() & theirs.keys())
+    shared = sorted(at for at in mine.keys() & theirs.keys() if theirs[at] != 0.0)
     if not shared:
         raise UserError(f"{run.name} and {reference.name} have logged no iteration in common")
     return {at: (mine[at] - theirs[at]) / theirs[at] for at in shared}
@@ -113,9 +115,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("metrics", nargs="+", type=Path, help="what --metrics-file wrote; the first is compared to")
     add("--names", nargs="+", default=(), help="of the runs; default: strategies")
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_can_draw(options.plot)
     runs = read_runs(options.metrics, options.names)
     distances = [distance_of(run, runs[0]) for run in runs[1:]]
-    print(table(distances, runs[0]))
+    print_line(table(distances, runs[0]))
     if options.json is not None:
         figures = {
             "reference": runs[0].name,

@@ -18,10 +18,12 @@ from paro.checkpoint.convert.source import Source
 from paro.distributed.user_errors import run_script
 from paro.errors import writing
 from paro.quantities import size_text
+from paro.report.log import print_line
+from tools.shared.command_line import Parser
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=(
             "Converts a LLaMA from one format of checkpoints to another. Tensors keep their bits "
             "unless --dtype is given; a few hundred MB of them are in memory at a time."
@@ -81,18 +83,14 @@ def convert(args: argparse.Namespace) -> None:
         padded_vocab_size=args.padded_vocab_size,
     )
     source = conversion.open()
-    print(describe(conversion, source))
-    for note in source.notes:
-        print(note)
+    print_line(describe(conversion, source), *source.notes)
     if args.dry_run:
-        print(f"would write {conversion.target} ({conversion.target_format})")
+        print_line(f"would write {conversion.target} ({conversion.target_format})")
         return
     bar = tqdm(total=source.num_bytes, unit="B", unit_scale=True, disable=None)
     with writing(f"--output {conversion.target}"), bar:
         notes = conversion.write(source, bar.update)
-    for note in notes:
-        print(note)
-    print(f"wrote {conversion.target} ({conversion.target_format})")
+    print_line(*notes, f"wrote {conversion.target} ({conversion.target_format})")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.errors import UserError
 from paro.planning.step.simulation import Span
+from paro.report.log import print_line
+from paro.untrusted.schema import Between, Count, Figure, conform, read_json
 from tools.planning.pictures import draw_timeline
 from tools.shared.command_line import Parser, status_of
 from tools.shared.picture import check_can_draw
@@ -41,6 +42,8 @@ COMPUTING = {
 }
 WAITS = ("gather", "reduce", "publish")
 STEP, WAIT, LANE = "ProfilerStep#", "paro/wait:", "paro/lane:"
+_NAMES = (STEP, WAIT, LANE, *COMPUTING)
+_MOST_BYTES = 2**31  # a profile of many steps is large
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,38 +85,49 @@ def _length(span: Span) -> float:
     return span.end - span.start
 
 
+class _Ranked(TypedDict):
+    rank: Count
+
+
+class _Trace(TypedDict):
+    traceEvents: list[dict[str, Any]]
+    distributedInfo: NotRequired[_Ranked]
+
+
+class _Event(TypedDict):
+    """A range of time, in microseconds."""
+
+    name: str
+    ts: Figure
+    dur: Annotated[float, Between(0.0, 1e30)]
+
+
 def read_profile(path: Path) -> Profile:
     """Reads a trace written by a run on CPU; `UserError` for any other file."""
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
-        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-        for event in events:
-            event["ts"], event["dur"] = float(event["ts"]), float(event["dur"])
-        rank = int(trace["distributedInfo"]["rank"] if "distributedInfo" in trace else 0)
-        steps = [event for event in events if event["name"].startswith(STEP)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: no trace of torch's profiler ({_reason(error)})") from None
-    if any(event.get("cat") == "kernel" for event in events):
-        raise UserError(f"{path}: the trace of a GPU, whose streams ui.perfetto.dev shows")
+        trace: _Trace = read_json(path, _Trace, max_bytes=_MOST_BYTES)
+        ranges = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+        if any(event.get("cat") == "kernel" for event in ranges):
+            raise UserError(f"{path}: the trace of a GPU, whose streams ui.perfetto.dev shows")
+        ours = [event for event in ranges if str(event.get("name")).startswith(_NAMES)]
+        events: list[_Event] = conform(ours, list[_Event], f"{path}: traceEvents")
+    except UserError as error:
+        raise UserError(f"{error}; give what --use-pytorch-profiler wrote on a CPU") from None
+    steps = [event for event in events if event["name"].startswith(STEP)]
     if not steps or not any(event["name"] in COMPUTING for event in events):
         raise UserError(f"{path}: no step of a training; give what --use-pytorch-profiler wrote")
+    rank = trace["distributedInfo"]["rank"] if "distributedInfo" in trace else 0
     begin = min(event["ts"] for event in steps)
     end = max(event["ts"] + event["dur"] for event in steps)
     found = _spans(sorted(events, key=lambda event: event["ts"]), rank, begin, end)
     return Profile(rank, len(steps), (end - begin) / 1e6, tuple(found))
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return str(error.strerror)
-    return f"no {error}" if isinstance(error, KeyError) else str(error)
-
-
-def _spans(events: Iterable[dict[str, Any]], rank: int, begin: float, end: float) -> Iterable[Span]:
+def _spans(events: Iterable[_Event], rank: int, begin: float, end: float) -> Iterable[Span]:
     """Ranges in the steps, sorted by start; of nested waits the outer ones."""
     waited_until = begin
     for event in events:
-        name, first = str(event["name"]), event["ts"]
+        name, first = event["name"], event["ts"]
         last = min(first + event["dur"], end)
         if not begin <= first < end:
             continue
@@ -173,11 +187,11 @@ def run(args: argparse.Namespace) -> None:
     profiles = sorted(map(read_profile, args.traces), key=lambda profile: profile.rank)
     if len({profile.rank for profile in profiles}) < len(profiles):
         raise UserError("two traces are of one rank: give those of one run")
-    print(table(profiles))
+    print_line(table(profiles))
     if args.plot is not None:
         spans = [span for profile in profiles for span in profile.spans]
         draw_timeline(args.plot, spans, args.title or "steps of a profile", actor="rank")
-        print(f"picture written to {args.plot}")
+        print_line(f"picture written to {args.plot}")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from pathlib import Path
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     if sys.platform != "linux":
-        print(f"emulated_cluster.py: error: needs Linux, not {sys.platform}", file=sys.stderr)
+        sys.stderr.write(f"emulated_cluster.py: error: needs Linux, not {sys.platform}\n")
         sys.exit(2)
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from paro.report.log import print_line
 from tools.cluster.counters import Traffic, reset_traffic, traffic
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import down, up
@@ -138,20 +139,20 @@ def execute(args: argparse.Namespace) -> int:
     if args.command == "up":
         sizes = {name: value for name, value in vars(args).items() if name != "command"}
         made = up(ClusterSpec(**sizes))
-        print(f"cluster {made.spec.name!r} is up: {made.spec.describe()}")
+        print_line(f"cluster {made.spec.name!r} is up: {made.spec.describe()}")
     elif args.command == "run":
         argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
         return run(open_cluster(args.name), argv)
     elif args.command == "bytes":
         opened = open_cluster(args.name)
         measured = traffic(opened)
-        print(as_json(measured) if args.json else table(measured))
+        print_line(as_json(measured) if args.json else table(measured), whole=True)
         if args.reset:
             reset_traffic(opened)
     else:
         for namespace in down(args.name):
-            print(f"left alone: {namespace}, which this tool did not make", file=sys.stderr)
-        print(f"cluster {args.name!r} is down")
+            print_line(f"left alone: {namespace}, which this tool did not make", stream=sys.stderr)
+        print_line(f"cluster {args.name!r} is down")
     return 0
 
 

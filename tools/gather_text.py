@@ -14,7 +14,8 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.errors import UserError
-from tools.shared.command_line import status_of
+from paro.report.log import print_line
+from tools.shared.command_line import Parser, status_of
 from tools.shared.output import output_file
 
 # Tests are excluded because they are repetitive, site-packages because it differs by machine.
@@ -62,7 +63,7 @@ def gather(output: Path, *, min_bytes: int, seed: int) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=(
             "Gathers real text without a network: the sources and docstrings of the Python that "
             'runs this, one JSON line {"text": ...} per file. The order is random but the same '
@@ -87,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     sizes = {"min_bytes": args.min_bytes, "seed": args.seed}
-    return status_of("gather_text.py", lambda: print(gather(args.output, **sizes)))
+    return status_of("gather_text.py", lambda: print_line(gather(args.output, **sizes)))
 
 
 if __name__ == "__main__":

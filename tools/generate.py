@@ -26,7 +26,9 @@ from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import latest_iteration
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
+from paro.report.log import print_line
 from paro.untrusted.regular_file import read_text
+from tools.shared.command_line import Parser
 
 UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete character
 
@@ -184,7 +186,7 @@ def load_model(source: Source, tokenizer: Tokenizer) -> Llama:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=(
             "Continues prompts with the latest checkpoint of a training, a converted model or a "
             "Hugging Face folder, on the CPU in fp32."
@@ -274,15 +276,15 @@ def generate(args: argparse.Namespace) -> None:
     ends, at_most = source.ends | {tokenizer.eod}, args.max_new_tokens
     batch = continuations(model, begun, sampling, num_ids=tokenizer.vocab_size)
     if len(prompts) == 1:
-        print(prompts[0], end="", flush=True)
+        print_line(prompts[0], end="", whole=True)
         tokens = until_end((row for (row,) in batch), ends=ends, at_most=at_most)
         for text in text_of(tokenizer, texts[0], tokens):
-            print(text, end="", flush=True)
-        print()
+            print_line(text, end="", whole=True)
+        print_line("")
         return
     added = texts_until_end(batch, len(prompts), ends=ends, at_most=at_most)
     for prompt, ids, more in zip(prompts, texts, added, strict=True):
-        print(prompt + "".join(text_of(tokenizer, ids, iter(more))))
+        print_line(prompt + "".join(text_of(tokenizer, ids, iter(more))), whole=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

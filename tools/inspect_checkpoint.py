@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +27,11 @@ from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import check_files
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
+from paro.report.log import print_line
+from tools.shared.command_line import Parser
+from tools.shared.output import print_json
+
+_WIDEST_NAME = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,7 @@ def lines(kind: str, facts: Mapping[str, Any], entries: Sequence[Entry]) -> Iter
         else:
             yield f"{name} {value}"
     yield f"tensors ({len(entries)})"
-    width = max((len(entry.name) for entry in entries), default=0)
+    width = min(_WIDEST_NAME, max((len(entry.name) for entry in entries), default=0))
     for entry in entries:
         shape = "x".join(map(str, entry.shape)) or "scalar"
         yield f"  {entry.name:{width}}  {shape:>16}  {entry.type_name:>8}  {entry.num_bytes:>14,}"
@@ -124,7 +128,7 @@ def verify(kind: str, directory: Path, iteration: int | None) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = Parser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--load", required=True, type=Path, metavar="DIR", help="a checkpoint of any format")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")
@@ -145,12 +149,11 @@ def inspect(args: argparse.Namespace) -> None:
             {"name": e.name, "shape": e.shape, "dtype": e.type_name, "bytes": e.num_bytes}
             for e in entries
         ]
-        print(json.dumps({"format": kind, **facts, "tensors": tensors, "verified": verified}))
+        print_json({"format": kind, **facts, "tensors": tensors, "verified": verified})
         return
-    for line in lines(kind, facts, entries):
-        print(line)
+    print_line(*lines(kind, facts, entries))
     if verified:
-        print(f"verified: {verified}")
+        print_line(f"verified: {verified}")
 
 
 def _state_of(entry: Entry) -> str:

@@ -21,6 +21,7 @@ from data.tokenizer_config import tokenizer_config
 from paro.arguments.parser import parse_args
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
+from paro.report.log import print_line
 from tools.inspection.lengths import (
     Bin,
     document_lengths,
@@ -30,6 +31,7 @@ from tools.inspection.lengths import (
     histogram,
 )
 from tools.inspection.training_samples import dump
+from tools.shared.command_line import Parser
 from tools.shared.picture import check_can_draw
 
 PATH_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -38,7 +40,7 @@ SHOWN_TOKENS = 400
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         usage="%(prog)s [flag ...] [flag of pretrain_llama.py ...]",
         description=(
             "Counts the documents and tokens of each corpus of --data-path, draws how long they "
@@ -165,20 +167,19 @@ def inspect(own: Namespace, args: Namespace) -> None:
     for prefix in prefixes:
         dataset = IndexedDataset(prefix)
         by_name[prefix] = histogram(document_lengths(dataset))
-        print("\n".join(describe(dataset, by_name[prefix])))
-        print(describe_origin(prefix, fingerprint))
+        print_line(*describe(dataset, by_name[prefix]), describe_origin(prefix, fingerprint))
         if tokenizer is not None:
-            print("\n".join(describe_with_tokenizer(dataset, tokenizer, own.documents)))
+            print_line(*describe_with_tokenizer(dataset, tokenizer, own.documents), whole=True)
     if own.histogram is not None:
         draw_picture(own.histogram, by_name)
-        print(f"wrote {own.histogram}")
+        print_line(f"wrote {own.histogram}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     own, rest = make_parser().parse_known_args(argv)
     args = parse_args(rest, trains=own.dump_samples is not None)
     if own.dump_samples is not None:
-        print(dump(args, own.dump_samples))
+        print_line(dump(args, own.dump_samples))
     else:
         inspect(own, args)
 

@@ -13,7 +13,8 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from data.fingerprint import Fingerprint, read_fingerprint
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
 from paro.errors import UserError, reading
-from tools.shared.command_line import status_of
+from paro.report.log import print_line
+from tools.shared.command_line import Parser, status_of
 
 
 def prefixes_in(folder: Path) -> list[Path]:
@@ -71,7 +72,7 @@ def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=(
             "Joins all data sets (.bin and .idx) of a folder, sorted by name, into "
             "PREFIX.bin and PREFIX.idx. They have to be of one tokenizer."
@@ -86,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     return status_of(
-        "merge_datasets.py", lambda: print(merge(prefixes_in(args.input), args.output_prefix))
+        "merge_datasets.py", lambda: print_line(merge(prefixes_in(args.input), args.output_prefix))
     )
 
 

@@ -30,6 +30,7 @@ from paro.planning.search.planner import (
 from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.planning.step.trace import chrome_trace
+from paro.report.log import print_line
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
     as_json,
@@ -68,18 +69,18 @@ def check_files(args: Namespace) -> None:
 
 def report(args: Namespace, workload: Workload) -> None:
     """Prints the plan and writes the files; `UserError` at the end if nothing fits."""
-    print(title(workload), "", sep="\n")
+    print_line(title(workload), "")
     rotated = rotated_rows(workload) if workload.materialize.rotates else ()
     rows = best_first((*letter_rows(workload), *rotated))
-    print(rows_table(rows), *misfits(workload, rows), "", sep="\n")
+    print_line(rows_table(rows), *misfits(workload, rows), "")
     found = plan(workload)
-    print(*describe(found), "", "memory against time, all candidates:", sep="\n")
-    print(front_table(found), "", sep="\n")
+    print_line(*describe(found), "", "memory against time, all candidates:")
+    print_line(front_table(found), "")
     bought = purchases(workload, found)
-    print("what more would buy:", *purchase_lines(bought), sep="\n")
+    print_line("what more would buy:", *purchase_lines(bought))
     curves = {}
     if args.scaling is not None:
-        print("", "the best that fits at the same batch a rank:", sep="\n")
+        print_line("", "the best that fits at the same batch a rank:")
         curves = scaling(workload, find_machine(args.paro_machine), args.paro_group_size)
     if args.json is not None:
         text = json.dumps(fields_of(workload, rows, found, bought, curves), indent=1)
@@ -156,7 +157,7 @@ def scaling(
         best = best_that_fits(own, as_given)
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
-            print(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.candidate.describe()}")
+            print_line(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.candidate.describe()}")
         ranks *= 2
     return curves
 

@@ -25,6 +25,7 @@ from data.indexed_dataset import IndexedDatasetWriter, bin_path, dtype_for_vocab
 from data.sources import Piece, share_out
 from data.tokenizer_config import TOKENIZER_TYPES, tokenizer_config
 from paro.errors import UserError
+from paro.report.log import print_line
 from tools.preprocessing.encode import (
     EncodedBatch,
     EncodingPlan,
@@ -37,7 +38,7 @@ from tools.preprocessing.inputs import add_source_args, pieces_of
 from tools.preprocessing.partitions import Partitions
 from tools.preprocessing.progress import Progress
 from tools.preprocessing.workers import Workers, worker_processes
-from tools.shared.command_line import status_of
+from tools.shared.command_line import Parser, status_of
 
 NO_SENTENCES = (
     "--split-sentences is not supported: LLaMA trains on whole documents. A data set that has "
@@ -136,7 +137,9 @@ def write_partitions(
                 tally = write_batches(writers, encoded_batches(share, plan, workers), progress)
             partitions.finish(number, tally)
         else:
-            print(f"partition {number + 1} of {len(shares)} is done already", file=sys.stderr)
+            print_line(
+                f"partition {number + 1} of {len(shares)} is done already", stream=sys.stderr
+            )
             progress.passed_over(tally.advance)
         total += tally
     return total
@@ -282,7 +285,7 @@ def add_runtime_args(parser: argparse.ArgumentParser) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=(
             "Tokenizes text and writes it in Megatron-LM's format, PREFIX_KEY_document.bin and "
             ".idx, and in .tokenizer which tokenizer that was. Give the training --data-path "
@@ -335,7 +338,7 @@ def run(args: argparse.Namespace) -> None:
         progress = Progress(total_bytes=job.num_bytes, interval=args.log_interval)
         with worker_processes(args.workers, tokenizer_of, job.plan.tokenizer) as workers:
             lines = preprocess(job, workers, progress)
-    print("\n".join(lines))
+    print_line(*lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -343,7 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return status_of("preprocess_data.py", lambda: run(args))
     except KeyboardInterrupt:
-        print("preprocess_data.py: stopped; with --partitions it can be resumed", file=sys.stderr)
+        print_line(
+            "preprocess_data.py: stopped; with --partitions it can be resumed", stream=sys.stderr
+        )
         return 130
 
 

@@ -12,10 +12,11 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.errors import UserError
+from paro.report.log import print_line
 from tools.run_report.charts import CHARTS, as_png
 from tools.run_report.page import page
 from tools.run_report.runs import read_runs
-from tools.shared.command_line import status_of
+from tools.shared.command_line import Parser, status_of
 from tools.shared.output import output_file, write_text
 
 DESCRIPTION = """\
@@ -27,9 +28,7 @@ communication, configuration and environment. The page needs no network and no o
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "metrics", nargs="+", type=Path, help="the files of --metrics-file; reads FILE.run.json too"
     )
@@ -45,13 +44,13 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("this needs matplotlib: pip install -r requirements.txt")
     runs = read_runs(options.metrics, options.names)
     write_text(options.output, page(runs, options.title))
-    print(f"wrote {options.output}")
+    print_line(f"wrote {options.output}")
     if options.png_dir is not None:
         for chart in CHARTS:
             place = options.png_dir / f"{chart.name}.png"
             with output_file(place) as temporary:
                 temporary.write_bytes(as_png(chart, runs))
-            print(f"wrote {place}")
+            print_line(f"wrote {place}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

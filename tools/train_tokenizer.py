@@ -17,8 +17,9 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from data.corpus import read_batches, texts_of
 from data.sources import Piece
 from paro.errors import UserError
+from paro.report.log import print_line
 from tools.preprocessing.inputs import add_source_args, pieces_of
-from tools.shared.command_line import status_of
+from tools.shared.command_line import Parser, status_of
 from tools.shared.output import output_file
 
 CHUNK_CHARACTERS = 2000  # the trainer takes short texts; at a cut only one piece can be missed
@@ -96,7 +97,7 @@ def bytes_per_token(model: bytes, chunks: Sequence[str]) -> float:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=(
             "Trains a SentencePiece BPE tokenizer with byte fallback and LLaMA's special ids "
             "(0 unknown, 1 begin, 2 end) and writes PREFIX.model."
@@ -144,14 +145,14 @@ def run(args: argparse.Namespace) -> None:
     size = sum(len(chunk.encode()) for chunk in chunks)
     if size == 0:
         raise UserError(f"--input {' '.join(args.input)} holds no text")
-    print(f"training {args.vocab_size} pieces on {size / 1e6:.1f} MB of text", flush=True)
+    print_line(f"training {args.vocab_size} pieces on {size / 1e6:.1f} MB of text")
     model = train(chunks, vocab_size=args.vocab_size, character_coverage=args.character_coverage)
     path = Path(f"{args.output_prefix}.model")
     with output_file(path) as temporary:
         temporary.write_bytes(model)
     ratio = bytes_per_token(model, chunks[:: max(1, len(chunks) // 200)])
     seconds = time.perf_counter() - begin
-    print(f"wrote {path}: {ratio:.2f} bytes of text per token, {seconds:.1f} s")
+    print_line(f"wrote {path}: {ratio:.2f} bytes of text per token, {seconds:.1f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

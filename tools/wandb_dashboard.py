@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import netrc
@@ -23,6 +22,8 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.report import tags
+from paro.report.log import print_line
+from tools.shared.command_line import Parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def has_account() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--wandb-project", required=True, help="the project to show")
     parser.add_argument("--wandb-entity", help="the user or team it belongs to; needed to save")
     parser.add_argument("--name", default="throughput and MFU", help="name of the view")
@@ -135,11 +136,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for package in ("wandb", "wandb_workspaces"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"this needs {package}: pip install -r requirements.txt")
-    print(describe(entity, project, options.name))
+    print_line(describe(entity, project, options.name))
     workspace = make_workspace(entity or "-", project, options.name)
     if options.dry_run or not has_account():
         why = "--dry-run" if options.dry_run else "no account: run `wandb login`"
-        print(f"nothing was saved ({why})")
+        print_line(f"nothing was saved ({why})")
         return
     if entity is None:
         raise UserError("--wandb-entity is missing: whose project it is")
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         workspace.save()
     except Exception as error:  # the service's: network, permissions, a project that does not exist
         raise UserError(f"the view could not be saved: {error}") from error
-    print(f"saved: {workspace.url}")
+    print_line(f"saved: {workspace.url}")
 
 
 if __name__ == "__main__":

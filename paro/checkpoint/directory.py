@@ -37,7 +37,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
 METADATA = ".metadata"
 RANK_MARK = ".rank_"
-_MAX_TRACKER_BYTES = 4096  # bytes of a tracker that are read
+MAX_TRACKER_BYTES = 4096  # bytes of a tracker that are read
 _REPLACED = ".replaced"
 _PARTIAL = ".partial"
 _EARLIER = "earlier_"
@@ -78,7 +78,7 @@ def latest_iteration(directory_root: str | Path) -> int | None:
             _refuse_strangers(root)
             return None
     with damaged(path):
-        text = read_bytes(path, max_bytes=_MAX_TRACKER_BYTES).decode(errors="replace").strip()
+        text = read_bytes(path, max_bytes=MAX_TRACKER_BYTES).decode(errors="replace").strip()
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         if not iterations_in(root):
             _refuse_strangers(root)

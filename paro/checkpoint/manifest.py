@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, NotRequired, TypedDict
 
 from paro.checkpoint.checksum import crc32
 from paro.errors import UserError, describe, reading
+from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
@@ -100,9 +102,12 @@ class Manifest:
             if wanted is None:
                 raise DamagedError(f"{path} is not in {MANIFEST}")
             try:
-                found = path.stat().st_size
+                status = path.stat()
             except OSError as error:
                 raise DamagedError(f"{path} is missing ({describe(error)})") from None
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedError(f"{path} is no regular file")
+            found = status.st_size
             if found != wanted.num_bytes:
                 what = "truncated" if found < wanted.num_bytes else "too long"
                 raise DamagedError(f"{path} is {what}: {found} bytes of {wanted.num_bytes}")
@@ -117,7 +122,7 @@ class Manifest:
     def read_file(self, name: str) -> bytes:
         """The contents of a small file, verified."""
         self.check_sizes([name])
-        content = (self.directory / name).read_bytes()
+        content = read_bytes(self.directory / name)
         self.check_sum(name, 0, len(content), crc32(content))
         return content
 

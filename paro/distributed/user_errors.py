@@ -23,6 +23,7 @@ from paro.errors import (
     is_memory_failure,
     is_storage_failure,
     printing,
+    shown,
 )
 
 # Ranks that are started together may reach the same error this many seconds apart.
@@ -82,7 +83,7 @@ def _open_closed_streams() -> None:
 
 def _print_error(text: str) -> None:
     with suppress(OSError):  # a full or closed stream: the status is left to tell
-        print(text, file=sys.stderr, flush=True)
+        print(shown(text), file=sys.stderr, flush=True)
 
 
 def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -> NoReturn:

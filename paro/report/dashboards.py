@@ -7,20 +7,23 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from data.atomic_file import replacing
-from paro.errors import UserError, type_and_message
+from paro.errors import UserError, one_line, printable, shown, type_and_message
 from paro.report.config import ReportConfig
 from paro.report.log import Log
+from paro.untrusted.regular_file import read_text
 
 Scalars = Mapping[str, float]
 
 _QUEUE_LENGTH = 1000  # writes that a dashboard may lag behind
 _CLOSE_SECONDS = 60.0  # for the writes and uploads that remain at the end
+_LONGEST_NAME = 128  # of a run or a figure, as Weights & Biases limits them
 RUN_ID_FILE = "wandb_run_id.txt"
 _LOCAL_MODES = ("offline", "dryrun", "disabled")  # wandb modes that send nothing
 
@@ -76,11 +79,14 @@ class WeightsAndBiases:
 
         known = read_run_id(place) if start_iteration > 0 else None
         self._run: Any = wandb.init(
-            project=config.wandb_project,
-            entity=config.wandb_entity,
-            name=config.wandb_exp_name,
+            project=printable(config.wandb_project or ""),
+            entity=config.wandb_entity and printable(config.wandb_entity),
+            name=config.wandb_exp_name and _named(config.wandb_exp_name),
             dir=config.wandb_save_dir,
-            config=dict(arguments),
+            config={
+                name: shown(value) if isinstance(value, str) else value
+                for name, value in arguments.items()
+            },
             id=known,
             resume=None if known is None else "allow",
             # No wandb thread captures what ranks print: the output would fail with the service.
@@ -101,10 +107,12 @@ class WeightsAndBiases:
 
 def read_run_id(place: Path | None) -> str | None:
     """The wandb run id stored by an earlier start of the run; None if there is none."""
-    try:
-        return None if place is None else place.read_text(encoding="utf-8").strip() or None
-    except OSError:
+    if place is None or not place.exists():
         return None
+    text = read_text(place, max_bytes=_LONGEST_NAME).strip()
+    if not re.fullmatch(r"[\w-]+", text, re.ASCII):
+        raise UserError(f"{place} holds no id of a run of Weights & Biases: remove it")
+    return text
 
 
 def run_id_place(config: ReportConfig, save: str | None) -> Path | None:
@@ -171,8 +179,9 @@ class Dashboards:
             self._log.log_last(f"{flag} has no effect: {type_and_message(error)}")
 
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
+        named = {_named(tag): value for tag, value in scalars.items()}
         for writer in self._open:
-            writer.write(scalars, iteration=iteration, samples=samples)
+            writer.write(named, iteration=iteration, samples=samples)
         self._leave_out_failed()
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
@@ -244,3 +253,8 @@ def check_login(config: ReportConfig, log: Log) -> None:
             "Biases, run wandb login or set WANDB_API_KEY; WANDB_MODE=offline needs no key and "
             "keeps the run on disk"
         )
+
+
+def _named(text: str) -> str:
+    """A name of a run or of a figure, as services print and list it."""
+    return one_line(text, _LONGEST_NAME)

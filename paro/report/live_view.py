@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paro.errors import one_line, shown
 from paro.report.record import IterationRecord, Metrics, RunFacts
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -61,8 +62,8 @@ class LiveView:
         console: Console | None = None,
     ) -> None:
         self._facts = facts
-        self._title = title
-        self._placement = tuple(placement)
+        self._title = one_line(title)
+        self._placement = tuple(map(shown, placement))
         self._bytes_before = bytes_before  # on a CPU: of the process before the model was built
         self._losses: list[float] = []
         self._seconds: float | None = None  # per iteration, running mean

@@ -5,15 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TextIO
 
-from paro.errors import printable, printing
+from paro.errors import printable, printing, shown
 
 
-def print_line(message: str) -> None:
-    """Prints one line to standard output and flushes it."""
+def print_line(
+    *lines: str, stream: TextIO | None = None, end: str = "\n", whole: bool = False
+) -> None:
+    """Prints lines, to standard output unless told, and flushes it.
+
+    Names from files and flags may be in them: what a terminal would act upon is escaped, and long
+    lines are cut; not with `whole`, for a text or a table that the user asked for.
+    """
+    text = "\n".join(lines)
+    # One write: with a separate write for the newline, lines of different ranks would mix.
+    text = (printable(text) if whole else shown(text)) + end
+    if stream is not None:
+        print(text, end="", flush=True, file=stream)
+        return
     with printing():
-        # One write: with a separate write for the newline, lines of different ranks would mix.
-        print(message + "\n", end="", flush=True)
+        print(text, end="", flush=True)
 
 
 def set_logging_level(level: int | None) -> None:
@@ -30,19 +42,23 @@ class Log:
     rank: int = 0
     world_size: int = 1
     one_speaker: bool = False  # the first rank also prints the last rank's lines
-    show: Callable[[str], None] = print_line
+    write: Callable[[str], None] = print_line
 
     @property
     def is_last(self) -> bool:
         """Whether this rank prints the log line."""
         return self.rank == (0 if self.one_speaker else self.world_size - 1)
 
+    def show(self, message: str) -> None:
+        """Prints on every rank that calls it."""
+        self.write(shown(message))
+
     def log0(self, message: str) -> None:
         """Prints on the first rank."""
         if self.rank == 0:
-            self.show(printable(message))
+            self.show(message)
 
     def log_last(self, message: str) -> None:
         """Prints on the last rank, where scripts look for the log line."""
         if self.is_last:
-            self.show(printable(message))
+            self.show(message)

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from data.atomic_file import replacing
 from paro.report.record import RunFacts
-from paro.report.run_record_file import Record, read_record
+from paro.report.run_record_file import Facts, Record, read_record
 
 
 class RunRecord:
@@ -42,7 +43,7 @@ class RunRecord:
                 "iteration": self._start_iteration,
                 "time": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "arguments": dict(arguments),
-                "facts": asdict(facts),
+                "facts": cast("Facts", asdict(facts)),
                 "environment": environment(device),
             }
         )

@@ -6,21 +6,33 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from paro.errors import UserError
-from paro.untrusted.schema import Count, read_json
+from paro.untrusted.schema import Count, Figure, Positive, read_json
+
+
+class _Peak(TypedDict):
+    source: str
+
+
+class Facts(TypedDict):
+    """Of a run's `RunFacts`, what reports read."""
+
+    world_size: NotRequired[Positive]
+    peak: NotRequired[_Peak]
+    predicted: NotRequired[dict[str, Figure]]
 
 
 class _Start(TypedDict):
     iteration: Count
     time: NotRequired[str]
     arguments: NotRequired[dict[str, Any]]
-    facts: NotRequired[dict[str, Any]]
+    facts: NotRequired[Facts]
     environment: NotRequired[dict[str, str]]
 
 
 class _Validation(TypedDict):
     iteration: Count
     data_set: str
-    lm_loss: float | None
+    lm_loss: Figure | None
 
 
 class Record(TypedDict):

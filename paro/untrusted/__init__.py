@@ -1,1 +1,1 @@
-"""Reads files that nobody vouches for: regular ones, of a limited size, checked against types."""
+"""Reads untrusted files: regular ones, of a limited size, checked against types."""

@@ -138,16 +138,18 @@ def test_rewritten_data_does_not_meet_the_old_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1, 2, 3])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove", "pipe"])
 def test_a_damaged_cache_is_built_anew(corpus: IndexedDataset, part: int, damage: str) -> None:
     expected = all_samples(build(corpus))
     path = cache_files(build(corpus))[part]
     content = bytearray(path.read_bytes())
     if damage == "flip":
         content[-5] ^= 1
-    kept = {"flip": len(content), "truncate": len(content) - 7, "empty": 0, "remove": 0}[damage]
+    kept = {"flip": len(content), "truncate": len(content) - 7}.get(damage, 0)
     path.unlink()
-    if damage != "remove":
+    if damage == "pipe":
+        os.mkfifo(path)
+    elif damage != "remove":
         path.write_bytes(content[:kept])
     repaired = build(corpus)
     assert "written" in repaired.source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -204,4 +205,11 @@ def test_several_ends_are_none(tmp_path: Path) -> None:
     gpt2(tmp_path)
     write(tmp_path, "config.json", {"eos_token_id": [0, 5]})
     with pytest.raises(UserError, match="does not say which token ends a document"):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_a_pipe_in_a_folder_for_transformers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    os.mkfifo(tmp_path / "merges.txt")
+    with pytest.raises(UserError, match=r"^--tokenizer-model .*merges.txt is no regular file"):
         HuggingFaceTokenizer(str(tmp_path))

@@ -239,6 +239,24 @@ def test_mistakes_name_the_flag(fields: tuple[str, Path | None, int | None], mes
     assert "\n" not in str(caught.value)
 
 
+TYPES = ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"]
+
+
+@pytest.mark.parametrize("tokenizer_type", TYPES)
+def test_a_device_is_refused(tokenizer_type: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--tokenizer-model /dev/zero is "):
+        build(tokenizer_type, Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("tokenizer_type", TYPES)
+def test_a_file_beyond_the_limit_is_refused(tokenizer_type: str, tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UserError, match=r"large has 1,099,511,627,776 bytes, more than"):
+        build(tokenizer_type, path)
+
+
 @pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
 @pytest.mark.parametrize("content", [b"", b"no model", bytes(range(256))])
 def test_a_foreign_file_is_refused(tmp_path: Path, tokenizer_type: str, content: bytes) -> None:

@@ -60,6 +60,12 @@ OWNERS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# The first is for all; how an entry script ends, a node of a cluster and the studies print too.
+PRINTERS = (
+    *("paro.report.log", "paro.distributed.user_errors"),
+    *("tools.cluster.node", "tools.bench"),
+)
+
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
@@ -230,6 +236,15 @@ def has_no_globals(source: Source) -> Iterator[str]:
             yield f"{node.lineno}: global {', '.join(node.names)}"
 
 
+def prints_in_one_place(source: Source) -> Iterator[str]:
+    """Only `print_line` prints: it escapes and cuts the names that come from files and flags."""
+    if is_within(source.module, PRINTERS):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+            yield f"{node.lineno}: print, which belongs to {PRINTERS[0]}"
+
+
 def is_named_for_its_subject(source: Source) -> Iterator[str]:
     """No module has a name without a subject, such as utils."""
     for part in SHAPELESS.intersection(source.module.split(".")):
@@ -287,5 +302,6 @@ IN_PRODUCT: tuple[Rule, ...] = (
     catches_are_narrow,
     functions_are_typed,
     has_no_globals,
+    prints_in_one_place,
     is_named_for_its_subject,
 )

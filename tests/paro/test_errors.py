@@ -23,6 +23,7 @@ from paro.errors import (
     is_storage_failure,
     printable,
     reading,
+    shown,
     writing,
 )
 
@@ -43,12 +44,21 @@ def test_what_a_terminal_would_act_upon_is_escaped() -> None:
     assert str(UserError("a", example=f"run\n  {hostile}")).isascii()
     assert describe(FileNotFoundError(2, "No such file", hostile)).isascii()
     assert describe(RuntimeError(f"{hostile}\nmore")).isascii()
+    assert str(RunError(hostile)).isascii()
     assert printable("a\tb\nc") == "a\tb\nc"
+
+
+def test_long_lines_that_are_shown_are_cut_and_short_ones_are_not() -> None:
+    text = f"a\tb\n{'x' * 10**6}\n\x1b[2J\n"
+    first, long, last, end = shown(text).split("\n")
+    assert (first, last, end) == ("a\tb", "\\x1b[2J", "")
+    assert 9000 < len(long) <= 10_000
+    assert shown("x" * 9000) == "x" * 9000
 
 
 def test_a_long_line_keeps_its_beginning_and_its_end() -> None:
     line = str(UserError(f"--load {'x' * 10**6} is missing"))
-    assert len(line) <= 2000
+    assert len(f"pretrain_llama.py: error: {line}") <= 2000
     assert line.startswith("--load xx")
     assert line.endswith("xx is missing")
 

@@ -284,7 +284,7 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path: Path) -> None:
     shard.write_bytes(whole[:-1])
     assert f"{shard} is missing, truncated or damaged" in mistake("hf", "paro", folder, out)
     shard.unlink()
-    assert f"{shard} is missing, truncated or damaged" in mistake("hf", "paro", folder, out)
+    assert f"{shard} cannot be read: No such file" in mistake("hf", "paro", folder, out)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -82,12 +82,21 @@ def test_what_is_no_profile_is_refused_in_one_line(
     whole = write_trace(tmp_path / "whole.json")
     bad = {
         "missing": (None, "No such file"),
-        "binary": (b"\x89PNG", "no trace of torch's profiler"),
-        "list": (b"[]", "no trace of torch's profiler"),
-        "without events": (b"{}", "no 'traceEvents'"),
+        "binary": (b"\x89PNG", "is not UTF-8 text; give what --use-pytorch-profiler wrote"),
+        "list": (b"[]", "no object with the fields traceEvents"),
+        "without events": (b"{}", "traceEvents: is missing"),
+        "rank": (
+            b'{"traceEvents": [], "distributedInfo": {"rank": -1}}',
+            "distributedInfo.rank: -1",
+        ),
+        "deep": (b"[" * 10**5, "nested too deeply"),
         "idle": (b'{"traceEvents": []}', "no step of a training"),
-        "no times": (b'{"traceEvents": [{"ph": "X", "name": "ProfilerStep#1"}]}', "no 'ts'"),
-        "odd": (b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1}]}', "no 'name'"),
+        "no times": (b'{"traceEvents": [{"ph": "X", "name": "ProfilerStep#1"}]}', "ts: is missing"),
+        "odd": (b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1}]}', "no step of a training"),
+        "backwards": (
+            b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": -1, "name": "ProfilerStep#1"}]}',
+            "traceEvents: [0].dur: -1 cannot be",
+        ),
     }
     for name, (content, message) in bad.items():
         path = tmp_path / name

@@ -130,7 +130,7 @@ def measure(rounds: int, folder: Path) -> list[Cost]:
     forecast = MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         # Printing is part of the cost.
-        log = Log(show=lambda message: print(message, file=nowhere, flush=True))
+        log = Log(write=lambda message: print(message, file=nowhere, flush=True))
         bare = Alternating(
             config.report,
             facts,

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+from paro.report.log import print_line
 from tools.preprocessing.encode import Tally
 
 
@@ -54,12 +55,11 @@ class Progress:
 
     def _print(self, outlook: str) -> None:
         seconds = self._seconds()
-        print(
+        print_line(
             f"Processed {self.tally.documents} documents "
             f"({self.tally.documents / seconds:.1f} docs/s, "
             f"{self.tally.num_bytes / seconds / 2**20:.2f} MB/s).{outlook}",
-            file=sys.stderr,
-            flush=True,
+            stream=sys.stderr,
         )
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
-from paro.errors import UserError
+from paro.errors import UserError, one_line
 from paro.report.config import run_record_path
 from paro.report.run_record_file import read_record
 from paro.untrusted.regular_file import read_text
-from paro.untrusted.schema import Count, parse_json
+from paro.untrusted.schema import Count, Figure, conform, parse_json
 
 _SETTLING = 0.1  # fraction of the lines, at the start, that speed figures leave out
 
@@ -22,9 +22,9 @@ class _Line(TypedDict):
     """The fields that every line of a metrics file has; null for what is not finite."""
 
     iteration: Count
-    lm_loss: float | None
-    tokens_per_second: float | None
-    iteration_time_ms: float | None
+    lm_loss: Figure | None
+    tokens_per_second: Figure | None
+    iteration_time_ms: Figure | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
 
 def _names_of(runs: Sequence[Run], files: Sequence[Path]) -> list[str]:
     """Names by strategy if every run has a different one, else by file."""
-    strategies = [run.arguments.get("paro_strategy") or "" for run in runs]
+    strategies = [one_line(str(run.arguments.get("paro_strategy") or "")) for run in runs]
     if all(strategies) and len(set(strategies)) == len(strategies):
         return strategies
     stems = [path.stem for path in files]
@@ -119,7 +119,9 @@ def _read_run(path: Path) -> Run:
         del written[-1]  # of a run that was killed, or that is still writing
     for number, line in enumerate(written, start=1):
         try:
-            lines.append(parse_json(line, _Line, f"{path}, line {number}"))
+            where = f"{path}, line {number}"
+            figures = parse_json(line, _Line, where)
+            lines.append(conform(figures, dict[str, Figure | None], where))
         except UserError as error:
             raise UserError(f"{error}; give a metrics file") from error
     if not lines:

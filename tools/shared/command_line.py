@@ -15,6 +15,7 @@ from paro.errors import (
     is_storage_failure,
     one_line,
 )
+from paro.report.log import print_line
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,11 +31,11 @@ def status_of(name: str, run: Callable[[], int | None]) -> int:
     try:
         return run() or 0
     except UserError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        print_line(f"{name}: error: {error}", stream=sys.stderr)
         return 2
     except Exception as error:
         known = isinstance(error, RunError) or is_storage_failure(error) or is_memory_failure(error)
         if not known:
             raise
-        print(f"{name}: error: {describe(error)}", file=sys.stderr)
+        print_line(f"{name}: error: {describe(error)}", stream=sys.stderr)
         return 1

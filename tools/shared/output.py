@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from data.atomic_file import replacing
 from paro.errors import writing
+from paro.report.log import print_line
 
 
 @contextmanager
@@ -22,3 +25,8 @@ def output_file(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     with output_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def print_json(value: Any, *, indent: int | None = None) -> None:
+    """Prints a value as JSON, of any length; a terminal acts upon no character of it."""
+    print_line(json.dumps(value, indent=indent).replace("\x7f", r"\u007f"), whole=True)

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -30,9 +30,16 @@ from paro.checkpoint.convert.source import (
     checked_tensors,
     unpadded,
 )
-from paro.checkpoint.convert.torch_file import fill_torch_file, lazy, load_torch_file
-from paro.checkpoint.directory import TRACKER
+from paro.checkpoint.convert.torch_file import (
+    fill_torch_file,
+    is_weight,
+    lazy,
+    load_torch_file,
+)
+from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER
 from paro.errors import UserError
+from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.schema import Count, conform
 
 FILE = "mp_rank_00/model_optim_rng.pt"
 _CUT_BY_COLUMNS = ("wo", "w_down")
@@ -76,6 +83,7 @@ _SIZES = {
     "norm_epsilon": "norm_epsilon",
 }
 _FEATURES = ("add_qkv_bias", "qk_layernorm")
+_OPTIONAL = ("rotary_base", "use_rope_scaling", "rope_scaling_factor", "init_method_std")
 # Megatron's hard-coded values under --use-rope-scaling.
 _ROPE_SCALING = {
     "rope_scaling_original_max_position_embeddings": 8192,
@@ -100,6 +108,16 @@ _FIXED = {
 _ALIKE = {"rotary_seq_len_interpolation_factor": 1}  # another value that means the same
 
 
+class _Args(TypedDict):
+    """Megatron's arguments that are read apart from the model's fields."""
+
+    untie_embeddings_and_output_weights: bool
+    group_query_attention: NotRequired[bool]
+    tensor_model_parallel_size: NotRequired[Annotated[int, range(1, 1025)]]
+    vocab_size: NotRequired[Count | None]
+    tokenizer_type: NotRequired[str | None]
+
+
 def megatron_name(name: str) -> str:
     """The name of the Megatron tensor that holds a parameter."""
     if name in _OUTSIDE_BLOCKS:
@@ -121,7 +139,7 @@ def open_megatron(root: Path) -> Source:
             f"{path} is missing: only --ckpt-format torch without pipeline parallelism can be read"
         )
     args, first = _contents(path)
-    num_ranks = getattr(args, "tensor_model_parallel_size", 1)
+    num_ranks = args.get("tensor_model_parallel_size", 1)
     others = [path.parents[1] / f"mp_rank_{rank:02d}" / path.name for rank in range(1, num_ranks)]
     ranks = [first, *(_contents(other)[1] for other in others)]
     config, vocab_size = _config(path, args, ranks)
@@ -197,15 +215,15 @@ def _iteration(root: Path) -> Path:
     tracker = root / TRACKER
     if not tracker.is_file():
         raise UserError(f"{root} holds no checkpoint of Megatron's: it has no {TRACKER}")
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    text = read_bytes(tracker, max_bytes=MAX_TRACKER_BYTES).decode(errors="replace").strip()
     if text == "release":
         return root / text
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise UserError(f"{tracker} says {text[:40]!r} and names no iteration")
     return root / f"iter_{int(text):07d}"
 
 
-def _contents(path: Path) -> tuple[Namespace, Mapping[str, Any]]:
+def _contents(path: Path) -> tuple[_Args, Mapping[str, Any]]:
     """The arguments and tensors in a rank's file; `UserError` if it has none."""
     saved = load_torch_file(path)
     if not isinstance(saved, dict) or not isinstance(saved.get("args"), Namespace):
@@ -213,46 +231,40 @@ def _contents(path: Path) -> tuple[Namespace, Mapping[str, Any]]:
     stored = saved.get("model")
     if not isinstance(stored, dict):
         raise UserError(f"{path} is no checkpoint of Megatron's: it has no model")
-    return saved["args"], stored
+    args: _Args = conform(vars(saved["args"]), _Args, f"{path}: args")
+    return args, stored
 
 
-def _config(
-    path: Path, args: Namespace, ranks: Sequence[Mapping[str, Any]]
-) -> tuple[LlamaConfig, int]:
+def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tuple[LlamaConfig, int]:
     """The model with padded vocabulary, and the size of the vocabulary without padding."""
-    given = vars(args)
+    given: dict[str, Any] = {**args}
     for name, ours in _FIXED.items():
         theirs = given.get(name, ours)
-        if theirs not in (ours, _ALIKE.get(name, ours)):
+        is_plain = theirs is None or isinstance(theirs, str | int | float)
+        if not is_plain or theirs not in (ours, _ALIKE.get(name, ours)):
+            there = repr(theirs) if is_plain else f"a {type(theirs).__name__}"
             raise UserError(
-                f"{path} is not of this architecture: {name} is {theirs!r} there, and must be "
-                f"{ours!r}"
+                f"{path} is not of this architecture: {name} is {there} there, and must be {ours!r}"
             )
     stored = [rank.get("embedding.word_embeddings.weight") for rank in ranks]
-    embeddings = [embedding for embedding in stored if isinstance(embedding, Tensor)]
+    embeddings = [embedding for embedding in stored if is_weight(embedding)]
     if len(embeddings) != len(ranks):
         raise UserError(f"{path} has no embedding.word_embeddings.weight")
-    try:
-        grouped = given.get("group_query_attention", False)
-        config = LlamaConfig(
-            **{ours: given[theirs] for ours, theirs in _SIZES.items()},
-            num_query_groups=given["num_query_groups" if grouped else "num_attention_heads"],
-            vocab_size=sum(embedding.shape[0] for embedding in embeddings),
-            rotary_base=float(given.get("rotary_base", 10000)),
-            use_rope_scaling=given.get("use_rope_scaling", False),
-            rope_scaling_factor=float(given.get("rope_scaling_factor", 8.0)),
-            init_method_std=given.get("init_method_std", 0.02),
-            tie_embeddings_and_output_weights=not given["untie_embeddings_and_output_weights"],
-            **{name: given.get(name, False) for name in _FEATURES},
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: its arguments make no LLaMA: {error}") from None
+    fields = {ours: given[theirs] for ours, theirs in _SIZES.items() if theirs in given}
+    groups = "num_query_groups" if given.get("group_query_attention") else "num_attention_heads"
+    if groups in given:
+        fields["num_query_groups"] = given[groups]
+    fields |= {name: given[name] for name in (*_OPTIONAL, *_FEATURES) if name in given}
+    fields["vocab_size"] = sum(embedding.shape[0] for embedding in embeddings)
+    tied = not args["untie_embeddings_and_output_weights"]
+    fields["tie_embeddings_and_output_weights"] = tied
+    config: LlamaConfig = conform(fields, LlamaConfig, f"{path}: args")
     if config.num_query_groups % len(ranks) or config.ffn_hidden_size % len(ranks):
         raise UserError(
             f"{path}: {len(ranks)} tensor-parallel ranks do not divide its "
             f"{config.num_query_groups} query groups"
         )
-    vocab_size = int(given.get("vocab_size") or config.vocab_size)
+    vocab_size = args.get("vocab_size") or config.vocab_size
     is_null = given.get("tokenizer_type") == "NullTokenizer"
     if is_null and "null_tokenizer_eod_id" not in given:
         vocab_size += 1  # before core 0.18 the argument did not count the EOD token
@@ -274,8 +286,10 @@ def _found(
     for name, theirs in names.items():
         part = name.rpartition(".")[2]
         tensors = [_stored(rank, name, theirs) for rank in ranks]
-        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        if not all(map(is_weight, tensors)):
             continue
+        if len({tensor.shape for tensor in tensors}) > 1:
+            raise UserError(f"{path}: the ranks' parts of {theirs} differ in their shapes")
         for tensor in tensors:
             if part in fused and tuple(tensor.shape) != fused[part]:
                 raise UserError(

@@ -19,8 +19,9 @@ from paro.checkpoint.convert.source import (
     beside_each_other,
     checked_tensors,
 )
-from paro.checkpoint.convert.torch_file import lazy, load_torch_file
+from paro.checkpoint.convert.torch_file import is_weight, lazy, load_torch_file
 from paro.errors import UserError, about
+from paro.untrusted.regular_file import open_regular
 from paro.untrusted.schema import Positive, read_json
 
 PARAMS = "params.json"
@@ -42,6 +43,8 @@ _INSIDE_A_BLOCK = {
     "w_down": "feed_forward.w2",
 }
 _CUT_BY_COLUMNS = ("wo", "w_down")
+# Tensors that sizes are read from.
+_MEASURED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight")
 
 
 class _Params(TypedDict):
@@ -122,9 +125,10 @@ def _tensors_in(path: Path) -> dict[str, Tensor]:
     """The tensors of a file; `UserError` if they are not a model's."""
     content = load_torch_file(path)
     entries = content.items() if isinstance(content, dict) else ()
-    tensors = {name: value for name, value in entries if isinstance(value, Tensor)}
-    if "tok_embeddings.weight" not in tensors:
-        raise UserError(f"{path} holds no model: it has no tok_embeddings.weight")
+    tensors = {name: value for name, value in entries if is_weight(value)}
+    for name in ("tok_embeddings.weight", *_MEASURED):
+        if name not in tensors or tensors[name].ndim != 2 or tensors[name].numel() == 0:
+            raise UserError(f"{path} holds no model: it has no {name}")
     return tensors
 
 
@@ -156,11 +160,8 @@ def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]
     columns = first["tok_embeddings.weight"].shape[1]
     by_rows = columns == hidden  # LLaMA-3 splits the vocabulary, older models the channels
     vocab_rows = [shard["tok_embeddings.weight"].shape[0] for shard in shards]
-    gate = "layers.0.feed_forward.w1.weight"
-    for needed in ("layers.0.attention.wq.weight", gate):
-        if any(needed not in shard for shard in shards):
-            raise UserError(f"{directory} has no {needed}: a file is damaged")
-    rows = first["layers.0.attention.wq.weight"].shape[0]
+    query, gate = _MEASURED
+    rows = first[query].shape[0]
     if rows * len(shards) != hidden:
         missing = directory / f"consolidated.{len(shards):02d}.pth"
         raise UserError(f"{missing} is missing: there are {len(shards)} of {hidden // rows}")
@@ -206,5 +207,5 @@ def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConf
 
 def _is_sentencepiece(path: Path) -> bool:
     """Whether this is a SentencePiece model; LLaMA-3's file is text for another library."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(1) == b"\n"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paro.checkpoint.convert.source import LazyTensor
 from paro.errors import UserError, describe
+from paro.untrusted.regular_file import check_regular
 
 _DTYPES = {
     "F64": torch.float64,
@@ -32,6 +33,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """
     from safetensors import SafetensorError, safe_open
 
+    check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {}

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.serialization import (
 
 from paro.checkpoint.convert.source import LazyTensor
 from paro.errors import UserError, describe
+from paro.untrusted.regular_file import check_regular
 
 
 class _Inert:
@@ -38,6 +39,7 @@ def load_torch_file(path: Path) -> Any:
     torch's weights-only unpickler makes plain data, tensors and namespaces. Everything else that
     the file names, functions included, becomes an inert object. `UserError` for bad files.
     """
+    check_regular(path)
     try:
         names = get_unsafe_globals_in_checkpoint(str(path))
         inert = [(_Inert, name) for name in names if name != "argparse.Namespace"]
@@ -56,6 +58,16 @@ def fill_torch_file(path: Path) -> Iterator[Any]:
     """The contents of our own file; its tensors are mapped, and writes to them change the file."""
     with safe_globals([Namespace]), set_default_mmap_options(mmap.MAP_SHARED):
         yield torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def is_weight(value: object) -> TypeGuard[Tensor]:
+    """Whether it can be a parameter: a plain vector or matrix of floating-point numbers."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and value.is_floating_point()
+        and value.ndim in (1, 2)
+    )
 
 
 def lazy(tensor: Tensor) -> LazyTensor:

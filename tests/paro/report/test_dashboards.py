@@ -226,3 +226,37 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert (settings["id"], settings["resume"]) == ("abc123", "allow")
     assert [step for _, step in wandb.logged] == [7]
     assert start(0)["id"] is None  # a fresh run gets a new id
+
+
+def test_names_are_cleaned_before_they_are_sent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = ReportConfig(wandb_project="p\x1b", wandb_exp_name=f"n\u202e{'x' * 5000}")
+    boards = open_dashboards(config, Log(), {"load": "\x1b[2J", "lr": 0.5})
+    boards.write({f"validation-\x1b{'x' * 5000}": 2.0}, iteration=1, samples=8)
+    boards.close()
+    assert wandb.settings["project"] == "p\\x1b"
+    assert wandb.settings["name"].startswith("n\\u202exx")
+    assert len(wandb.settings["name"]) <= 128
+    assert wandb.settings["config"] == {"load": "\\x1b[2J", "lr": 0.5}
+    ((figures, _),) = wandb.logged
+    (tag,) = [name for name in figures if name.startswith("validation-")]
+    assert tag.startswith("validation-\\x1bxx")
+    assert len(tag) <= 128
+
+
+@pytest.mark.parametrize("content", [b"", b"a/b", b"x" * 1000, b"\xff\xfe", b"\x1b[2J"])
+def test_a_damaged_id_of_a_run_is_named(
+    content: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    (tmp_path / RUN_ID_FILE).write_bytes(content)
+    config = ReportConfig(wandb_project="p")
+    open_dashboards(config, Log(), {}, start_iteration=5, save=str(tmp_path))
+    told = capsys.readouterr().out
+    assert told.startswith(f"--wandb-project has no effect: UserError: {tmp_path / RUN_ID_FILE}")

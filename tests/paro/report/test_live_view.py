@@ -51,7 +51,7 @@ def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
 
 def test_what_is_printed_meanwhile_scrolls_by_above() -> None:
     view, stream = make()
-    log = Log(rank=0, world_size=4, one_speaker=True, show=view.show)
+    log = Log(rank=0, world_size=4, one_speaker=True, write=view.show)
     assert log.is_last
     log.log_last("validation loss [at] iteration 3")
     log.log0("saved")

@@ -13,7 +13,7 @@ import pytest
 
 from paro.errors import UserError
 from paro.untrusted.regular_file import read_bytes, read_text
-from paro.untrusted.schema import Count, conform, parse_json, read_json
+from paro.untrusted.schema import Count, Figure, conform, parse_json, read_json
 
 
 class Colour(Enum):
@@ -105,6 +105,13 @@ def test_the_wrong_field_is_named(more: str, message: str) -> None:
 def test_a_field_that_is_there_twice() -> None:
     with pytest.raises(UserError, match=r"^F: size: is there 2 times"):
         parse_json('{"a": {"size": 1, "size": 2}}', Any, "F", repeats=False)
+
+
+@pytest.mark.parametrize("value", [1e308, -1e31, 10**31, "1"])
+def test_a_figure_can_be_computed_with(value: Any) -> None:
+    assert conform([1, -2.5, 1e30], list[Figure], "F") == [1, -2.5, 1e30]
+    with pytest.raises(UserError, match=r"^F: \[0\]: "):
+        conform([value], list[Figure], "F")
 
 
 def test_a_value_without_a_name() -> None:

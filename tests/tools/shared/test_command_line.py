@@ -23,6 +23,9 @@ def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr().err
     assert (end.value.code, told.count("\n")) == (2, 1)
     assert told.startswith("tool.py: error: argument --rounds")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["measure", "--\x1b[2J"])
+    assert "\\x1b[2J" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

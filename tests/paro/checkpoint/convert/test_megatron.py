@@ -234,6 +234,68 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     assert "holds no checkpoint of Megatron's" in told()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("tensor_model_parallel_size", 10**9, "1000000000 cannot be, it must be from 1 to 1024"),
+        ("tensor_model_parallel_size", "2", "'2' is of the wrong type"),
+        ("num_layers", 10**9, "must be at least 1 and at most 1024"),
+        ("hidden_size", torch.ones(2), "is of the wrong type, it must be a whole number"),
+        ("num_query_groups", 0, "must be at least 1"),
+        ("norm_epsilon", float("nan"), "must be a finite number"),
+        ("use_rope_scaling", "yes", "is of the wrong type, it must be true or false"),
+        ("untie_embeddings_and_output_weights", None, "is of the wrong type"),
+        ("vocab_size", "many", "is of the wrong type"),
+        ("vocab_size", -1, "-1 cannot be, it must be 0 or more"),
+        ("tokenizer_type", 5, "5 is of the wrong type"),
+        ("normalization", torch.ones(2), "normalization is a Tensor there"),
+    ],
+)
+def test_a_wrong_argument_is_named(name: str, value: Any, told: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "megatron")
+    resave(path, lambda content: setattr(content["args"], name, value))
+    with pytest.raises(UserError) as caught:
+        open_megatron(tmp_path / "megatron")
+    line = str(caught.value)
+    assert str(path) in line
+    assert name.replace("_", "-") in line.replace("_", "-")
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(()), torch.ones(3, dtype=torch.int64), torch.ones(2, 2).to_sparse(), "x"],
+    ids=["scalar", "integers", "sparse", "text"],
+)
+@pytest.mark.parametrize(
+    "name", ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]
+)
+def test_what_can_be_no_weight_is_refused(name: str, tensor: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path / "megatron")
+    resave(path, lambda content: content["model"].update({name: tensor}))
+    with pytest.raises(UserError, match=f"has no {name}"):
+        open_megatron(tmp_path / "megatron")
+
+
+def test_parts_of_different_shapes_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "megatron")
+    _, second = cut_for_two(tmp_path / "megatron")
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    resave(second, lambda content: content["model"].update({name: torch.ones(3, 3)}))
+    with pytest.raises(UserError, match=f"parts of {name} differ in their shapes"):
+        open_megatron(tmp_path / "megatron")
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 20, "-1", "../../etc", "\x1b[2J"])
+def test_a_wrong_tracker_is_named(text: str, tmp_path: Path) -> None:
+    saved(tmp_path / "megatron")
+    tracker = tmp_path / "megatron" / "latest_checkpointed_iteration.txt"
+    tracker.write_text(text)
+    with pytest.raises(UserError, match=f"{tracker} ") as caught:
+        open_megatron(tmp_path / "megatron")
+    assert str(caught.value).isprintable()
+
+
 def cut_for_two(folder: Path) -> list[Path]:
     """The files two tensor-parallel ranks would have saved, cut as megatron-core cuts layers."""
     first = folder / "release" / FILE
@@ -269,7 +331,7 @@ def test_tensor_parallel_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.Mo
         pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
         assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
     second.unlink()
-    with pytest.raises(UserError, match=r"mp_rank_01.* is missing"):
+    with pytest.raises(UserError, match=r"mp_rank_01.* cannot be read: No such file"):
         open_megatron(tmp_path / "megatron")
 
 
