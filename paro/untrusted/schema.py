@@ -2,8 +2,8 @@
 
 # Planning has only the standard library, so this is our own; pydantic takes 0.1 s until its first
 # check, this 0.03 s. A type is a dataclass (its fields and no others), a TypedDict (its fields, and
-# others unchecked), an Enum, a Literal, a union, a list, tuple or dict of types, or `Annotated` with
-# a range of whole numbers or with `Between`.
+# others unchecked), an Enum, a Literal, a union, a list, tuple or dict of types, or `Annotated`
+# with a range of whole numbers or with `Between`.
 
 from __future__ import annotations
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import re
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from paro.arguments.parser import build_parser
 from tests.fixtures.write import FIXTURES, MODEL
+from tests.fuzz.inputs import add_inputs
 from tests.fuzz.mutations import mutations_of, odd_flags
 from tests.helpers.ranks import RankError
 from tests.helpers.scripts import run_script
+from tools.convert_checkpoint import make_parser as convert_parser
+from tools.generate import make_parser as generate_parser
+from tools.inspect_dataset import make_parser as inspect_parser
+from tools.planning.workload import make_parser as plan_parser
+from tools.preprocess_data import make_parser as preprocess_parser
 
 SET = FIXTURES / "2026-11-21"
 MOST_SECONDS = 10.0
@@ -34,13 +42,47 @@ class Target:
 
     command: str
     files: tuple[str, ...] = ()  # patterns in the set; none: flags are damaged instead
+    parser: Callable[[], argparse.ArgumentParser] = build_parser  # whose flags
+    kept: tuple[str, ...] = ()  # flags that are not damaged
+    continues: bool = False  # the program goes on with files in the set, and may change them
 
 
 SAVED = "{set}/one-process/saved"
 RESUMED = f"{OWN} --rampup-batch-size 4 4 16 --load {SAVED}"
 CHECKPOINT = "one-process/saved/iter_0000004"
+WORDS = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {set}/tokenizer.json"
+PREPROCESS = "tools/preprocess_data.py --input {set}/text.jsonl --workers 1"
+CONVERT = "tools/convert_checkpoint.py --make-vocab-size-divisible-by 4 --output {out}/back"
+# Flags that make a run long or large as they are told to; a dry run takes them all.
+LONG_FLAGS = (
+    *("train_iters", "train_samples", "eval_iters", "global_batch_size", "micro_batch_size"),
+    *("eval_global_batch_size", "eval_micro_batch_size", "rampup_batch_size", "seq_length"),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads"),
+    *("step_batch_size_schedule", "llama_preset", "vocab_size", "padded_vocab_size"),
+    *("make_vocab_size_divisible_by", "num_workers"),
+)
 TARGETS: dict[str, Target] = {
     "flags": Target(f"{MOCK} {DRY}"),
+    "flags of a run": Target(f"{MOCK} --train-iters 3", kept=LONG_FLAGS),
+    "flags of plan": Target(
+        "tools/plan.py --llama-preset llama3.2-1B --seq-length 128 --world-size 2 "
+        "--micro-batch-size 1 --global-batch-size 4 --device-memory-gb 80 --paro-machine "
+        "{set}/machine.json",
+        parser=plan_parser,
+    ),
+    "flags of preprocessing": Target(
+        f"{PREPROCESS} {WORDS} --output-prefix {{out}}/x", parser=preprocess_parser
+    ),
+    "flags of conversion": Target(
+        f"{CONVERT} --from hf --to paro --input {{set}}/hf", parser=convert_parser
+    ),
+    "flags of generation": Target(
+        "tools/generate.py --load {set}/hf --prompt 1 --max-new-tokens 2", parser=generate_parser
+    ),
+    "flags of inspection": Target(
+        f"tools/inspect_dataset.py --data-path {{set}}/corpus_text_document {NULL}",
+        parser=inspect_parser,
+    ),
     "corpus": Target(OWN, ("corpus_text_document.idx", "corpus_text_document.bin")),
     "tracker": Target(RESUMED, ("one-process/saved/latest*",)),
     "checkpoint": Target(RESUMED, (f"{CHECKPOINT}/.metadata", f"{CHECKPOINT}/*.distcp")),
@@ -76,6 +118,47 @@ TARGETS: dict[str, Target] = {
     "inspect checkpoint": Target(
         f"tools/inspect_checkpoint.py --load {SAVED}",
         (f"{CHECKPOINT}/*.json", f"{CHECKPOINT}/.metadata"),
+    ),
+    "fingerprint": Target(
+        f"tools/inspect_dataset.py --data-path {{set}}/words {WORDS}", ("words.tokenizer",)
+    ),
+    "sentencepiece": Target(
+        f"{PREPROCESS} --output-prefix {{out}}/x --tokenizer-type SentencePieceTokenizer "
+        "--tokenizer-model {set}/spm.model",
+        ("spm.model",),
+    ),
+    "tiktoken": Target(
+        f"{PREPROCESS} --output-prefix {{out}}/x --tokenizer-type TikTokenizer "
+        "--tokenizer-model {set}/ranks.tiktoken",
+        ("ranks.tiktoken",),
+    ),
+    "gpt2": Target(
+        f"{PREPROCESS} --output-prefix {{out}}/x --tokenizer-type GPT2BPETokenizer "
+        "--vocab-file {set}/gpt2/vocab.json --merge-file {set}/gpt2/merges.txt --append-eod",
+        ("gpt2/vocab.json", "gpt2/merges.txt"),
+    ),
+    "partitions": Target(
+        f"{PREPROCESS} {WORDS} --append-eod --partitions 2 --output-prefix {{set}}/halfway",
+        ("halfway_partitions/*.json", "halfway_partitions/*.idx"),
+        continues=True,
+    ),
+    "trace": Target("tools/draw_profile.py {set}/trace.json", ("trace.json",)),
+    "meta": Target(
+        f"{CONVERT} --from meta --to paro --input {{set}}/meta",
+        ("meta/params.json", "meta/consolidated.00.pth"),
+    ),
+    "generation": Target(
+        "tools/generate.py --load {set}/hf --prompt-file {set}/prompts.txt --max-new-tokens 2",
+        ("hf/*.json", "prompts.txt"),
+    ),
+    "curves": Target(
+        "tools/compare_curves.py {set}/iig/metrics.jsonl {set}/nng-bf16-async/metrics.jsonl",
+        ("*/metrics.jsonl", "*/metrics.jsonl.run.json"),
+    ),
+    "metrics": Target(
+        f"{RESUMED} --metrics-file {{set}}/one-process/metrics.jsonl",
+        ("one-process/metrics.jsonl", "one-process/metrics.jsonl.run.json"),
+        continues=True,
     ),
     "merge": Target(
         "tools/merge_datasets.py --input {set}/parts --output-prefix {out}/merged",
@@ -138,6 +221,11 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
         shutil.copy(place / f"corpus_text_document.{suffix}", place / f"parts/a.{suffix}")
     (place / "blend.json").write_text(BLEND.format(set=place))
     (place / "flags.yaml").write_text(YAML)
+    add_inputs(place)
+    (out / "empty").touch()
+    (out / "zeros").symlink_to("/dev/zero")
+    (out / "loop").symlink_to("loop")
+    os.mkfifo(out / "pipe")
     return place, out
 
 
@@ -154,8 +242,8 @@ def run_case(case: Case, folder: Path) -> Outcome:
         damage = f"{mutate.__name__} {path.relative_to(place)}"
         names = [path.stem, path.parent.name, path.parent.parent.name]
     else:
-        odd = odd_flags(_safe_actions(), draw)
-        words += odd
+        odd = odd_flags(damaged_flags(target, draw), draw)
+        words += [word.replace("{set}", str(place)).replace("{out}", str(out)) for word in odd]
         damage = " ".join(word[:60] for word in odd)
     before = fingerprint(place)
     began = time.monotonic()
@@ -165,7 +253,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
         return Outcome(damage, None, "", f"it did not end within {2 * MOST_SECONDS} s")
     seconds = time.monotonic() - began
     fault = fault_of(words[0], done.returncode, done.stdout, done.stderr, names)
-    if fault is None and fingerprint(place) != before:
+    if fault is None and not target.continues and fingerprint(place) != before:
         fault = "the inputs were changed"
     if fault is None and seconds > MOST_SECONDS:
         fault = f"it took {seconds:.1f} s"
@@ -191,7 +279,7 @@ def fault_of(script: str, status: int, stdout: str, stderr: str, names: list[str
     told = "\n".join(lines[last:])
     if max(map(len, lines)) > 2000:
         return "it prints a line of more than 2,000 characters"
-    if not any(name in told for name in names) and not re.search(r"--[a-z]", told):
+    if not any(name in told for name in names) and not re.search(r"(?<!\w)--?[a-z]", told):
         return "its line names neither the file nor a flag"
     return None
 
@@ -206,12 +294,12 @@ def fingerprint(folder: Path) -> dict[str, str]:
     return found
 
 
-def _safe_actions() -> list[argparse.Action]:
-    """All flags but those that end at once or name a place to write to."""
-    return [
+def damaged_flags(target: Target, draw: Random) -> list[argparse.Action]:
+    """The flags of a target that may be damaged; half the time not those that are refused."""
+    found = [
         action
-        for action in build_parser()._actions
-        if action.option_strings
-        and action.dest not in ("help", "dry_run")
-        and not str(action.metavar).isupper()
+        for action in target.parser()._actions
+        if action.option_strings and action.dest not in ("help", "dry_run", *target.kept)
     ]
+    own = [action for action in found if action.help != argparse.SUPPRESS]
+    return own if draw.random() < 0.5 else found

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from paro.checkpoint.directory import METADATA
+from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 
 Mutation = Callable[[Path, Random], None]
 
@@ -31,7 +40,8 @@ LEAVES: tuple[Any, ...] = (
     *([], {}, [[[]]], {"": {}}),
 )
 WORDS = (
-    *("", "0", "-1", "1", "2", "1000000", "1000000000000", "1" + "0" * 30, "1e308", "nan", "inf"),
+    *("", "0", "-1", "1", "2", "3", "16", "1000000", "1000000000000", "1" + "0" * 30),
+    *("1e308", "1e-308", "nan", "inf", "1.", "0x10", "1_000"),
     *(
         "-inf",
         "0.5",
@@ -170,19 +180,68 @@ TEXT: tuple[Mutation, ...] = (*BYTES, *[break_the_syntax] * 6)
 JSON: tuple[Mutation, ...] = (*TEXT, nest_deeply, *[change_a_field] * 16)
 
 
+PICKLED: tuple[Any, ...] = (
+    *(2**62, torch.Size([]), torch.Size([10**9, 8]), torch.Size([2**40] * 3)),
+    *(torch.ones(()), torch.ones(3), torch.ones(2, 2).to_sparse(), torch.float32),
+)
+
+
+def change_a_record(path: Path, draw: Random) -> None:
+    """One field of a pickled file becomes another; a checkpoint's manifest is made to agree."""
+    is_plain = path.name == METADATA
+    content = path.read_bytes()
+    value = pickle.loads(content) if is_plain else torch.load(path, weights_only=False)
+    draw.choice(list(_fields(value)))(draw.choice((*LEAVES, *PICKLED)))
+    changed = io.BytesIO()
+    try:
+        pickle.dump(value, changed) if is_plain else torch.save(value, changed)
+    except (RuntimeError, TypeError, AttributeError):  # of classes that check as they are pickled
+        return
+    path.write_bytes(changed.getvalue())
+    manifest = read_manifest(path.parent) if is_plain else None
+    if manifest is not None:
+        sums = {**manifest.files, METADATA: sum_of(changed.getvalue())}
+        write_manifest(path.parent, manifest.iteration, sums, manifest.arguments)
+
+
+def _fields(value: Any) -> Iterator[Callable[[Any], None]]:
+    """A function for every field below a value, which sets it."""
+    holder = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
+    if not isinstance(holder, dict | list) or isinstance(value, Tensor):
+        return
+    for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
+        yield partial(holder.__setitem__, key)
+        yield from _fields(holder[key])
+
+
+RECORD: tuple[Mutation, ...] = (*BYTES, *[change_a_record] * 16)
+
+
 def mutations_of(path: Path) -> tuple[Mutation, ...]:
     """The ways to damage a file, the likelier ones several times."""
     if path.suffix in (".json", ".jsonl"):
         return JSON
-    return TEXT if path.suffix in (".txt", ".yaml") else BYTES
+    if path.name == METADATA or path.suffix in (".pt", ".pth"):
+        return RECORD
+    return TEXT if path.suffix in (".txt", ".yaml", ".tiktoken", ".tokenizer") else BYTES
 
 
-def odd_flags(actions: list[argparse.Action], draw: Random) -> list[str]:
+PATH_KINDS = ("FILE", "DIR", "PREFIX", "PATH")  # metavars
+# In an empty folder that a program may write to, as `make_inputs` fills it, or in the inputs'.
+PATHS = (
+    *("", "{out}", "{set}", "{out}/absent", "{out}/a/b/c", "{out}/pipe", "{out}/zeros"),
+    *("{out}/loop", "{out}/empty", f"{{out}}/{'x' * 300}", f"{{out}}/{LONG}"),
+    *("{out}/\x1b[2J\x1b[31mred", "{out}/\u202egnp.exe", "{out}/ä.png", "{out}/x.json"),
+)
+
+
+def odd_flags(actions: Sequence[argparse.Action], draw: Random) -> list[str]:
     """One to three flags, each with a value that is rarely right."""
     words: list[str] = []
-    for action in draw.sample(actions, draw.choice((1, 1, 2, 3))):
+    for action in draw.sample(actions, min(len(actions), draw.choice((1, 1, 2, 3)))):
         words.append(draw.choice(action.option_strings))
         count = 0 if action.nargs == 0 else 1 if action.nargs is None else draw.randrange(4)
-        values = [*WORDS, *map(str, action.choices or ())]
+        is_path = action.metavar in PATH_KINDS or action.type is Path
+        values = PATHS if is_path else (*WORDS, *map(str, action.choices or ()))
         words += [draw.choice(values) for _ in range(count)]
     return words

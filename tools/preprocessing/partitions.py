@@ -59,7 +59,7 @@ class Partitions:
     def finished(self, number: int) -> Tally | None:
         """What was read for a partition; None if it is not complete."""
         file = self._marker(number)
-        if not file.is_file():
+        if not file.exists():
             return None
         tally: Tally = self._read(file, Tally)
         return tally

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from paro.errors import (
@@ -17,13 +19,33 @@ from paro.errors import (
 )
 from paro.report.log import print_line
 
+_PATH_KINDS = ("FILE", "DIR", "PATH", "PREFIX")  # metavars of flags whose values are texts
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, of Linux
+
 
 class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line, with the name of the program."""
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As the base class; no path may be so long that even a look for it fails."""
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            value = getattr(found, action.dest, None)
+            for path in value if isinstance(value, list) else [value]:
+                is_named = isinstance(path, str) and action.metavar in _PATH_KINDS
+                if (is_named or isinstance(path, Path)) and _is_too_long(os.fsencode(str(path))):
+                    self.error(f"argument {'/'.join(action.option_strings)}: too long: {path}")
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         program = self.prog.split()[0]  # without the subcommand, where there is one
         self.exit(2, f"{program}: error: {one_line(message)}\n")
+
+
+def _is_too_long(path: bytes) -> bool:
+    return len(path) > _LONGEST_PATH or max(map(len, path.split(b"/"))) > _LONGEST_NAME
 
 
 def status_of(name: str, run: Callable[[], int | None]) -> int:

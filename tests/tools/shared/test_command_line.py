@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -49,3 +50,19 @@ def test_a_bug_is_raised(bug: Exception) -> None:
         status_of("tool.py", Mock(side_effect=bug))
     assert status_of("tool.py", Mock(return_value=None)) == 0
     assert status_of("tool.py", Mock(return_value=3)) == 3
+
+
+@pytest.mark.parametrize("path", [f"a/{'x' * 256}", "a/" * 2100, f"{'ä' * 128}/b"])
+@pytest.mark.parametrize("flag", ["--file", "--text", "--several"])
+def test_a_path_beyond_the_systems_limits_is_refused(
+    flag: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = Parser(prog="tool.py")
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--text", metavar="PREFIX")
+    parser.add_argument("--several", nargs="+", type=Path)
+    parser.parse_args([flag, f"a/{'x' * 255}"])
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args([flag, path])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"tool.py: error: argument {flag}: too long: ")

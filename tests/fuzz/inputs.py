@@ -1,0 +1,103 @@
+"""Inputs of the fuzzer that no fixture has: tokenizers, a trace, and a model in Meta's form."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.fingerprint import fingerprint_of
+from data.tokenizer_config import TokenizerConfig
+from tests.tools.test_draw_profile import write_trace
+
+TEXT = "def f(x):\n    return x  # é\n"
+PARAMS = {"dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5, "vocab_size": -1}
+SHAPES = {
+    "tok_embeddings.weight": (32, 8),
+    "norm.weight": (8,),
+    "output.weight": (32, 8),
+    "layers.0.attention_norm.weight": (8,),
+    "layers.0.ffn_norm.weight": (8,),
+    **{f"layers.0.attention.w{part}.weight": (8, 8) for part in "qkvo"},
+    "layers.0.feed_forward.w1.weight": (12, 8),
+    "layers.0.feed_forward.w2.weight": (8, 12),
+    "layers.0.feed_forward.w3.weight": (12, 8),
+}
+
+
+def add_inputs(place: Path) -> None:
+    """Adds the files to a folder that holds a copy of the fixtures."""
+    for name, content in _made().items():
+        path = place / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    write_trace(place / "trace.json")
+    for suffix in ("idx", "bin"):
+        shutil.copy(place / f"corpus_text_document.{suffix}", place / f"words.{suffix}")
+    words = TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(place / "tokenizer.json")
+    )
+    fingerprint = fingerprint_of(words)
+    assert fingerprint is not None
+    (place / "words.tokenizer").write_text(json.dumps(asdict(fingerprint)))
+    shutil.copy(place / "tokenizer_config.json", place / "hf/tokenizer_config.json")
+    tokenizer = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["unk_token"] = "0"
+    del tokenizer["model"]["vocab"]["?"]  # the model has no row for it
+    (place / "hf/tokenizer.json").write_text(json.dumps(tokenizer))
+    (place / "hf/generation_config.json").write_text('{"eos_token_id": [31]}')
+    _move_partitions(place)
+
+
+def _move_partitions(place: Path) -> None:
+    """Writes the places and times of the copied inputs into the record of unfinished partitions."""
+    path = place / "halfway_partitions/run.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    text, tokenizer = place / "text.jsonl", place / "tokenizer.json"
+    for piece in (piece for pieces in record["partitions"] for piece in pieces):
+        piece |= {"path": str(text), "stamp": text.stat().st_mtime_ns}
+    status = tokenizer.stat()
+    record["tokenizer_files"] = {str(tokenizer): [status.st_size, status.st_mtime_ns]}
+    record["plan"]["tokenizer"]["tokenizer_model"] = str(tokenizer)
+    path.write_text(json.dumps(record))
+
+
+@cache
+def _made() -> dict[str, bytes]:
+    """Contents by name, made once per process."""
+    import sentencepiece
+    from tokenizers import pre_tokenizers
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT] * 3),
+        model_writer=model,
+        vocab_size=280,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    pieces = [*(bytes([byte]) for byte in range(256)), b"re", b"return"]
+    ranks = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: number for number, piece in enumerate([*alphabet, "12", "<|endoftext|>"])}
+    torch.manual_seed(0)
+    tensors: dict[str, Tensor] = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    weights = io.BytesIO()
+    torch.save(tensors, weights)
+    return {
+        "spm.model": model.getvalue(),
+        "ranks.tiktoken": "".join(ranks).encode(),
+        "gpt2/vocab.json": json.dumps(vocabulary).encode(),
+        "gpt2/merges.txt": b"#version: 0.2\n1 2\n",
+        "meta/params.json": json.dumps(PARAMS).encode(),
+        "meta/consolidated.00.pth": weights.getvalue(),
+        "prompts.txt": b"1 2 3\n4 5\n",
+    }
