@@ -20,7 +20,7 @@ from paro.untrusted.schema import parse_json, read_json
 
 SURPLUS = 0.005  # as in Megatron: extra samples built of every corpus, against rounding
 MAX_CORPORA = np.iinfo(np.int16).max - 1
-_LONGEST_PATH = 4096  # of Linux
+_MAX_PATH_CHARS = 4096  # of Linux
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +137,8 @@ def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Ble
             raise UserError(f"{flag} all weights are 0: give one of the paths more")
         prefixes = [p for p, weight in zip(prefixes, weights, strict=True) if weight > 0.0]
         weights = [weight for weight in weights if weight > 0.0]
-    if any(len(prefix) > _LONGEST_PATH for prefix in prefixes):
-        raise UserError(f"{flag} a path has more than {_LONGEST_PATH:,} characters")
+    if any(len(prefix) > _MAX_PATH_CHARS for prefix in prefixes):
+        raise UserError(f"{flag} a path has more than {_MAX_PATH_CHARS:,} characters")
     if len(prefixes) > MAX_CORPORA:
         raise UserError(f"{flag} {len(prefixes)} corpora are more than {MAX_CORPORA}: merge some")
     return Blend(

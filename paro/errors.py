@@ -17,8 +17,8 @@ _STORAGE_FAILURES = (
 )
 # What torch, CUDA and cuBLAS write where they raise a plain RuntimeError.
 _MEMORY_TEXTS = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_LONGEST_LINE = 1900  # with the name of the program before it, below 2,000
-_LONGEST_SHOWN = 10_000  # a blend of a hundred corpora is whole
+_MAX_LINE_CHARS = 1900  # with the name of the program before it, below 2,000
+_MAX_SHOWN_CHARS = 10_000  # a blend of a hundred corpora is whole
 
 
 class UserError(ValueError):
@@ -58,17 +58,17 @@ def printable(text: str) -> str:
     )
 
 
-def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
+def one_line(text: str, longest: int = _MAX_LINE_CHARS) -> str:
     """The text as one printable line of at most `longest` characters, its middle cut out."""
     return _cut(printable(" ".join(text.split())), longest)
 
 
 def shown(text: str) -> str:
-    """What a terminal gets of a text: printable lines of at most `_LONGEST_SHOWN` characters."""
+    """What a terminal gets of a text: printable lines of at most `_MAX_SHOWN_CHARS` characters."""
     text = printable(text)
-    if len(text) <= _LONGEST_SHOWN:
+    if len(text) <= _MAX_SHOWN_CHARS:
         return text
-    return "\n".join(_cut(line, _LONGEST_SHOWN) for line in text.split("\n"))
+    return "\n".join(_cut(line, _MAX_SHOWN_CHARS) for line in text.split("\n"))
 
 
 def _cut(line: str, longest: int) -> str:

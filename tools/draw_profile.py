@@ -43,7 +43,7 @@ COMPUTING = {
 WAITS = ("gather", "reduce", "publish")
 STEP, WAIT, LANE = "ProfilerStep#", "paro/wait:", "paro/lane:"
 _NAMES = (STEP, WAIT, LANE, *COMPUTING)
-_MOST_BYTES = 2**31  # a profile of many steps is large
+_MAX_BYTES = 2**31  # a profile of many steps is large
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _Event(TypedDict):
 def read_profile(path: Path) -> Profile:
     """Reads a trace written by a run on CPU; `UserError` for any other file."""
     try:
-        trace: _Trace = read_json(path, _Trace, max_bytes=_MOST_BYTES)
+        trace: _Trace = read_json(path, _Trace, max_bytes=_MAX_BYTES)
         ranges = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         if any(event.get("cat") == "kernel" for event in ranges):
             raise UserError(f"{path}: the trace of a GPU, whose streams ui.perfetto.dev shows")

@@ -31,9 +31,9 @@ from paro.untrusted.pickled import CheckedUnpickler
 from paro.untrusted.regular_file import read_bytes
 
 MAX_BYTES = 2**30  # seven million rectangles: 405 billion parameters on ten thousand ranks
-_LONGEST_NAME = 1000
-_MOST_DIMENSIONS = 8
-_MOST_OVERHEAD = 2**16  # of torch.save, in addition to a rectangle's values; it takes 2 KiB
+_MAX_NAME_CHARS = 1000
+_MAX_DIMENSIONS = 8
+_MAX_OVERHEAD_BYTES = 2**16  # of torch.save, in addition to a rectangle's values; it takes 2 KiB
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -134,7 +134,7 @@ def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, 
 
 
 def _check_state(name: object, state: object) -> None:
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARS:
         raise _WrongError("a state has no name, or one of more than 1,000 characters")
     if isinstance(state, BytesStorageMetadata):
         return
@@ -169,14 +169,14 @@ def _check_places(
         if place is None:
             raise _WrongError(f"a rectangle of {name:.99} is not stored")
         num_bytes = prod(chunk.sizes) * state.properties.dtype.itemsize
-        if place.length > num_bytes + _MOST_OVERHEAD:
+        if place.length > num_bytes + _MAX_OVERHEAD_BYTES:
             raise _WrongError(f"{name:.99} has {place.length} bytes for a rectangle of {num_bytes}")
 
 
 def _is_shape(value: object) -> TypeGuard[torch.Size]:
     return (
         isinstance(value, torch.Size)
-        and len(value) <= _MOST_DIMENSIONS
+        and len(value) <= _MAX_DIMENSIONS
         and all(size >= 0 for size in value)
     )
 

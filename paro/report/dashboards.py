@@ -23,7 +23,7 @@ Scalars = Mapping[str, float]
 
 _QUEUE_LENGTH = 1000  # writes that a dashboard may lag behind
 _CLOSE_SECONDS = 60.0  # for the writes and uploads that remain at the end
-_LONGEST_NAME = 128  # of a run or a figure, as Weights & Biases limits them
+_MAX_NAME_CHARS = 128  # of a run or a figure, as Weights & Biases limits them
 RUN_ID_FILE = "wandb_run_id.txt"
 _LOCAL_MODES = ("offline", "dryrun", "disabled")  # wandb modes that send nothing
 
@@ -109,7 +109,7 @@ def read_run_id(place: Path | None) -> str | None:
     """The wandb run id stored by an earlier start of the run; None if there is none."""
     if place is None or not place.exists():
         return None
-    text = read_text(place, max_bytes=_LONGEST_NAME).strip()
+    text = read_text(place, max_bytes=_MAX_NAME_CHARS).strip()
     if not re.fullmatch(r"[\w-]+", text, re.ASCII):
         raise UserError(f"{place} holds no id of a run of Weights & Biases: remove it")
     return text
@@ -257,4 +257,4 @@ def check_login(config: ReportConfig, log: Log) -> None:
 
 def _named(text: str) -> str:
     """A name of a run or of a figure, as services print and list it."""
-    return one_line(text, _LONGEST_NAME)
+    return one_line(text, _MAX_NAME_CHARS)

@@ -6,13 +6,60 @@ import os
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from tests.fuzz.cases import TARGETS, Case, cases, fault_of, make_inputs, run_case
+from paro.arguments.parser import build_parser
+from tests.fuzz.cases import (
+    TARGETS,
+    Case,
+    cases,
+    damaged_flags,
+    fault_of,
+    make_inputs,
+    run_case,
+)
+from tests.helpers.house import PRODUCT, ROOT, is_within, sources, uses_of
 from tests.helpers.scripts import run_script
 
-SAMPLE = cases(3 * len(TARGETS), seed=1)
+# Where the files that a module reads are damaged: a target's name, or a test in one process.
+READERS = {
+    "data.blend": "blend",
+    "data.fingerprint": "fingerprint",
+    "data.gpt2_tokenizer": "gpt2",
+    "data.hugging_face_tokenizer": "tokenizer",
+    "data.index_cache": "tests/data/test_gpt_dataset.py",
+    "data.tik_tokenizer": "tiktoken",
+    "data.tokenizer": "sentencepiece",
+    "data.tokenizer_json": "tests/data/test_tokenizer_json.py",
+    "model.hugging_face": "hugging face",
+    "paro.arguments.yaml_flags": "yaml",
+    "paro.checkpoint.convert.hugging_face": "hugging face",
+    "paro.checkpoint.convert.megatron": "megatron",
+    "paro.checkpoint.convert.meta": "meta",
+    "paro.checkpoint.convert.native": "native",
+    "paro.checkpoint.convert.safetensors_file": "hugging face",
+    "paro.checkpoint.convert.source": "generation",
+    "paro.checkpoint.convert.torch_file": "megatron",
+    "paro.checkpoint.directory": "tracker",
+    "paro.checkpoint.manifest": "records",
+    "paro.checkpoint.metadata": "checkpoint",
+    "paro.checkpoint.stored_tensor": "tests/paro/checkpoint/test_stored_tensor.py",
+    "paro.config.checkpoint": "records",
+    "paro.planning.machine.files": "machine",
+    "paro.report.dashboards": "tests/paro/report/test_dashboards.py",
+    "paro.report.metrics": "metrics",
+    "paro.report.progress": "tests/paro/report/test_progress.py",
+    "paro.report.run_record_file": "metrics",
+    "paro.training.resume": "records",
+    "tools.cluster.state": "tests/tools/test_emulated_cluster.py",
+    "tools.draw_profile": "trace",
+    "tools.generate": "generation",
+    "tools.preprocessing.partitions": "partitions",
+    "tools.run_report.runs": "report",
+}
+SAMPLE = cases(60, seed=1)
 
 
 @pytest.mark.process
@@ -45,6 +92,29 @@ def test_two_thousand_damaged_inputs_end_cleanly(tmp_path: Path) -> None:
             faults[outcome.fault] += 1
             print(f"{case}: {outcome.damage[:200]}: {outcome.fault}\n{outcome.stderr[-600:]}")
     assert not faults, f"seed {seed}: {faults}"
+
+
+def test_every_reader_of_files_has_its_place() -> None:
+    ours = ("paro.untrusted",)
+    found = {
+        source.module
+        for source in sources(*PRODUCT)
+        if not is_within(source.module, ours)
+        and any(is_within(name, ours) for _, name in uses_of(source))
+    }
+    assert found == READERS.keys()
+    for place in READERS.values():
+        assert place in TARGETS or (ROOT / place).is_file(), place
+
+
+def test_every_flag_is_damaged() -> None:
+    draw = Random(0)
+    damaged = [damaged_flags(TARGETS["flags"], draw) for _ in range(20)]
+    found = {flag for actions in damaged for action in actions for flag in action.option_strings}
+    wanted = {flag for action in build_parser()._actions for flag in action.option_strings}
+    assert wanted - found == {"-h", "--help", "--dry-run"}
+    own = {flag for action in min(damaged, key=len) for flag in action.option_strings}
+    assert {"--lr", "--save", "--num-layers"} < own < found
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from paro.errors import (
 from paro.report.log import print_line
 
 _PATH_KINDS = ("FILE", "DIR", "PATH", "PREFIX")  # metavars of flags whose values are texts
-_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, of Linux
+_MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # bytes, of Linux
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _is_too_long(path: bytes) -> bool:
-    return len(path) > _LONGEST_PATH or max(map(len, path.split(b"/"))) > _LONGEST_NAME
+    return len(path) > _MAX_PATH_BYTES or max(map(len, path.split(b"/"))) > _MAX_NAME_BYTES
 
 
 def status_of(name: str, run: Callable[[], int | None]) -> int:
