@@ -13,6 +13,8 @@ from data.tokenizer_config import GPT2_TYPE, SENTENCEPIECE_TYPES, TokenizerConfi
 from paro.errors import UserError, reading
 from paro.untrusted.regular_file import read_bytes
 
+_MAX_ROWS = 2**31  # of an embedding
+
 
 class Tokenizer(Protocol):
     """The interface that preprocessing, training and generation need from a tokenizer.
@@ -91,9 +93,14 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = 
                 f"--padded-vocab-size {exactly} is less than the {vocab_size} entries of the "
                 f"tokenizer: give {vocab_size} or more, or leave it out"
             )
+        if exactly > _MAX_ROWS:
+            raise UserError(f"--padded-vocab-size {exactly} must be at most {_MAX_ROWS}")
         return exactly
-    if divisible_by < 1:
-        raise UserError(f"--make-vocab-size-divisible-by {divisible_by} must be at least 1")
+    if not 1 <= divisible_by <= _MAX_ROWS:
+        raise UserError(
+            f"--make-vocab-size-divisible-by {divisible_by} must be at least 1 and at most "
+            f"{_MAX_ROWS}"
+        )
     return -(-vocab_size // divisible_by) * divisible_by
 
 

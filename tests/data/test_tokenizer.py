@@ -283,3 +283,7 @@ def test_padding_of_the_vocabulary() -> None:
         padded_vocab_size(32001, 128, exactly=32000)
     with pytest.raises(UserError, match="--make-vocab-size-divisible-by 0"):
         padded_vocab_size(5, 0)
+    with pytest.raises(UserError, match="--make-vocab-size-divisible-by 1000000000000 must be"):
+        padded_vocab_size(5, 10**12)
+    with pytest.raises(UserError, match="--padded-vocab-size 1000000000000 must be at most"):
+        padded_vocab_size(5, 1, exactly=10**12)

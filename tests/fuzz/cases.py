@@ -246,6 +246,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
         damage = f"{mutate.__name__} {path.relative_to(place)}"
         names = [path.stem, path.parent.name, path.parent.parent.name]
     else:
+        names = [str(place), str(out)]
         odd = odd_flags(damaged_flags(target, draw), draw)
         words += [word.replace("{set}", str(place)).replace("{out}", str(out)) for word in odd]
         damage = " ".join(word[:60] for word in odd)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import TensorStorageMetadata
 
 from model.config import num_parameters
 from paro.checkpoint.convert.conversion import OPENERS
+from paro.checkpoint.metadata import read_metadata
 from paro.errors import UserError
+from tests.fixtures.write import FIXTURES
 from tests.helpers.ranks import ROOT
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
@@ -88,6 +94,24 @@ def test_a_truncated_file_is_named(name: str, folders: dict[str, Path]) -> None:
     assert str(file) in str(error.value)
     assert "truncated" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_names_in_a_file_cannot_act_upon_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(FIXTURES / "2026-11-21/iig/saved", tmp_path / "saved")
+    folder = tmp_path / "saved/iter_0000004"
+    metadata = read_metadata(folder)
+    name = f"exp_avg.\x1b[2J\u202e{'x' * 900}"
+    whole = metadata.state_dict_metadata["exp_avg.blocks.0.wo"]
+    assert isinstance(whole, TensorStorageMetadata)
+    metadata.state_dict_metadata[name] = replace(whole, chunks=[])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    main(["--load", str(tmp_path / "saved")])
+    out = capsys.readouterr().out
+    assert "  exp_avg.\\x1b[2J\\u202exxx" in out
+    assert all(line.isprintable() for line in out.splitlines())
+    assert sorted(map(len, out.splitlines()))[-2] < 300  # other lines are no wider for it
 
 
 @pytest.mark.process
