@@ -126,7 +126,7 @@ def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, 
             raise _WrongError(f"{index.fqn:.99} has no place")
         if Path(place.relative_path).name != place.relative_path or "\0" in place.relative_path:
             raise _WrongError(
-                f"{index.fqn:.99} is in {place.relative_path!r:.99}, no file beside it"
+                f"{index.fqn:.99} is in {place.relative_path!r:.99}, no file in its folder"
             )
         if not (_is_count(place.offset) and _is_count(place.length) and place.length > 0):
             raise _WrongError(f"{index.fqn:.99} is stored at no range of bytes")

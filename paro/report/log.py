@@ -13,10 +13,10 @@ from paro.errors import printable, printing, shown
 def print_line(
     *lines: str, stream: TextIO | None = None, end: str = "\n", whole: bool = False
 ) -> None:
-    """Prints lines, to standard output unless told, and flushes it.
+    """Prints lines to `stream`, by default standard output, and flushes it.
 
-    Names from files and flags may be in them: what a terminal would act upon is escaped, and long
-    lines are cut; not with `whole`, for a text or a table that the user asked for.
+    They may contain names from files and flags: characters that a terminal would act upon are
+    escaped, and long lines are cut. With `whole`, for a text that the user asked for, none is cut.
     """
     text = "\n".join(lines)
     # One write: with a separate write for the newline, lines of different ranks would mix.

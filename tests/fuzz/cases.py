@@ -44,7 +44,7 @@ class Target:
     files: tuple[str, ...] = ()  # patterns in the set; none: flags are damaged instead
     parser: Callable[[], argparse.ArgumentParser] = build_parser  # whose flags
     kept: tuple[str, ...] = ()  # flags that are not damaged
-    continues: bool = False  # the program goes on with files in the set, and may change them
+    continues: bool = False  # the program resumes from files in the set, and may change them
 
 
 SAVED = "{set}/one-process/saved"
@@ -53,7 +53,7 @@ CHECKPOINT = "one-process/saved/iter_0000004"
 WORDS = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {set}/tokenizer.json"
 PREPROCESS = "tools/preprocess_data.py --input {set}/text.jsonl --workers 1"
 CONVERT = "tools/convert_checkpoint.py --make-vocab-size-divisible-by 4 --output {out}/back"
-# Flags that make a run long or large as they are told to; a dry run takes them all.
+# Flags with which a real run may rightly be long or large; a dry run takes them all.
 LONG_FLAGS = (
     *("train_iters", "train_samples", "eval_iters", "global_batch_size", "micro_batch_size"),
     *("eval_global_batch_size", "eval_micro_batch_size", "rampup_batch_size", "seq_length"),

@@ -69,15 +69,15 @@ def test_what_was_saved_is_read(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (setting("state_dict_metadata", None), "lists no states or no places"),
         (setting("storage_data", [1]), "lists no states or no places"),
         (lambda m: m.storage_data.update({"x": None}), "a place belongs to no rectangle"),
         (lambda m: m.storage_data.update({FIRST: None}), f"{NAME} has no place"),
-        (set_place(relative_path="../../../etc/passwd"), "no file beside it"),
-        (set_place(relative_path="/etc/passwd"), "no file beside it"),
-        (set_place(relative_path="a\0b"), "no file beside it"),
+        (set_place(relative_path="../../../etc/passwd"), "no file in its folder"),
+        (set_place(relative_path="/etc/passwd"), "no file in its folder"),
+        (set_place(relative_path="a\0b"), "no file in its folder"),
         (set_place(relative_path=5), f"{NAME} has no place"),
         (set_place(offset=-1), "stored at no range of bytes"),
         (set_place(offset="0"), "stored at no range of bytes"),
@@ -103,7 +103,7 @@ def test_what_was_saved_is_read(place: Path) -> None:
         (chunk((0,), (8,)), "is not inside it"),
     ],
 )
-def test_a_wrong_field_is_named(change: Change, told: str, tmp_path: Path) -> None:
+def test_a_wrong_field_is_named(change: Change, message: str, tmp_path: Path) -> None:
     folder = forged(tmp_path, change)
     began = time.monotonic()
     with pytest.raises(DamagedError) as caught:
@@ -111,7 +111,7 @@ def test_a_wrong_field_is_named(change: Change, told: str, tmp_path: Path) -> No
     assert time.monotonic() - began < 0.5
     line = str(caught.value)
     assert line.startswith(f"{folder / '.metadata'} is damaged (")
-    assert told in line
+    assert message in line
     assert line.isprintable()
     assert len(line) < 2000
 
@@ -123,7 +123,7 @@ def test_states_that_are_no_tensors_are_left_to_the_planner(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (pickle.dumps(5), "it holds a int and no metadata"),
         (b"", "EOFError"),
@@ -131,9 +131,9 @@ def test_states_that_are_no_tensors_are_left_to_the_planner(tmp_path: Path) -> N
         (b"\x80\x02ctorch.serialization\n_get_layout\n)" + b"\x85" * 10**6 + b"R.", "a layout has"),
     ],
 )
-def test_what_is_no_metadata(content: bytes, told: str, tmp_path: Path) -> None:
+def test_what_is_no_metadata(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(DamagedError, match=told):
+    with pytest.raises(DamagedError, match=message):
         read_metadata(tmp_path)
 
 

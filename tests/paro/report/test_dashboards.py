@@ -258,5 +258,5 @@ def test_a_damaged_id_of_a_run_is_named(
     (tmp_path / RUN_ID_FILE).write_bytes(content)
     config = ReportConfig(wandb_project="p")
     open_dashboards(config, Log(), {}, start_iteration=5, save=str(tmp_path))
-    told = capsys.readouterr().out
-    assert told.startswith(f"--wandb-project has no effect: UserError: {tmp_path / RUN_ID_FILE}")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"--wandb-project has no effect: UserError: {tmp_path / RUN_ID_FILE}")

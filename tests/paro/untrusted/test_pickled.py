@@ -45,7 +45,7 @@ NESTED = b"\x80\x02}))" + b"\x85" * 1_000_000  # {}, (), (((...)))
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (pickle.dumps(print), "it refers to builtins.print"),
         (NESTED[:3] + NESTED[4:] + b"Ns.", "keys of other types"),
@@ -67,6 +67,6 @@ NESTED = b"\x80\x02}))" + b"\x85" * 1_000_000  # {}, (), (((...)))
         "",
     ],
 )
-def test_what_is_refused(content: bytes, told: str) -> None:
-    with pytest.raises(pickle.UnpicklingError, match=told):
+def test_what_is_refused(content: bytes, message: str) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=message):
         load(content)

@@ -235,7 +235,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("tensor_model_parallel_size", 10**9, "1000000000 cannot be, it must be from 1 to 1024"),
         ("tensor_model_parallel_size", "2", "'2' is of the wrong type"),
@@ -251,7 +251,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         ("normalization", torch.ones(2), "normalization is a Tensor there"),
     ],
 )
-def test_a_wrong_argument_is_named(name: str, value: Any, told: str, tmp_path: Path) -> None:
+def test_a_wrong_argument_is_named(name: str, value: Any, message: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "megatron")
     resave(path, lambda content: setattr(content["args"], name, value))
     with pytest.raises(UserError) as caught:
@@ -259,7 +259,7 @@ def test_a_wrong_argument_is_named(name: str, value: Any, told: str, tmp_path: P
     line = str(caught.value)
     assert str(path) in line
     assert name.replace("_", "-") in line.replace("_", "-")
-    assert told in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
