@@ -20,7 +20,7 @@ from tests.fuzz.cases import (
     make_inputs,
     run_case,
 )
-from tests.helpers.house import PRODUCT, ROOT, is_within, sources, uses_of
+from tests.helpers.house import PRODUCT, ROOT, imports_of, is_within, sources
 from tests.helpers.scripts import run_script
 
 # Where the files that a module reads are damaged: a target's name, or a test in one process.
@@ -94,13 +94,14 @@ def test_two_thousand_damaged_inputs_end_cleanly(tmp_path: Path) -> None:
     assert not faults, f"seed {seed}: {faults}"
 
 
+@pytest.mark.slow("parses every file")
 def test_every_reader_of_files_has_its_place() -> None:
     ours = ("paro.untrusted",)
     found = {
         source.module
         for source in sources(*PRODUCT)
         if not is_within(source.module, ours)
-        and any(is_within(name, ours) for _, name in uses_of(source))
+        and any(is_within(imported.name, ours) for imported in imports_of(source))
     }
     assert found == READERS.keys()
     for place in READERS.values():
