@@ -114,14 +114,18 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
             panel.legend()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("metrics", nargs="+", type=Path, help="what --metrics-file wrote; the first is compared to")
     add("--names", nargs="+", default=(), help="of the runs; default: strategies")
     add("--json", type=Path, metavar="FILE", help="write curves and distances there")
     add("--plot", type=Path, metavar="FILE", help="draw them there (png, svg, pdf)")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = make_parser().parse_args(argv)
     if len(options.metrics) < 2:
         raise UserError("there is nothing to compare: give two metrics files or more")
     if options.plot is not None:

@@ -140,6 +140,10 @@ def run(args: argparse.Namespace) -> None:
     pieces = pieces_of(args)
     if not 0 < args.character_coverage <= 1:
         raise UserError(f"--character-coverage {args.character_coverage} must be in (0, 1]")
+    if not 1 <= args.vocab_size < 2**31:
+        raise UserError(f"--vocab-size {args.vocab_size} must be at least 1 and below 2**31")
+    if args.sample_bytes < 1:
+        raise UserError(f"--sample-bytes {args.sample_bytes} must be at least 1")
     begin = time.perf_counter()
     chunks = sampled_chunks(pieces, key=args.json_key, sample_bytes=args.sample_bytes)
     size = sum(len(chunk.encode()) for chunk in chunks)

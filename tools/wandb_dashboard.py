@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import netrc
@@ -125,13 +126,17 @@ def has_account() -> bool:
         return False
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__)
     parser.add_argument("--wandb-project", required=True, help="the project to show")
     parser.add_argument("--wandb-entity", help="the user or team it belongs to; needed to save")
     parser.add_argument("--name", default="throughput and MFU", help="name of the view")
     parser.add_argument("--dry-run", action="store_true", help="print the view and send nothing")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = make_parser().parse_args(argv)
     entity, project = options.wandb_entity, options.wandb_project
     for package in ("wandb", "wandb_workspaces"):
         if importlib.util.find_spec(package) is None:

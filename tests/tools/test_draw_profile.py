@@ -95,7 +95,7 @@ def test_what_is_no_profile_is_refused_in_one_line(
         "odd": (b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1}]}', "no step of a training"),
         "backwards": (
             b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": -1, "name": "ProfilerStep#1"}]}',
-            "traceEvents: [0].dur: -1 cannot be",
+            "traceEvents: [0].dur: -1 is not allowed",
         ),
     }
     for name, (content, message) in bad.items():

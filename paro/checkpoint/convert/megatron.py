@@ -105,7 +105,7 @@ _FIXED = {
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
-_ALIKE = {"rotary_seq_len_interpolation_factor": 1}  # another value that means the same
+_EQUIVALENT = {"rotary_seq_len_interpolation_factor": 1}  # another value that means the same
 
 
 class _Args(TypedDict):
@@ -241,7 +241,7 @@ def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tupl
     for name, ours in _FIXED.items():
         theirs = given.get(name, ours)
         is_plain = theirs is None or isinstance(theirs, str | int | float)
-        if not is_plain or theirs not in (ours, _ALIKE.get(name, ours)):
+        if not is_plain or theirs not in (ours, _EQUIVALENT.get(name, ours)):
             there = repr(theirs) if is_plain else f"a {type(theirs).__name__}"
             raise UserError(
                 f"{path} is not of this architecture: {name} is {there} there, and must be {ours!r}"

@@ -103,7 +103,7 @@ def find_machine(text: str) -> Machine:
     path = Path(text)
     if not os.path.exists(path):  # False too where the folder may not be searched
         raise UserError(
-            f"machine file {path}: No such file; machines that come with this project are "
+            f"--paro-machine {path}: no such file; machines that come with this project are "
             f"{', '.join(shipped_machines())}"
         )
     return read_machine(path)

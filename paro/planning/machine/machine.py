@@ -149,7 +149,7 @@ class Machine:
                 raise UserError(f"measured: {what}, is there twice")
         num_uneven = sum(part.num_groups for part in self.uneven)
         if num_uneven > self.num_groups:
-            raise UserError(f"uneven: {num_uneven} groups cannot be, there are {self.num_groups}")
+            raise UserError(f"uneven: {num_uneven} groups of {self.num_groups}")
 
     @property
     def is_of_gpus(self) -> bool:
@@ -185,7 +185,7 @@ class Machine:
 
 def _check(field: str, value: object, holds: bool, rule: str) -> None:
     if not holds:
-        raise UserError(f"{field}: {value} cannot be, it must be {rule}")
+        raise UserError(f"{field}: {value} is not allowed, it must be {rule}")
 
 
 def _check_number(field: str, value: float, *, or_zero: bool = False) -> None:

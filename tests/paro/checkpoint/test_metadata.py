@@ -108,7 +108,7 @@ def test_a_wrong_field_is_named(change: Change, message: str, tmp_path: Path) ->
     began = time.monotonic()
     with pytest.raises(DamagedError) as caught:
         read_metadata(folder)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 5.0
     line = str(caught.value)
     assert line.startswith(f"{folder / '.metadata'} is damaged (")
     assert message in line

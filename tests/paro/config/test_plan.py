@@ -98,7 +98,7 @@ def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
             "--use-distributed-optimizer --paro-strategy auto --paro-machine dgx-h100",
             "--use-distributed-optimizer means --paro-strategy NNG",
         ),
-        ("--paro-machine dgx-b200", "machine file dgx-b200: No such file; machines that come"),
+        ("--paro-machine dgx-b200", "--paro-machine dgx-b200: no such file; machines that come"),
     ],
 )
 def test_mistakes_are_told_in_one_line(flags: str, told: str) -> None:

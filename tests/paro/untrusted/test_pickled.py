@@ -64,7 +64,7 @@ NESTED = b"\x80\x02}))" + b"\x85" * 150_000  # {}, (), (((...)))
         "a class",
         "a list",
         "a set",
-        "",
+        "a byte array",
     ],
 )
 def test_what_is_refused(content: bytes, message: str) -> None:
