@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paro.errors import (
     RunError,
@@ -20,28 +20,43 @@ from paro.errors import (
 from paro.report.log import print_line
 
 _PATH_KINDS = ("FILE", "DIR", "PATH", "PREFIX")  # metavars of flags whose values are texts
+_EMPTY = "the path is empty"
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # bytes, of Linux
 
 
 class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line, with the name of the program."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", Path, _as_path)
+
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As the base class; no path may be so long that even a look for it fails."""
+        """As the base class; no path may be empty, or so long that even a look for it fails."""
         found, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             value = getattr(found, action.dest, None)
             for path in value if isinstance(value, list) else [value]:
                 is_named = isinstance(path, str) and action.metavar in _PATH_KINDS
+                flag = "/".join(action.option_strings) or action.dest
+                if is_named and path == "":
+                    self.error(f"argument {flag}: {_EMPTY}")
                 if (is_named or isinstance(path, Path)) and _is_too_long(os.fsencode(str(path))):
-                    self.error(f"argument {'/'.join(action.option_strings)}: too long: {path}")
+                    self.error(f"argument {flag}: too long: {path}")
         return found, rest
 
     def error(self, message: str) -> NoReturn:
         program = self.prog.split()[0]  # without the subcommand, where there is one
         self.exit(2, f"{program}: error: {one_line(message)}\n")
+
+
+def _as_path(text: str) -> Path:
+    """The path of a flag's value; of no text it would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError(_EMPTY)
+    return Path(text)
 
 
 def _is_too_long(path: bytes) -> bool:

@@ -149,7 +149,7 @@ class Machine:
                 raise UserError(f"measured: {what}, is there twice")
         num_uneven = sum(part.num_groups for part in self.uneven)
         if num_uneven > self.num_groups:
-            raise UserError(f"uneven: it lists {num_uneven} groups, and there are {self.num_groups}")
+            raise UserError(f"uneven: it lists {num_uneven} groups of {self.num_groups}")
 
     @property
     def is_of_gpus(self) -> bool:

@@ -29,7 +29,7 @@ class Closed:
 
     def __post_init__(self) -> None:
         if self.size == 13:
-            raise UserError("size: 13 is unlucky")
+            raise UserError("size: 13 is too odd")
 
 
 class Open(TypedDict):
@@ -75,7 +75,7 @@ def test_json_becomes_the_types() -> None:
         ('"parts": [{"size": 1.5}]', "parts[0].size: 1.5 is not allowed, it must be a whole"),
         ('"parts": [{"size": 1e99}]', "parts[0].size: 1e+99 is not allowed, it must be a whole"),
         ('"parts": [{"size": 1, "x": 1}]', "parts[0].x: is unknown; the fields are size"),
-        ('"parts": [{"size": 13}]', "parts[0]: size: 13 is unlucky"),
+        ('"parts": [{"size": 13}]', "parts[0]: size: 13 is too odd"),
         ('"parts": [{"size": 1, "colour": "x"}]', "parts[0].colour: 'x' is none of red, blue"),
         ('"parts": [{"size": 1, "shape": ["x"]}]', "parts[0].shape[0]: 'x' is of the wrong"),
         ('"rate": NaN', "rate: nan is not allowed, it must be a finite number"),

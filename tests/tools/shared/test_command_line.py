@@ -66,3 +66,17 @@ def test_a_path_beyond_the_systems_limits_is_refused(
         parser.parse_args([flag, path])
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith(f"tool.py: error: argument {flag}: too long: ")
+
+
+@pytest.mark.parametrize("words", [["--file", ""], ["--text="], ["--several", "a", ""]], ids=str)
+def test_an_empty_path_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="tool.py")
+    parser.add_argument("--file", type=Path, default=Path())
+    parser.add_argument("--text", metavar="PREFIX")
+    parser.add_argument("--several", nargs="+", type=Path)
+    assert parser.parse_args(["--file", "."]).file == Path()
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(words)
+    assert end.value.code == 2
+    flag = words[0].removesuffix("=")
+    assert capsys.readouterr().err == f"tool.py: error: argument {flag}: the path is empty\n"

@@ -90,5 +90,5 @@ def test_impossible_devices_are_named(field: str, value: object, told: str) -> N
 def test_too_many_uneven_groups() -> None:
     fields = json.loads(machine_to_json(machine()))
     fields["uneven"] = [{"num_groups": 5, "inter": 0.5}]
-    with pytest.raises(UserError, match="uneven: it lists 5 groups, and there are 4"):
+    with pytest.raises(UserError, match="uneven: it lists 5 groups of 4"):
         machine_from_json(json.dumps(fields), "file")
