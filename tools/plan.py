@@ -92,7 +92,10 @@ def report(args: Namespace, workload: Workload) -> None:
     if args.trace is not None or args.timeline is not None:
         draw_step(args, workload, found.best or found.least)
     if found.best is None:
-        raise UserError(why_nothing_fits(workload, found))
+        gigabytes = args.device_memory_gb
+        given = f"--paro-machine {args.paro_machine}"
+        given = given if gigabytes is None else f"--device-memory-gb {gigabytes:g}"
+        raise UserError(f"{given}: {why_nothing_fits(workload, found)}")
 
 
 def fields_of(

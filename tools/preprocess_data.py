@@ -19,6 +19,7 @@ from types import FrameType
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data.config import MOST_WORKERS
 from data.corpus import read_batches
 from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDatasetWriter, bin_path, dtype_for_vocab
@@ -35,11 +36,18 @@ from tools.preprocessing.encode import (
     tokenizer_of,
 )
 from tools.preprocessing.inputs import add_source_args, pieces_of
-from tools.preprocessing.partitions import Partitions
+from tools.preprocessing.partitions import MOST_PARTITIONS, Partitions
 from tools.preprocessing.progress import Progress
 from tools.preprocessing.workers import Workers, worker_processes
 from tools.shared.command_line import Parser, status_of
 
+MOST = {
+    "workers": MOST_WORKERS,
+    "workers_to_check": MOST_WORKERS,
+    "partitions": MOST_PARTITIONS,
+    "log_interval": 2**63 - 1,
+    "max_documents": 2**63 - 1,
+}
 NO_SENTENCES = (
     "--split-sentences is not supported: LLaMA trains on whole documents. A data set that has "
     "sentences as lists of texts keeps them"
@@ -304,16 +312,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_counts(args: argparse.Namespace) -> None:
+    """`UserError` for a number of processes, files or documents that cannot be meant."""
+    for flag, limit in MOST.items():
+        given = getattr(args, flag)
+        for count in given if isinstance(given, list) else [given]:
+            if not 1 <= count <= limit:
+                name = "--" + flag.replace("_", "-")
+                rule = "at least 1" if count < 1 else f"at most {limit}"
+                raise UserError(f"{name} {count} must be {rule}")
+
+
 def job_of(args: argparse.Namespace) -> Job:
     """The job that the flags describe; `UserError` for what cannot be done."""
     if args.split_sentences:
         raise UserError(NO_SENTENCES)
-    for flag in ("workers", "partitions", "log_interval", "max_documents"):
-        if getattr(args, flag) < 1:
-            name = "--" + flag.replace("_", "-")
-            raise UserError(f"{name} {getattr(args, flag)} must be at least 1")
-    if min(args.workers_to_check) < 1:
-        raise UserError(f"--workers-to-check {min(args.workers_to_check)} must be at least 1")
+    check_counts(args)
     tokenizer = tokenizer_config(vars(args))
     if tokenizer is None:
         raise UserError(f"--tokenizer-type is missing: give one of {', '.join(TOKENIZER_TYPES)}")

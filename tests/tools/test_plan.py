@@ -73,7 +73,7 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(
     assert main([*CASE.split(), "--device-memory-gb", "2", "--json", str(path)]) == 2
     told = capsys.readouterr()
     assert told.err.startswith(
-        "plan.py: error: nothing fits the 1.8 GB that can be used of 2 GB: the least is "
+        "plan.py: error: --device-memory-gb 2: nothing fits the 1.8 GB that can be used of 2 GB: "
     )
     assert "use larger devices" in told.err
     assert told.err.count("\n") == 1
@@ -155,7 +155,7 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
     ("flags", "told"),
     [
         ("--world-size 12", "groups of 8, which do not divide the 12 ranks"),
-        ("--paro-machine nowhere.json", "nowhere.json: No such file"),
+        ("--paro-machine nowhere.json", "--paro-machine nowhere.json: no such file"),
         ("--global-batch-size 100", "--micro-batch-size 2 times 16 ranks (= 32): choose 96 or 128"),
         ("--paro-group-size 3", "--paro-group-size 3 does not divide the 16 ranks"),
         ("--trainable some", "--trainable 'some' is none of full, last-blocks"),

@@ -17,6 +17,8 @@ from paro.errors import UserError, writing
 from paro.untrusted.schema import read_json
 from tools.preprocessing.encode import EncodingPlan, Tally
 
+MOST_PARTITIONS = 10_000
+
 
 class Partitions:
     """The folder that holds finished partitions until all are complete.
