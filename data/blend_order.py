@@ -53,7 +53,7 @@ def _blend(
     """The order, computed in parallel lanes; see [Note: in lanes]."""
     stretch = max(_LEAST_STRETCH, -(-num_samples // _MAX_LANES))
     num_lanes = max(1, -(-num_samples // stretch))
-    rarest = shares[shares > 0].min()
+    rarest = float(shares[shares > 0].min())  # of numpy, a division that overflows warns
     run_in = int(min(_RUN_IN / rarest, _MAX_RUN_IN, stretch))
     chosen = np.empty((num_lanes, stretch), dtype=DATASET_DTYPE)
     samples = np.empty((num_lanes, stretch), dtype=SAMPLE_DTYPE)

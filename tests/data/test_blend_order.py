@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,3 +108,9 @@ def test_an_exhaustive_blend_holds_every_sample_once(sizes: list[int]) -> None:
     indices = blend_exhaustively(sizes)
     found = sorted(zip(*(index.tolist() for index in indices), strict=True))
     assert found == [(member, i) for member, size in enumerate(sizes) for i in range(size)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_share_near_zero_is_no_overflow() -> None:
+    order = blend_by_share([1.0, 3e-309], 1000)
+    assert np.flatnonzero(order.dataset_index).tolist() == [1]
