@@ -16,6 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.errors import UserError
+from paro.report.log import print_line
 from tools.gpu_check import measures, suites
 from tools.gpu_check.measures import Machine
 from tools.gpu_check.page import PAGE, read_results, write_results
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {"machine": f"{where}, torch {found.torch}", "commit": _commit()}
     for letter in letters:
         title, part = PARTS[letter]
-        print(f"{letter}. {title} (at most {PART_SECONDS / 60:.0f} minutes) ...", flush=True)
+        print_line(f"{letter}. {title} (at most {PART_SECONDS / 60:.0f} minutes) ...")
         runner = Runner(folder=args.out, rehearse=args.rehearse, num_gpus=args.gpus)
         outcome = part(runner, machine)
         results[letter] = {
@@ -136,9 +137,9 @@ def run(args: argparse.Namespace) -> int:
         }
         write_results(args.out, results, rehearsal=args.rehearse)
         for line in outcome.lines:
-            print(f"   {line}")
-        print(f"   {'passed' if outcome.passed else 'FAILED'}", flush=True)
-    print(f"written: {args.out / PAGE}")
+            print_line(f"   {line}")
+        print_line(f"   {'passed' if outcome.passed else 'FAILED'}")
+    print_line(f"written: {args.out / PAGE}")
     return 0 if all(results[letter]["passed"] for letter in letters) else 1
 
 
@@ -170,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return status_of("check_gpu.py", lambda: run(args))
     except KeyboardInterrupt:
-        print("check_gpu.py: stopped; finished parts are written", file=sys.stderr)
+        print_line("check_gpu.py: stopped; finished parts are written", stream=sys.stderr)
         return 130
 
 

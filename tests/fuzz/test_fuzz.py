@@ -56,13 +56,14 @@ READERS = {
     "tools.cluster.state": "tests/tools/test_emulated_cluster.py",
     "tools.draw_profile": "trace",
     "tools.generate": "generation",
+    "tools.gpu_check.page": "tests/tools/test_check_gpu.py",
     "tools.preprocessing.partitions": "partitions",
     "tools.run_report.runs": "report",
 }
 # Programs whose flags are not damaged: they measure for minutes, or make namespaces of the kernel.
 OTHER_PROGRAMS = {
     *("bench_checkpoint.py", "bench_collectives.py", "bench_model.py", "bench_preprocess.py"),
-    "emulated_cluster.py",
+    *("check_gpu.py", "emulated_cluster.py"),
 }
 SAMPLE = cases(60, seed=1)
 

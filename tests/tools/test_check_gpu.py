@@ -69,10 +69,10 @@ def test_the_page_says_what_failed_and_shows_the_pictures(tmp_path: Path) -> Non
     assert page.startswith("# GPU check")
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"a": 3}'])
+@pytest.mark.parametrize("content", ["{", "[1]", '{"a": 3}', '{"a": {}}'])
 def test_damaged_results_are_not_overwritten(tmp_path: Path, content: str) -> None:
     (tmp_path / RESULTS).write_text(content)
-    with pytest.raises(UserError, match=r"results.json is damaged: give another folder"):
+    with pytest.raises(UserError, match=r"^--out .* is damaged, give another folder: "):
         read_results(tmp_path)
 
 

@@ -5,13 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from paro.errors import UserError
+from paro.untrusted.schema import Figure, read_json
 from tools.shared.output import write_text
 
 RESULTS = "results.json"
 PAGE = "README.md"
+
+
+class _Part(TypedDict):
+    """What the page shows of a part."""
+
+    title: str
+    passed: bool
+    seconds: Figure
+    machine: str
+    date: str
+    commit: str
+    lines: list[str]
+    pictures: list[str]
 
 
 def read_results(folder: Path) -> dict[str, Any]:
@@ -20,10 +34,10 @@ def read_results(folder: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return {str(letter): dict(part) for letter, part in found.items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"--out {folder}: {RESULTS} is damaged: give another folder") from error
+        found: dict[str, Any] = read_json(file, dict[str, _Part])
+    except UserError as error:
+        raise UserError(f"--out {folder} is damaged, give another folder: {error}") from error
+    return found
 
 
 def write_results(folder: Path, results: Mapping[str, Any], *, rehearsal: bool) -> None:
