@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from data.document_bounds import DocumentRules, bounds_of
-from paro.errors import UserError
+from paro.errors import UserError, is_storage_failure
 
 
 class Samples(Protocol):
@@ -71,11 +71,14 @@ def collate(samples: Sequence[NDArray[np.int64]], rules: DocumentRules | None = 
     )
 
 
-class Fetch(Dataset[Batch | UserError]):
+Failure = UserError | OSError  # the latter is of the storage
+
+
+class Fetch(Dataset[Batch | Failure]):
     """Maps the sample numbers of a micro-batch to the batch.
 
-    User errors are returned as values, because an exception raised in a worker process would print
-    a page of traceback.
+    Errors of the user and of the storage are returned as values: of an exception that is raised in
+    a worker process only a page of text arrives.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Fetch(Dataset[Batch | UserError]):
         self.rules = rules
         self.masks_beyond_end = masks_beyond_end
 
-    def __getitem__(self, numbers: range) -> Batch | UserError:
+    def __getitem__(self, numbers: range) -> Batch | Failure:
         last = len(self.dataset) - 1
         if self.masks_beyond_end:
             batch = self._collate([min(number, last) for number in numbers])
@@ -100,8 +103,12 @@ class Fetch(Dataset[Batch | UserError]):
             )
         return self._collate(numbers)
 
-    def _collate(self, numbers: Sequence[int]) -> Batch | UserError:
+    def _collate(self, numbers: Sequence[int]) -> Batch | Failure:
         try:
             return collate([self.dataset[number] for number in numbers], self.rules)
         except UserError as error:
+            return error
+        except OSError as error:
+            if not is_storage_failure(error):
+                raise
             return error

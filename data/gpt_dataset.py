@@ -96,10 +96,10 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
     if np.iinfo(indexed.dtype).max < vocab_size and indexed.dtype.kind == "u":
         return  # ids of this dtype cannot be outside
     block = max(1, SCAN_BYTES // SCAN_BLOCKS // indexed.dtype.itemsize)
-    count = len(indexed.tokens)
+    count = indexed.num_tokens
     num_blocks = min(SCAN_BLOCKS, -(-count // block))
     for begin in np.linspace(0, max(0, count - block), num_blocks, dtype=np.int64).tolist():
-        _check_ids(indexed.tokens[begin : begin + block], vocab_size, indexed.prefix)
+        _check_ids(indexed.read(begin, min(block, count - begin)), vocab_size, indexed.prefix)
 
 
 def _check_ids(ids: Tokens, vocab_size: int, prefix: str) -> None:
@@ -130,8 +130,9 @@ def build_gpt_dataset(
     `TooFewTokensError` if it has no sample.
     """
     plan = plan_split(indexed, split_name, sampling, num_samples)
-    entry = _cache_entry(indexed, split_name, sampling, num_samples)
-    order, source = cached_order(entry, indexed.sequence_lengths, plan)
+    lengths = indexed.sequence_lengths()
+    entry = _cache_entry(indexed.prefix, lengths, split_name, sampling, num_samples)
+    order, source = cached_order(entry, lengths, plan)
     return GPTDataset(indexed, plan, order, vocab_size=vocab_size, source=source)
 
 
@@ -141,8 +142,7 @@ def plan_split(
     """How many epochs and samples the order of a split will have."""
     share = share_of(sampling.split, split_name)
     bounds = Bounds(0, 0) if share is None else split_bounds(share, len(indexed))
-    lengths = indexed.sequence_lengths[bounds.first : bounds.last]
-    tokens = int(lengths.sum(dtype=np.int64))
+    tokens = indexed.tokens_in(bounds.first, bounds.last)
     if tokens <= sampling.seq_length:
         cause = "there are" if sampling.split is None else f"--split {sampling.split!r} leaves"
         raise TooFewTokensError(
@@ -160,13 +160,17 @@ def plan_split(
 
 
 def _cache_entry(
-    indexed: IndexedDataset, split_name: str, sampling: Sampling, num_samples: int | None
+    prefix: str,
+    lengths: NDArray[np.int32],
+    split_name: str,
+    sampling: Sampling,
+    num_samples: int | None,
 ) -> CacheEntry:
     """Megatron's folder, file names and facts; they identify sizes instead of the tokenizer."""
-    beside_the_data = Path(indexed.prefix) / "cache" / "GPTDataset_indices"
+    beside_the_data = Path(prefix) / "cache" / "GPTDataset_indices"
     facts = {
         "class": "GPTDataset",
-        "dataset_path": indexed.prefix,
+        "dataset_path": prefix,
         "num_samples": num_samples,
         "index_split": split_name,
         "random_seed": sampling.seed,
@@ -177,5 +181,5 @@ def _cache_entry(
     return CacheEntry(
         folder=Path(sampling.cache_path) if sampling.cache_path else beside_the_data,
         split_name=split_name,
-        description=describe_order(facts, indexed.sequence_lengths),
+        description=describe_order(facts, lengths),
     )

@@ -20,15 +20,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data.atomic_file import replacing
+from data.block_checksums import BlockSums, CheckedFile, checksums_path, with_checks
 from data.fingerprint import Fingerprint, replacing_fingerprint
 from paro.errors import UserError, is_storage_failure, reading, writing
+from paro.untrusted.regular_file import RegularFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document entries
 TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # valid in the format, but not for token ids
-COPY_TOKENS = 2**22  # per read when copying
+PART_TOKENS = 2**22  # of a read of all tokens
 MAX_SEQUENCE_LENGTH = np.iinfo(np.int32).max
 REMEDY = "write both files again with tools/preprocess_data.py"
 _CHECKED_AT_ONCE = 2**20  # entries of an index, so that its check needs little memory
@@ -56,70 +58,120 @@ def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.i
 
 
 class IndexedDataset:
-    """The sequences of one prefix, memory-mapped; inconsistent files raise an error.
+    """The sequences of one prefix; inconsistent files raise an error.
 
-    Only the prefix is pickled, so that worker processes map the files themselves.
+    Nothing is mapped into memory, and of the index nothing is kept: it has 20 bytes a sequence, and
+    every rank of a machine would hold its own copy. Only the prefix is pickled, so that worker
+    processes open the files themselves.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
         with reading(f"{bin_path(self.prefix)}"):
             _check_present(self.prefix)
-        index = _map_bytes(idx_path(prefix))
-        header = _read_header(index, idx_path(prefix))
-        count, entries = header.num_sequences, header.num_document_entries
+        self._index = RegularFile(idx_path(prefix))
+        header = _read_header(self._index)
+        self._num_sequences, self._num_entries = header.num_sequences, header.num_document_entries
         self.dtype = np.dtype(TOKEN_DTYPES[header.dtype_code])
-        self.sequence_lengths = _view(index, "<i4", count, HEADER.size)
-        self.sequence_pointers = _view(index, "<i8", count, HEADER.size + 4 * count)
-        self.document_indices = _view(index, "<i8", entries, HEADER.size + 12 * count)
-        self.num_tokens = int(self.sequence_lengths.sum(dtype=np.int64))
-        if not self._index_is_whole():
+        expected = self._bytes_by_index()
+        if expected is None:
             raise UserError(f"{idx_path(prefix)} contradicts itself, it is damaged: {REMEDY}")
-        content = _map_bytes(bin_path(prefix))
-        expected = self.num_tokens * self.dtype.itemsize
-        if content.nbytes != expected:
+        content = RegularFile(bin_path(prefix))
+        if content.size != expected:
             raise UserError(
-                f"{bin_path(prefix)} holds {content.nbytes} bytes where its .idx says {expected}: "
+                f"{bin_path(prefix)} holds {content.size} bytes where its .idx says {expected}: "
                 f"truncated, or the two files do not belong together; {REMEDY}"
             )
-        self.tokens: Tokens = content.view(self.dtype)  # of all sequences, concatenated
+        self._content = with_checks(content)
 
-    def _index_is_whole(self) -> bool:
-        """Whether lengths, pointers and documents are consistent; reads each of them once."""
-        lengths, pointers, documents = (
-            self.sequence_lengths,
-            self.sequence_pointers,
-            self.document_indices,
-        )
-        if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths):
-            return False
-        begin = 0
-        for start in range(0, len(lengths), _CHECKED_AT_ONCE):
-            sizes = lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64) * self.dtype.itemsize
-            ends = begin + np.cumsum(sizes)
-            if sizes.min() < 0 or (pointers[start : start + len(sizes)] != ends - sizes).any():
-                return False
-            begin = int(ends[-1])
-        return not any(
-            (np.diff(documents[start : start + _CHECKED_AT_ONCE + 1]) < 0).any()
-            for start in range(0, len(documents), _CHECKED_AT_ONCE)
-        )
+    def _bytes_by_index(self) -> int | None:
+        """The size of the .bin file; None if lengths, pointers and documents are inconsistent."""
+        count, entries = self._num_sequences, self._num_entries
+        if entries == 0 or self._documents(0, 1) != 0 or self._documents(entries - 1, 1) != count:
+            return None
+        total = 0
+        for start in range(0, count, _CHECKED_AT_ONCE):
+            part = min(_CHECKED_AT_ONCE, count - start)
+            sizes = self._lengths(start, part).astype(np.int64) * self.dtype.itemsize
+            ends = total + np.cumsum(sizes)
+            if sizes.min() < 0 or (self._pointers(start, part) != ends - sizes).any():
+                return None
+            total = int(ends[-1])
+        for start in range(0, entries, _CHECKED_AT_ONCE):
+            documents = self._documents(start, min(_CHECKED_AT_ONCE + 1, entries - start))
+            if (np.diff(documents) < 0).any():
+                return None
+        return total
+
+    def _lengths(self, first: int, count: int) -> NDArray[np.int32]:
+        return np.frombuffer(self._index.read(HEADER.size + 4 * first, 4 * count), "<i4")
+
+    def _pointers(self, first: int, count: int) -> NDArray[np.int64]:
+        begin = HEADER.size + 4 * self._num_sequences
+        return np.frombuffer(self._index.read(begin + 8 * first, 8 * count), "<i8")
+
+    def _documents(self, first: int, count: int) -> NDArray[np.int64]:
+        begin = HEADER.size + 12 * self._num_sequences
+        return np.frombuffer(self._index.read(begin + 8 * first, 8 * count), "<i8")
 
     def __len__(self) -> int:
-        return len(self.sequence_lengths)
+        return self._num_sequences
 
     @property
     def num_documents(self) -> int:
-        return len(self.document_indices) - 1
+        return self._num_entries - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self._content.size // self.dtype.itemsize
+
+    @property
+    def has_checksums(self) -> bool:
+        return isinstance(self._content, CheckedFile)
+
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """The tokens of every sequence, read from the file at each call."""
+        return self._lengths(0, self._num_sequences)
+
+    def document_indices(self) -> NDArray[np.int64]:
+        """The first sequence of every document, and the number of sequences; read at each call."""
+        return self._documents(0, self._num_entries)
+
+    def tokens_in(self, first: int, last: int) -> int:
+        """The tokens of the sequences from `first` to before `last`."""
+        return (self._pointer(last) - self._pointer(first)) // self.dtype.itemsize
+
+    def _pointer(self, index: int) -> int:
+        return self._content.size if index == len(self) else int(self._pointers(index, 1)[0])
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """The ids of sequence `index` from `offset` on, `length` of them or all; a view."""
-        stop = int(self.sequence_lengths[index]) if length is None else offset + length
-        assert 0 <= offset <= stop <= self.sequence_lengths[index], (
-            f"tokens {offset}..{stop} of sequence {index}, which has {self.sequence_lengths[index]}"
-        )
-        begin = int(self.sequence_pointers[index]) // self.dtype.itemsize
-        return self.tokens[begin + offset : begin + stop]
+        """The ids of sequence `index` from `offset` on, `length` of them or all; read-only."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        begin, end = self._pointers(index, 2).tolist()
+        if index + 1 == len(self):
+            end = self._content.size  # what lies behind the last pointer is no pointer
+        first, size = begin // self.dtype.itemsize, (end - begin) // self.dtype.itemsize
+        stop = size if length is None else offset + length
+        if not (0 <= offset <= stop <= size and 0 <= first <= self.num_tokens - size):
+            raise UserError(
+                f"{self._index.path} has no tokens {offset} to {stop} of sequence {index} any "
+                "more: another program has changed it; restore it and run again"
+            )
+        return self.read(first + offset, stop - offset)
+
+    def read(self, begin: int, count: int) -> Tokens:
+        """`count` ids of the .bin file from the id at `begin` on, whatever sequence they are of.
+
+        Their blocks are checked, where there are checksums.
+        """
+        size = self.dtype.itemsize
+        return np.frombuffer(self._content.read(begin * size, count * size), self.dtype)
+
+    def parts(self) -> Iterator[Tokens]:
+        """All ids, part by part."""
+        for begin in range(0, self.num_tokens, PART_TOKENS):
+            yield self.read(begin, min(PART_TOKENS, self.num_tokens - begin))
 
     def __getitem__(self, index: int) -> Tokens:
         return self.get(index)
@@ -152,36 +204,25 @@ def _check_present(prefix: str) -> None:
         )
 
 
-def _map_bytes(path: Path) -> NDArray[np.uint8]:
-    with reading(f"{path}"):
-        if path.stat().st_size == 0:  # an empty file cannot be mapped
-            return np.empty(0, dtype=np.uint8)
-        return np.memmap(path, dtype=np.uint8, mode="r")
-
-
-def _read_header(index: NDArray[np.uint8], path: Path) -> _Header:
-    if index.nbytes < HEADER.size or bytes(index[: len(MAGIC)]) != MAGIC:
+def _read_header(index: RegularFile) -> _Header:
+    path, size = index.path, index.size
+    if size < HEADER.size or index.read(0, len(MAGIC)) != MAGIC:
         raise UserError(f"{path} is not a Megatron index file (MMIDIDX): {REMEDY}")
-    _, version, code, count, entries = HEADER.unpack(index[: HEADER.size].tobytes())
+    _, version, code, count, entries = HEADER.unpack(index.read(0, HEADER.size))
     if version != VERSION:
         raise UserError(f"{path} has format version {version}, only 1 is known: {REMEDY}")
     if code not in TOKEN_DTYPES:
         kind = "floating-point numbers" if code in FLOAT_CODES else f"an unknown type ({code})"
         raise UserError(f"{path} declares {kind} instead of token ids: {REMEDY}")
     expected = HEADER.size + 12 * count + 8 * entries
-    if index.nbytes == expected + count and count > 0:
+    if size == expected + count and count > 0:
         raise UserError(f"{path} is multimodal (it has modes); only text is supported: {REMEDY}")
-    if index.nbytes != expected:
+    if size != expected:
         raise UserError(
-            f"{path} holds {index.nbytes} bytes where its header says {expected}, it is "
-            f"truncated or damaged: {REMEDY}"
+            f"{path} holds {size} bytes where its header says {expected}, it is truncated or "
+            f"damaged: {REMEDY}"
         )
     return _Header(code, count, entries)
-
-
-def _view(index: NDArray[np.uint8], dtype: str, count: int, offset: int) -> NDArray[Any]:
-    """An array over mapped bytes; the offset need not be aligned to the dtype."""
-    return np.frombuffer(index, dtype=dtype, count=count, offset=offset)
 
 
 @contextmanager
@@ -222,6 +263,7 @@ class IndexedDatasetWriter:
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._open_sequence = False
+        self._sums = BlockSums()
         self._files = self._open_files()
 
     @contextmanager
@@ -230,6 +272,7 @@ class IndexedDatasetWriter:
         with (
             replacing(idx_path(self.prefix)) as self._idx_file,
             replacing_fingerprint(self.prefix, self._tokenizer),
+            replacing(checksums_path(self.prefix)) as self._sums_file,
             replacing(bin_path(self.prefix)) as bin_file,
             _room_on_disk(bin_path(self.prefix)),
             bin_file.open("wb") as self._stream,
@@ -259,6 +302,7 @@ class IndexedDatasetWriter:
             return
         with _room_on_disk(bin_path(self.prefix)):
             self._stream.close()
+            self._sums.write(self._sums_file)
             self._write_index(self._idx_file)
 
     @property
@@ -283,7 +327,7 @@ class IndexedDatasetWriter:
             self._check_length(self._lengths[-1] + int(lengths[0]))
             self._lengths[-1] += int(lengths[0])
             first, lengths = first - 1, lengths[1:]
-        self._stream.write(ids.data)
+        self._write(ids)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         ends = first + np.cumsum(documents.sequences)
         self._open_sequence = documents.unfinished and (self._open_sequence or ends[-1] > first)
@@ -298,18 +342,17 @@ class IndexedDatasetWriter:
                 f"{bin_path(dataset.prefix)} holds {dataset.dtype.name} and {self.prefix} is to "
                 f"hold {self.dtype.name}: only data sets of one tokenizer can be joined"
             )
-        lengths = dataset.sequence_lengths
-        expected = sequence_pointers(lengths, self.dtype.itemsize)
-        if np.array_equal(dataset.sequence_pointers, expected):
-            for begin in range(0, len(dataset.tokens), COPY_TOKENS):
-                self._stream.write(dataset.tokens[begin : begin + COPY_TOKENS].tobytes())
-        else:
-            for number in range(len(dataset)):
-                self._stream.write(dataset[number].tobytes())
-        documents = dataset.document_indices[1:] + len(self._lengths)
+        for ids in dataset.parts():
+            self._write(ids)
+        lengths = dataset.sequence_lengths()
+        documents = dataset.document_indices()[1:] + len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._documents.frombytes(documents.astype(np.int64).tobytes())
         self.num_tokens += dataset.num_tokens
+
+    def _write(self, ids: Tokens) -> None:
+        self._stream.write(ids.data)
+        self._sums.update(ids)
 
     def _check_length(self, length: int) -> None:
         if length > MAX_SEQUENCE_LENGTH:
@@ -327,7 +370,7 @@ class IndexedDatasetWriter:
                     f"token id {extreme} does not fit {self.dtype}, the type for this vocabulary: "
                     "the tokenizer's ids and its vocabulary size contradict each other"
                 )
-        self._stream.write(ids.astype(self.dtype).tobytes())
+        self._write(ids.astype(self.dtype))
         self._lengths.append(ids.size)
         self.num_tokens += ids.size
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from data.batch import Batch, Fetch, Samples
+from data.batch import Batch, Failure, Fetch, Samples
 from data.blend import Blend
 from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
 from data.config import DataConfig
@@ -27,8 +28,10 @@ from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
 from data.waits import Wait
-from paro.errors import UserError
+from paro.errors import UserError, listed
 
+_FILES = 12  # of a corpus that may be open: 3 of its own, and 3 with the order of each split
+_NAMED = 3  # corpora at most in a line
 _POLL_SECONDS = 5.0  # how often a rank that waits for a batch looks whether its workers live
 
 
@@ -50,6 +53,7 @@ class Datasets:
     test: Samples | None
     named_valid: Mapping[str, Samples] = field(default_factory=dict)  # instead of `valid`
     causes: Mapping[str, str] = field(default_factory=dict)  # why a data set has no sample
+    unchecked: Sequence[str] = ()  # the corpora without checksums
 
     def describe(self) -> list[str]:
         """One line per split or validation set, printed at the start of a run."""
@@ -62,7 +66,7 @@ class Datasets:
         }
         for name, cause in self.causes.items():
             lines[name] = f"{name}: no samples, its evaluation is left out: {cause}"
-        return list(lines.values())
+        return [*lines.values(), *no_checksums(self.unchecked)]
 
     def train_corpora(self) -> tuple[GPTDataset, ...]:
         """The training corpora, one or those of a blend; empty for synthetic tokens."""
@@ -113,9 +117,15 @@ def _build_from_corpora(
 ) -> Datasets:
     """The splits in `counts`; a held-out split without a sample is skipped."""
 
+    unchecked = []
+    blends = _sets(config)
+    _allow_open_files(blends.values())
+
     @cache  # several splits and blends may share a corpus
     def open_corpus(prefix: str) -> IndexedDataset:
         corpus = IndexedDataset(prefix)
+        if not corpus.has_checksums:
+            unchecked.append(prefix)
         check_tokenizer(prefix, tokenizer)
         check_vocabulary(corpus, vocab_size)
         return corpus
@@ -128,7 +138,7 @@ def _build_from_corpora(
     )
     found: dict[tuple[str, str], Samples] = {}
     causes: dict[str, str] = {}
-    for (split_name, set_name), blend in _sets(config).items():
+    for (split_name, set_name), blend in blends.items():
         is_held_out = split_name != "train"
         if split_name not in counts or (is_held_out and not share_of(sampling.split, split_name)):
             continue
@@ -151,7 +161,28 @@ def _build_from_corpora(
         test=found.get(("test", "")),
         named_valid={name: samples for (_, name), samples in found.items() if name},
         causes=causes,
+        unchecked=unchecked,
     )
+
+
+def _allow_open_files(blends: Iterable[Blend]) -> None:
+    """Raises the limit of open files by those of the corpora, as far as the system lets it."""
+    prefixes = {prefix for blend in blends for prefix in blend.prefixes}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        wanted = soft + _FILES * len(prefixes)
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def no_checksums(prefixes: Sequence[str]) -> Iterator[str]:
+    """A line on corpora without checksums, if there are any."""
+    if prefixes:
+        names = [*prefixes[:_NAMED], f"{len(prefixes) - _NAMED} more"][: len(prefixes)]
+        yield (
+            f"no checksums (.bin.crc), so damage is not noticed: {listed(names)}; "
+            "tools/inspect_dataset.py --write-checksums writes them"
+        )
 
 
 def _sets(config: DataConfig) -> dict[tuple[str, str], Blend]:
@@ -188,7 +219,7 @@ class MicroBatches:
     pin_memory: bool = False
     rules: DocumentRules | None = None
     whole: bool = False  # whole rounds, each padded at its end with masked samples
-    _source: Iterator[Batch | UserError] | None = field(default=None, init=False, repr=False)
+    _source: Iterator[Batch | Failure] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
@@ -215,14 +246,14 @@ class MicroBatches:
                 f"a process that reads data ahead is gone ({error}): often memory was short; run "
                 "again with a smaller --num-workers, or with 0 to see what it meets"
             ) from error
-        if isinstance(batch, UserError):
+        if not isinstance(batch, Batch):
             try:
                 raise batch
             finally:
                 del batch  # else a reference cycle with this frame remains
         return batch
 
-    def _received(self, source: Iterator[Batch | UserError]) -> Batch | UserError:
+    def _received(self, source: Iterator[Batch | Failure]) -> Batch | Failure:
         wait = Wait(
             f"a batch from {self.num_workers} processes that read data ahead: a file system may "
             "have stopped answering"
@@ -247,7 +278,7 @@ class MicroBatches:
             round_of=len(self.dataset) if self.whole else None,
         )
 
-    def _read(self) -> Iterator[Batch | UserError]:
+    def _read(self) -> Iterator[Batch | Failure]:
         fetch = Fetch(self.dataset, self.rules, masks_beyond_end=self.whole)
         for numbers in self.sample_numbers():
             batch = fetch[numbers]
@@ -255,8 +286,8 @@ class MicroBatches:
                 batch = batch.pin_memory()
             yield batch
 
-    def _read_ahead(self) -> Iterator[Batch | UserError]:
-        loader: DataLoader[Batch | UserError] = DataLoader(
+    def _read_ahead(self) -> Iterator[Batch | Failure]:
+        loader: DataLoader[Batch | Failure] = DataLoader(
             Fetch(self.dataset, self.rules, masks_beyond_end=self.whole),
             batch_size=None,
             sampler=self.sample_numbers(),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,8 +23,8 @@ from paro.arguments.parser import parse_args
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.report.log import print_line
+from tools.inspection.contents import Contents, read_contents
 from tools.inspection.lengths import (
-    Bin,
     document_lengths,
     draw_picture,
     draw_text,
@@ -43,11 +44,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         usage="%(prog)s [flag ...] [flag of pretrain_llama.py ...]",
         description=(
-            "Counts the documents and tokens of each corpus of --data-path, draws how long they "
-            "are and, with the tokenizer's flags, decodes some of them. With --dump-samples it "
-            "writes the samples that a training with the same flags would see. All flags of "
-            "pretrain_llama.py are understood, so that the command of a training can be taken as "
-            "it is."
+            "Counts the documents and tokens of each corpus of --data-path, checks them against "
+            "their checksums, draws how long the documents are and, with the tokenizer's flags, "
+            "decodes some of them. With --dump-samples it writes the samples that a training with "
+            "the same flags would see. All flags of pretrain_llama.py are understood, so that the "
+            "command of a training can be taken as it is."
         ),
         epilog=(
             "examples: python tools/inspect_dataset.py --data-path books_text_document "
@@ -74,6 +75,12 @@ def make_parser() -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     add("--histogram", type=Path, metavar="FILE.png", help="draw the lengths as a picture too")
+    add(
+        "--write-checksums",
+        action="store_true",
+        help="write the checksums of each corpus that has none, such as those that Megatron-LM "
+        "wrote: PREFIX.bin.crc; training then checks what it reads",
+    )
     return parser
 
 
@@ -99,18 +106,20 @@ def tokenizer_of(args: Namespace) -> tuple[Tokenizer | None, Fingerprint | None]
     return (None, None) if config is None else (build_tokenizer(config), fingerprint_of(config))
 
 
-def describe(dataset: IndexedDataset, bins: list[Bin]) -> Iterator[str]:
-    lengths = document_lengths(dataset)
+def describe(
+    dataset: IndexedDataset, lengths: NDArray[np.int64], contents: Contents
+) -> Iterator[str]:
     yield (
         f"{dataset.prefix}: {dataset.num_documents:,} documents, {len(dataset):,} sequences, "
         f"{dataset.num_tokens:,} tokens as {dataset.dtype.name} "
-        f"({dataset.tokens.nbytes / 1e6:,.1f} MB)"
+        f"({dataset.num_tokens * dataset.dtype.itemsize / 1e6:,.1f} MB)"
     )
     yield f"  documents without a token: {int((lengths == 0).sum()):,}"
     if dataset.num_tokens > 0:
-        yield f"  token ids: {dataset.tokens.min()} to {dataset.tokens.max()}"
+        yield f"  token ids: {contents.least} to {contents.most}"
+    yield f"  checksums: {contents.checksums}"
     yield f"  tokens of a document: {figures(lengths)}"
-    yield from (f"  {line}" for line in draw_text(bins))
+    yield from (f"  {line}" for line in draw_text(histogram(lengths)))
 
 
 def describe_origin(prefix: str, given: Fingerprint | None) -> str:
@@ -126,30 +135,30 @@ def describe_origin(prefix: str, given: Fingerprint | None) -> str:
 
 
 def describe_with_tokenizer(
-    dataset: IndexedDataset, tokenizer: Tokenizer, num_documents: int
+    dataset: IndexedDataset, tokenizer: Tokenizer, contents: Contents, num_documents: int
 ) -> Iterator[str]:
     """Ends of documents, ids that the tokenizer does not have, and some documents as text."""
-    bounds, lengths = dataset.document_indices, dataset.sequence_lengths
-    last = bounds[1:][bounds[1:] > bounds[:-1]] - 1
-    last = last[lengths[last] > 0]
-    ends = dataset.sequence_pointers[last] // dataset.dtype.itemsize + lengths[last] - 1
-    ended = int((dataset.tokens[ends] == tokenizer.eod).sum())
-    yield f"  documents that end with the end-of-document token: {ended:,} of {len(last):,}"
-    if dataset.num_tokens > 0 and int(dataset.tokens.max()) >= tokenizer.vocab_size:
+    yield (
+        "  documents that end with the end-of-document token: "
+        f"{contents.ended:,} of {contents.filled:,}"
+    )
+    if contents.most >= tokenizer.vocab_size:
         yield (
             f"  the tokenizer has {tokenizer.vocab_size:,} ids: this corpus was made with another"
         )
         return
     count = min(num_documents, dataset.num_documents)
     chosen = np.linspace(0, dataset.num_documents - 1, count, dtype=np.int64).tolist()
+    bounds = dataset.document_indices()
     for number in dict.fromkeys(chosen):
-        yield f"  document {number:,}: {shown_text(dataset, tokenizer, number)}"
+        sequences = range(*bounds[number : number + 2].tolist())
+        yield f"  document {number:,}: {shown_text(dataset, tokenizer, sequences)}"
 
 
-def shown_text(dataset: IndexedDataset, tokenizer: Tokenizer, number: int) -> str:
+def shown_text(dataset: IndexedDataset, tokenizer: Tokenizer, sequences: range) -> str:
     """The beginning of a document in one line."""
     ids: list[int] = []
-    for sequence in range(*dataset.document_indices[number : number + 2].tolist()):
+    for sequence in sequences:
         ids += dataset[sequence][: SHOWN_TOKENS - len(ids)].tolist()
     text = tokenizer.decode(ids)
     whole = len(ids) < SHOWN_TOKENS and len(text) <= SHOWN_CHARACTERS
@@ -166,10 +175,15 @@ def inspect(own: Namespace, args: Namespace) -> None:
     by_name = {}
     for prefix in prefixes:
         dataset = IndexedDataset(prefix)
-        by_name[prefix] = histogram(document_lengths(dataset))
-        print_line(*describe(dataset, by_name[prefix]), describe_origin(prefix, fingerprint))
+        lengths = document_lengths(dataset)
+        by_name[prefix] = histogram(lengths)
+        eod = None if tokenizer is None else tokenizer.eod
+        contents = read_contents(dataset, lengths, eod, write_checksums=own.write_checksums)
+        origin = describe_origin(prefix, fingerprint)
+        print_line(*describe(dataset, lengths, contents), origin)
         if tokenizer is not None:
-            print_line(*describe_with_tokenizer(dataset, tokenizer, own.documents), whole=True)
+            lines = describe_with_tokenizer(dataset, tokenizer, contents, own.documents)
+            print_line(*lines, whole=True)
     if own.histogram is not None:
         draw_picture(own.histogram, by_name)
         print_line(f"wrote {own.histogram}")
@@ -178,6 +192,8 @@ def inspect(own: Namespace, args: Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     own, rest = make_parser().parse_known_args(argv)
     args = parse_args(rest, trains=own.dump_samples is not None)
+    if own.dump_samples is not None and own.write_checksums:
+        raise UserError("--dump-samples and --write-checksums: give one of them")
     if own.dump_samples is not None:
         print_line(dump(args, own.dump_samples))
     else:

@@ -296,8 +296,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         description=(
             "Tokenizes text and writes it in Megatron-LM's format, PREFIX_KEY_document.bin and "
-            ".idx, and in .tokenizer which tokenizer that was. Give the training --data-path "
-            "PREFIX_KEY_document, without .bin or .idx."
+            ".idx, the checksums of .bin in .bin.crc, and in .tokenizer which tokenizer that was. "
+            "Give the training --data-path PREFIX_KEY_document, without .bin or .idx."
         ),
         epilog=(
             "example: python tools/preprocess_data.py --input books.jsonl --output-prefix books "

@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from paro.checkpoint.checksum import crc32
 from paro.errors import UserError, describe, reading
+from paro.untrusted.checksum import crc32
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import Count, conform, read_json
 

@@ -52,7 +52,7 @@ def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
                 "prefix": prefix,
                 "weight": None if weight is None else round(weight, _DIGITS),
                 "tokens": read[prefix].num_tokens,
-                "sequence_lengths_crc32": checksum(read[prefix].sequence_lengths),
+                "sequence_lengths_crc32": checksum(read[prefix].sequence_lengths()),
             }
             for prefix, weight in zip(blend.prefixes, weights, strict=True)
         ]

@@ -327,7 +327,7 @@ def _data(plan: PlannedRun) -> Iterator[str]:
         check_vocabulary(corpus, config.vocab_size)
         yield (
             f"> data: {prefix} holds {corpus.num_tokens:,} tokens in {corpus.num_documents:,} "
-            "documents"
+            f"documents, {'with' if corpus.has_checksums else 'without'} checksums"
         )
 
 

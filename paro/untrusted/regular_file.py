@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+from weakref import finalize
 
 from paro.errors import UserError, reading
 
@@ -21,14 +23,8 @@ def open_regular(path: str | Path, what: str = "") -> Iterator[BinaryIO]:
     A pipe or a device, which could block or never end, is refused without a wait.
     """
     what = what or str(path)
-    with reading(what):
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-        with open(os.open(path, flags), "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-                raise UserError(f"{what} is {kind}: give a file")
-            yield file
+    with reading(what), open(_open(path, what), "rb") as file:
+        yield file
 
 
 def check_regular(path: str | Path, what: str = "") -> None:
@@ -53,3 +49,51 @@ def read_text(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) -
     content = read_bytes(path, what, max_bytes=max_bytes)
     with reading(what or str(path)):
         return content.decode("utf-8").replace("\r\n", "\n")
+
+
+class RegularFile:
+    """A regular file that is open for reading; every error of a read names it.
+
+    It is not mapped into memory: a mapped file that another program shortens ends the process with
+    SIGBUS, and an I/O error does so too.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        with reading(self.path):
+            self._descriptor = _open(path, self.path)
+            finalize(self, os.close, self._descriptor)
+            self.size = os.fstat(self._descriptor).st_size
+
+    def read(self, begin: int, length: int) -> bytes:
+        """The `length` bytes from byte `begin` on, which lie in the file as it was opened."""
+        content = self._read_some(begin, length)
+        while len(content) < length:  # the system reads at most 2 GiB at once
+            more = self._read_some(begin + len(content), length - len(content))
+            if not more:
+                raise UserError(
+                    f"{self.path} has {os.fstat(self._descriptor).st_size:,} bytes and had "
+                    f"{self.size:,} when it was opened: another program has shortened it; restore "
+                    "it and run again"
+                )
+            content += more
+        return content
+
+    def _read_some(self, begin: int, length: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, length, begin)
+        except OSError:
+            with reading(self.path):
+                raise
+
+
+def _open(path: str | Path, what: str) -> int:
+    """A descriptor of a regular file, opened without a wait."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    raise UserError(f"{what} is no regular file: give a file")

@@ -29,7 +29,7 @@ def encoded(documents: list[Document], *, unfinished: bool = False) -> EncodedDo
 
 
 def both_files(prefix: Path) -> list[bytes]:
-    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx", "bin.crc")]
 
 
 SEQUENCE = st.lists(st.integers(0, 65535), min_size=1, max_size=5)

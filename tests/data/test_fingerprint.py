@@ -112,7 +112,7 @@ def test_it_is_written_with_the_corpus_and_goes_with_it(tmp_path: Path) -> None:
     with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
         writer.add_document([[1]])
     assert read_fingerprint(prefix) is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.bin.crc", "x.idx"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"digest": "1"}', b"\xff"])

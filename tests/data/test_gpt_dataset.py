@@ -219,7 +219,7 @@ def hold_the_lock(prefix: str, holding: object) -> None:
         raise AssertionError
 
     indexed = IndexedDataset(prefix)
-    entry = data.gpt_dataset._cache_entry(indexed, "train", SAMPLING, 50)
+    entry = data.gpt_dataset._cache_entry(prefix, indexed.sequence_lengths(), "train", SAMPLING, 50)
     cached_arrays(entry, {"no": ((1,), np.dtype(np.int8))}, build_for_ever)
 
 

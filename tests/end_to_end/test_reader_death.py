@@ -1,8 +1,9 @@
-"""A data-loading process that dies ends the run with one line."""
+"""A data-loading process that dies, or data that shrink, end the run with one line."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.test_training import write_corpus
 from tests.helpers.ranks import ROOT
 from tests.helpers.training import TINY
 
@@ -42,3 +44,37 @@ def test_a_killed_reader_is_one_line_and_status_2() -> None:
     (line,) = [text for text in said.splitlines() if text.startswith("pretrain_llama.py: ")]
     assert "a process that reads data ahead is gone" in line
     assert "Traceback" not in said
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_data_that_shrink_end_all_ranks_with_one_line(tmp_path: Path, num_workers: int) -> None:
+    write_corpus(tmp_path / "corpus", list(range(16)) * 10_000)
+    flags = TINY.replace("--mock-data", f"--data-path {tmp_path}/corpus --split 1,0,0")
+    flags = flags.replace("--num-workers 0", f"--num-workers {num_workers}")
+    command = ["bash", "examples/one_machine.sh", "--nproc-per-node", "2", "pretrain_llama.py"]
+    command = [*command, *flags.split(), *ENDLESS.split()]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            if "consumed samples" in line:
+                break
+        os.truncate(tmp_path / "corpus.bin", 100)
+        process.stdout.read()  # until every rank, which holds the pipe open, is gone
+        said = process.stderr.read()
+    assert process.returncode == 1  # torchrun's own
+    told = f"{tmp_path}/corpus.bin has 100 bytes and had 320,000 when it was opened"
+    lines = {text for text in said.splitlines() if text.startswith("pretrain_llama.py: error: ")}
+    assert any(line.startswith(f"pretrain_llama.py: error: {told}") for line in lines)
+    assert 'pretrain_llama.py", line' not in said  # only torchrun has a traceback
+    assert re.search(r"exitcode *: 2", said)

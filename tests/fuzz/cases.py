@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from random import Random
 
+from data.block_checksums import BlockSums
 from paro.arguments.parser import build_parser
 from tests.fixtures.write import FIXTURES, MODEL
 from tests.fuzz.inputs import add_inputs
@@ -40,6 +41,7 @@ class Target:
     files: tuple[str, ...] = ()  # patterns in the set; none: flags are damaged instead
     kept: tuple[str, ...] = ()  # flags that are not damaged
     continues: bool = False  # the program resumes from files in the set, and may change them
+    has_checksums: bool = False  # so that no damage may be overlooked
 
     @property
     def script(self) -> Path:
@@ -99,6 +101,11 @@ TARGETS: dict[str, Target] = {
     ),
     "flags of dashboard": Target("tools/wandb_dashboard.py --wandb-project p --dry-run"),
     "corpus": Target(OWN, ("corpus_text_document.idx", "corpus_text_document.bin")),
+    "checked corpus": Target(
+        OWN.replace("{set}", "{set}/checked"),
+        ("checked/*.bin", "checked/*.crc"),
+        has_checksums=True,
+    ),
     "tracker": Target(RESUMED, ("one-process/saved/latest*",)),
     "checkpoint": Target(RESUMED, (f"{CHECKPOINT}/.metadata", f"{CHECKPOINT}/*.distcp")),
     "records": Target(RESUMED, (f"{CHECKPOINT}/*.json",)),
@@ -179,6 +186,11 @@ TARGETS: dict[str, Target] = {
         ("one-process/metrics.jsonl", "one-process/metrics.jsonl.run.json"),
         continues=True,
     ),
+    "merge checked": Target(
+        "tools/merge_datasets.py --input {set}/checked --output-prefix {out}/merged",
+        ("checked/*.bin", "checked/*.crc"),
+        has_checksums=True,
+    ),
     "merge": Target(
         "tools/merge_datasets.py --input {set}/parts --output-prefix {out}/merged",
         ("parts/*.idx", "parts/*.bin"),
@@ -235,9 +247,13 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     place, out = folder / "set", folder / "out"
     shutil.copytree(SET, place)
     out.mkdir()
-    (place / "parts").mkdir()
-    for suffix in ("idx", "bin"):
-        shutil.copy(place / f"corpus_text_document.{suffix}", place / f"parts/a.{suffix}")
+    for name in ("parts/a", "checked/corpus_text_document"):
+        (place / name).parent.mkdir()
+        for suffix in ("idx", "bin"):
+            shutil.copy(place / f"corpus_text_document.{suffix}", place / f"{name}.{suffix}")
+    sums = BlockSums()
+    sums.update((place / "corpus_text_document.bin").read_bytes())
+    sums.write(place / "checked/corpus_text_document.bin.crc")
     (place / "blend.json").write_text(BLEND.format(set=place))
     (place / "flags.yaml").write_text(YAML)
     add_inputs(place)
@@ -254,10 +270,14 @@ def run_case(case: Case, folder: Path) -> Outcome:
     target, draw = TARGETS[case.target], Random(case.seed)
     words = target.command.format(set=place, out=out).split()
     names: list[str] = []
+    changed = False
     if target.files:
         path = draw.choice(sorted({p for pattern in target.files for p in place.glob(pattern)}))
         mutate = draw.choice(mutations_of(path))
+        whole = path.read_bytes()
         mutate(path, draw)
+        # Without a file of checksums there is nothing to compare with.
+        changed = os.path.lexists(path) and not (path.is_file() and path.read_bytes() == whole)
         damage = f"{mutate.__name__} {path.relative_to(place)}"
         names = [path.stem, path.parent.name, path.parent.parent.name]
     else:
@@ -273,6 +293,8 @@ def run_case(case: Case, folder: Path) -> Outcome:
         return Outcome(damage, None, "", f"it did not end within {2 * MAX_SECONDS} s")
     seconds = time.monotonic() - began
     fault = fault_of(words[0], done.returncode, done.stdout, done.stderr, names)
+    if fault is None and target.has_checksums and done.returncode == 0 and changed:
+        fault = "the damage was overlooked"
     after = fingerprint(place)
     is_kept = before == after if target.files else before.items() <= after.items()
     if fault is None and not target.continues and not is_kept:

@@ -26,10 +26,12 @@ from tests.helpers.scripts import run_script
 # Where the files that a module reads are damaged: a target's name, or a test in one process.
 READERS = {
     "data.blend": "blend",
+    "data.block_checksums": "checked corpus",
     "data.fingerprint": "fingerprint",
     "data.gpt2_tokenizer": "gpt2",
     "data.hugging_face_tokenizer": "tokenizer",
     "data.index_cache": "tests/data/test_gpt_dataset.py",
+    "data.indexed_dataset": "corpus",
     "data.tik_tokenizer": "tiktoken",
     "data.tokenizer": "sentencepiece",
     "data.tokenizer_json": "tests/data/test_tokenizer_json.py",
@@ -45,6 +47,7 @@ READERS = {
     "paro.checkpoint.directory": "tracker",
     "paro.checkpoint.manifest": "records",
     "paro.checkpoint.metadata": "checkpoint",
+    "paro.checkpoint.storage": "checkpoint",
     "paro.checkpoint.stored_tensor": "tests/paro/checkpoint/test_stored_tensor.py",
     "paro.config.checkpoint": "records",
     "paro.planning.machine.files": "machine",

@@ -18,7 +18,8 @@ PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
 # These start in milliseconds and plan for thousands of ranks without torch installed.
 PURE = (
     *("paro.errors", "paro.layout", "paro.precision", "paro.quantities", "paro.strategy"),
-    *("paro.topology", "paro.untrusted"),
+    *("paro.topology", "paro.untrusted.pickled"),
+    *("paro.untrusted.regular_file", "paro.untrusted.schema"),
     *(f"paro.collectives.{name}" for name in ("choice", "schedule", "pipeline")),
     *(f"paro.collectives.{name}" for name in ("ring", "h_ring", "ho_ring")),
     "paro.config.batch_schedule",
@@ -33,7 +34,7 @@ PROGRAMS = ("pretrain_llama", "tools")
 # The only imports apart from Python's standard library: of paro/, model/ and data/ have the errors.
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("paro.errors",): (),
-    ("paro.untrusted",): ("paro.errors", "paro.untrusted"),
+    ("paro.untrusted",): ("isal", "paro.errors", "paro.untrusted"),
     PURE: PURE,
     ("model",): ("model", "paro.errors", "paro.untrusted", "torch"),
     ("data",): (

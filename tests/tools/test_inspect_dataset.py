@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import indexed_dataset
 from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data.loader import MicroBatches
@@ -23,6 +24,7 @@ from paro.errors import UserError
 from paro.training.assembly import build_data
 from tests.data.test_tokenizer import train_sentencepiece
 from tools.inspect_dataset import main
+from tools.inspection import contents
 from tools.inspection.lengths import document_lengths, draw_text, figures, histogram
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
@@ -59,6 +61,48 @@ def test_counts_lengths_and_texts(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "document 1: ''" in out
     assert "document 2: '4 5 6'" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_block_is_checked_and_checksums_are_written_where_there_are_none(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*words: str) -> str:
+        main(["--data-path", str(corpus), *words])
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "checksums" in line)
+        return line
+
+    path = Path(f"{corpus}.bin.crc")
+    written = path.read_bytes()
+    assert told("--write-checksums") == f"  checksums: all blocks of .bin agree with {path}"
+    path.unlink()
+    none = f"  checksums: none, so damage of .bin is not noticed; --write-checksums writes {path}"
+    assert told() == none
+    assert not path.exists()
+    assert told("--write-checksums") == f"  checksums: written to {path}, of .bin as it is now"
+    assert path.read_bytes() == written
+    content = bytearray(Path(f"{corpus}.bin").read_bytes())
+    content[-1] ^= 128
+    Path(f"{corpus}.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"corpus\.bin is damaged in bytes 0 to "):
+        told("--write-checksums")
+    assert path.read_bytes() == written
+    with pytest.raises(UserError, match="--dump-samples and --write-checksums: give one"):
+        told("--write-checksums", "--dump-samples", "x")
+
+
+def test_long_reads_say_how_far_they_are(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(indexed_dataset, "PART_TOKENS", 300)
+    monkeypatch.setattr(contents, "NOTICE_SECONDS", 0.0)
+    main(["--data-path", str(corpus), *NULL])
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    num_tokens = IndexedDataset(corpus).num_tokens
+    assert len(lines) == -(-num_tokens // 300)
+    assert lines[0] == f"{corpus}.bin: {30000 // num_tokens}% read, 0 s left"
+    assert "token ids: " in printed.out
+    assert "end with the end-of-document token: 60 of 60" in printed.out
 
 
 def test_files_of_blends_are_understood(

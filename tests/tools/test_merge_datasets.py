@@ -26,7 +26,7 @@ def write(prefix: Path, documents: Documents, dtype: str = "<u2") -> None:
 
 def read(prefix: Path) -> Documents:
     indexed = IndexedDataset(prefix)
-    bounds = indexed.document_indices.tolist()
+    bounds = indexed.document_indices().tolist()
     return [[indexed[i].tolist() for i in range(begin, end)] for begin, end in pairwise(bounds)]
 
 
@@ -45,7 +45,7 @@ def test_joined_is_as_if_written_at_once(
     (folder / "notes.txt").write_text("not a data set")
     assert main(["--input", str(folder), "--output-prefix", str(folder / "sub" / "all")]) == 0
     write(folder / "once", [document for corpus in corpora for document in corpus])
-    for suffix in ("bin", "idx"):
+    for suffix in ("bin", "idx", "bin.crc"):
         joined = (folder / "sub" / f"all.{suffix}").read_bytes()
         assert joined == (folder / f"once.{suffix}").read_bytes()
 
@@ -97,6 +97,38 @@ def test_other_types_folders_and_targets_are_refused(
     assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 2
     assert "holds int32" in capsys.readouterr().err
     assert (folder / "a.bin").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_damaged_part_is_refused_and_a_part_without_checksums_gets_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    write(folder / "a", [[[1, 2, 3]]])
+    write(folder / "b", [[[4, 5]]])
+    (folder / "b.bin").write_bytes(b"\x05\0\x05\0")
+    write(tmp_path / "x", [[[9]]])
+    flags = ["--input", str(folder), "--output-prefix", str(tmp_path / "x")]
+    assert main(flags) == 2
+    assert f"error: {folder / 'b'}.bin is damaged in bytes 0 to 4, " in capsys.readouterr().err
+    assert read(tmp_path / "x") == [[[9]]]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["in", "x.bin", "x.bin.crc", "x.idx"]
+    (folder / "b.bin.crc").unlink()
+    assert main(flags) == 0
+    assert read(tmp_path / "x") == [[[1, 2, 3]], [[5, 5]]]
+    assert IndexedDataset(tmp_path / "x").has_checksums
+
+
+def test_a_part_with_bad_document_indices_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    write(folder / "a", [[[1]], [[2]], [[3]]])
+    index = (folder / "a.idx").read_bytes()
+    (folder / "a.idx").write_bytes(index[:-24] + index[-16:-8] + index[-24:-16] + index[-8:])
+    assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 2
+    assert f"{folder / 'a'}.idx contradicts itself, it is damaged" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 

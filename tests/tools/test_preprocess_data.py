@@ -29,7 +29,7 @@ def write_lines(path: Path, *entries: object) -> Path:
 
 def read(prefix: Path) -> list[list[list[int]]]:
     indexed = IndexedDataset(prefix)
-    bounds = indexed.document_indices.tolist()
+    bounds = indexed.document_indices().tolist()
     return [[indexed[i].tolist() for i in range(begin, end)] for begin, end in pairwise(bounds)]
 
 
@@ -165,7 +165,9 @@ def lines_file(path: Path, count: int) -> Path:
 
 
 def both_files(prefix: Path, key: str = "text") -> list[bytes]:
-    return [Path(f"{prefix}_{key}_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+    """The corpus's two files, and the checksums."""
+    suffixes = ("bin", "idx", "bin.crc")
+    return [Path(f"{prefix}_{key}_document.{suffix}").read_bytes() for suffix in suffixes]
 
 
 @pytest.mark.process

@@ -73,7 +73,7 @@ def test_a_killed_worker_is_one_line_and_leaves_the_good_files(
     assert last.startswith("preprocess_data.py: error: a worker process was killed")
     assert all(line.startswith("Processed") for line in err.splitlines()[:-1])
     assert both_files(good_files) == before
-    assert len(list(good_files.parent.iterdir())) == 2
+    assert len(list(good_files.parent.iterdir())) == 3
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
@@ -94,7 +94,7 @@ def test_stopping_it_is_one_line_and_leaves_no_worker(
     assert err.splitlines()[-1].startswith("preprocess_data.py: stopped")
     assert "Traceback" not in err
     assert both_files(good_files) == before
-    assert len(list(good_files.parent.iterdir())) == 2
+    assert len(list(good_files.parent.iterdir())) == 3
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
@@ -125,4 +125,4 @@ def test_a_full_disk_is_one_line_and_leaves_the_good_files(
     assert f"{good_files}_text_document.bin cannot be written: File too large" in err
     assert sum(not line.startswith("Processed") for line in err.splitlines()) == 1
     assert both_files(good_files) == before
-    assert len(list(good_files.parent.iterdir())) == 2
+    assert len(list(good_files.parent.iterdir())) == 3

@@ -38,4 +38,4 @@ def test_a_key_that_cannot_be_finished_leaves_all_as_they_were(
     told = f"{prefix}_{failing}_document.bin cannot be written: No space left on device"
     assert told in capsys.readouterr().err
     assert [both_files(prefix, key) for key in ("title", "body")] == before
-    assert len(list(prefix.parent.iterdir())) == 4
+    assert len(list(prefix.parent.iterdir())) == 6

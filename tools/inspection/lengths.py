@@ -30,8 +30,8 @@ class Bin:
 def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
     """Tokens of each document; a document may have several sequences, or none."""
     ends = np.zeros(len(dataset) + 1, dtype=np.int64)
-    np.cumsum(dataset.sequence_lengths, out=ends[1:])
-    lengths: NDArray[np.int64] = np.diff(ends[dataset.document_indices])
+    np.cumsum(dataset.sequence_lengths(), out=ends[1:])
+    lengths: NDArray[np.int64] = np.diff(ends[dataset.document_indices()])
     return lengths
 
 

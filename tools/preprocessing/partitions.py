@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_file import replacing
+from data.block_checksums import checksums_path
 from data.fingerprint import fingerprint_path
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
 from data.sources import Piece
@@ -83,7 +84,8 @@ class Partitions:
             for prefix in self.prefixes(number):
                 bin_path(prefix).unlink()
                 idx_path(prefix).unlink()
-                fingerprint_path(prefix).unlink(missing_ok=True)
+                for path in (fingerprint_path(prefix), checksums_path(prefix)):
+                    path.unlink(missing_ok=True)
         (self.folder / "run.json").unlink()
         self.folder.rmdir()
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paro.checkpoint.checksum import crc32
 from paro.checkpoint.load import Loading
 from paro.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from paro.errors import UserError
+from paro.untrusted.checksum import crc32
 from tests.paro.checkpoint.toy_run import (
     IIG,
     ONE,

@@ -193,7 +193,7 @@ def test_a_corpus_that_is_here_is_opened(
     flags = f"{SMALL} --data-path 1 {here} 2 {tmp_path}/elsewhere --dry-run --world-size 4"
     before = sorted(tmp_path.iterdir())
     out = printed(flags, capsys)
-    assert f"> data: {here} holds 100 tokens in 2 documents\n" in out
+    assert f"> data: {here} holds 100 tokens in 2 documents, with checksums\n" in out
     assert f"> data: {tmp_path}/elsewhere is not on this machine and was not checked\n" in out
     assert sorted(tmp_path.iterdir()) == before
 

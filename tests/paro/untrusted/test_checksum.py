@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from paro.checkpoint import checksum
+from paro.untrusted import checksum
 
 
 def test_sums_are_those_of_zlib_piece_by_piece() -> None:

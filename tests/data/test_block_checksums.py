@@ -1,0 +1,254 @@
+"""Checksums of blocks: their file, damage that they find, and files that change while open."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.block_checksums import BLOCK_BYTES, BlockSums, checksums_path
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from paro.errors import UserError
+
+NUM_TOKENS = 3 * BLOCK_BYTES // 2 + 500  # three whole blocks, and a part of one
+SEQUENCE = 1000
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    ids = np.random.default_rng(0).integers(0, 60_000, NUM_TOKENS).astype("<u2")
+    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        for begin in range(0, NUM_TOKENS, SEQUENCE):
+            writer.add_document([ids[begin : begin + SEQUENCE]])
+    return tmp_path / "x"
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def message_of(read: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        read()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_files_bytes_are_the_documented_ones(prefix: Path) -> None:
+    content = Path(f"{prefix}.bin").read_bytes()
+    blocks = [content[begin : begin + 16384] for begin in range(0, len(content), 16384)]
+    table = struct.pack("<4I", *map(zlib.crc32, blocks))
+    fields = b"PAROCRC\0" + struct.pack("<IIQI", 1, 16384, len(content), zlib.crc32(table))
+    assert len(fields) == 28
+    expected = fields + struct.pack("<I", zlib.crc32(fields)) + table
+    assert checksums_path(prefix).read_bytes() == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(st.binary(max_size=20), max_size=8))
+def test_sums_do_not_depend_on_the_parts(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[bytes]
+) -> None:
+    folder, whole = tmp_path_factory.mktemp("sums"), b"".join(parts)
+    sums = BlockSums(block_bytes=8)
+    for part in parts:
+        sums.update(part)
+    sums.write(folder / "x")
+    blocks = [whole[begin : begin + 8] for begin in range(0, len(whole), 8)]
+    table = struct.pack(f"<{len(blocks)}I", *map(zlib.crc32, blocks))
+    assert (folder / "x").read_bytes()[32:] == table
+
+
+def test_whole_data_are_read_as_they_are(prefix: Path) -> None:
+    checked, plain = IndexedDataset(prefix), np.fromfile(f"{prefix}.bin", "<u2")
+    assert checked.has_checksums
+    assert checked.read(0, NUM_TOKENS).tolist() == plain.tolist()
+    for begin, count in ((0, 0), (8191, 2), (8192, 8192), (NUM_TOKENS - 1, 1), (NUM_TOKENS, 0)):
+        assert checked.read(begin, count).tolist() == plain[begin : begin + count].tolist()
+    assert np.concatenate(list(checked)).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("place", [0, 16383, 16384, 40_000, 2 * NUM_TOKENS - 1])
+def test_a_flipped_bit_is_found_by_every_read_of_its_block_and_by_no_other(
+    prefix: Path, place: int
+) -> None:
+    whole = IndexedDataset(prefix).read(0, NUM_TOKENS)
+    flip(Path(f"{prefix}.bin"), place, bit=place % 8)
+    damaged = IndexedDataset(prefix)
+    begin = place // BLOCK_BYTES * BLOCK_BYTES
+    end = min(begin + BLOCK_BYTES, 2 * NUM_TOKENS)
+    for _ in range(2):
+        for first, count in ((begin // 2, 1), (end // 2 - 1, 1), (0, NUM_TOKENS), (place // 2, 1)):
+            text = message_of(lambda first=first, count=count: damaged.read(first, count))
+            assert text.startswith(f"{prefix}.bin is damaged in bytes {begin:,} to {end:,}, by")
+            assert f"{prefix}.bin.crc" in text
+            assert f"--data-path {prefix} --write-checksums" in text
+    for first, stop in ((0, begin // 2), (end // 2, NUM_TOKENS)):
+        if first < stop:
+            assert damaged.read(first, stop - first).tolist() == whole[first:stop].tolist()
+
+
+def test_without_checksums_nothing_is_checked(prefix: Path) -> None:
+    checksums_path(prefix).unlink()
+    flip(Path(f"{prefix}.bin"), 5)
+    unchecked = IndexedDataset(prefix)
+    assert not unchecked.has_checksums
+    assert len(unchecked[0]) == SEQUENCE
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whatever_is_wrong_with_the_checksums_is_noticed_at_open(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    prefix = tmp_path_factory.mktemp("sums") / "x"
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add_document([np.arange(20_000)])
+    path = checksums_path(prefix)
+    content = bytearray(path.read_bytes())
+    kind = data.draw(st.sampled_from(["flip", "cut", "extend"]))
+    if kind == "flip":
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    elif kind == "cut":
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        content += data.draw(st.binary(min_size=1, max_size=9))
+    path.write_bytes(content)
+    text = message_of(lambda: IndexedDataset(prefix))
+    assert text.startswith(f"{path} is damaged: ")
+    assert f"remove {path} and write it again: tools/inspect_dataset.py --data-path {prefix} " in (
+        text
+    )
+
+
+def forged(version: int, block_bytes: int, num_bytes: int) -> bytes:
+    """Checksums without a table."""
+    fields = b"PAROCRC\0" + struct.pack("<IIQI", version, block_bytes, num_bytes, 0)
+    return fields + struct.pack("<I", zlib.crc32(fields))
+
+
+@pytest.mark.parametrize(
+    ("version", "block_bytes", "num_bytes", "message"),
+    [
+        (2, BLOCK_BYTES, 2 * NUM_TOKENS, "has format version 2, only 1 is known"),
+        (1, 0, 2 * NUM_TOKENS, "is damaged"),
+        (1, 2**31, 2 * NUM_TOKENS, "is damaged"),
+        (1, 1, 2 * NUM_TOKENS, "is damaged"),
+        (1, BLOCK_BYTES, 2 * NUM_TOKENS - 1, f"has the checksums of a file of {50_151:,} bytes"),
+        (1, 1, 2**63, "has the checksums of a file of 9,223,372,036,854,775,808 bytes"),
+    ],
+)
+def test_checksums_that_do_not_fit_are_refused(
+    prefix: Path, version: int, block_bytes: int, num_bytes: int, message: str
+) -> None:
+    checksums_path(prefix).write_bytes(forged(version, block_bytes, num_bytes))
+    text = message_of(lambda: IndexedDataset(prefix))
+    assert text.startswith(f"{prefix}.bin.crc {message}")
+    assert f"remove {prefix}.bin.crc and write it again" in text
+
+
+def test_blocks_of_another_size_are_read(prefix: Path) -> None:
+    content = Path(f"{prefix}.bin").read_bytes()
+    sums = BlockSums(block_bytes=4096)
+    sums.update(content)
+    sums.write(checksums_path(prefix))
+    assert IndexedDataset(prefix).read(0, NUM_TOKENS).tobytes() == content
+    flip(Path(f"{prefix}.bin"), 4096)
+    assert "in bytes 4,096 to 8,192," in message_of(lambda: IndexedDataset(prefix).read(3000, 9))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "is no regular file"),
+        (os.mkdir, "cannot be read: Is a directory"),
+        (lambda path: path.symlink_to("none"), "cannot be read: No such file"),
+        (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels"),
+    ],
+)
+def test_checksums_that_cannot_be_read_are_not_taken_for_absent(
+    prefix: Path, make: Callable[[Path], None], message: str
+) -> None:
+    checksums_path(prefix).unlink()
+    make(checksums_path(prefix))
+    text = message_of(lambda: IndexedDataset(prefix))
+    assert text.startswith(f"{prefix}.bin.crc {message}")
+
+
+def test_a_corpus_without_a_token_has_checksums_too(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        writer.add_document([])
+    empty = IndexedDataset(tmp_path / "x")
+    assert empty.has_checksums
+    assert list(empty.parts()) == []
+    assert checksums_path(tmp_path / "x").stat().st_size == 32
+
+
+@pytest.mark.parametrize("suffix", ["bin", "bin.crc", "idx"])
+@pytest.mark.parametrize("kept", [0, 20])
+def test_a_file_that_shrinks_while_it_is_open_is_one_line(
+    prefix: Path, suffix: str, kept: int
+) -> None:
+    indexed, size = IndexedDataset(prefix), Path(f"{prefix}.{suffix}").stat().st_size
+    indexed.get(3)
+    os.truncate(f"{prefix}.{suffix}", kept)
+    text = message_of(lambda: indexed.get(3))
+    assert text.startswith(
+        f"{prefix}.{suffix} has {kept} bytes and had {size:,} when it was opened: another program "
+        "has shortened it; restore it and run again"
+    )
+
+
+def test_an_index_that_changes_while_it_is_open_is_one_line(prefix: Path) -> None:
+    indexed = IndexedDataset(prefix)
+    index = Path(f"{prefix}.idx").read_bytes()
+    Path(f"{prefix}.idx").write_bytes(index[:40] + b"\xff" * (len(index) - 40))
+    text = message_of(lambda: indexed.get(3))
+    assert text.startswith(f"{prefix}.idx has no tokens 0 to ")
+    assert "of sequence 3 any more: another program has changed it" in text
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_an_error_of_the_disk_names_the_file(
+    prefix: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexed = IndexedDataset(prefix)
+    pread, path = os.pread, os.stat(f"{prefix}.{suffix}")
+
+    def fail(descriptor: int, length: int, begin: int) -> bytes:
+        if os.fstat(descriptor).st_ino == path.st_ino:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(descriptor, length, begin)
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(OSError, match="cannot be read: Input/output error") as caught:
+        indexed.get(0)
+    assert caught.value.errno == errno.EIO
+    assert caught.value.strerror == f"{prefix}.{suffix} cannot be read: Input/output error"
+
+
+def test_a_read_that_the_system_shortens_is_continued(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexed, expected = IndexedDataset(prefix), np.fromfile(f"{prefix}.bin", "<u2")
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, at: pread(file, min(length, 1000), at))
+    assert indexed.read(0, NUM_TOKENS).tolist() == expected.tolist()
+
+
+def test_no_descriptor_is_left_open(prefix: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    indexed = IndexedDataset(prefix)
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    del indexed
+    assert len(os.listdir("/proc/self/fd")) == before

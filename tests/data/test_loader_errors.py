@@ -1,0 +1,161 @@
+"""Errors while micro-batches are read: one line each, with and without worker processes."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.batch import Fetch
+from data.config import DataConfig
+from data.indexed_dataset import IndexedDatasetWriter
+from data.loader import MicroBatches, SplitCounts, build_datasets
+from paro.errors import UserError, describe, is_storage_failure
+from tests.data.test_loader import NUM_WORKERS, Numbered, samples_in
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    with IndexedDatasetWriter(tmp_path / "corpus", np.dtype("<u2")) as writer:
+        for begin in range(100):
+            writer.add_document([list(range(begin, begin + 20))])
+    return str(tmp_path / "corpus")
+
+
+@pytest.mark.process
+def test_a_killed_worker_is_one_line() -> None:
+    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    before = set(multiprocessing.active_children())
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"reads data ahead.*--num-workers") as caught:
+        list(islice(batches, 10))
+    told = str(caught.value)
+    del caught  # it holds this frame, and so the object
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_the_end_of_the_data_is_an_error_and_not_a_second_round(num_workers: int) -> None:
+    batches = MicroBatches(
+        Numbered(10), rank=0, world_size=2, micro_batch_size=2, num_workers=num_workers
+    )
+    assert [samples_in(batch) for batch in islice(batches, 3)] == [[0, 1], [4, 5], [8, 9]]
+    with pytest.raises(UserError, match="ends after 10 samples and sample 13 is asked for"):
+        next(batches)
+
+
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_an_error_in_the_data_stays_one_line(num_workers: int) -> None:
+    batches = MicroBatches(
+        Numbered(broken_at=3), rank=0, world_size=1, micro_batch_size=2, num_workers=num_workers
+    )
+    next(batches)
+    with pytest.raises(UserError, match=r"^sample 3 is broken$"):
+        next(batches)
+
+
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_an_error_of_the_disk_stays_one_line(num_workers: int) -> None:
+    text = "x.bin cannot be read: Input/output error"
+    broken = Numbered(broken_at=3, error=OSError(errno.EIO, text))
+    batches = MicroBatches(
+        broken, rank=0, world_size=1, micro_batch_size=2, num_workers=num_workers
+    )
+    next(batches)
+    with pytest.raises(OSError, match=r"^\[Errno 5\] x\.bin") as caught:
+        next(batches)
+    error = caught.value.with_traceback(None)
+    del caught
+    assert is_storage_failure(error)
+    assert describe(error) == text
+
+
+def test_an_error_of_the_system_that_is_no_disks_keeps_its_traceback() -> None:
+    broken = Numbered(broken_at=0, error=OSError(errno.EBADF, "Bad file descriptor"))
+    fetch = Fetch(broken, None)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        fetch[range(1)]
+
+
+def test_a_blend_may_have_more_files_than_the_limit(prefix: str) -> None:
+    words = []
+    for number in range(20):
+        for suffix in (".bin", ".idx", ".bin.crc"):
+            shutil.copy(f"{prefix}{suffix}", f"{prefix}{number}{suffix}")
+        words += ["1", f"{prefix}{number}"]
+    config = DataConfig(seq_length=8, data_path=tuple(words), split="1,0,0")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, before[1]))
+    try:
+        datasets = build_datasets(config, SplitCounts(train=200), vocab_size=200)
+        for corpus in datasets.train_corpora():
+            assert corpus.source.startswith("indices written to")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_a_corpus_that_shrinks_while_it_is_read_is_one_line(prefix: str, num_workers: int) -> None:
+    config = DataConfig(seq_length=8, data_path=(prefix,), split="1,0,0")
+    samples = build_datasets(config, SplitCounts(train=200), vocab_size=200).train
+    batches = MicroBatches(
+        samples, rank=0, world_size=1, micro_batch_size=1, num_workers=num_workers
+    )
+    next(batches)
+    os.truncate(f"{prefix}.bin", 100)
+    with pytest.raises(UserError, match=r"\.bin has 100 bytes and had 4,000 when it was") as caught:
+        list(islice(batches, 100))
+    told = str(caught.value)
+    del caught
+    assert "\n" not in told
+
+
+def test_corpora_without_checksums_are_told_in_one_line(prefix: str) -> None:
+    def told(*prefixes: str) -> list[str]:
+        config = DataConfig(seq_length=8, data_path=prefixes, split="90,10,0")
+        described = build_datasets(config, SplitCounts(train=10, valid=5), 200).describe()
+        return [line for line in described if line.startswith("no checksums")]
+
+    others = [f"{prefix}{number}" for number in range(4)]
+    for other in others:
+        for suffix in (".bin", ".idx"):
+            shutil.copy(f"{prefix}{suffix}", f"{other}{suffix}")
+    ending = "; tools/inspect_dataset.py --write-checksums writes them"
+    start = "no checksums (.bin.crc), so damage is not noticed: "
+    assert told(prefix) == []
+    assert told(prefix, others[0]) == [f"{start}{others[0]}{ending}"]
+    assert told(*others[:3]) == [f"{start}{others[0]}, {others[1]} and {others[2]}{ending}"]
+    assert told(*others) == [f"{start}{others[0]}, {others[1]}, {others[2]} and 1 more{ending}"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EROFS, "Read-only file system"),
+        RuntimeError("Caught in worker\nunable to open shared memory object </torch_1>: full (28)"),
+    ],
+)
+def test_processes_without_shared_memory_are_told_what_they_need(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    place = "__iter__" if isinstance(error, OSError) else "__next__"
+    monkeypatch.setattr(f"torch.utils.data.dataloader.DataLoader.{place}", fail, raising=False)
+    if place == "__next__":
+        monkeypatch.setattr("torch.utils.data.dataloader.DataLoader.__iter__", lambda self: self)
+    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    with pytest.raises(UserError, match=r"^--num-workers 1 needs /dev/shm.*\((\[Errno|unable)"):
+        next(batches)

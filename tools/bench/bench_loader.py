@@ -1,0 +1,184 @@
+"""Times reading micro-batches of a corpus: mapped into memory, by reads, and with checksums.
+
+    python tools/bench/bench_loader.py --folder DIR
+
+Writes a corpus of random ids into the folder, and reads micro-batches of it in a random order in
+this process, as a run without worker processes does. The contenders take turns. With a warm page
+cache their processor time counts, which other programs disturb less; without the corpus in the page
+cache, the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if not __package__:  # run as a script: the repository root is not on sys.path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from data.block_checksums import BlockSums, checksums_path
+from data.gpt_dataset import Sampling, build_gpt_dataset
+from data.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    Tokens,
+    bin_path,
+    idx_path,
+    sequence_pointers,
+)
+from data.loader import MicroBatches
+from paro.errors import UserError
+from tools.shared.command_line import status_of
+from tools.shared.output import write_text
+
+VOCAB_SIZE = 60_000
+DOCUMENT_TOKENS = 1000  # on average
+WRITTEN_AT_ONCE = 2**22  # tokens
+BLOCKS = (4096, 8192, 16384, 32768, 65536)
+
+
+class MappedDataset(IndexedDataset):
+    """A data set whose files are mapped into memory, as Megatron-LM does by default."""
+
+    def __init__(self, prefix: str | Path) -> None:
+        super().__init__(prefix)
+        self._tokens = np.memmap(bin_path(prefix), dtype=self.dtype, mode="r")
+        self._mapped_lengths = self.sequence_lengths()
+        self._mapped_pointers = sequence_pointers(self._mapped_lengths, self.dtype.itemsize)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
+        stop = int(self._mapped_lengths[index]) if length is None else offset + length
+        begin = int(self._mapped_pointers[index]) // self.dtype.itemsize
+        part: Tokens = self._tokens[begin + offset : begin + stop]
+        return part
+
+
+Contender = Callable[[], IndexedDataset]
+
+
+def make_corpus(folder: Path, num_tokens: int) -> dict[str, Contender]:
+    """Writes the corpus under one name for each contender; they share its .bin and .idx."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random, first = np.random.default_rng(0), folder / "corpus"
+    with IndexedDatasetWriter(first, np.dtype("<u2")) as writer:
+        while writer.num_tokens < num_tokens:
+            ids = random.integers(0, VOCAB_SIZE, WRITTEN_AT_ONCE).astype("<u2")
+            cuts = np.cumsum(random.exponential(DOCUMENT_TOKENS, WRITTEN_AT_ONCE // 1000) + 1)
+            for document in np.split(ids, cuts[cuts < len(ids)].astype(np.int64)):
+                writer.add_document([document])
+    checksums_path(first).unlink()
+    with bin_path(first).open("rb") as stream:
+        os.fsync(stream.fileno())  # else its pages cannot be dropped
+    contenders: dict[str, Contender] = {
+        "mapped": partial(MappedDataset, first),
+        "read": partial(IndexedDataset, first),
+    }
+    for block_bytes in BLOCKS:
+        prefix = folder / f"blocks-{block_bytes}"
+        for path in (bin_path, idx_path):
+            path(prefix).unlink(missing_ok=True)
+            path(prefix).symlink_to(path(first).name)
+        sums = BlockSums(block_bytes)
+        for ids in IndexedDataset(first).parts():
+            sums.update(ids)
+        sums.write(checksums_path(prefix))
+        contenders[f"checked, {block_bytes // 1024} KiB"] = partial(IndexedDataset, prefix)
+    return contenders
+
+
+def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, turn: int) -> float:
+    """Tokens per second of one contender."""
+    indexed = contender()
+    sampling = Sampling(split=None, seq_length=options.seq_length, seed=1)
+    dataset = build_gpt_dataset(indexed, "train", sampling, num_samples=None, vocab_size=VOCAB_SIZE)
+    if cold:
+        drop_pages(options.folder)
+    batches = MicroBatches(
+        dataset,
+        rank=0,
+        world_size=1,
+        micro_batch_size=options.micro_batch_size,
+        consumed_samples=turn * options.samples % max(1, len(dataset) - options.samples),
+    )
+    clock = time.perf_counter if cold else time.process_time
+    begin = clock()
+    count = sum(batch.tokens_BS.numel() for batch in islice(batches, num_batches(options)))
+    return count / (clock() - begin)
+
+
+def num_batches(options: argparse.Namespace) -> int:
+    return int(options.samples // options.micro_batch_size)
+
+
+def drop_pages(folder: Path) -> None:
+    """Takes the contents of .bin and of the checksums out of the page cache."""
+    gc.collect()  # pages that an earlier turn has mapped would stay
+    for path in (*folder.glob("*.bin"), *folder.glob("*.crc")):
+        with path.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row per contender and state of the page cache: medians of rates, and of ratios by turn."""
+    contenders = make_corpus(options.folder, int(options.gigabytes * 1e9 / 2))
+    for cold in (False, True):
+        rates: dict[str, list[float]] = {name: [] for name in contenders}
+        for turn in range(options.rounds + 1):
+            for name, contender in contenders.items():
+                rate = time_turn(contender, options, cold=cold, turn=turn)
+                if turn > 0:  # the first builds the order, and warms the page cache
+                    rates[name].append(rate)
+        for name, measured in rates.items():
+            pairs = zip(measured, rates["mapped"], strict=True)
+            yield {
+                "contender": name,
+                "cold": cold,
+                "tokens_per_second": statistics.median(measured),
+                "of_mapped": statistics.median(rate / mapped for rate, mapped in pairs),
+                "all": measured,
+            }
+
+
+def run(options: argparse.Namespace) -> None:
+    if min(options.rounds, num_batches(options)) < 1:
+        raise UserError("--rounds and --samples must be at least 1, the latter a micro-batch")
+    rows = []
+    for row in measure(options):
+        rows.append(row)
+        cache = "cold" if row["cold"] else "warm"
+        print(
+            f"{cache} {row['contender']:<16} {row['tokens_per_second']:14,.0f} tokens/s, "
+            f"{row['of_mapped']:.2f} of mapped in the same turn"
+        )
+    if options.json is not None:
+        write_text(options.json, json.dumps(rows, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="an empty folder on the disk to measure")
+    add("--gigabytes", type=float, default=2.0, help="of the corpus; default 2")
+    add("--seq-length", type=int, default=2048)
+    add("--micro-batch-size", type=int, default=4)
+    add("--samples", type=int, default=2000, help="of a turn; default 2000")
+    add("--rounds", type=int, default=5, help="turns of each contender; default 5")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    options = parser.parse_args(argv)
+    return status_of("bench_loader.py", lambda: run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

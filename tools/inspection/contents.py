@@ -1,0 +1,84 @@
+"""Reads all token ids of a data set once: checksums, the range of ids, and ends of documents."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.atomic_file import replacing
+from data.block_checksums import BlockSums, checksums_path
+from data.indexed_dataset import IndexedDataset, bin_path
+from paro.errors import writing
+from paro.report.log import print_line
+
+NOTICE_SECONDS = 10.0  # between lines of progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What is known of a data set when all of it has been read; no damage was found."""
+
+    least: int
+    most: int
+    filled: int  # documents that have a token
+    ended: int  # those of them whose last token is the end-of-document token
+    checksums: str
+
+
+def read_contents(
+    dataset: IndexedDataset, lengths: NDArray[np.int64], eod: int | None, *, write_checksums: bool
+) -> Contents:
+    """Reads every block, and writes the checksums of a data set that has none if that is asked for.
+
+    `lengths` are those of its documents. Raises `UserError` at the first damaged block.
+    """
+    ends = np.cumsum(lengths)[lengths > 0] - 1  # of documents, as positions in the .bin file
+    sums, progress = BlockSums(), Progress(f"{bin_path(dataset.prefix)}", dataset.num_tokens)
+    least, most, ended, done = sys.maxsize, -1, 0, 0
+    for ids in dataset.parts():
+        sums.update(ids)
+        first, last = np.searchsorted(ends, (done, done + len(ids)))
+        if eod is not None:
+            ended += int((ids[ends[first:last] - done] == eod).sum())
+        least, most = min(least, int(ids.min())), max(most, int(ids.max()))
+        done += len(ids)
+        progress.at(done)
+    return Contents(
+        least=least,
+        most=most,
+        filled=len(ends),
+        ended=ended,
+        checksums=_checksums(dataset, sums, write_checksums),
+    )
+
+
+def _checksums(dataset: IndexedDataset, sums: BlockSums, write_checksums: bool) -> str:
+    path = checksums_path(dataset.prefix)
+    if dataset.has_checksums:
+        return f"all blocks of .bin agree with {path}"
+    if not write_checksums:
+        return f"none, so damage of .bin is not noticed; --write-checksums writes {path}"
+    with writing(f"{path}"), replacing(path) as temporary:
+        sums.write(temporary)
+    return f"written to {path}, of .bin as it is now"
+
+
+class Progress:
+    """Says on standard error how much of a file has been read, if that takes long."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self._name, self._total = name, total
+        self._begin = self._told = time.monotonic()
+
+    def at(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._told < NOTICE_SECONDS:
+            return
+        self._told = now
+        left = round((now - self._begin) * (self._total - done) / done)
+        read = 100 * done // self._total
+        print_line(f"{self._name}: {read}% read, {left} s left", stream=sys.stderr)
