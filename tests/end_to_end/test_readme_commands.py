@@ -27,7 +27,7 @@ from tools.train_tokenizer import main as train_tokenizer
 
 # Sections whose commands `make test` runs; sections of one tuple build on each other.
 QUICK = (
-    ("Train on your own text",),
+    ("Train on your own text", "Damaged files"),
     ("Continue from a Hugging Face model", "Convert between formats"),
     ("Launch on a cluster",),
     ("Compare runs",),
@@ -44,10 +44,14 @@ BY_VERIFY = (
 )
 
 # The first needs a checkout of another project, and tests/tools/bench tests its code; the second
-# repeats all tests.
+# repeats all tests; the others need GPUs, and tests/tools/test_check_gpu.py rehearses them.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
     "make coverage",
+    "make gpu",
+    "make gpu PARTS=a,e",
+    "make gpu GPUS=8",
+    "make gpu REHEARSE=1",
 )
 
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\S*python\d?|torchrun|make|bash|sbatch|srun|sudo|pytest|pip) "

@@ -225,7 +225,7 @@ BARE = SMALL.replace("--mock-data", "")
         (f"{SMALL} --paro-strategy IGI", ["--paro-strategy IGI is not legal", "IGG"]),
         (f"{SMALL} --use-distributed-optimizer --paro-strategy GGG", ["contradicts", "NNG"]),
         (f"{SMALL} --paro-collective auto", ["--paro-machine FILE", "bench_collectives.py"]),
-        (f"{SMALL} --paro-machine nowhere.json", ["nowhere.json", "No such file"]),
+        (f"{SMALL} --paro-machine nowhere.json", ["nowhere.json", "no such file"]),
         (f"{SMALL} --num-attention-heads 5", ["--hidden-size 64", "--num-attention-heads 5"]),
         (f"{SMALL} --group-query-attention --num-query-groups 3", ["--num-query-groups 3"]),
         (f"{SMALL} --num-query-groups 2", ["--group-query-attention"]),
