@@ -25,7 +25,7 @@ def study(folder: Path, *flags: object, timeout: float) -> dict[str, Any]:
     return figures
 
 
-@pytest.mark.ranks
+@pytest.mark.verify
 def test_a_killed_training_resumes_and_its_losses_are_the_undisturbed_ones(tmp_path: Path) -> None:
     few = ["--ranks", 2, "--group-size", 1, "--strategy", "NNG", "--train-iters", 9]
     figures = study(tmp_path, "--kills", 1, "--inside", 1, *few, timeout=280.0)
