@@ -142,7 +142,10 @@ def checkpoint(runner: Runner, machine: Machine) -> Outcome:
     sizes: list[object] = ["--params", num_params, "--hidden-size", hidden_size, "--rounds", 1]
     lines: list[str] = []
     figures: dict[str, Any] = {}
-    for name, more in (("checkpoint", sizes), ("async-checkpoint", ["--steps", 3])):
+    for name, more in (
+        ("checkpoint", sizes),
+        ("async-checkpoint", ["--steps", 1 if runner.rehearse else 6]),
+    ):
         file.unlink(missing_ok=True)
         ended: Ended = runner.ranks(name, [*words, *more], env={"OMP_NUM_THREADS": "1"})
         if ended.failure or not file.exists():

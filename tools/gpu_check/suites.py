@@ -17,7 +17,7 @@ _MOST_FAILURES = 10  # on the page; the log has all
 def gpu_tests(runner: Runner) -> Outcome:
     """Every test that needs a GPU, but those of the other parts."""
     if runner.rehearse:
-        return _pytest(runner, "gpu-tests", ["-m", "gpu", "tests/model", "tests/data"])
+        return _pytest(runner, "gpu-tests", ["-m", "gpu", "tests/model"])
     words = ["-m", "gpu", "tests", "--ignore", "tests/gpu", "--must-run", "gpu"]
     return _pytest(runner, "gpu-tests", words)
 

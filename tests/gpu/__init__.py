@@ -1,0 +1,1 @@
+"""Several ranks on one GPU; the same functions run on gloo ranks as a rehearsal (make gpu)."""

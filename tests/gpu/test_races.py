@@ -1,0 +1,119 @@
+"""Late communication, late computing and NaN in new buffers change no bit of a training."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from paro.distributed.comm_stream import CommStreams, Event, Job
+from paro.sharding.buffers import ElasticBuffer
+from tests.gpu.one_gpu import RANKS, changed_streams, train_cases
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Trained
+
+CYCLES = 2_000_000  # of a GPU's clock: about a millisecond, longer than any kernel here
+CASES = [
+    "--paro-strategy IIG",
+    "--paro-strategy GGG --bf16",
+    "--paro-strategy NIG --paro-collective ho-ring --recompute-granularity full",
+    "--paro-strategy IIG --paro-materialize rotate",
+    "--paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place",
+]
+
+
+class LateJobs:
+    """Comm streams whose jobs begin late."""
+
+    def __init__(self, streams: CommStreams) -> None:
+        self._streams = streams
+        self.runs_concurrently = streams.runs_concurrently
+
+    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        def late() -> None:
+            pause()
+            job()
+
+        return self._streams.submit(stream, late, after=after)
+
+    def close(self) -> None:
+        self._streams.close()
+
+
+class LateComputing(LateJobs):
+    """Comm streams after each of whose jobs computing continues late."""
+
+    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        event = self._streams.submit(stream, job, after=after)
+        pause()
+        return event
+
+
+DISTURBANCES = {"communication": LateJobs, "computing": LateComputing}
+
+
+def pause() -> None:
+    """Delays what comes next in the current CUDA stream, or in this thread."""
+    if torch.cuda.is_available():
+        torch.cuda._sleep(CYCLES)
+    else:
+        time.sleep(0.001)
+
+
+@contextmanager
+def same_bits_in_every_run() -> Iterator[None]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills new tensors with NaN
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Buffers hold NaN when they are allocated."""
+    alloc = ElasticBuffer.alloc
+
+    def with_nan(self: ElasticBuffer) -> None:
+        alloc(self)
+        self.values.fill_(float("nan"))
+
+    with patch.object(ElasticBuffer, "alloc", with_nan):
+        yield
+
+
+def train_disturbed(backend: str, cases: list[str], late: str | None) -> list[Trained]:
+    with same_bits_in_every_run():
+        if late is None:
+            return train_cases(backend, cases)
+        with poisoned(), changed_streams(DISTURBANCES[late]):
+            return train_cases(backend, cases)
+
+
+def check(backend: str, cases: list[str]) -> None:
+    plain = run_ranks(train_disturbed, RANKS, backend, cases, None, timeout=150.0)
+    for late in DISTURBANCES:
+        disturbed = run_ranks(train_disturbed, RANKS, backend, cases, late, timeout=150.0)
+        for found, wanted in zip(disturbed, plain, strict=True):
+            for case, one, other in zip(cases, found, wanted, strict=True):
+                label = f"late {late}: {case}"
+                assert [step.loss for step in one.steps] == [s.loss for s in other.steps], label
+                for name, value in other.parameters.items():
+                    assert torch.equal(one.parameters[name], value), f"{label}: {name}"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(460)
+def test_no_race_on_one_gpu() -> None:
+    check("nccl", CASES)
+
+
+@pytest.mark.verify
+def test_the_same_on_cpu_ranks() -> None:
+    check("gloo", CASES[:1])

@@ -1,0 +1,49 @@
+"""NCCL ranks that share one GPU train as one process does, under every strategy."""
+
+from __future__ import annotations
+
+import pytest
+
+from paro.strategy import legal_letters
+from tests.gpu.one_gpu import RANKS, train_cases
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Trained
+
+ROTATED = "--paro-strategy IIG --paro-materialize rotate"
+HO_RING = "--paro-collective ho-ring"
+CASES = [
+    *(f"--paro-strategy {letters}" for letters in legal_letters()),
+    *(f"--paro-strategy {letters} {HO_RING}" for letters in ("GGG", "NIG", "NNN")),
+    "--paro-strategy GGG --paro-collective flat",
+    ROTATED,
+    f"{ROTATED} --paro-rotate-in-place",
+    "--paro-strategy IIG --recompute-granularity full",
+]
+TOLERANCE = 1e-4  # kernels choose other orders of summation for other shapes
+
+
+def check(backend: str, cases: list[str]) -> None:
+    (alone,) = train_cases(backend, [""])
+    for rank, found in enumerate(run_ranks(train_cases, RANKS, backend, cases, timeout=400.0)):
+        for case, trained in zip(cases, found, strict=True):
+            compare(trained, alone, f"rank {rank}: {case}")
+
+
+def compare(trained: Trained, alone: Trained, label: str) -> None:
+    for step, wanted in zip(trained.steps, alone.steps, strict=True):
+        assert step.loss == pytest.approx(wanted.loss, rel=TOLERANCE), label
+        assert step.grad_norm == pytest.approx(wanted.grad_norm, rel=TOLERANCE), label
+    for name, wanted in alone.parameters.items():
+        error = (trained.parameters[name] - wanted).norm()
+        assert error <= TOLERANCE * wanted.norm(), f"{label}: {name}"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(450)
+def test_ranks_on_one_gpu_train_as_one_process_does() -> None:
+    check("nccl", CASES)
+
+
+@pytest.mark.verify
+def test_the_same_on_cpu_ranks() -> None:
+    check("gloo", [CASES[0], f"--paro-strategy NIG {HO_RING}", ROTATED])
