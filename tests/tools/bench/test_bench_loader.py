@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,13 @@ def test_every_figure_is_printed_and_written(
     small = ["--gigabytes", "0.0002", "--seq-length", "64", "--samples", "8", "--rounds", "1"]
     assert main([*flags, *small]) == 0
     lines = capsys.readouterr().out.splitlines()
-    rows = json.loads((tmp_path / "figures.json").read_text())
-    assert len(lines) == len(rows) == 2 * (2 + len(BLOCKS))
+    found = json.loads((tmp_path / "figures.json").read_text())
+    rows = found["reading"]
+    assert len(rows) == 2 * (2 + len(BLOCKS))
+    assert len(lines) == len(rows) + 1
+    assert re.fullmatch(r"opened in \d+\.\d ms: (\d+) documents", lines[-1])
+    assert found["opening"]["documents"] > 50
+    assert 0 < found["opening"]["seconds"] < 1
     assert all(row["tokens_per_second"] > 0 for row in rows)
     for row in rows:
         assert (row["of_mapped"] == 1) is (row["contender"] == "mapped")
