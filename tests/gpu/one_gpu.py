@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, TypeVar
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from paro.distributed.comm_stream import CommStreams
 from paro.training import assembly
+from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.training import TINY, Trained, train
+
+Result = TypeVar("Result")
+Change = Callable[[CommStreams, torch.device], CommStreams]
 
 RANKS, GROUP_SIZE = 4, 2
 STEPS = f"{TINY} --train-iters 3 --global-batch-size 8"
+
+
+def on_ranks(
+    function: Callable[..., Result], world_size: int, *args: Any, timeout: float
+) -> list[Result]:
+    """`run_ranks`; a failure of one line if NCCL refuses to share a GPU."""
+    try:
+        return run_ranks(function, world_size, *args, timeout=timeout)
+    except RankError as failure:
+        refusals = [line for line in str(failure).splitlines() if "Duplicate GPU" in line]
+        if not refusals:
+            raise
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    pytest.fail(
+        f"NCCL {version} refuses several ranks on one GPU, although each has its own NCCL_HOSTID: "
+        f"{refusals[0]}",
+        pytrace=False,
+    )
 
 
 def flags_of(backend: str, more: str) -> str:
@@ -43,15 +67,16 @@ def _share_the_gpu() -> None:
     os.environ["NCCL_HOSTID"] = f"rank-{dist.get_rank()}"
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"  # as in training: see process_group.py
 
 
 @contextmanager
-def changed_streams(
-    change: type[CommStreams],
-) -> Iterator[None]:
+def changed_streams(change: Change) -> Iterator[None]:
     """Every training built in the block gets its comm streams through `change`."""
-    made = assembly.make_comm_streams
-    with patch.object(
-        assembly, "make_comm_streams", lambda *args, **more: change(made(*args, **more))
-    ):
+    make = assembly.make_comm_streams
+
+    def changed(device: torch.device, **options: Any) -> CommStreams:
+        return change(make(device, **options), device)
+
+    with patch.object(assembly, "make_comm_streams", changed):
         yield

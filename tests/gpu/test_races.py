@@ -13,8 +13,7 @@ import torch
 
 from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.sharding.buffers import ElasticBuffer
-from tests.gpu.one_gpu import RANKS, changed_streams, train_cases
-from tests.helpers.ranks import run_ranks
+from tests.gpu.one_gpu import RANKS, changed_streams, on_ranks, train_cases
 from tests.helpers.training import Trained
 
 CYCLES = 2_000_000  # of a GPU's clock: about a millisecond, longer than any kernel here
@@ -30,13 +29,14 @@ CASES = [
 class LateJobs:
     """Comm streams whose jobs begin late."""
 
-    def __init__(self, streams: CommStreams) -> None:
+    def __init__(self, streams: CommStreams, device: torch.device) -> None:
         self._streams = streams
+        self._device = device
         self.runs_concurrently = streams.runs_concurrently
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         def late() -> None:
-            pause()
+            pause(self._device)
             job()
 
         return self._streams.submit(stream, late, after=after)
@@ -50,16 +50,16 @@ class LateComputing(LateJobs):
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         event = self._streams.submit(stream, job, after=after)
-        pause()
+        pause(self._device)
         return event
 
 
 DISTURBANCES = {"communication": LateJobs, "computing": LateComputing}
 
 
-def pause() -> None:
+def pause(device: torch.device) -> None:
     """Delays what comes next in the current CUDA stream, or in this thread."""
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         torch.cuda._sleep(CYCLES)
     else:
         time.sleep(0.001)
@@ -96,14 +96,18 @@ def train_disturbed(backend: str, cases: list[str], late: str | None) -> list[Tr
             return train_cases(backend, cases)
 
 
+def losses_and_norms(trained: Trained) -> list[tuple[float, float]]:
+    return [(step.loss, step.grad_norm) for step in trained.steps]
+
+
 def check(backend: str, cases: list[str]) -> None:
-    plain = run_ranks(train_disturbed, RANKS, backend, cases, None, timeout=150.0)
+    plain = on_ranks(train_disturbed, RANKS, backend, cases, None, timeout=150.0)
     for late in DISTURBANCES:
-        disturbed = run_ranks(train_disturbed, RANKS, backend, cases, late, timeout=150.0)
+        disturbed = on_ranks(train_disturbed, RANKS, backend, cases, late, timeout=150.0)
         for found, wanted in zip(disturbed, plain, strict=True):
             for case, one, other in zip(cases, found, wanted, strict=True):
                 label = f"late {late}: {case}"
-                assert [step.loss for step in one.steps] == [s.loss for s in other.steps], label
+                assert losses_and_norms(one) == losses_and_norms(other), label
                 for name, value in other.parameters.items():
                     assert torch.equal(one.parameters[name], value), f"{label}: {name}"
 

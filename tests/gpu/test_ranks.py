@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from paro.strategy import legal_letters
-from tests.gpu.one_gpu import RANKS, train_cases
-from tests.helpers.ranks import run_ranks
+from tests.gpu import one_gpu
+from tests.gpu.one_gpu import RANKS, on_ranks, train_cases
+from tests.helpers.ranks import RankError
 from tests.helpers.training import Trained
 
 ROTATED = "--paro-strategy IIG --paro-materialize rotate"
@@ -24,7 +26,7 @@ TOLERANCE = 1e-4  # kernels choose other orders of summation for other shapes
 
 def check(backend: str, cases: list[str]) -> None:
     (alone,) = train_cases(backend, [""])
-    for rank, found in enumerate(run_ranks(train_cases, RANKS, backend, cases, timeout=400.0)):
+    for rank, found in enumerate(on_ranks(train_cases, RANKS, backend, cases, timeout=400.0)):
         for case, trained in zip(cases, found, strict=True):
             compare(trained, alone, f"rank {rank}: {case}")
 
@@ -47,3 +49,19 @@ def test_ranks_on_one_gpu_train_as_one_process_does() -> None:
 @pytest.mark.verify
 def test_the_same_on_cpu_ranks() -> None:
     check("gloo", [CASES[0], f"--paro-strategy NIG {HO_RING}", ROTATED])
+
+
+def test_a_refusal_of_nccl_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+
+    def refused(*_: object, **__: object) -> None:
+        raise RankError(f"rank 1 of 4 failed\nTraceback\nLast error:\n{refusal}\n")
+
+    monkeypatch.setattr(one_gpu, "run_ranks", refused)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    with pytest.raises(pytest.fail.Exception) as failure:
+        on_ranks(train_cases, RANKS, timeout=1.0)
+    assert str(failure.value) == (
+        "NCCL 2.29.7 refuses several ranks on one GPU, although each has its own NCCL_HOSTID: "
+        + refusal
+    )
