@@ -10,7 +10,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +23,63 @@ from tests.helpers.ranks import PRELOADED, ROOT, RankError
 _GRACE_SECONDS = 45.0
 
 
+class Script:
+    """A script (`args[0]`) that runs from the repository's root: alone, or under torchrun.
+
+    `env` is added to this process's environment, and `before` is called in the new process, whose
+    ranks inherit what it changes. All processes are forked from one that has imported torch, which
+    saves seconds for each; torchrun's agent itself is the real one. Output is kept in `folder`.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[object],
+        nproc: int = 0,
+        *,
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self.words = list(map(str, args))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        self._outputs = [folder / stream for stream in ("stdout", "stderr")]
+        self._process = context.Process(
+            target=_as_a_command,
+            args=(self.words, nproc, environment, self._outputs, before),
+            name="script",
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; minus the number of the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int | None:
+        self._process.join(timeout)
+        return self.status
+
+    def output(self) -> tuple[str, str]:
+        """What it has written so far to standard output and standard error."""
+        stdout, stderr = (path.read_text() if path.exists() else "" for path in self._outputs)
+        return stdout, stderr
+
+    def end(self) -> None:
+        """Ends it if it runs; torchrun, asked politely, ends its ranks, which only it knows."""
+        if self.status is None:
+            self._process.terminate()
+            self._process.join(_GRACE_SECONDS)
+            self._process.kill()
+            self._process.join()
+
+
 def run_script(
     args: Sequence[object],
     nproc: int = 0,
@@ -31,45 +87,26 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script (`args[0]`) from the repository's root: under torchrun, or plain with nproc 0.
-
-    `env` is added to this process's environment. All processes are forked from one that has
-    imported torch, which saves seconds for each; torchrun's agent itself is the real one.
-    """
-    words = list(map(str, args))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    """Runs a `Script` to its end: under torchrun, or plain with nproc 0."""
     with TemporaryDirectory() as name:
-        outputs = [Path(name) / stream for stream in ("stdout", "stderr")]
-        process = context.Process(
-            target=_as_a_command, args=(words, nproc, environment, outputs), name="script"
-        )
-        process.start()
+        script = Script(args, nproc, folder=Path(name), env=env)
         try:
-            process.join(timeout)
+            status = script.wait(timeout)
         finally:
-            still_runs = process.exitcode is None
-            if still_runs:
-                _end(process)
-            stdout, stderr = (path.read_text() if path.exists() else "" for path in outputs)
-    if still_runs:
+            script.end()
+        stdout, stderr = script.output()
+    if status is None:
         tails = f"{stdout[-4000:]}\n{stderr[-4000:]}"
-        raise RankError(f"{words} did not end within {timeout} s\n{tails}")
-    assert process.exitcode is not None
-    return subprocess.CompletedProcess(words, process.exitcode, stdout, stderr)
-
-
-def _end(process: BaseProcess) -> None:
-    """Ends a script; torchrun, asked politely, ends its ranks, which only it knows."""
-    process.terminate()
-    process.join(_GRACE_SECONDS)
-    process.kill()
-    process.join()
+        raise RankError(f"{script.words} did not end within {timeout} s\n{tails}")
+    return subprocess.CompletedProcess(script.words, status, stdout, stderr)
 
 
 def _as_a_command(
-    words: list[str], nproc: int, environment: dict[str, str], outputs: list[Path]
+    words: list[str],
+    nproc: int,
+    environment: dict[str, str],
+    outputs: list[Path],
+    before: Callable[[], None] | None,
 ) -> None:
     """In the forked process: takes its streams and environment, runs, and leaves as Python does."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -78,6 +115,8 @@ def _as_a_command(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
+    if before is not None:
+        before()
     sys.exit(_status_of(lambda: _run_with_torchrun(words, nproc) if nproc else _run_file(*words)))
 
 

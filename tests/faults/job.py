@@ -1,0 +1,224 @@
+"""A training that a test disturbs: starts it, pauses it at a point, and looks at what it left."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paro.checkpoint.directory import TRACKER, iterations_in
+from paro.checkpoint.manifest import read_manifest
+from tests.helpers.scripts import Script
+
+ITERATIONS = 12
+SAVE_INTERVAL = 3
+FLAGS = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 128 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 88 --seq-length 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 3e-3 --log-interval 1 --num-workers 0 "
+    "--eval-iters 1 --eval-interval 5 --peak-tflops 1 "
+    f"--paro-strategy NNG --distributed-timeout-minutes 1 --train-iters {ITERATIONS} "
+    f"--save-interval {SAVE_INTERVAL}"
+).split()
+LIMIT_SECONDS = 60.0  # the least that --distributed-timeout-minutes takes
+_START_SECONDS = 90.0  # on a busy machine
+
+
+class Pause:
+    """Stops ranks where they call a function, until `release`; inherited by the ranks of a job."""
+
+    def __init__(self, folder: Path, target: str, *, call: int = 1) -> None:
+        self._folder = folder
+        self._target = target  # "package.module:Class.function"
+        self._call = call
+
+    def __call__(self) -> None:
+        module, _, name = self._target.partition(":")
+        owner: Any = importlib.import_module(module)
+        *parts, last = name.split(".")
+        for part in parts:
+            owner = getattr(owner, part)
+        original, calls = getattr(owner, last), itertools.count(1)
+
+        def paused(*args: Any, **named: Any) -> Any:
+            if next(calls) == self._call:
+                (self._folder / f"paused_{os.environ.get('RANK', '0')}").touch()
+                while not (self._folder / "released").exists():
+                    time.sleep(0.01)
+            return original(*args, **named)
+
+        setattr(owner, last, paused)
+
+    def ranks(self) -> int:
+        """How many ranks are there."""
+        return len(list(self._folder.glob("paused_*")))
+
+    def release(self) -> None:
+        (self._folder / "released").touch()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The folder of a run, which its starts share."""
+
+    root: Path
+    flags: Sequence[object] = ()
+    save: Path = field(init=False)
+    metrics: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "save", self.root / "ckpt")
+        object.__setattr__(self, "metrics", self.root / "metrics.jsonl")
+
+    def start(self, *flags: object, **how: Any) -> Job:
+        """Starts it once more; see `Job`."""
+        paths = ["--save", self.save, "--load", self.save, "--metrics-file", self.metrics]
+        return Job(self.root, [*FLAGS, *paths, *self.flags, *flags], **how)
+
+    def pause(self, target: str, *, call: int = 1) -> Pause:
+        return Pause(self.root, target, call=call)
+
+    def saved(self) -> int:
+        """The iteration to resume from; fails unless it and all others are complete."""
+        for iteration in iterations_in(self.save):
+            manifest = read_manifest(self.save / f"iter_{iteration:07d}")
+            assert manifest is not None
+            manifest.verify()
+        tracker = self.save / TRACKER
+        return int(tracker.read_text()) if tracker.exists() else 0
+
+    def steps(self) -> list[tuple[Any, ...]]:
+        """What must be the same bit for bit in an undisturbed run."""
+        records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        names = ("iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate")
+        return [tuple(record[name] for name in names) for record in records]
+
+    def final_sums(self) -> dict[str, Any]:
+        """The checksums of the tensors of the last checkpoint."""
+        manifest = read_manifest(self.save / f"iter_{ITERATIONS:07d}")
+        assert manifest is not None
+        return {name: sums for name, sums in manifest.files.items() if name.endswith(".distcp")}
+
+
+class Job:
+    """One start of a run: under torchrun's agent, or (`plain`) ranks as srun would start them."""
+
+    def __init__(
+        self,
+        root: Path,
+        flags: Sequence[object],
+        *,
+        ranks: int = 2,
+        plain: bool = False,
+        before: Sequence[Callable[[], None]] = (),  # one, or with `plain` one for each rank
+        own: Sequence[Sequence[object]] = (),  # with `plain`: more flags of each rank
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.begin = time.monotonic()
+        self.num_ranks = ranks
+        port = _free_port()
+        self.scripts: list[Script] = []
+        count = ranks if plain else 1
+        for rank in range(count):
+            folder = root / f"start_{len(list(root.glob('start_*')))}"
+            folder.mkdir(parents=True)
+            more = own[rank] if own else ()
+            self.scripts.append(
+                Script(
+                    ["pretrain_llama.py", *flags, *more],
+                    0 if plain else ranks,
+                    folder=folder,
+                    env=(_of_rank(rank, ranks, port) if plain else {}) | (env or {}),
+                    before=before[min(rank, len(before) - 1)] if before else None,
+                )
+            )
+
+    def text(self) -> str:
+        return "".join("".join(script.output()) for script in self.scripts)
+
+    def errors(self) -> list[str]:
+        """The lines that say why it ended, without what torchrun repeats."""
+        lines = self.text().splitlines()
+        return [line for line in lines if line.startswith("pretrain_llama.py: error: ")]
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks, by rank."""
+        if len(self.scripts) > 1:
+            return [script.pid for script in self.scripts]
+        return children(self.scripts[0].pid)
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Sends a signal to a rank, or to the agent."""
+        os.kill(self.scripts[0].pid if rank is None else self.pids()[rank], number)
+
+    def wait_for(self, is_so: Callable[[], bool], seconds: float = _START_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert any(script.status is None for script in self.scripts), self.text()[-4000:]
+            assert time.monotonic() < deadline, self.text()[-4000:]
+            time.sleep(0.01)
+
+    def wait_for_step(self, iteration: int = 1) -> None:
+        """Waits for a line of `iteration` or a later one."""
+        self.wait_for(lambda: self.steps_printed() >= iteration)
+
+    def steps_printed(self) -> int:
+        return max(map(int, re.findall(r"\] iteration +(\d+)/", self.text())), default=0)
+
+    def end(self, seconds: float) -> list[int]:
+        """The exit statuses; fails, and ends it, if it lasts longer."""
+        deadline = time.monotonic() + seconds
+        pids = self.pids()
+        statuses = [script.wait(max(0.0, deadline - time.monotonic())) for script in self.scripts]
+        if None in statuses:
+            self.kill()
+            raise AssertionError(f"no end within {seconds:.0f} s: {self.text()[-4000:]}")
+        while any(map(lives, pids)):
+            assert time.monotonic() < deadline, "ranks outlive their agent"
+            time.sleep(0.01)
+        return [status for status in statuses if status is not None]
+
+    def kill(self) -> None:
+        """Ends whatever is left of it."""
+        for pid in [pid for pid in self.pids() if lives(pid)]:
+            os.kill(pid, signal.SIGKILL)
+        for script in self.scripts:
+            script.end()
+
+
+def children(pid: int) -> list[int]:
+    try:
+        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(word) for word in words]
+
+
+def lives(pid: int) -> bool:
+    """Whether a process exists and is more than an exit status that nobody has read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,75 @@
+"""Signals in every phase of a run: it ends, nothing is lost, and the next start continues."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.faults.conftest import Scenario
+from tests.faults.job import ITERATIONS
+
+pytestmark = [pytest.mark.verify, pytest.mark.ranks]
+
+# Where a rank is paused, in which call, more flags, and the iteration that is saved by then.
+PHASES = {
+    "before the rendezvous": ("paro.distributed.process_group:open_store", 1, "", 0),
+    "building": ("paro.training.memory_check:check_memory", 1, "", 0),
+    "a step": ("paro.sharding.distributed_model:DistributedModel.forward_backward", 30, "", 6),
+    "evaluating": ("paro.training.loop:evaluate", 1, "", 3),
+    "saving": ("paro.checkpoint.save:_write", 2, "", 3),
+    "saving, async": ("paro.checkpoint.save:_write", 2, "--async-save", 3),
+    "the last barrier": ("paro.distributed.control:Control.barrier", 1, "", ITERATIONS),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("who", "number", "status"),
+    [
+        ("agent", signal.SIGTERM, 1),
+        ("agent", signal.SIGINT, 1),
+        ("agent", signal.SIGHUP, 1),
+        ("agent", signal.SIGKILL, -9),
+        ("rank", signal.SIGTERM, 1),
+        ("rank", signal.SIGINT, 1),
+        ("rank", signal.SIGKILL, 1),
+    ],
+)
+def test_signal(scenario: Scenario, who: str, number: int, status: int, phase: str) -> None:
+    target, call, flags, saved = PHASES[phase]
+    pause = scenario.run.pause(target, call=call)
+    job = scenario.start(*flags.split(), before=[pause])
+    job.wait_for(lambda: pause.ranks() == 2)
+    scenario.strikes()
+    job.signal(number, None if who == "agent" else 1)
+    scenario.ends(job, [status], within=40.0)
+    scenario.resumes(saved)
+
+
+@pytest.mark.parametrize(
+    ("phase", "saved"),
+    [
+        ("a step", [8]),
+        ("evaluating", [6]),  # finishes the step after it
+        ("saving", [7]),
+        ("saving, async", [7, 8, 9]),  # steps go on meanwhile, up to the next save
+        ("the last barrier", [ITERATIONS]),
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_exit_signal(
+    scenario: Scenario, number: signal.Signals, phase: str, saved: list[int]
+) -> None:
+    """With --exit-signal-handler a rank that is asked to end finishes the step, and all save."""
+    target, call, flags, _ = PHASES[phase]
+    pause = scenario.run.pause(target, call=call)
+    handled = ["--exit-signal-handler", "--exit-signal", "SIGUSR1"]
+    job = scenario.start(*flags.split(), *handled, before=[pause])
+    job.wait_for(lambda: pause.ranks() == 2)
+    scenario.strikes()
+    job.signal(number, 1)
+    pause.release()
+    scenario.ends(job, [0], within=40.0)
+    assert ("the same command continues from there" in job.text()) == (saved != [ITERATIONS])
+    scenario.resumes(*saved)
