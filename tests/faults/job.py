@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ class Pause:
         self._target = target  # "package.module:Class.function"
         self._call = call
 
+    def also(self, before: Callable[[], None]) -> Callable[[], None]:
+        """For `before`: another one, then this."""
+        return partial(_both, before, self)
+
     def __call__(self) -> None:
         module, _, name = self._target.partition(":")
         owner: Any = importlib.import_module(module)
@@ -64,6 +69,11 @@ class Pause:
 
     def release(self) -> None:
         (self._folder / "released").touch()
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +129,12 @@ class Job:
         *,
         ranks: int = 2,
         plain: bool = False,
+        world: int = 0,  # more than `ranks` if some never start
         before: Sequence[Callable[[], None]] = (),  # one, or with `plain` one for each rank
         own: Sequence[Sequence[object]] = (),  # with `plain`: more flags of each rank
         env: dict[str, str] | None = None,
     ) -> None:
-        self.begin = time.monotonic()
-        self.num_ranks = ranks
+        self._is_plain = plain
         port = _free_port()
         self.scripts: list[Script] = []
         count = ranks if plain else 1
@@ -137,7 +147,7 @@ class Job:
                     ["pretrain_llama.py", *flags, *more],
                     0 if plain else ranks,
                     folder=folder,
-                    env=(_of_rank(rank, ranks, port) if plain else {}) | (env or {}),
+                    env={**(_of_rank(rank, world or ranks, port) if plain else {}), **(env or {})},
                     before=before[min(rank, len(before) - 1)] if before else None,
                 )
             )
@@ -152,7 +162,7 @@ class Job:
 
     def pids(self) -> list[int]:
         """The processes of the ranks, by rank."""
-        if len(self.scripts) > 1:
+        if self._is_plain:
             return [script.pid for script in self.scripts]
         return children(self.scripts[0].pid)
 

@@ -1,0 +1,116 @@
+"""Ranks that differ, stop or never come, and links that fail: all ranks end, in one line."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Scenario
+from tests.faults.job import LIMIT_SECONDS, lives
+from tests.faults.places import two_nodes
+
+pytestmark = [pytest.mark.verify, pytest.mark.ranks]
+
+IN_A_STEP = "paro.sharding.distributed_model:DistributedModel.forward_backward"
+
+
+def other_code() -> None:
+    """For `before`: this rank runs another version of the code."""
+    import paro.config.settings as settings
+
+    settings.code_version = lambda: "0123456789ab"
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ("--lr 0.001", "--lr must be the same on all ranks, and is 0.003 on rank 0, 0.001 on"),
+        ("--seed 5", "--seed must be the same on all ranks, and is 1234 on rank 0, 5 on rank 1"),
+        ("--micro-batch-size 2", "--micro-batch-size must be the same on all ranks, and is 1 on"),
+        ("--bf16", "--bf16 must be the same on all ranks, and is False on rank 0, True on rank 1"),
+        ("--lr inf", "rank 1: argument --lr: "),
+        ("--tensorboard-dir board", "--tensorboard-dir must be the same on all ranks, and is not"),
+    ],
+)
+def test_other_flags(scenario: Scenario, own: str, told: str) -> None:
+    scenario.strikes()
+    job = scenario.start(plain=True, own=[[], own.split()])
+    scenario.ends(job, [2, 2], told, within=15.0)
+    scenario.resumes(0)
+
+
+def test_other_code(scenario: Scenario) -> None:
+    scenario.strikes()
+    job = scenario.start(plain=True, before=[time.time, other_code])
+    scenario.ends(job, [2, 2], "the code (a hash of paro, model and data) must be", within=15.0)
+    scenario.resumes(0)
+
+
+def test_other_paths_are_no_fault(scenario: Scenario, tmp_path: Path) -> None:
+    own = [["--tensorboard-dir", tmp_path / name] for name in ("a", "b")]
+    scenario.strikes()
+    scenario.ends(scenario.start(plain=True, own=own), [0, 0], within=60.0)
+    scenario.is_whole()
+
+
+def test_a_rank_never_starts(scenario: Scenario) -> None:
+    scenario.strikes()
+    job = scenario.start(plain=True, world=2, ranks=1)
+    scenario.ends(job, [1], "rank 1 did not come within 0:01:00", within=LIMIT_SECONDS + 15)
+    scenario.resumes(0)
+
+
+def test_a_stopped_rank(scenario: Scenario) -> None:
+    """Without a launcher nobody ends it: it ends by itself once it is woken."""
+    pause = scenario.run.pause(IN_A_STEP, call=30)
+    job = scenario.start(plain=True, before=[pause])
+    job.wait_for(lambda: pause.ranks() == 2)
+    scenario.strikes()
+    job.signal(signal.SIGSTOP, 1)
+    pause.release()
+    waiting, stopped = job.scripts
+    assert waiting.wait(LIMIT_SECONDS + 15) == 1, job.text()[-4000:]
+    assert lives(stopped.pid)
+    job.signal(signal.SIGCONT, 1)
+    scenario.ends(job, [1, 1], within=15.0)
+    scenario.resumes(6)
+
+
+def test_a_stopped_rank_of_torchrun(scenario: Scenario) -> None:
+    """The agent kills it 30 s after the others have ended."""
+    pause = scenario.run.pause(IN_A_STEP, call=30)
+    job = scenario.start(before=[pause])
+    job.wait_for(lambda: pause.ranks() == 2)
+    scenario.strikes()
+    job.signal(signal.SIGSTOP, 1)
+    pause.release()
+    scenario.ends(job, [1], within=LIMIT_SECONDS + 45)
+    scenario.resumes(6)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("down", "statuses"), [(3.0, [0, 0]), (15.0, [0, 0]), (None, [1, 1])], ids=["3s", "15s", "cut"]
+)
+def test_link(scenario: Scenario, down: float | None, statuses: Sequence[int]) -> None:
+    """TCP repeats what was lost: a link that comes back in time is no fault."""
+    with two_nodes("faults") as nodes:
+        pause = scenario.run.pause(IN_A_STEP, call=14)  # in iteration 4
+        env = {"MASTER_ADDR": "10.78.0.1", "GLOO_SOCKET_IFNAME": "nic"}
+        job = scenario.start(plain=True, before=[pause.also(node) for node in nodes], env=env)
+        job.wait_for(lambda: pause.ranks() == 2)
+        scenario.strikes()
+        nodes[0].set_link("down")
+        pause.release()
+        if down is not None:
+            time.sleep(down)
+            nodes[0].set_link("up")
+        scenario.ends(job, statuses, within=LIMIT_SECONDS + 30)
+    if down is None:
+        scenario.resumes(3)
+    else:
+        scenario.is_whole()
