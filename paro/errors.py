@@ -17,6 +17,9 @@ _STORAGE_FAILURES = (
 )
 # What torch, CUDA and cuBLAS write where they raise a plain RuntimeError.
 _MEMORY_TEXTS = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# What gloo and NCCL write where a connection broke, or nothing came in time; gloo's own checks,
+# which a bug of ours may fail, have other words.
+_LOST_PEER = re.compile(r"\[(?!enforce)[^\]]*gloo/transport/[^\]]*\] |ncclRemoteError")
 _MAX_LINE_CHARS = 1900  # with the name of the program before it, below 2,000
 _MAX_SHOWN_CHARS = 10_000  # a blend of a hundred corpora is whole
 
@@ -113,6 +116,19 @@ def is_memory_failure(error: BaseException) -> bool:
 def _is_by_torch(error: BaseException) -> bool:
     """Whether it is `torch.OutOfMemoryError`; by name, as this file does without torch."""
     return any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """How the connection to another rank failed, if that is the cause of an error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        first_line = (str(cause).splitlines() or [""])[0]
+        if isinstance(cause, RuntimeError) and _LOST_PEER.search(first_line):
+            return "no connection to another rank, which has ended, hangs or is cut off: " + (
+                one_line(_LOST_PEER.sub("", first_line))
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def for_all_ranks(error: BaseException, rank: int) -> UserError | RunError | PeerError:

@@ -122,6 +122,7 @@ class Lease:
         self._owner = owner
         self._beats = 0
         self._lost: str | None = None
+        self._device = root.stat().st_dev
         self._lock = threading.Lock()  # of the saving thread and the one that beats
         self._ended = threading.Event()
         threading.Thread(target=self._beat_on, name="lease", daemon=True).start()
@@ -190,8 +191,11 @@ class Lease:
     def _restored(self) -> int:
         """Opens a file that was removed: by a successor, or with the folder and no other is there.
 
-        Raises `LeaseLostError` in the first case.
+        Raises `LeaseLostError` in the first case. The folder below a mount that is gone gets none.
         """
+        if self._root.stat().st_dev != self._device:
+            text = f"{self._root} is on another file system than at the start: is it still mounted?"
+            raise OSError(errno.ENODEV, text)
         found = _newest(self._root)
         if found is None and not _create(self._root, self._number, self._owner):
             found = _newest(self._root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.manifest import FileSum
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter, check_files
-from paro.errors import UserError
+from paro.errors import StorageError, UserError
 
 
 def write_states(
@@ -53,9 +54,11 @@ def write_states(
         ranks.first_decides(
             lambda: finish_checkpoint(folder, iteration, common, files, check), blame
         )
-    except Exception:
+    except Exception as error:
         if ranks.is_first_near:
             discard_checkpoint(folder)
+        if isinstance(error, (UserError, StorageError)):  # raised on all ranks
+            ranks.first_decides(lambda: _blame_new_owner(check), blame)
         raise
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
@@ -82,4 +85,13 @@ def _read_back(folder: Path) -> None:
     try:
         check_files(folder, list(read_metadata(folder).storage_data.values()))
     except UserError as error:
-        raise UserError(f"{error}: all ranks must see one and the same folder") from None
+        raise UserError(
+            "what was just written is gone or not seen by all ranks, which need one and the same "
+            f"folder: {error}"
+        ) from None
+
+
+def _blame_new_owner(check: Callable[[], None]) -> None:
+    """Raises `LeaseLostError` if another run has the folder, and so removed what this one wrote."""
+    with suppress(OSError):  # a folder that is gone is no other run's
+        check()

@@ -22,6 +22,7 @@ from paro.errors import (
     describe,
     is_memory_failure,
     is_storage_failure,
+    lost_peer,
     printing,
     shown,
 )
@@ -29,6 +30,8 @@ from paro.errors import (
 # Ranks that are started together may reach the same error this many seconds apart.
 _PRINTING_RANK_SECONDS = 20.0
 _LAGGARD_SECONDS = 1.0
+# In which a launcher ends the ranks that miss one: that one has said why, unless it hangs.
+_LOST_PEER_SECONDS = 5.0
 
 
 def run_script(name: str, main: Callable[[], None]) -> NoReturn:
@@ -49,7 +52,7 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     except RunError as error:
         _leave_with_line(name, str(error), 1, on_this_rank=False)
     except PeerError as error:
-        _wait_for_printing_rank(1)
+        _wait_to_be_ended(1, _PRINTING_RANK_SECONDS)
         if local_rank_to_print() == 0:
             _print_error(f"{name}: error: {error}")
         _leave(1)
@@ -60,6 +63,11 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     except SystemExit as leaving:
         _leave(leaving.code if isinstance(leaving.code, int) else 1)
     except BaseException as error:
+        if (lost := lost_peer(error)) is not None:
+            is_printing_rank = local_rank_to_print() == 0
+            if is_printing_rank:
+                _wait_to_be_ended(1, _LOST_PEER_SECONDS)
+            _leave_with_line(name, lost, 1, on_this_rank=is_printing_rank)
         if is_storage_failure(error) or is_memory_failure(error):
             _leave_with_line(name, describe(error), 1, on_this_rank=True)
         _print_error(traceback.format_exc().rstrip("\n"))
@@ -91,7 +99,7 @@ def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -
     line = f"{name}: error: {text}"
     _write_for_torchrun(line)
     if local_rank_to_print() != 0 and not on_this_rank:
-        _wait_for_printing_rank(status)
+        _wait_to_be_ended(status, _PRINTING_RANK_SECONDS)
     else:
         _print_error(line)
         if launcher_ends_ranks() and not on_this_rank:
@@ -108,7 +116,7 @@ def _write_for_torchrun(line: str) -> None:
             Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
-def _wait_for_printing_rank(status: int) -> None:
+def _wait_to_be_ended(status: int, seconds: float) -> None:
     """Gives the rank that prints the error time to reach it, where a launcher ends all ranks.
 
     It ends them as soon as one has exited; then this one exits with its status.
@@ -116,7 +124,7 @@ def _wait_for_printing_rank(status: int) -> None:
     if not launcher_ends_ranks():
         return
     signal.signal(signal.SIGTERM, lambda *_: _leave(status))
-    time.sleep(_PRINTING_RANK_SECONDS)
+    time.sleep(seconds)
 
 
 def _leave(status: int) -> NoReturn:

@@ -1,12 +1,13 @@
-"""The scenarios' runs: each in its folder, ended with its test, judged against an undisturbed one."""
+"""Scenarios: a run in a folder of its own, which a fault strikes, beside an undisturbed one."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,82 +15,135 @@ import pytest
 
 from tests.faults.job import ITERATIONS, Job, Run
 
-# Where the record of a run of all scenarios is written, if anywhere.
-RECORD = os.environ.get("FAULTS_RECORD")
+RECORD = "FAULTS_RECORD"  # names the JSON file in which the ends of all scenarios are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a scenario ended, as it was expected to."""
+
+    scenario: str
+    end: str
+    seconds_to_end: float
+    seconds_to_step: float | None  # from the next start to its first step; None: it has none
 
 
 @dataclass(slots=True)
 class Scenario:
-    """A fault in a training: what happened, and how long it took; recorded if all was right."""
+    """A fault in a training, and how long things took after it."""
 
     name: str
     run: Run
-    undisturbed: Run
+    undisturbed: Callable[[int], Run]  # by the number of ranks
+    ranks: int = 2
     jobs: list[Job] = field(default_factory=list)
     end: str = ""
-    seconds_to_end: float | None = None
+    seconds_to_end: float = 0.0
     seconds_to_step: float | None = None
-    _fault_at: float = 0.0
+    _at: float = 0.0
 
     def start(self, *flags: object, **how: Any) -> Job:
-        self.jobs.append(self.run.start(*flags, **how))
+        self.jobs.append(self.run.start(*flags, **{"ranks": self.ranks, **how}))
         return self.jobs[-1]
+
+    def paused(self, target: str, call: int, *flags: object, at: int = 0, **how: Any) -> Job:
+        """A job of which `at` ranks (0: all) are paused in a call; the fault strikes now."""
+        pause = self.run.pause(target, call=call)
+        before = [pause.also(other) for other in how.pop("before", [])] or [pause]
+        job = self.start(*flags, before=before, **how)
+        job.wait_for(lambda: pause.ranks() == (at or self.ranks))
+        self.strikes()
+        return job
 
     def strikes(self) -> None:
         """The fault comes now."""
-        self._fault_at = time.monotonic()
+        self._at = time.monotonic()
+
+    def ended(self, what: str) -> None:
+        self.seconds_to_end = time.monotonic() - self._at
+        self.end = what
 
     def ends(
         self, job: Job, statuses: Sequence[int], told: str | None = None, *, within: float
     ) -> None:
-        """The job ends with these statuses and a single line that says `told`, without traceback."""
+        """The job ends with these statuses, and one line without a traceback that says `told`."""
         found = job.end(within)
-        self.seconds_to_end = time.monotonic() - self._fault_at
-        assert found == list(statuses), job.text()[-6000:]
+        self.ended(f"status {', '.join(map(str, dict.fromkeys(found)))}")
+        assert found == list(statuses), job.tail()
         if told is not None:
-            errors = set(job.errors())
-            assert len(errors) == 1, job.text()[-6000:]
-            assert told in errors.pop(), job.text()[-6000:]
-            assert "Traceback (most recent call last)" not in own_text(job), job.text()
-        self.end = f"status {', '.join(map(str, dict.fromkeys(found)))}"
+            lines = set(job.errors())
+            assert [told in line for line in lines] == [True], job.tail()
+            has_traceback = "Traceback (most recent call last)" in job.own_text()
+            assert not has_traceback, job.tail()
+            self.end += f': "{told.strip()}"'
+
+    def continues(self, again: Job, saved: int, *, within: float = 60.0) -> None:
+        """A later start, after iteration `saved`, ends like the undisturbed run."""
+        if saved < ITERATIONS:
+            again.wait_for_step(saved + 1, within)
+            self.seconds_to_step = time.monotonic() - self._at
+        assert again.end(60.0) == [0] * len(again.scripts), again.tail()
+        self.is_whole()
 
     def resumes(self, *saved: int, **how: Any) -> None:
         """One of these iterations is saved, and the next start ends like the undisturbed run."""
         found = self.run.saved()
         assert found in saved
         self.strikes()
-        again = self.start(**how)
-        if found < ITERATIONS:
-            again.wait_for_step(found + 1)
-            self.seconds_to_step = time.monotonic() - self._fault_at
-        assert again.end(60.0) == [0] * len(again.scripts), again.text()[-6000:]
-        self.is_whole()
+        self.continues(self.start(**how), found)
 
     def is_whole(self) -> None:
         """The run has trained to its end, bit for bit as the undisturbed one."""
-        assert self.run.steps() == self.undisturbed.steps()
-        assert self.run.saved() == self.undisturbed.saved()
-        assert self.run.final_sums() == self.undisturbed.final_sums()
+        undisturbed = self.undisturbed(self.ranks)
+        assert self.run.steps() == undisturbed.steps()
+        self.is_saved_whole()
 
+    def is_saved_whole(self) -> None:
+        undisturbed = self.undisturbed(self.ranks)
+        assert self.run.saved() == undisturbed.saved()
+        assert self.run.final_sums() == undisturbed.final_sums()
 
-def own_text(job: Job) -> str:
-    """What the ranks have printed; torchrun's agent shows a traceback of its own."""
-    return job.text().partition("torch/distributed/")[0] if len(job.scripts) == 1 else job.text()
+    def outcome(self) -> Outcome:
+        return Outcome(
+            scenario=self.name,
+            end=self.end,
+            seconds_to_end=round(self.seconds_to_end, 2),
+            seconds_to_step=self.seconds_to_step and round(self.seconds_to_step, 2),
+        )
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(tmp_path_factory.mktemp("undisturbed"))
-    job = run.start()
-    assert job.end(120.0) == [0], job.text()[-6000:]
-    return run
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
+    @cache
+    def of(ranks: int) -> Run:
+        run = Run(tmp_path_factory.mktemp("undisturbed"))
+        job = run.start(ranks=ranks)
+        assert job.end(120.0) == [0], job.tail()
+        return run
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def outcomes() -> Iterator[list[Outcome]]:
+    """The scenarios that ended as expected; kept in the file of FAULTS_RECORD at the end."""
+    found: list[Outcome] = []
+    yield found
+    if RECORD in os.environ:
+        text = json.dumps([asdict(outcome) for outcome in found], indent=1)
+        Path(os.environ[RECORD]).write_text(text + "\n")
 
 
 @pytest.fixture
 def scenario(
-    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Run
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    undisturbed: Callable[[int], Run],
+    outcomes: list[Outcome],
 ) -> Iterator[Scenario]:
-    made = Scenario(request.node.name, Run(tmp_path), undisturbed)
+    name = request.node.name.removeprefix("test_").replace("_", " ")
+    made = Scenario(name, Run(tmp_path), undisturbed)
     yield made
     for job in made.jobs:
         job.kill()
+    outcomes.append(made.outcome())

@@ -35,7 +35,7 @@ _START_SECONDS = 90.0  # on a busy machine
 
 
 class Pause:
-    """Stops ranks where they call a function, until `release`; inherited by the ranks of a job."""
+    """For `before`: the ranks stop where they call a function, until `Run.release`."""
 
     def __init__(self, folder: Path, target: str, *, call: int = 1) -> None:
         self._folder = folder
@@ -67,9 +67,6 @@ class Pause:
         """How many ranks are there."""
         return len(list(self._folder.glob("paused_*")))
 
-    def release(self) -> None:
-        (self._folder / "released").touch()
-
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
     first()
@@ -93,6 +90,10 @@ class Run:
         """Starts it once more; see `Job`."""
         paths = ["--save", self.save, "--load", self.save, "--metrics-file", self.metrics]
         return Job(self.root, [*FLAGS, *paths, *self.flags, *flags], **how)
+
+    def release(self) -> None:
+        """Lets the paused ranks continue."""
+        (self.root / "released").touch()
 
     def pause(self, target: str, *, call: int = 1) -> Pause:
         return Pause(self.root, target, call=call)
@@ -160,11 +161,28 @@ class Job:
         lines = self.text().splitlines()
         return [line for line in lines if line.startswith("pretrain_llama.py: error: ")]
 
+    def tail(self) -> str:
+        """What to show of it where a test fails."""
+        return "\n".join(self.own_text().splitlines()[-30:])
+
+    def own_text(self) -> str:
+        """The same without the traceback that torchrun's agent adds."""
+        lines = self.text().splitlines()
+        agents = (n for n, line in enumerate(lines) if "torch/distributed/elastic" in line)
+        return "\n".join(lines if self._is_plain else lines[: next(agents, len(lines))])
+
     def pids(self) -> list[int]:
         """The processes of the ranks, by rank."""
         if self._is_plain:
             return [script.pid for script in self.scripts]
         return children(self.scripts[0].pid)
+
+    def tree(self) -> list[int]:
+        """All its processes, agents and ranks."""
+        found = [script.pid for script in self.scripts]
+        for pid in found:
+            found += children(pid)
+        return found
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Sends a signal to a rank, or to the agent."""
@@ -173,13 +191,13 @@ class Job:
     def wait_for(self, is_so: Callable[[], bool], seconds: float = _START_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not is_so():
-            assert any(script.status is None for script in self.scripts), self.text()[-4000:]
-            assert time.monotonic() < deadline, self.text()[-4000:]
+            assert any(script.status is None for script in self.scripts), self.tail()
+            assert time.monotonic() < deadline, self.tail()
             time.sleep(0.01)
 
-    def wait_for_step(self, iteration: int = 1) -> None:
+    def wait_for_step(self, iteration: int = 1, seconds: float = _START_SECONDS) -> None:
         """Waits for a line of `iteration` or a later one."""
-        self.wait_for(lambda: self.steps_printed() >= iteration)
+        self.wait_for(lambda: self.steps_printed() >= iteration, seconds)
 
     def steps_printed(self) -> int:
         return max(map(int, re.findall(r"\] iteration +(\d+)/", self.text())), default=0)
@@ -191,7 +209,7 @@ class Job:
         statuses = [script.wait(max(0.0, deadline - time.monotonic())) for script in self.scripts]
         if None in statuses:
             self.kill()
-            raise AssertionError(f"no end within {seconds:.0f} s: {self.text()[-4000:]}")
+            raise AssertionError(f"no end within {seconds:.0f} s: {self.tail()}")
         while any(map(lives, pids)):
             assert time.monotonic() < deadline, "ranks outlive their agent"
             time.sleep(0.01)
@@ -199,7 +217,7 @@ class Job:
 
     def kill(self) -> None:
         """Ends whatever is left of it."""
-        for pid in [pid for pid in self.pids() if lives(pid)]:
+        for pid in [pid for pid in reversed(self.tree()) if lives(pid)]:
             os.kill(pid, signal.SIGKILL)
         for script in self.scripts:
             script.end()

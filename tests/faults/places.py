@@ -49,6 +49,16 @@ class Node:
         self.ip("link", "set", "nic", state)
 
 
+class Printing:
+    """For `before`: standard output is a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self) -> None:
+        os.dup2(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+
+
 @contextmanager
 def two_nodes(name: str) -> Iterator[tuple[Node, Node]]:
     """Two namespaces with a link between them: 10.78.0.1 and 10.78.0.2, each on `nic`."""

@@ -16,6 +16,7 @@ from tests.faults.places import two_nodes
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 
 IN_A_STEP = "paro.sharding.distributed_model:DistributedModel.forward_backward"
+LOST = "no connection to another rank, which has ended, hangs or is cut off: "
 
 
 def other_code() -> None:
@@ -66,29 +67,23 @@ def test_a_rank_never_starts(scenario: Scenario) -> None:
 
 def test_a_stopped_rank(scenario: Scenario) -> None:
     """Without a launcher nobody ends it: it ends by itself once it is woken."""
-    pause = scenario.run.pause(IN_A_STEP, call=30)
-    job = scenario.start(plain=True, before=[pause])
-    job.wait_for(lambda: pause.ranks() == 2)
-    scenario.strikes()
+    job = scenario.paused(IN_A_STEP, 30, plain=True)
     job.signal(signal.SIGSTOP, 1)
-    pause.release()
+    scenario.run.release()
     waiting, stopped = job.scripts
-    assert waiting.wait(LIMIT_SECONDS + 15) == 1, job.text()[-4000:]
+    assert waiting.wait(LIMIT_SECONDS + 15) == 1, job.tail()
     assert lives(stopped.pid)
     job.signal(signal.SIGCONT, 1)
-    scenario.ends(job, [1, 1], within=15.0)
+    scenario.ends(job, [1, 1], LOST, within=15.0)
     scenario.resumes(6)
 
 
 def test_a_stopped_rank_of_torchrun(scenario: Scenario) -> None:
     """The agent kills it 30 s after the others have ended."""
-    pause = scenario.run.pause(IN_A_STEP, call=30)
-    job = scenario.start(before=[pause])
-    job.wait_for(lambda: pause.ranks() == 2)
-    scenario.strikes()
+    job = scenario.paused(IN_A_STEP, 30)
     job.signal(signal.SIGSTOP, 1)
-    pause.release()
-    scenario.ends(job, [1], within=LIMIT_SECONDS + 45)
+    scenario.run.release()
+    scenario.ends(job, [1], LOST, within=LIMIT_SECONDS + 45)
     scenario.resumes(6)
 
 
@@ -99,17 +94,15 @@ def test_a_stopped_rank_of_torchrun(scenario: Scenario) -> None:
 def test_link(scenario: Scenario, down: float | None, statuses: Sequence[int]) -> None:
     """TCP repeats what was lost: a link that comes back in time is no fault."""
     with two_nodes("faults") as nodes:
-        pause = scenario.run.pause(IN_A_STEP, call=14)  # in iteration 4
         env = {"MASTER_ADDR": "10.78.0.1", "GLOO_SOCKET_IFNAME": "nic"}
-        job = scenario.start(plain=True, before=[pause.also(node) for node in nodes], env=env)
-        job.wait_for(lambda: pause.ranks() == 2)
-        scenario.strikes()
+        job = scenario.paused(IN_A_STEP, 14, plain=True, before=nodes, env=env)  # iteration 4
         nodes[0].set_link("down")
-        pause.release()
+        scenario.run.release()
         if down is not None:
             time.sleep(down)
             nodes[0].set_link("up")
-        scenario.ends(job, statuses, within=LIMIT_SECONDS + 30)
+        told = None if down else LOST
+        scenario.ends(job, statuses, told, within=LIMIT_SECONDS + 30)
     if down is None:
         scenario.resumes(3)
     else:

@@ -38,10 +38,7 @@ PHASES = {
 )
 def test_signal(scenario: Scenario, who: str, number: int, status: int, phase: str) -> None:
     target, call, flags, saved = PHASES[phase]
-    pause = scenario.run.pause(target, call=call)
-    job = scenario.start(*flags.split(), before=[pause])
-    job.wait_for(lambda: pause.ranks() == 2)
-    scenario.strikes()
+    job = scenario.paused(target, call, *flags.split())
     job.signal(number, None if who == "agent" else 1)
     scenario.ends(job, [status], within=40.0)
     scenario.resumes(saved)
@@ -63,13 +60,10 @@ def test_exit_signal(
 ) -> None:
     """With --exit-signal-handler a rank that is asked to end finishes the step, and all save."""
     target, call, flags, _ = PHASES[phase]
-    pause = scenario.run.pause(target, call=call)
     handled = ["--exit-signal-handler", "--exit-signal", "SIGUSR1"]
-    job = scenario.start(*flags.split(), *handled, before=[pause])
-    job.wait_for(lambda: pause.ranks() == 2)
-    scenario.strikes()
+    job = scenario.paused(target, call, *flags.split(), *handled)
     job.signal(number, 1)
-    pause.release()
+    scenario.run.release()
     scenario.ends(job, [0], within=40.0)
     assert ("the same command continues from there" in job.text()) == (saved != [ITERATIONS])
     scenario.resumes(*saved)

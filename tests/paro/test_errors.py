@@ -21,6 +21,7 @@ from paro.errors import (
     for_all_ranks,
     is_memory_failure,
     is_storage_failure,
+    lost_peer,
     printable,
     reading,
     shown,
@@ -138,3 +139,28 @@ def test_what_other_ranks_raise() -> None:
     bug = for_all_ranks(KeyError("x"), 3)
     assert (type(bug), str(bug)) == (PeerError, "rank 3 failed: KeyError: 'x'")
     assert for_all_ranks(bug, 1) is bug
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [::1]"
+CHECK = "[enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.nbytes. 4 vs 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (GLOO, "Connection closed by peer [::1]"),
+        (f"a message from rank 1 failed: {GLOO}", "a message from rank 1 failed: Connection close"),
+        (CHECK, None),
+        ("a collective failed on this rank", None),
+    ],
+)
+def test_a_lost_connection_is_the_fault_of_another_rank(text: str, told: str | None) -> None:
+    for error in (RuntimeError(text), RuntimeError("outer")):
+        if error.args[0] == "outer":
+            error.__cause__ = RuntimeError(text)
+        lost = lost_peer(error)
+        assert (lost is None) == (told is None)
+        if lost is not None and told is not None:
+            assert lost.startswith("no connection to another rank, which has ended, hangs or is ")
+            assert told in lost
+    assert lost_peer(ValueError(GLOO)) is None

@@ -34,7 +34,7 @@ from paro.checkpoint.lease import (
 from paro.checkpoint.save import write_states
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, is_storage_failure
 from paro.training.resume import Saver
 
 ELSEWHERE = {"host": "node7", "boot_id": "another boot", "pid": 4321}
@@ -179,6 +179,16 @@ def test_a_folder_that_was_removed_gets_its_lease_back(tmp_path: Path) -> None:
     take(root, owner())
     with pytest.raises(LeaseLostError):
         lease.check()
+
+
+def test_no_lease_is_restored_in_the_folder_below_a_mount_that_is_gone(tmp_path: Path) -> None:
+    lease = take(tmp_path, owner())
+    (tmp_path / "lease_1.json").unlink()
+    lease._device += 1
+    with pytest.raises(OSError, match=r"another file system .* is it still mounted\?") as gone:
+        lease.check()
+    assert is_storage_failure(gone.value)
+    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 5000, b"[]", b'{"token": 5}', b"\xff" * 99])

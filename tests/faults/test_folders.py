@@ -1,0 +1,170 @@
+"""The folder of --save: full, gone, removed or another run's. What was good before stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Scenario
+from tests.faults.places import Printing, fill, other_host, small_disk
+from tests.helpers.scripts import run_script
+
+pytestmark = [pytest.mark.verify, pytest.mark.ranks]
+
+WRITES = "paro.checkpoint.save:_write"
+READS_BACK = "paro.checkpoint.save:_read_back"
+STEPS = "paro.training.loop:train_step"
+HOW = pytest.mark.parametrize("how", ["", "--async-save"], ids=["sync", "async"])
+
+
+@HOW
+@pytest.mark.root
+def test_disk_full_in_a_save(scenario: Scenario, how: str, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "ckpt") as disk:
+        job = scenario.paused(WRITES, 2, *how.split())
+        filler = fill(disk)
+        scenario.run.release()
+        scenario.ends(job, [1], "No space left on device", within=30.0)
+        filler.unlink()
+        scenario.resumes(3)
+
+
+@pytest.mark.root
+def test_disk_full_for_one_save_only(scenario: Scenario, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "ckpt") as disk:
+        job = scenario.paused(WRITES, 2, "--on-save-failure", "continue")
+        filler = fill(disk)
+        scenario.run.release()
+        job.wait_for(lambda: "training continues (--on-save-failure" in job.text())
+        filler.unlink()
+        scenario.ends(job, [0], within=30.0)
+        scenario.is_whole()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("flag", ["--metrics-file", "--heartbeat-file"])
+def test_disk_full_for_a_record(scenario: Scenario, flag: str, tmp_path: Path) -> None:
+    """It is left out from there on, with a line."""
+    with small_disk(tmp_path / "small", "256k") as disk:
+        job = scenario.paused(STEPS, 5, flag, disk / "record")
+        fill(disk)
+        scenario.run.release()
+        scenario.ends(job, [0], within=30.0)
+        assert f"{flag} is left out from here on: [Errno 28] No space left" in job.text()
+    scenario.is_saved_whole()
+
+
+@pytest.mark.root
+def test_disk_full_for_the_log(scenario: Scenario, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "256k") as disk:
+        job = scenario.paused(STEPS, 5, before=[Printing(disk / "log")])
+        fill(disk)
+        scenario.run.release()
+        scenario.ends(job, [1], "standard output cannot be written: No space left", within=30.0)
+    scenario.resumes(3, 6, 9)  # what fits into the last page of the file
+
+
+@pytest.mark.root
+def test_disk_full_in_preprocessing(scenario: Scenario, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 200_000)
+    flags = ["--input", text, "--tokenizer-type", "NullTokenizer", "--vocab-size", "128"]
+    with small_disk(tmp_path / "small", "1m") as disk:
+        command = [*flags, "--output-prefix", disk / "x", "--workers", "2"]
+        scenario.strikes()
+        done = run_script(["tools/preprocess_data.py", *command])
+        scenario.ended("status 1")
+        assert done.returncode == 1, done.stderr
+        (line,) = [text for text in done.stderr.splitlines() if not text.startswith("Processed")]
+        assert line.startswith("preprocess_data.py: error: ")
+        assert "No space left on device" in line
+        assert list(disk.iterdir()) == []
+
+
+@HOW
+def test_folder_removed(scenario: Scenario, how: str) -> None:
+    """The run creates it again and saves what it has."""
+    job = scenario.paused(STEPS, 5, *how.split())
+    job.wait_for(lambda: "successfully saved checkpoint" in job.text())
+    shutil.rmtree(scenario.run.save)
+    scenario.run.release()
+    scenario.ends(job, [0], within=30.0)
+    scenario.is_whole()
+
+
+def test_folder_removed_in_a_save(scenario: Scenario) -> None:
+    job = scenario.paused(READS_BACK, 2, at=1)
+    shutil.rmtree(scenario.run.save)
+    scenario.run.release()
+    scenario.ends(job, [1], "iteration 6 is not saved: --save ", within=30.0)
+    scenario.resumes(0)
+
+
+@pytest.mark.root
+def test_mount_gone(scenario: Scenario, tmp_path: Path) -> None:
+    """Nothing is written into the folder that the mount has hidden."""
+    with small_disk(tmp_path / "disk") as disk, small_disk(tmp_path / "ckpt") as mount:
+        subprocess.run(["mount", "--bind", disk, mount], check=True)
+        job = scenario.paused(STEPS, 5)
+        subprocess.run(["umount", "-l", mount], check=True)
+        scenario.run.release()
+        scenario.ends(job, [1], "is it still mounted?", within=30.0)
+        assert list(mount.iterdir()) == []
+        subprocess.run(["mount", "--bind", disk, mount], check=True)
+        scenario.resumes(3)
+
+
+@pytest.mark.root
+def test_mount_read_only(scenario: Scenario, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "ckpt") as mount:
+        job = scenario.paused(STEPS, 5)
+        subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
+        scenario.run.release()
+        scenario.ends(job, [1], "Read-only file system", within=30.0)
+        subprocess.run(["mount", "-o", "remount,rw", mount], check=True)
+        scenario.resumes(3)
+
+
+def test_two_jobs(scenario: Scenario) -> None:
+    """The second is refused and changes nothing; the first ends as if it had been alone."""
+    job = scenario.paused(READS_BACK, 2, at=1)
+    before = sorted(scenario.run.save.rglob("*"))
+    second = scenario.start()
+    scenario.ends(second, [1], f"--save {scenario.run.save} is in use by process ", within=30.0)
+    assert sorted(scenario.run.save.rglob("*")) == before
+    scenario.run.release()
+    assert job.end(30.0) == [0]
+    scenario.is_whole()
+
+
+@pytest.mark.root
+def test_owner_killed_on_another_host(scenario: Scenario) -> None:
+    """Its heartbeat is watched for a minute, as its process cannot be seen."""
+    scenario.ranks = 1
+    first = scenario.paused(STEPS, 5, plain=True, before=[other_host])
+    first.kill()
+    second = scenario.start(plain=True)
+    scenario.continues(second, 3, within=90.0)
+    assert "waiting for a sign of life" in second.text()
+
+
+@pytest.mark.root
+def test_owner_stopped_for_longer_than_a_minute(scenario: Scenario) -> None:
+    """It is replaced; when it is woken it ends and leaves everything to its successor."""
+    scenario.ranks = 1
+    first = scenario.paused(READS_BACK, 2, plain=True, before=[other_host])
+    for pid in first.tree():
+        os.kill(pid, signal.SIGSTOP)
+    second = scenario.start(plain=True)
+    scenario.continues(second, 3, within=90.0)
+    scenario.run.release()
+    for pid in first.tree():
+        os.kill(pid, signal.SIGCONT)
+    scenario.strikes()
+    scenario.ends(first, [1], f"this run lost its lease of {scenario.run.save}", within=15.0)
+    scenario.is_whole()
