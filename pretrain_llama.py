@@ -19,10 +19,10 @@ from paro.config.run import RunConfig, take_watch, take_world
 from paro.config.settings import settings_of
 from paro.distributed.agent import end_with_agent
 from paro.distributed.control import Control
-from paro.distributed.process_group import distributed, seed_everything
+from paro.distributed.process_group import RuntimeConfig, distributed, seed_everything
 from paro.distributed.rendezvous import refusals_are_shared
 from paro.distributed.user_errors import run_script
-from paro.distributed.world import World, read_job_id
+from paro.distributed.world import World, read_job_id, world_or_alone
 from paro.errors import RunError, UserError
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
@@ -34,7 +34,7 @@ from paro.report.progress import ProgressFile
 from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.terminal import Terminal, live_is_wanted
-from paro.report.watchdog import Watchdog
+from paro.report.watchdog import WatchConfig, Watchdog
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.changed_flags import order_record
 from paro.training.dry_run import run_dry
@@ -53,7 +53,8 @@ from paro.training.step import Training, TrainState
 def main() -> None:
     end_with_agent()
     with refusals_are_shared():
-        args = parse_args()
+        with early_watchdog():
+            args = parse_args()
         world = take_world(args)
         watchdog = watchdog_of(args, world)
     with watchdog:
@@ -61,7 +62,7 @@ def main() -> None:
         with refusals_are_shared():
             config = RunConfig.from_args(args, world)
         if config.launch.dry_run:
-            watchdog.ends()
+            watchdog.close()
             run_dry(config, world)
             return
         set_logging_level(config.report.logging_level)
@@ -69,20 +70,33 @@ def main() -> None:
         settings = settings_of(config) if world.size > 1 else {}
         with distributed(config.runtime, world, settings) as control:
             check_source(config.checkpoint, config.train, control)
-            watchdog.ends()  # the lease has a limit of its own
-            with claim_of(config, control) as claim:  # before anything is read or written there
+            watchdog.begins("claiming the folder of --save", 0)
+            # Before anything is read or written there.
+            with claim_of(config, control, watchdog) as claim:
                 run(config, control, claim, watchdog)
 
 
 @contextmanager
-def claim_of(config: RunConfig, control: Control) -> Iterator[Claim | None]:
+def claim_of(config: RunConfig, control: Control, watchdog: Watchdog) -> Iterator[Claim | None]:
     """Holds the lease of --save in the block; None for a run that does not save."""
     if config.checkpoint.save is None or config.train.skip_train:
         yield None
         return
     log = Log(rank=control.world.rank, world_size=control.world.size)
-    with claimed(Path(config.checkpoint.save), control, log.log0) as claim:
+    with claimed(
+        Path(config.checkpoint.save), control, log.log0, progressed=watchdog.progressed
+    ) as claim:
         yield claim
+
+
+@contextmanager
+def early_watchdog() -> Iterator[None]:
+    """Watches the block with the default limits: the file of --yaml-cfg may not answer."""
+    minutes = RuntimeConfig().distributed_timeout_minutes
+    rank = world_or_alone().rank
+    with Watchdog(WatchConfig(), rank=rank, timeout_minutes=minutes) as watchdog:
+        watchdog.begins("reading the flags", 0)
+        yield
 
 
 def watchdog_of(args: Namespace, world: World) -> Watchdog:

@@ -31,11 +31,17 @@ class Claim:
 
 
 @contextmanager
-def claimed(root: Path, control: Control, say: Callable[[str], None]) -> Iterator[Claim]:
+def claimed(
+    root: Path,
+    control: Control,
+    say: Callable[[str], None],
+    *,
+    progressed: Callable[[], None] = lambda: None,
+) -> Iterator[Claim]:
     """Holds the lease of every folder in the block; collective.
 
     Raises `UserError` on all ranks if another run holds one of the folders. `say` gets a line
-    on every rank where the start has to wait.
+    on every rank where the start has to wait; `progressed` is called in every turn of the wait.
     """
     folders = ranks_by_folder(root, control)
     is_first = any(control.world.rank == ranks[0] for ranks in folders)
@@ -45,6 +51,7 @@ def claimed(root: Path, control: Control, say: Callable[[str], None]) -> Iterato
     try:
         # In short turns: a collective must not wait for a minute.
         while True:
+            progressed()
             holder = ""
             with control.raise_on_all_ranks(), writing(f"--save {root}"):
                 if contender is not None and lease is None:

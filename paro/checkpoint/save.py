@@ -17,6 +17,7 @@ from paro.checkpoint.directory import (
     discard_checkpoint,
     finish_checkpoint,
 )
+from paro.checkpoint.lease import LeaseLostError
 from paro.checkpoint.manifest import FileSum
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter, check_files
@@ -57,7 +58,8 @@ def write_states(
     except Exception as error:
         if ranks.is_first_near:
             discard_checkpoint(folder)
-        if isinstance(error, (UserError, StorageError)):  # raised on all ranks
+        is_shared = isinstance(error, (UserError, StorageError))  # raised on all ranks
+        if is_shared and not isinstance(error, LeaseLostError):
             ranks.first_decides(lambda: _blame_new_owner(check), blame)
         raise
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")

@@ -93,7 +93,10 @@ def distributed(
     # Not after an exception: with a dead peer this would hang. A gloo group is not destroyed: its
     # destructor holds the GIL and sometimes deadlocks with one of its own threads, which needs the
     # GIL to free its last tensor (torch 2.13).
-    control.barrier()
+    try:
+        control.barrier()
+    except RuntimeError as error:
+        raise RuntimeError(f"at the end, while waiting for the others: {error}") from error
 
 
 def seed_everything(seed: int) -> None:

@@ -26,7 +26,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from paro.distributed.control import SharedError, error_of_all
-from paro.distributed.world import World, has_agent_store, read_address, read_world
+from paro.distributed.world import World, has_agent_store, read_address, world_or_alone
 from paro.errors import PeerError, RunError, StorageError, UserError, for_all_ranks
 
 _POLL_SECONDS = 0.005
@@ -121,7 +121,7 @@ def refusals_are_shared() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        world = _world_in_environment()
+        world = world_or_alone()
         shared = for_all_ranks(error, world.rank)
         if world.size == 1 or isinstance(error, PeerError):
             raise
@@ -134,13 +134,6 @@ def refusals_are_shared() -> Iterator[None]:
             if isinstance(agreed, UserError) and agreed.on_this_rank:  # no store
                 raise error from None
             raise agreed from error
-
-
-def _world_in_environment() -> World:
-    try:
-        return read_world()
-    except UserError:
-        return World()
 
 
 def _lead(

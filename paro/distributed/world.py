@@ -111,6 +111,14 @@ def read_world() -> World:
     return World(rank=rank, size=size, local_rank=local_rank, ranks_per_node=ranks_per_node)
 
 
+def world_or_alone() -> World:
+    """The same where a wrong environment is reported elsewhere: then one process alone."""
+    try:
+        return read_world()
+    except UserError:
+        return World()
+
+
 def read_address() -> tuple[str, int]:
     """Where the ranks meet; `UserError` unless the port is one."""
     text = os.environ["MASTER_PORT"]

@@ -78,7 +78,7 @@ class Watchdog(Observer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ends()
+        self.close()
 
     def open_heartbeat(self, config: WatchConfig) -> None:
         """Writes the heartbeat from here on; `UserError` without its folder."""
@@ -96,6 +96,10 @@ class Watchdog(Observer):
         self.begins(*self._state[:2])
 
     def ends(self) -> None:
+        self.begins("ending the run", self._state[1])  # dashboards and other ranks may hang
+
+    def close(self) -> None:
+        """Stops watching."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()

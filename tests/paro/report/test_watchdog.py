@@ -10,13 +10,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import pretrain_llama
 from paro.errors import UserError
+from paro.report.report import Report
 from paro.report.watchdog import WatchConfig, Watchdog
+from paro.training import loop
+from tests.end_to_end.test_training import RUN, run_main
 from tests.helpers.ranks import ROOT, run_ranks
 
 ODD_SIZE = 7919  # of a collective that no other test has
@@ -47,7 +52,7 @@ def test_a_standstill_shows_once_where_every_thread_stands() -> None:
     assert stream.written.wait(30)
     time.sleep(0.5)
     gate.set()
-    dog.ends()
+    dog.close()
     text = stream.getvalue()
     assert text.count("[Rank 3] no progress for 0 s while training, after iteration 7") == 1
     assert "[Rank 3] thread lane of a peer:" in text
@@ -63,7 +68,7 @@ def test_progress_is_no_standstill() -> None:
     for iteration in range(5):
         dog.begins("training", iteration)
         time.sleep(0.02)
-    dog.ends()
+    dog.close()
     assert stream.getvalue() == ""
 
 
@@ -77,7 +82,7 @@ def test_a_long_step_goes_on_micro_batch_by_micro_batch() -> None:
         time.sleep(0.1)
     assert stream.getvalue() == ""
     assert stream.written.wait(30)  # no progress any more
-    dog.ends()
+    dog.close()
     assert "while training, after iteration 7" in stream.getvalue()
 
 
@@ -88,7 +93,7 @@ def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
     for dog in dogs:
         dog.open_heartbeat(config)
         dog.begins("training", 12)
-        dog.ends()
+        dog.close()
     beat = json.loads(path.read_text())
     assert (beat["iteration"], beat["doing"]) == (12, "training")
     assert abs(beat["time"] - time.time()) < 60
@@ -108,7 +113,7 @@ def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None
     dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
     dog.open_heartbeat(config)
     dog.begins("training", 1)
-    dog.ends()
+    dog.close()
     assert stream.getvalue().count("--heartbeat-file is left out from here on") == 1
     with pytest.raises(UserError, match="--hang-dump-minutes -1"):
         WatchConfig(hang_dump_minutes=-1.0)
@@ -129,7 +134,7 @@ def test_a_standstill_past_the_limit_ends_the_run_in_one_line(
     dog = Watchdog(config, rank=0, timeout_minutes=0.2 / 60, stream=stream)
     dog.begins("opening the data sets", 0)
     dog._thread.join(30)
-    dog.ends()
+    dog.close()
     assert left == [1]
     text = stream.getvalue()
     assert "[Rank 0] thread MainThread:" in text
@@ -150,6 +155,39 @@ def test_bytes_that_are_written_are_progress(
         assert not stream.written.wait(2.0)
 
 
+def test_a_run_is_watched_from_its_flags_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every phase one watchdog runs; it also writes the heartbeat to the end."""
+    watched: dict[str, int] = {}
+
+    def note(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args: Any, **named: Any) -> Any:
+            watched[name] = [thread.name for thread in threading.enumerate()].count("watchdog")
+            return original(*args, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in (
+        (pretrain_llama, "parse_args"),
+        (pretrain_llama, "check_source"),
+        (pretrain_llama, "claimed"),
+        (pretrain_llama, "build"),
+        (loop, "train_step"),
+        (Report, "close"),
+    ):
+        note(owner, name)
+    beat = tmp_path / "beat"
+    flags = ["--train-iters", "2", "--save", str(tmp_path / "ckpt"), "--heartbeat-file", str(beat)]
+    run_main([*RUN, *flags])
+    assert watched == dict.fromkeys(watched, 1)
+    assert len(watched) == 6
+    assert json.loads(beat.read_text())["doing"] == "ending the run"
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
 HOLDS_THE_LOCK = """
 import ctypes, sys, time
 from paro.report.watchdog import WatchConfig, Watchdog
@@ -157,7 +195,7 @@ dog = Watchdog(WatchConfig(hang_dump_minutes=0.2 / 60), rank=0, timeout_minutes=
 dog.begins("training", 1)
 time.sleep(0.1)
 ctypes.PyDLL(None).usleep(30000000)  # a library that keeps the interpreter's lock
-dog.ends()
+dog.close()
 """
 
 
@@ -180,7 +218,7 @@ def stand_still(folder: str) -> tuple[str, list[str]]:
     dog.begins("training", 7)
     while len(list(Path(folder).glob("rank_?"))) < 2:
         time.sleep(0.02)
-    dog.ends()
+    dog.close()
     if begun is None:
         dist.all_reduce(tensor)
     else:
