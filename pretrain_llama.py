@@ -150,6 +150,7 @@ def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watc
             device=training.device,
             start_iteration=state.iteration,
             arguments=arguments,
+            is_ours=(lambda: True) if claim is None else claim.is_ours,
         )
     report.start({"precision": config.precision.describe(), "memory": snapshot.describe()})
     forecast = MemoryForecast(

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from paro.checkpoint.folders import ranks_by_folder
-from paro.checkpoint.lease import STILL_SECONDS, Contender, Lease, Owner
+from paro.checkpoint.lease import STILL_SECONDS, Contender, Lease
+from paro.checkpoint.owner import Owner
 from paro.distributed.control import Control
 from paro.errors import writing
 
@@ -23,6 +24,10 @@ class Claim:
 
     folders: tuple[tuple[int, ...], ...]
     lease: Lease | None
+
+    def is_ours(self) -> bool:
+        """Whether no other run may own this rank's folder yet, as far as its lease says."""
+        return self.lease is None or self.lease.is_ours()
 
     @classmethod
     def without_lease(cls, root: Path, control: Control) -> Self:

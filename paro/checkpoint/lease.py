@@ -12,104 +12,27 @@ import errno
 import json
 import os
 import re
-import secrets
-import socket
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
 
 from data.atomic_file import temporary_beside
-from paro.distributed.world import read_job_id, read_rendezvous_id
+from paro.checkpoint.owner import Owner
 from paro.errors import StorageError, UserError
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 60.0
 _NAME = re.compile(r"lease_(\d{1,15})\.json")
 _FILE_BYTES = 2048  # constant, so that a heartbeat replaces the whole content with one write
-_TEXT_LENGTH = 128
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class LeaseLostError(StorageError):
     """Another run has taken the folder over: this one stops before it renames anything there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """Who holds a lease; `token` differs for every start."""
-
-    token: str
-    host: str
-    pid: int
-    start_ticks: int  # after boot; with the pid, it names a process until the next boot
-    boot_id: str
-    pid_namespace: str  # in another container on the same host a pid is another process
-    rendezvous_id: str  # torchrun's --rdzv-id, or empty
-    slurm_job: str
-    since: str
-
-    @classmethod
-    def this_process(cls) -> Self:
-        return cls(
-            token=secrets.token_hex(8),
-            host=_short(socket.gethostname()),
-            pid=os.getpid(),
-            start_ticks=_start_ticks(os.getpid()) or 0,
-            boot_id=_boot_id(),
-            pid_namespace=_pid_namespace(),
-            rendezvous_id=_short(read_rendezvous_id()),
-            slurm_job=_short(read_job_id()),
-            since=datetime.now().astimezone().isoformat(" ", "seconds"),
-        )
-
-    @classmethod
-    def from_json(cls, found: object) -> Self | None:
-        """The owner in a parsed lease file, its texts fit to be printed; None if damaged."""
-        if not isinstance(found, dict):
-            return None
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            value = found.get(field.name)
-            kind = int if field.type == "int" else str
-            if type(value) is not kind:
-                return None
-            values[field.name] = _short(value) if isinstance(value, str) else value
-        return cls(**values)
-
-    def is_same_job(self, other: Owner) -> bool:
-        """Whether both are starts of one torchrun or SLURM job."""
-        return any(
-            mine and mine == theirs
-            for mine, theirs in (
-                (self.rendezvous_id, other.rendezvous_id),
-                (self.slurm_job, other.slurm_job),
-            )
-        )
-
-    def is_dead_here(self) -> bool:
-        """Whether it is known to be dead, as only a process of this very host can be."""
-        if not self.boot_id or not self.pid_namespace:
-            return False
-        if (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
-            return False
-        try:
-            os.kill(self.pid, 0)  # sends nothing
-        except ProcessLookupError:
-            return True
-        except (OSError, OverflowError):
-            return False  # it runs as another user, and /proc may hide it
-        return _start_ticks(self.pid) != self.start_ticks
-
-    def describe(self) -> str:
-        job = f", torchrun's job {self.rendezvous_id}" if self.rendezvous_id else ""
-        slurm = f", SLURM job {self.slurm_job}" if self.slurm_job else ""
-        return f"process {self.pid} on {self.host}{job}{slurm}, since {self.since}"
 
 
 class Lease:
@@ -123,6 +46,7 @@ class Lease:
         self._beats = 0
         self._lost: str | None = None
         self._device = root.stat().st_dev
+        self._checked = time.monotonic()
         self._lock = threading.Lock()  # of the saving thread and the one that beats
         self._ended = threading.Event()
         threading.Thread(target=self._beat_on, name="lease", daemon=True).start()
@@ -134,6 +58,13 @@ class Lease:
     @property
     def is_lost(self) -> bool:
         return self._lost is not None
+
+    def is_ours(self) -> bool:
+        """Whether no other run may own the folder yet; reads the file only after a long sleep."""
+        if not self.is_lost and time.monotonic() - self._checked > STILL_SECONDS / 2:
+            with suppress(OSError, LeaseLostError):  # a lost mount is the next save's to report
+                self.check()
+        return not self.is_lost
 
     def check(self) -> None:
         """Raises `LeaseLostError` unless this process holds the lease now."""
@@ -179,6 +110,7 @@ class Lease:
                 if found is not None and found.token != self.token:
                     self._lost = f"{found.describe()}, has taken it over"
                 if self._lost is None:
+                    self._checked = time.monotonic()
                     yield descriptor
                     return
             finally:
@@ -362,33 +294,3 @@ def _parsed(content: bytes) -> object:
         return json.loads(content)
     except (ValueError, RecursionError):
         return None
-
-
-def _short(text: str) -> str:
-    """Printable ASCII of a limited length: for terminals, and for a file of fixed size."""
-    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:_TEXT_LENGTH])
-
-
-def _boot_id() -> str:
-    """Names this host until it boots again; empty where the system does not tell."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _start_ticks(pid: int) -> int | None:
-    """When a process started, after boot; None if there is none or only its exit status is left."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *rest = text.rpartition(")")[2].split()  # the name before may hold anything
-    return None if state in "ZX" else int(rest[18])

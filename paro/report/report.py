@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
@@ -32,15 +32,26 @@ class View(Protocol):
 
 
 class Records:
-    """The files that the first rank writes; one that fails is reported once, then not used."""
+    """The files that the first rank writes; one that fails is reported once, then not used.
 
-    def __init__(self, log: Log, metrics: MetricsFile | None, run: RunRecord | None) -> None:
+    Nothing is written for a run that another one has replaced (`is_ours`): its successor writes the
+    same files.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        metrics: MetricsFile | None,
+        run: RunRecord | None,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._log = log
         self._metrics = metrics
         self._run = run
+        self._is_ours = is_ours
 
     def write(self, metrics: Metrics) -> None:
-        if self._metrics is None:
+        if self._metrics is None or not self._is_ours():
             return
         try:
             self._metrics.write(metrics)
@@ -49,7 +60,7 @@ class Records:
             self._metrics = None
 
     def validation(self, *, iteration: int, data_set: str, lm_loss: float) -> None:
-        if self._run is None:
+        if self._run is None or not self._is_ours():
             return
         try:
             self._run.validation(iteration=iteration, data_set=data_set, lm_loss=lm_loss)
@@ -228,8 +239,12 @@ def open_report(
     device: torch.device,
     start_iteration: int,
     arguments: Mapping[str, object],
+    is_ours: Callable[[], bool] = lambda: True,
 ) -> Report:
-    """The report of a run that resumes after `start_iteration`; 0 for a fresh run."""
+    """The report of a run that resumes after `start_iteration`; 0 for a fresh run.
+
+    `is_ours` says whether no other run has replaced this one.
+    """
     metrics_file = run_record = None
     if log.rank == 0 and config.metrics_file is not None:
         metrics_file = MetricsFile(config.metrics_file, start_iteration=start_iteration)
@@ -245,5 +260,5 @@ def open_report(
         start_iteration=start_iteration,
         save=None if save is None else str(save),
     )
-    records = Records(log, metrics_file, run_record)
+    records = Records(log, metrics_file, run_record, is_ours)
     return Report(config, facts, log, device=device, records=records, dashboards=dashboards)

@@ -15,6 +15,7 @@ import torch
 from paro.checkpoint import lease
 from paro.checkpoint.claim import claimed
 from paro.checkpoint.directory import read_common
+from paro.checkpoint.owner import Owner
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from tests.end_to_end.test_checkpoint_flags import iterations, run
@@ -57,7 +58,7 @@ def test_a_run_that_lost_the_folder_stops_and_changes_nothing(
         fsync(descriptor)
         if "/iter_0000004." in name and name.endswith(".distcp"):
             monkeypatch.setattr(os, "fsync", fsync)
-            other = replace(lease.Owner.this_process(), host="node7")
+            other = replace(Owner.this_process(), host="node7")
             assert lease._create(tmp_path, 2, other)
 
     monkeypatch.setattr(os, "fsync", take_over)

@@ -37,8 +37,11 @@ _START_SECONDS = 90.0  # on a busy machine
 class Pause:
     """For `before`: the ranks stop where they call a function, until `Run.release`."""
 
-    def __init__(self, folder: Path, target: str, *, call: int = 1) -> None:
+    def __init__(
+        self, folder: Path, target: str, *, call: int = 1, only: int | None = None
+    ) -> None:
         self._folder = folder
+        self._only = only  # rank
         self._target = target  # "package.module:Class.function"
         self._call = call
 
@@ -55,8 +58,9 @@ class Pause:
         original, calls = getattr(owner, last), itertools.count(1)
 
         def paused(*args: Any, **named: Any) -> Any:
-            if next(calls) == self._call:
-                (self._folder / f"paused_{os.environ.get('RANK', '0')}").touch()
+            rank = os.environ.get("RANK", "0")
+            if next(calls) == self._call and self._only in (None, int(rank)):
+                (self._folder / f"paused_{rank}").touch()
                 while not (self._folder / "released").exists():
                     time.sleep(0.01)
             return original(*args, **named)
@@ -95,8 +99,8 @@ class Run:
         """Lets the paused ranks continue."""
         (self.root / "released").touch()
 
-    def pause(self, target: str, *, call: int = 1) -> Pause:
-        return Pause(self.root, target, call=call)
+    def pause(self, target: str, *, call: int = 1, only: int | None = None) -> Pause:
+        return Pause(self.root, target, call=call, only=only)
 
     def saved(self) -> int:
         """The iteration to resume from; fails unless it and all others are complete."""

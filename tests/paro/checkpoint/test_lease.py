@@ -29,8 +29,8 @@ from paro.checkpoint.lease import (
     Contender,
     Lease,
     LeaseLostError,
-    Owner,
 )
+from paro.checkpoint.owner import Owner
 from paro.checkpoint.save import write_states
 from paro.distributed.control import Control
 from paro.distributed.world import World

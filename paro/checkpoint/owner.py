@@ -1,0 +1,117 @@
+"""Who holds a lease: a process, its host and its job; whether it is known to be dead."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+from paro.distributed.world import read_job_id, read_rendezvous_id
+
+_TEXT_LENGTH = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Who holds a lease; `token` differs for every start."""
+
+    token: str
+    host: str
+    pid: int
+    start_ticks: int  # after boot; with the pid, it names a process until the next boot
+    boot_id: str
+    pid_namespace: str  # in another container on the same host a pid is another process
+    rendezvous_id: str  # torchrun's --rdzv-id, or empty
+    slurm_job: str
+    since: str
+
+    @classmethod
+    def this_process(cls) -> Self:
+        return cls(
+            token=secrets.token_hex(8),
+            host=_short(socket.gethostname()),
+            pid=os.getpid(),
+            start_ticks=_start_ticks(os.getpid()) or 0,
+            boot_id=_boot_id(),
+            pid_namespace=_pid_namespace(),
+            rendezvous_id=_short(read_rendezvous_id()),
+            slurm_job=_short(read_job_id()),
+            since=datetime.now().astimezone().isoformat(" ", "seconds"),
+        )
+
+    @classmethod
+    def from_json(cls, found: object) -> Self | None:
+        """The owner in a parsed lease file, its texts fit to be printed; None if damaged."""
+        if not isinstance(found, dict):
+            return None
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            value = found.get(field.name)
+            kind = int if field.type == "int" else str
+            if type(value) is not kind:
+                return None
+            values[field.name] = _short(value) if isinstance(value, str) else value
+        return cls(**values)
+
+    def is_same_job(self, other: Owner) -> bool:
+        """Whether both are starts of one torchrun or SLURM job."""
+        return any(
+            mine and mine == theirs
+            for mine, theirs in (
+                (self.rendezvous_id, other.rendezvous_id),
+                (self.slurm_job, other.slurm_job),
+            )
+        )
+
+    def is_dead_here(self) -> bool:
+        """Whether it is known to be dead, as only a process of this very host can be."""
+        if not self.boot_id or not self.pid_namespace:
+            return False
+        if (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
+            return False
+        try:
+            os.kill(self.pid, 0)  # sends nothing
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError):
+            return False  # it runs as another user, and /proc may hide it
+        return _start_ticks(self.pid) != self.start_ticks
+
+    def describe(self) -> str:
+        job = f", torchrun's job {self.rendezvous_id}" if self.rendezvous_id else ""
+        slurm = f", SLURM job {self.slurm_job}" if self.slurm_job else ""
+        return f"process {self.pid} on {self.host}{job}{slurm}, since {self.since}"
+
+
+def _short(text: str) -> str:
+    """Printable ASCII of a limited length: for terminals, and for a file of fixed size."""
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:_TEXT_LENGTH])
+
+
+def _boot_id() -> str:
+    """Names this host until it boots again; empty where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process started, after boot; None if there is none or only its exit status is left."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *rest = text.rpartition(")")[2].split()  # the name before may hold anything
+    return None if state in "ZX" else int(rest[18])
