@@ -107,6 +107,24 @@ def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path) 
     assert STILL_SECONDS > 5 * BEAT_SECONDS
 
 
+def test_after_a_long_sleep_the_file_says_whose_the_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic", clock)
+    lease = take(tmp_path, owner(rendezvous_id="a"))
+    take(tmp_path, owner(rendezvous_id="a"))
+    clock.now += STILL_SECONDS / 2
+    assert lease.is_ours()  # not read at every step
+    clock.now += 1.0
+    assert not lease.is_ours()
+    assert lease.is_lost
+    alone = take(tmp_path / "other", owner())
+    shutil.rmtree(tmp_path / "other")
+    clock.now += STILL_SECONDS
+    assert alone.is_ours()  # gone, but nobody else's
+
+
 @pytest.mark.parametrize(
     "changes",
     [

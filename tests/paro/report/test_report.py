@@ -164,3 +164,26 @@ def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) 
 def test_impossible_settings_name_their_flag(changes: dict[str, float], flag: str) -> None:
     with pytest.raises(UserError, match=flag):
         ReportConfig(**changes)  # type: ignore[arg-type]
+
+
+def test_a_run_that_was_replaced_leaves_the_files_to_its_successor(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    replaced = False
+    config = ReportConfig(log_interval=1, metrics_file=str(path))
+    report = open_report(
+        config,
+        FACTS,
+        Log(rank=0, world_size=1),
+        device=torch.device("cpu"),
+        start_iteration=0,
+        arguments={},
+        is_ours=lambda: not replaced,
+    )
+    report.iteration(record(1))
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    replaced = True
+    report.iteration(record(2))
+    report.validation(iteration=2, samples=16, lm_loss=1.0, data_set=None)
+    report.close()
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
+    assert len(files) == 2
