@@ -15,6 +15,7 @@ import pytest
 
 from tests.faults.job import ITERATIONS, Job, Run
 
+FAILED = pytest.StashKey[bool]()
 RECORD = "FAULTS_RECORD"  # names the JSON file in which the ends of all scenarios are kept
 
 
@@ -22,7 +23,8 @@ RECORD = "FAULTS_RECORD"  # names the JSON file in which the ends of all scenari
 class Outcome:
     """How a scenario ended, as it was expected to."""
 
-    scenario: str
+    fault: str
+    where: str
     end: str
     seconds_to_end: float
     seconds_to_step: float | None  # from the next start to its first step; None: it has none
@@ -80,10 +82,14 @@ class Scenario:
     def continues(self, again: Job, saved: int, *, within: float = 60.0) -> None:
         """A later start, after iteration `saved`, ends like the undisturbed run."""
         if saved < ITERATIONS:
-            again.wait_for_step(saved + 1, within)
-            self.seconds_to_step = time.monotonic() - self._at
+            self.next_step(again, saved + 1, within=within)
         assert again.end(60.0) == [0] * len(again.scripts), again.tail()
         self.is_whole()
+
+    def next_step(self, again: Job, step: int, *, within: float = 60.0) -> None:
+        """A later start trains."""
+        again.wait_for_step(step, within)
+        self.seconds_to_step = time.monotonic() - self._at
 
     def resumes(self, *saved: int, **how: Any) -> None:
         """One of these iterations is saved, and the next start ends like the undisturbed run."""
@@ -105,11 +111,21 @@ class Scenario:
 
     def outcome(self) -> Outcome:
         return Outcome(
-            scenario=self.name,
+            fault=self.name.partition("[")[0],
+            where=self.name.partition("[")[2].rstrip("]"),
             end=self.end,
             seconds_to_end=round(self.seconds_to_end, 2),
             seconds_to_step=self.seconds_to_step and round(self.seconds_to_step, 2),
         )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Marks a test that failed, for its fixture."""
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -146,4 +162,5 @@ def scenario(
     yield made
     for job in made.jobs:
         job.kill()
-    outcomes.append(made.outcome())
+    if not request.node.stash.get(FAILED, False):
+        outcomes.append(made.outcome())

@@ -23,7 +23,7 @@ from tests.helpers.scripts import Script
 ITERATIONS = 12
 SAVE_INTERVAL = 3
 FLAGS = (
-    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 128 "
+    "--distributed-backend gloo --tokenizer-type NullTokenizer --vocab-size 128 "
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 88 --seq-length 32 "
     "--micro-batch-size 1 --global-batch-size 8 --lr 3e-3 --log-interval 1 --num-workers 0 "
     "--eval-iters 1 --eval-interval 5 --peak-tflops 1 "
@@ -82,7 +82,6 @@ class Run:
     """The folder of a run, which its starts share."""
 
     root: Path
-    flags: Sequence[object] = ()
     save: Path = field(init=False)
     metrics: Path = field(init=False)
 
@@ -93,7 +92,8 @@ class Run:
     def start(self, *flags: object, **how: Any) -> Job:
         """Starts it once more; see `Job`."""
         paths = ["--save", self.save, "--load", self.save, "--metrics-file", self.metrics]
-        return Job(self.root, [*FLAGS, *paths, *self.flags, *flags], **how)
+        data = [] if "--data-path" in flags else ["--mock-data"]
+        return Job(self.root, [*FLAGS, *data, *paths, *flags], **how)
 
     def release(self) -> None:
         """Lets the paused ranks continue."""

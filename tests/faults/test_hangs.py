@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_training import write_corpus
 from tests.faults.conftest import Scenario
-from tests.faults.job import ITERATIONS, LIMIT_SECONDS, Run, children
+from tests.faults.job import ITERATIONS, LIMIT_SECONDS, children
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
-
-READERS = "waited 60 s for a batch from 1 processes that read ahead"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_reader(scenario: Scenario, ranks: int) -> None:
+    """A process that reads ahead stops while it hands a batch over, where torch has no limit."""
     scenario.ranks = ranks
     job = scenario.paused("paro.training.loop:train_step", 5, "--num-workers", 1)
     for server in children(job.pids()[-1]):
         for reader in children(server):
             os.kill(reader, signal.SIGSTOP)
     scenario.run.release()
-    scenario.ends(job, [1], READERS, within=LIMIT_SECONDS + 20)
+    told = None if ranks == 1 else "no connection to another rank, which has ended, hangs or is"
+    scenario.ends(job, [1], told, within=LIMIT_SECONDS + 20)
+    assert ranks > 1 or "s while training, after iteration 4: the run ends" in job.text()
     scenario.resumes(3)
 
 
@@ -56,21 +55,3 @@ def test_a_rank_stays_away_at_the_end(scenario: Scenario) -> None:
     told = "at the end, while waiting for the others: "
     scenario.ends(job, [1], told, within=LIMIT_SECONDS + 20)
     scenario.is_whole()
-
-
-def test_a_stuck_builder_of_indices(scenario: Scenario, tmp_path: Path) -> None:
-    """Another run holds the lock of the corpus."""
-    scenario.ranks = 1
-    write_corpus(tmp_path / "corpus", list(range(100)) * 100)
-    data = ["--data-path", tmp_path / "corpus", "--split", "8,1,1"]
-    builder = scenario.paused("data.index_cache:build_order", 1, *data, plain=True)
-    other = Run(tmp_path / "other")
-    waiting = other.start(*data, ranks=1, plain=True)
-    scenario.jobs.append(waiting)
-    told = f"for process {builder.pids()[0]} of this machine, which builds indices and holds the"
-    scenario.ends(waiting, [1], told, within=LIMIT_SECONDS + 20)
-    scenario.run.release()
-    assert builder.end(30.0) == [0]
-    assert other.start(*data, ranks=1, plain=True).end(30.0) == [0]
-    assert other.steps() == scenario.run.steps()
-    assert other.final_sums() == scenario.run.final_sums()

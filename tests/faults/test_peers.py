@@ -89,9 +89,11 @@ def test_a_stopped_rank_of_torchrun(scenario: Scenario) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("down", "statuses"), [(3.0, [0, 0]), (15.0, [0, 0]), (None, [1, 1])], ids=["3s", "15s", "cut"]
+    ("down", "statuses"),
+    [(3.0, [0, 0]), (15.0, [0, 0]), (None, [1, 1])],
+    ids=["3 s", "15 s", "for good"],
 )
-def test_link(scenario: Scenario, down: float | None, statuses: Sequence[int]) -> None:
+def test_link_down(scenario: Scenario, down: float | None, statuses: Sequence[int]) -> None:
     """TCP repeats what was lost: a link that comes back in time is no fault."""
     with two_nodes("faults") as nodes:
         env = {"MASTER_ADDR": "10.78.0.1", "GLOO_SOCKET_IFNAME": "nic"}

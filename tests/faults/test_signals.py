@@ -24,22 +24,22 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(
-    ("who", "number", "status"),
-    [
-        ("agent", signal.SIGTERM, 1),
-        ("agent", signal.SIGINT, 1),
-        ("agent", signal.SIGHUP, 1),
-        ("agent", signal.SIGKILL, -9),
-        ("rank", signal.SIGTERM, 1),
-        ("rank", signal.SIGINT, 1),
-        ("rank", signal.SIGKILL, 1),
-    ],
-)
-def test_signal(scenario: Scenario, who: str, number: int, status: int, phase: str) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGKILL"])
+def test_signal_to_torchrun(scenario: Scenario, name: str, phase: str) -> None:
+    """Also where the agent is killed, no rank outlives it."""
+    strike(scenario, name, phase, rank=None, status=-9 if name == "SIGKILL" else 1)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
+def test_signal_to_a_rank(scenario: Scenario, name: str, phase: str) -> None:
+    strike(scenario, name, phase, rank=1, status=1)
+
+
+def strike(scenario: Scenario, name: str, phase: str, *, rank: int | None, status: int) -> None:
     target, call, flags, saved = PHASES[phase]
     job = scenario.paused(target, call, *flags.split())
-    job.signal(number, None if who == "agent" else 1)
+    job.signal(getattr(signal, name), rank)
     scenario.ends(job, [status], within=40.0)
     scenario.resumes(saved)
 
@@ -54,15 +54,13 @@ def test_signal(scenario: Scenario, who: str, number: int, status: int, phase: s
         ("the last barrier", [ITERATIONS]),
     ],
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_exit_signal(
-    scenario: Scenario, number: signal.Signals, phase: str, saved: list[int]
-) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_signal_with_a_handler(scenario: Scenario, name: str, phase: str, saved: list[int]) -> None:
     """With --exit-signal-handler a rank that is asked to end finishes the step, and all save."""
     target, call, flags, _ = PHASES[phase]
     handled = ["--exit-signal-handler", "--exit-signal", "SIGUSR1"]
     job = scenario.paused(target, call, *flags.split(), *handled)
-    job.signal(number, 1)
+    job.signal(getattr(signal, name), 1)
     scenario.run.release()
     scenario.ends(job, [0], within=40.0)
     assert ("the same command continues from there" in job.text()) == (saved != [ITERATIONS])

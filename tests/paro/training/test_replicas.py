@@ -30,6 +30,19 @@ def test_every_bit_and_its_place_count(dtype: torch.dtype) -> None:
     assert hash_of(torch.zeros(0, dtype=dtype)) == 0
 
 
+def test_a_highest_bit_counts_and_so_does_the_column_of_a_word() -> None:
+    words = torch.arange(3 * 1024 + 10)  # three whole rows, and a rest
+    before = hash_of(words)
+    for at in (0, 1023, 1024, 3 * 1024, 3 * 1024 + 9):
+        other = words.clone()
+        other[at] ^= torch.iinfo(torch.int64).min
+        assert hash_of(other) != before
+    for one, two in ((0, 1), (5, 3 * 1024 + 5), (3 * 1024, 3 * 1024 + 1)):
+        other = words.clone()
+        other[[one, two]] = words[[two, one]]
+        assert hash_of(other) != before
+
+
 def flip_a_bit(training: Training, state: str) -> None:
     if state == "params":
         bits = training.model.units[1].param_shard

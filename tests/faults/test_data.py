@@ -1,0 +1,70 @@
+"""Faults of a corpus: files cut short, and indices that another process never finishes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_training import write_corpus
+from tests.faults.conftest import Scenario
+from tests.faults.job import LIMIT_SECONDS, Run
+
+pytestmark = [pytest.mark.verify, pytest.mark.ranks]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[object]:
+    """Flags that train on a corpus."""
+    write_corpus(tmp_path / "corpus", list(range(100)) * 100)
+    return ["--data-path", tmp_path / "corpus", "--split", "8,1,1"]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_truncated_data(
+    scenario: Scenario, corpus: list[object], suffix: str, tmp_path: Path
+) -> None:
+    scenario.ranks = 1
+    assert scenario.start(*corpus, "--exit-interval", 4, plain=True).end(60.0) == [0]
+    path = tmp_path / f"corpus{suffix}"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - 5])
+    scenario.strikes()
+    scenario.ends(scenario.start(*corpus, plain=True), [2], f"corpus{suffix}", within=30.0)
+    path.write_bytes(whole)
+    scenario.strikes()
+    again = scenario.start(*corpus, plain=True)
+    scenario.next_step(again, 5)
+    assert again.end(30.0) == [0]
+    is_like(scenario.run, undisturbed(tmp_path, corpus))
+
+
+def test_a_stuck_builder_of_indices(
+    scenario: Scenario, corpus: list[object], tmp_path: Path
+) -> None:
+    """Another run holds the lock of the corpus."""
+    scenario.ranks = 1
+    builder = scenario.paused("data.index_cache:build_order", 1, *corpus, plain=True)
+    other = Run(tmp_path / "other")
+    waiting = other.start(*corpus, ranks=1, plain=True)
+    scenario.jobs.append(waiting)
+    told = f"for process {builder.pids()[0]} of this machine, which builds indices and holds the"
+    scenario.ends(waiting, [1], told, within=LIMIT_SECONDS + 20)
+    scenario.run.release()
+    assert builder.end(30.0) == [0]
+    scenario.strikes()
+    again = other.start(*corpus, ranks=1, plain=True)
+    scenario.next_step(again, 1)
+    assert again.end(30.0) == [0]
+    is_like(other, scenario.run)
+
+
+def undisturbed(folder: Path, corpus: list[object]) -> Run:
+    run = Run(folder / "undisturbed")
+    assert run.start(*corpus, ranks=1, plain=True).end(60.0) == [0]
+    return run
+
+
+def is_like(run: Run, other: Run) -> None:
+    assert run.steps() == other.steps()
+    assert run.final_sums() == other.final_sums()
