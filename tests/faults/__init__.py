@@ -1,0 +1,1 @@
+"""Faults of processes, ranks, links, disks and memory: each run ends as expected and continues."""

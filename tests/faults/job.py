@@ -134,7 +134,6 @@ class Job:
         *,
         ranks: int = 2,
         plain: bool = False,
-        world: int = 0,  # more than `ranks` if some never start
         before: Sequence[Callable[[], None]] = (),  # one, or with `plain` one for each rank
         own: Sequence[Sequence[object]] = (),  # with `plain`: more flags of each rank
         env: dict[str, str] | None = None,
@@ -152,7 +151,7 @@ class Job:
                     ["pretrain_llama.py", *flags, *more],
                     0 if plain else ranks,
                     folder=folder,
-                    env={**(_of_rank(rank, world or ranks, port) if plain else {}), **(env or {})},
+                    env={**(_of_rank(rank, ranks, port) if plain else {}), **(env or {})},
                     before=before[min(rank, len(before) - 1)] if before else None,
                 )
             )

@@ -60,7 +60,7 @@ def test_other_paths_are_no_fault(scenario: Scenario, tmp_path: Path) -> None:
 
 def test_a_rank_never_starts(scenario: Scenario) -> None:
     scenario.strikes()
-    job = scenario.start(plain=True, world=2, ranks=1)
+    job = scenario.start(plain=True, ranks=1, env={"WORLD_SIZE": "2"})
     scenario.ends(job, [1], "rank 1 did not come within 0:01:00", within=LIMIT_SECONDS + 15)
     scenario.resumes(0)
 

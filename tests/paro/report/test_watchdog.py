@@ -238,3 +238,11 @@ def test_the_flight_recorder_shows_who_is_missing(tmp_path: Path) -> None:
     for rank, text in enumerate((waiting, missing)):
         place = f"its last collectives are in {tmp_path}/rank_{rank}: torchfrtrace {tmp_path} "
         assert text.count(f"[Rank {rank}] {place}") == 1
+
+
+def test_stacks_are_shown_at_half_the_limit_unless_a_flag_says_when() -> None:
+    for minutes, seconds in ((None, 300.0), (2.0, 120.0)):
+        config = WatchConfig(hang_dump_minutes=minutes)
+        with Watchdog(config, rank=1, timeout_minutes=10.0) as dog:
+            assert dog._limit == seconds
+            assert 600.0 < dog._end < 720.0  # other limits, which say more, come first
