@@ -127,7 +127,9 @@ def lost_peer(error: BaseException) -> str | None:
             return "no connection to another rank, which has ended, hangs or is cut off: " + (
                 one_line(_LOST_PEER.sub("", first_line))
             )
-        cause = cause.__cause__ or cause.__context__
+        cause = (
+            cause.__cause__
+        )  # not its context: an error of ours in a handler keeps its traceback
     return None
 
 

@@ -28,7 +28,7 @@ def table(outcomes: Sequence[dict[str, Any]]) -> str:
         cells = [
             fault,
             str(len(tried)),
-            f"status {', '.join(map(str, ends))}",
+            f"status {', '.join(map(str, ends))}" if ends else "",
             _seconds([one["seconds_to_end"] for one in tried]),
             _seconds([s for one in tried if (s := one["seconds_to_step"]) is not None]),
         ]

@@ -150,7 +150,7 @@ def test_owner_killed_on_another_host(scenario: Scenario) -> None:
     first.kill()
     second = scenario.start(plain=True)
     scenario.continues(second, 3, within=90.0)
-    assert "waiting for a sign of life" in second.text()
+    assert "waiting for a heartbeat" in second.text()
 
 
 @pytest.mark.root

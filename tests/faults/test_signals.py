@@ -50,7 +50,7 @@ def strike(scenario: Scenario, name: str, phase: str, *, rank: int | None, statu
         ("a step", [8]),
         ("evaluating", [6]),  # finishes the step after it
         ("saving", [7]),
-        ("saving, async", [7, 8, 9]),  # steps go on meanwhile, up to the next save
+        ("saving, async", [7, 8, 9]),  # further steps run during the save, up to the next one
         ("the last barrier", [ITERATIONS]),
     ],
 )

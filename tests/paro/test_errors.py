@@ -164,3 +164,12 @@ def test_a_lost_connection_is_the_fault_of_another_rank(text: str, told: str | N
             assert lost.startswith("no connection to another rank, which has ended, hangs or is ")
             assert told in lost
     assert lost_peer(ValueError(GLOO)) is None
+
+
+def test_an_error_of_ours_after_a_lost_connection_is_no_lost_connection() -> None:
+    lost = RuntimeError(GLOO)
+    ours = AttributeError("no such field")
+    ours.__context__ = lost
+    assert lost_peer(ours) is None
+    ours.__cause__ = lost
+    assert lost_peer(ours) is not None
