@@ -113,7 +113,7 @@ class Scenario:
         return Outcome(
             fault=self.name.partition("[")[0],
             where=self.name.partition("[")[2].rstrip("]"),
-            end=self.end,
+            end=self.end.replace(f"{self.run.root}/", ""),
             seconds_to_end=round(self.seconds_to_end, 2),
             seconds_to_step=self.seconds_to_step and round(self.seconds_to_step, 2),
         )
