@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Where the steps of a profile went: computing, waiting, and the communication streams' work."""
+"""Where the steps of a profile went: computing, waiting, communication; on GPUs, each stream."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,21 +19,30 @@ from paro.planning.step.simulation import Span
 from paro.report.log import print_line
 from paro.untrusted.schema import Between, Count, Figure, conform, read_json
 from tools.planning.pictures import draw_timeline
+from tools.profiles.device import DeviceProfile, device_profile, is_of_device
+from tools.profiles.device_report import device_figures, device_text, draw_streams
 from tools.shared.command_line import Parser, status_of
+from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
-Reads what --profile --use-pytorch-profiler wrote on CPU ranks: a table of each rank's mean step,
-and with --plot a picture of all of them, a row for the training thread and one for each lane.
+Reads what --profile --use-pytorch-profiler wrote: where each rank's steps went, with --plot a
+picture of all of them, and with --json the same figures in a file.
 
   torchrun --nproc-per-node 4 pretrain_llama.py ... --profile --use-pytorch-profiler \\
     --profile-step-start 5 --profile-step-end 7 --profile-ranks 0 3 --tensorboard-dir runs/profile
   python tools/draw_profile.py runs/profile/*.pt.trace.json --plot steps.png
 
+On CPU ranks the picture has a row for the training thread and one for each lane.
 The training thread computes, waits for communication, or does neither: it reads batches, agrees on
 norms, writes its log. In the picture its row has the colour of what it waits for. A lane is busy
 from the beginning of a job to its end, as long as that waits for other ranks' too. Times begin with
 each rank's first step. Profiling itself slows a step down, small pieces most.
+
+On GPUs the picture has a row for each CUDA stream, coloured by the class of the kernels. Printed
+are: the share of time in which the GPU is busy, the idle gaps of the stream that computes, the
+time of NCCL's kernels and how much of it no computing kernel covers (exposed), the shares of the
+classes of kernels, and the kernels that take most time.
 """
 
 COMPUTING = {
@@ -102,21 +112,21 @@ class _Event(TypedDict):
     dur: Annotated[float, Between(0.0, 1e30)]
 
 
-def read_profile(path: Path) -> Profile:
-    """Reads a trace written by a run on CPU; `UserError` for any other file."""
+def read_profile(path: Path) -> Profile | DeviceProfile:
+    """Reads a trace written by a run on CPU or on a GPU; `UserError` for any other file."""
     try:
         trace: _Trace = read_json(path, _Trace, max_bytes=_MAX_BYTES)
         ranges = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-        if any(event.get("cat") == "kernel" for event in ranges):
-            raise UserError(f"{path}: the trace of a GPU, whose streams ui.perfetto.dev shows")
+        rank = trace["distributedInfo"]["rank"] if "distributedInfo" in trace else 0
+        if is_of_device(ranges):
+            return device_profile(ranges, rank, str(path))
         ours = [event for event in ranges if str(event.get("name")).startswith(_NAMES)]
         events: list[_Event] = conform(ours, list[_Event], f"{path}: traceEvents")
     except UserError as error:
-        raise UserError(f"{error}; give what --use-pytorch-profiler wrote on a CPU") from None
+        raise UserError(f"{error}; give what --use-pytorch-profiler wrote") from None
     steps = [event for event in events if event["name"].startswith(STEP)]
     if not steps or not any(event["name"] in COMPUTING for event in events):
         raise UserError(f"{path}: no step of a training; give what --use-pytorch-profiler wrote")
-    rank = trace["distributedInfo"]["rank"] if "distributedInfo" in trace else 0
     begin = min(event["ts"] for event in steps)
     end = max(event["ts"] + event["dur"] for event in steps)
     found = _spans(sorted(events, key=lambda event: event["ts"]), rank, begin, end)
@@ -163,6 +173,18 @@ def table(profiles: Sequence[Profile]) -> str:
     return "\n".join(["ms of a step, means; the last columns: how long a lane was busy", *lines])
 
 
+def figures(profile: Profile) -> dict[str, Any]:
+    """The figures of a CPU rank's profile for a JSON file; times are seconds of all steps."""
+    return {
+        "rank": profile.rank,
+        "num_steps": profile.num_steps,
+        "seconds_per_step": profile.seconds / profile.num_steps,
+        "computing_seconds": profile.computing(),
+        "waiting_seconds": {kind: profile.waited(kind) for kind in WAITS},
+        "lane_seconds": profile.lanes(),
+    }
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="draw_profile.py",
@@ -173,6 +195,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a file per rank")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps; .svg, .pdf")
     parser.add_argument("--title", help="of the picture")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     return parser
 
 
@@ -187,10 +210,25 @@ def run(args: argparse.Namespace) -> None:
     profiles = sorted(map(read_profile, args.traces), key=lambda profile: profile.rank)
     if len({profile.rank for profile in profiles}) < len(profiles):
         raise UserError("two traces are of one rank: give those of one run")
-    print_line(table(profiles))
+    title = args.title or "steps of a profile"
+    on_cpu = [profile for profile in profiles if isinstance(profile, Profile)]
+    on_gpu = [profile for profile in profiles if isinstance(profile, DeviceProfile)]
+    if on_cpu and on_gpu:
+        raise UserError("traces of CPU and of GPU ranks: give those of one run")
+    if on_gpu:
+        print_line(*"\n".join(map(device_text, on_gpu)).splitlines())
+    else:
+        print_line(table(on_cpu))
+    if args.json is not None:
+        ranks = [*map(figures, on_cpu), *map(device_figures, on_gpu)]
+        content = {"device": "cuda" if on_gpu else "cpu", "ranks": ranks}
+        write_text(args.json, json.dumps(content, indent=1) + "\n")
     if args.plot is not None:
-        spans = [span for profile in profiles for span in profile.spans]
-        draw_timeline(args.plot, spans, args.title or "steps of a profile", actor="rank")
+        if on_gpu:
+            draw_streams(args.plot, on_gpu, title)
+        else:
+            spans = [span for profile in on_cpu for span in profile.spans]
+            draw_timeline(args.plot, spans, title, actor="rank")
         print_line(f"picture written to {args.plot}")
 
 

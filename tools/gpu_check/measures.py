@@ -121,14 +121,17 @@ def profile(runner: Runner) -> Outcome:
     traces = sorted(folder.glob("*.pt.trace.json*"))
     if ended.failure or not traces:
         return Outcome(passed=False, lines=(ended.failure or "no trace was written",))
+    file = runner.folder / "profile.json"
+    file.unlink(missing_ok=True)
     drawn = runner.python(
         "draw-profile",
-        ["tools/draw_profile.py", *traces, "--plot", runner.folder / "profile.png"],
+        ["tools/draw_profile.py", *traces, "--plot", runner.folder / "profile.png", "--json", file],
     )
     if drawn.failure:
         return Outcome(passed=False, lines=(drawn.failure,))
     lines = tuple(filter(None, drawn.output.splitlines()))
-    return Outcome(passed=True, lines=lines, pictures=("profile.png",))
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    return Outcome(passed=True, lines=lines, figures=figures, pictures=("profile.png",))
 
 
 def checkpoint(runner: Runner, machine: Machine) -> Outcome:

@@ -1,0 +1,251 @@
+"""What a GPU's streams did in the steps of a trace of torch's profiler."""
+
+# [Note: a trace of a GPU]
+# Kernels, copies and memsets are complete events of the categories below, in microseconds; `args`
+# names the stream. A range that the program opens is there twice: on its thread, and, as
+# gpu_user_annotation, on each stream from the first kernel launched in it to the last one. The
+# ranges of the host begin and end before the GPU does that work, so the steps are those of the
+# compute stream where the trace has them.
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, TypedDict
+
+from paro.errors import UserError
+from paro.untrusted.schema import Between, Count, Figure, conform
+from tools.profiles.kernel_class import (
+    CLASSES,
+    COPIES,
+    ELEMENTWISE,
+    NCCL,
+    NOT_COMPUTING,
+    OPTIMIZER,
+    OTHER,
+    class_of,
+)
+
+_COPIES = ("gpu_memcpy", "gpu_memset")
+_WORK = ("kernel", *_COPIES)
+_RANGE = "gpu_user_annotation"
+_STEP, _UPDATE = "ProfilerStep#", "paro/update"
+
+Interval = tuple[float, float]
+
+
+class _Placed(TypedDict):
+    stream: Count
+
+
+class _Work(TypedDict):
+    name: str
+    cat: str
+    ts: Figure
+    dur: Annotated[float, Between(0.0, 1e30)]
+    args: _Placed
+
+
+class _Range(TypedDict):
+    """A range of the program on its thread (`tid` a thread) or on the GPU (a stream)."""
+
+    name: str
+    ts: Figure
+    dur: Annotated[float, Between(0.0, 1e30)]
+    tid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel or a copy; seconds from the start of the first step."""
+
+    name: str
+    kind: str
+    stream: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Seconds in which the compute stream was idle, and the work before and after."""
+
+    start: float
+    seconds: float
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """All runs of a kernel."""
+
+    name: str
+    kind: str
+    runs: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What a rank's GPU did from the start of the first step to the end of the last."""
+
+    rank: int
+    num_steps: int
+    seconds: float
+    compute_stream: int
+    work: tuple[Work, ...]  # sorted by start
+
+    @cached_property
+    def busy(self) -> float:
+        """Seconds in which any stream worked."""
+        return _length(union((item.start, item.end) for item in self.work))
+
+    @cached_property
+    def gaps(self) -> tuple[Gap, ...]:
+        """The idle times of the compute stream, in their order."""
+        found, until, before = [], 0.0, "the start of the steps"
+        for item in self.work:
+            if item.stream != self.compute_stream:
+                continue
+            if item.start > until:
+                found.append(Gap(until, item.start - until, before, item.name))
+            if item.end >= until:
+                until, before = item.end, item.name
+        if until < self.seconds:
+            found.append(Gap(until, self.seconds - until, before, "the end of the steps"))
+        return tuple(found)
+
+    @cached_property
+    def nccl(self) -> float:
+        """Seconds in which any kernel of NCCL ran."""
+        return _length(self._of_nccl())
+
+    @cached_property
+    def exposed(self) -> float:
+        """Seconds in which kernels of NCCL ran, and none that computes."""
+        computing = union(
+            (item.start, item.end) for item in self.work if item.kind not in NOT_COMPUTING
+        )
+        return self.nccl - overlap(self._of_nccl(), computing)
+
+    def _of_nccl(self) -> list[Interval]:
+        return union((item.start, item.end) for item in self.work if item.kind == NCCL)
+
+    @cached_property
+    def by_class(self) -> dict[str, float]:
+        """Seconds of all kernels and copies, by class."""
+        found = dict.fromkeys(CLASSES, 0.0)
+        for item in self.work:
+            found[item.kind] += item.end - item.start
+        return found
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Kernels and copies by name and class, those with the most time first."""
+        found: dict[tuple[str, str], tuple[int, float]] = {}
+        for item in self.work:
+            runs, seconds = found.get((item.name, item.kind), (0, 0.0))
+            found[item.name, item.kind] = runs + 1, seconds + item.end - item.start
+        rows = (Kernel(name, kind, *sums) for (name, kind), sums in found.items())
+        return tuple(sorted(rows, key=lambda row: (-row.seconds, row.name)))
+
+
+def is_of_device(events: Iterable[dict[str, Any]]) -> bool:
+    return any(event.get("cat") in _WORK for event in events)
+
+
+def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> DeviceProfile:
+    """The profile in a trace's complete events; `UserError` with `what` for a damaged one."""
+    wanted = [event for event in events if event.get("cat") in _WORK]
+    work: list[_Work] = conform(wanted, list[_Work], f"{what}: traceEvents")
+    named = [event for event in events if str(event.get("name")).startswith((_STEP, _UPDATE))]
+    on_device = _ranges([event for event in named if event.get("cat") == _RANGE], what)
+    on_host = _ranges([event for event in named if event.get("cat") != _RANGE], what)
+    stream = _compute_stream(work)
+    here = [event for event in on_device if event["tid"] == stream]
+    steps = [event for event in here if event["name"].startswith(_STEP)] or [
+        event for event in on_host if event["name"].startswith(_STEP)
+    ]
+    if not steps:
+        raise UserError(f"{what}: no step of a training")
+    begin = min(event["ts"] for event in steps)
+    end = max(event["ts"] + event["dur"] for event in steps)
+    if end <= begin:
+        raise UserError(f"{what}: its steps have no length")
+    updates = union(
+        (event["ts"], event["ts"] + event["dur"]) for event in here if event["name"] == _UPDATE
+    )
+    found = sorted(_in_steps(work, stream, updates, (begin, end)), key=lambda item: item.start)
+    if not found:
+        raise UserError(f"{what}: the GPU did nothing in its steps")
+    return DeviceProfile(rank, len(steps), (end - begin) / 1e6, stream, tuple(found))
+
+
+def _ranges(events: list[dict[str, Any]], what: str) -> list[_Range]:
+    found: list[_Range] = conform(events, list[_Range], f"{what}: traceEvents")
+    return found
+
+
+def _compute_stream(work: Iterable[_Work]) -> int:
+    """The stream with the most time of kernels that compute; without one, of all work."""
+    seconds: dict[int, tuple[float, float]] = {}
+    for event in work:
+        computes = event["cat"] not in _COPIES and class_of(event["name"]) not in NOT_COMPUTING
+        computed, all_work = seconds.get(event["args"]["stream"], (0.0, 0.0))
+        seconds[event["args"]["stream"]] = (
+            computed + computes * event["dur"],
+            all_work + event["dur"],
+        )
+    return max(sorted(seconds), key=lambda stream: seconds[stream])
+
+
+def _in_steps(
+    work: Iterable[_Work], compute: int, updates: Sequence[Interval], steps: Interval
+) -> Iterable[Work]:
+    """The work in the steps; elementwise kernels in the ranges `updates` are the optimizer's."""
+    begin, end = steps
+    starts = [start for start, _ in updates]
+    for event in work:
+        start, stop = event["ts"], event["ts"] + event["dur"]
+        stream = event["args"]["stream"]
+        if stop <= begin or start >= end:
+            continue
+        kind = COPIES if event["cat"] in _COPIES else class_of(event["name"])
+        place = bisect_right(starts, start) - 1
+        is_update = stream == compute and place >= 0 and start < updates[place][1]
+        if is_update and kind in (ELEMENTWISE, OTHER):
+            kind = OPTIMIZER
+        first, last = max(start, begin), min(stop, end)
+        yield Work(event["name"], kind, stream, (first - begin) / 1e6, (last - begin) / 1e6)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as intervals that do not overlap, sorted."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def overlap(some: Sequence[Interval], others: Sequence[Interval]) -> float:
+    """The time in both of two results of `union`."""
+    total, first, second = 0.0, 0, 0
+    while first < len(some) and second < len(others):
+        start = max(some[first][0], others[second][0])
+        end = min(some[first][1], others[second][1])
+        total += max(0.0, end - start)
+        if some[first][1] < others[second][1]:
+            first += 1
+        else:
+            second += 1
+    return total
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
