@@ -173,7 +173,7 @@ def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> De
         raise UserError(f"{what}: no step of a training")
     begin = min(event["ts"] for event in steps)
     end = max(event["ts"] + event["dur"] for event in steps)
-    if end <= begin:
+    if end - begin < 1e-3:  # a nanosecond
         raise UserError(f"{what}: its steps have no length")
     updates = union(
         (event["ts"], event["ts"] + event["dur"]) for event in here if event["name"] == _UPDATE

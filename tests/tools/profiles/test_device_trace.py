@@ -50,6 +50,7 @@ CASES = {
     GATHER: NCCL,
     "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)": NCCL,
     "void permute_kernel<float>(fbgemm_gpu::gemm*)": OTHER,
+    "void fbgemm_gpu::permute_2D_lengths_kernel<int>(int)": OTHER,
 }
 
 
@@ -175,14 +176,16 @@ def test_intervals() -> None:
 
 def test_a_damaged_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = on_gpu(GEMM, 1010, 1020, 7)
+    no_time = on_gpu("ProfilerStep#0", 0, 1e-320, 7, "gpu_user_annotation")
     bad = {
-        "stream": (whole | {"args": {}}, "args.stream: is missing"),
-        "length": (whole | {"dur": -1}, "dur: -1 is not allowed"),
-        "name": (whole | {"name": 5}, "name: 5 is of the wrong type"),
-        "idle": (on_gpu(GEMM, 10, 20, 7), "the GPU did nothing in its steps"),
+        "stream": ([whole | {"args": {}}], "args.stream: is missing"),
+        "length": ([whole | {"dur": -1}], "dur: -1 is not allowed"),
+        "name": ([whole | {"name": 5}], "name: 5 is of the wrong type"),
+        "idle": ([on_gpu(GEMM, 10, 20, 7)], "the GPU did nothing in its steps"),
+        "short": ([whole, no_time], "its steps have no length"),
     }
-    for name, (event, message) in bad.items():
-        path = write_trace(tmp_path / name, event)
+    for name, (events, message) in bad.items():
+        path = write_trace(tmp_path / name, *events)
         told = refused(capsys, path)
         assert str(path) in told
         assert message in told
