@@ -220,19 +220,21 @@ class CudaStreams:
 
     runs_concurrently = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, name: Name = str) -> None:
+        self._name = name
         self._streams: dict[Hashable, torch.cuda.Stream] = {}
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.Stream(priority=_PRIORITY)
-        stream = self._streams[stream]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.no_grad():
+        lane = self._streams[stream]
+        lane.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(lane), torch.no_grad():
             if after is not None:
                 after.wait()
-            job()
-            return _StreamEvent(stream.record_event())
+            with _range(self._name(stream)):
+                job()
+            return _StreamEvent(lane.record_event())
 
     def close(self) -> None:
         for stream in self._streams.values():
@@ -254,5 +256,5 @@ def make_comm_streams(
     if not overlap:
         return InlineStreams(note, name=name)
     if device.type == "cuda" and backend == "nccl":
-        return CudaStreams()
+        return CudaStreams(name=name)
     return ThreadStreams(device, name=name)
