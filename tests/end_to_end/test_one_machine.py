@@ -18,6 +18,7 @@ import os
 import torch
 from pathlib import Path
 from paro.distributed.process_group import RuntimeConfig, distributed
+from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_world
 
 def listening(pid):
@@ -28,14 +29,17 @@ def listening(pid):
             if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
                 yield words[1].partition(":")[0]
 
-world = read_world()
-with distributed(RuntimeConfig(distributed_backend="gloo"), world):
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total)
-    assert total == 2
-    if world.rank == 0:
-        print("rank", *listening(os.getpid()))
-        print("agent", *listening(os.getppid()))
+def main():
+    world = read_world()
+    with distributed(RuntimeConfig(distributed_backend="gloo"), world):
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        assert total == 2
+        if world.rank == 0:
+            print("rank", *listening(os.getpid()))
+            print("agent", *listening(os.getppid()))
+
+run_script("listening.py", main)
 """
 
 

@@ -230,6 +230,7 @@ assert [shard.unique().tolist() for shard in shards] == [[0.0], [1.0], [2.0], [3
 """
 
 
+@pytest.mark.verify  # tests/tools/test_nic_bytes.py compares a training's bytes in the default run
 @pytest.mark.root
 def test_gloo_gathers_over_the_nics(two_nodes: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "gather.py"

@@ -179,7 +179,7 @@ def test_a_mistake_is_one_line(flags: str, told: str, capsys: pytest.CaptureFixt
     assert error.count("\n") == 1
 
 
-@pytest.mark.process
+@pytest.mark.verify
 def test_a_trillion_parameters_on_16384_ranks_need_few_simulations_and_no_torch(
     tmp_path: Path,
 ) -> None:

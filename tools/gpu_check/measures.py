@@ -66,7 +66,7 @@ def memory(runner: Runner) -> Outcome:
 
 def speed(runner: Runner, machine: Machine) -> Outcome:
     """MFU of this model and trainer beside transformers."""
-    names = ("ours", "trainer") if runner.rehearse else _CONTENDERS
+    names = ("trainer",) if runner.rehearse else _CONTENDERS
     if runner.rehearse:
         shape = f"{_SMALL_SIZES} --vocab-size 512 --num-micro-batches 2 --rounds 2 --steps 1"
         shape += " --peak-tflops 0.1"
