@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, TypedDict
@@ -31,7 +31,7 @@ from tools.profiles.kernel_class import (
 _COPIES = ("gpu_memcpy", "gpu_memset")
 _WORK = ("kernel", *_COPIES)
 _RANGE = "gpu_user_annotation"
-_STEP, _UPDATE = "ProfilerStep#", "paro/update"
+_STEP, _UPDATE, _LANE = "ProfilerStep#", "paro/update", "paro/lane:"
 
 Interval = tuple[float, float]
 
@@ -97,6 +97,7 @@ class DeviceProfile:
     seconds: float
     compute_stream: int
     work: tuple[Work, ...]  # sorted by start
+    lanes: Mapping[int, str]  # the names of the comm streams by CUDA stream
 
     @cached_property
     def busy(self) -> float:
@@ -161,7 +162,9 @@ def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> De
     """The profile in a trace's complete events; `UserError` with `what` for a damaged one."""
     wanted = [event for event in events if event.get("cat") in _WORK]
     work: list[_Work] = conform(wanted, list[_Work], f"{what}: traceEvents")
-    named = [event for event in events if str(event.get("name")).startswith((_STEP, _UPDATE))]
+    named = [
+        event for event in events if str(event.get("name")).startswith((_STEP, _UPDATE, _LANE))
+    ]
     on_device = _ranges([event for event in named if event.get("cat") == _RANGE], what)
     on_host = _ranges([event for event in named if event.get("cat") != _RANGE], what)
     stream = _compute_stream(work)
@@ -181,7 +184,12 @@ def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> De
     found = sorted(_in_steps(work, stream, updates, (begin, end)), key=lambda item: item.start)
     if not found:
         raise UserError(f"{what}: the GPU did nothing in its steps")
-    return DeviceProfile(rank, len(steps), (end - begin) / 1e6, stream, tuple(found))
+    lanes = {
+        event["tid"]: event["name"].removeprefix(_LANE)
+        for event in on_device
+        if event["name"].startswith(_LANE)
+    }
+    return DeviceProfile(rank, len(steps), (end - begin) / 1e6, stream, tuple(found), lanes)
 
 
 def _ranges(events: list[dict[str, Any]], what: str) -> list[_Range]:

@@ -127,6 +127,8 @@ def draw_streams(path: Path, profiles: Sequence[DeviceProfile], title: str) -> N
 def _use(profile: DeviceProfile, stream: int, items: Iterable[Work]) -> str:
     if stream == profile.compute_stream:
         return " (compute)"
+    if stream in profile.lanes:
+        return f" ({profile.lanes[stream]})"
     return " (NCCL)" if any(item.kind == NCCL for item in items) else ""
 
 

@@ -87,6 +87,7 @@ def gpu_events() -> list[dict[str, Any]]:
         on_gpu("ProfilerStep#1", 2050, 2100, 7, mark),
         on_gpu("ProfilerStep#1", 2040, 2300, 20, mark),  # of another stream
         on_gpu("paro/update", 2080, 2090, 7, mark),
+        on_gpu("paro/lane:gather 0 intra", 2010, 2120, 20, mark),
         on_gpu(GEMM, 1980, 1990, 7),  # before the steps
         on_gpu(GEMM, 1995, 2020, 7),  # 20 ms in the steps
         on_gpu(FLASH, 2020, 2030, 7),
@@ -153,7 +154,8 @@ def test_streams_are_drawn_below_each_other(tmp_path: Path) -> None:
     picture = tmp_path / "streams.svg"
     assert main([*map(str, traces), "--plot", str(picture)]) == 0
     drawn = picture.read_text()
-    rows = [f"rank {rank}: stream {use}" for rank in (0, 1) for use in ("7 (compute)", "20 (NCCL)")]
+    lane = "20 (gather 0 intra)"
+    rows = [f"rank {rank}: stream {use}" for rank in (0, 1) for use in ("7 (compute)", lane)]
     assert all(f"<!-- {row} -->" in drawn for row in [*rows, "rank 1: stream 24", MATRIX, NCCL])
 
 
