@@ -17,6 +17,7 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams, InlineStreams
 from paro.distributed.control import Control
+from paro.strategy import legal_letters
 from paro.training import assembly
 from paro.training.assembly import build_sources, start_state
 from paro.training.step import StepResult, Training, evaluate, train_step
@@ -27,7 +28,8 @@ from tests.helpers.training import TINY, Trained, save_run, train
 from tests.paro.late_mutations import FULL, HO_RING, IN_PLACE, MUTATIONS, ROTATE
 
 SEEDS = (0, 1, 2)
-SAVED = "--ckpt-format torch_dist"
+FOLDER = "FOLDER"  # in flags: a folder of the ranks, made for the run
+SAVED = f"--save {FOLDER}"
 FEW = (
     ("IIG", SAVED),
     ("NIG", f"--bf16 {FULL}"),
@@ -35,11 +37,16 @@ FEW = (
     ("IIG", ROTATE),
     ("IIG", IN_PLACE),
 )
+MORE = (
+    *("", "--bf16", "--bf16 --recompute-granularity selective", FULL),
+    *(SAVED, f"{SAVED} --async-save", HO_RING, f"{HO_RING} --bf16 {FULL}"),
+    *("--paro-collective flat", ROTATE, IN_PLACE, f"{ROTATE} --bf16 {FULL}"),
+)
 algorithm_of = assembly._algorithm
 
 
 def flags_for(strategy: str, more: str = "") -> str:
-    return f"{TINY} --train-iters 6 --global-batch-size 16 --paro-strategy {strategy} {more}"
+    return f"{TINY} --train-iters 6 --global-batch-size 8 --paro-strategy {strategy} {more}"
 
 
 def steps_and_evaluations(
@@ -73,11 +80,11 @@ def train_on(streams: CommStreams, flags: str, group_size: int) -> tuple[Trained
         patch.object(assembly, "make_comm_streams", lambda *_args, **_more: streams),
         patch.object(training_of_tests, "run_steps", steps_and_evaluations),
     ):
-        if SAVED not in flags:
+        if FOLDER not in flags:
             return train(flags, group_size=group_size), {}
         shared = [folder]
         dist.broadcast_object_list(shared)
-        trained = train(f"{flags} --save {shared[0]}", group_size=group_size)
+        trained = train(flags.replace(FOLDER, shared[0]), group_size=group_size)
         files = sorted(Path(shared[0]).rglob("*.distcp"))
         assert files, "nothing was saved"
         saved = {file.name: crc32(file.read_bytes()) for file in files}
@@ -114,6 +121,20 @@ def test_late_jobs_give_the_bits_of_no_overlap() -> None:
     cases = [flags_for(strategy, more) for strategy, more in FEW]
     for wrong in run_ranks(differing, 4, cases, 2, SEEDS[:1]):
         assert not wrong
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("more", MORE)
+def test_every_strategy(more: str) -> None:
+    cases = [flags_for(strategy, more) for strategy in legal_letters() if is_legal(strategy, more)]
+    for wrong in run_ranks(differing, 4, cases, 2, SEEDS, timeout=1000):
+        assert not wrong
+
+
+def is_legal(strategy: str, more: str) -> bool:
+    """Weights rotate where parameters and gradients are sharded over the same ranks."""
+    return ROTATE not in more or (strategy[0] == strategy[1] != "N")
 
 
 def outcome(number: int) -> str:

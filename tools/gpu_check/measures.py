@@ -129,7 +129,8 @@ def profile(runner: Runner) -> Outcome:
     )
     if drawn.failure:
         return Outcome(passed=False, lines=(drawn.failure,))
-    lines = tuple(filter(None, drawn.output.splitlines()))
+    printed = drawn.output.splitlines()
+    lines = tuple(line for line in printed if line and not line.startswith("picture written"))
     figures = json.loads(file.read_text(encoding="utf-8"))
     return Outcome(passed=True, lines=lines, figures=figures, pictures=("profile.png",))
 
