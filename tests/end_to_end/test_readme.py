@@ -43,6 +43,7 @@ FOLDERS = {  # without a package's docstring
     "examples": "One launch script per story.",
     "shipped": "Clusters to plan for, every figure with its source.",
     "measured": "What was measured: every figure, and the files as the tools wrote them.",
+    "gpu-rehearsal": "What make gpu writes, rehearsed on a CPU.",
     "steps-25mbit": "Steps of the emulated cluster where links decide how long they are.",
     "steps-100mbit": "Steps where it is processor time that decides.",
 }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paro.quantities import count_text
 from tools.gpu_check.running import Ended, Outcome, Runner
 
 _MB = 2**20
@@ -169,7 +170,7 @@ def _summary(figures: Mapping[str, Any]) -> str:
         return f"a step during an asynchronous save takes {ratio:.2f} times as long as without"
     rates = figures["gb_per_second"]
     shown = ", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
-    return f"{figures['bytes'] / 1e9:.2f} GB of {figures['ranks']} ranks: {shown}"
+    return f"{figures['bytes'] / 1e9:.2f} GB of {count_text(figures['ranks'], 'rank')}: {shown}"
 
 
 def _num_params_that_fit(folder: Path, machine: Machine) -> int:
