@@ -16,6 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.errors import UserError
+from paro.quantities import count_text
 from paro.report.log import print_line
 from tools.gpu_check import measures, suites
 from tools.gpu_check.measures import Machine
@@ -106,8 +107,9 @@ def check_machine(found: Found, args: argparse.Namespace) -> None:
         return
     if found.gpus < args.gpus:
         raise UserError(
-            f"--gpus {args.gpus}: torch {found.torch} of {sys.executable} sees {found.gpus}; "
-            "run it with a Python whose torch has CUDA, or give --rehearse"
+            f"--gpus {args.gpus}: torch {found.torch} of {sys.executable} sees "
+            f"{count_text(found.gpus, 'GPU')}; run it with a Python whose torch has CUDA, or give "
+            "--rehearse"
         )
     if found.capability < NEEDED_CAPABILITY:
         major, minor = found.capability

@@ -96,7 +96,7 @@ def test_parts_that_are_chosen(flags: str, letters: str) -> None:
         ("--parts a,z", "--parts a,z: there is no part 'z', only a to i"),
         ("--parts i", "part i needs --gpus 2 or more"),
         ("--gpus 0", "--gpus 0 must be at least 1"),
-        ("", "sees 0; run it with a Python whose torch has CUDA, or give --rehearse"),
+        ("", "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"),
     ],
 )
 def test_a_mistake_is_one_line(
