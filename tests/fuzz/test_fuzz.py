@@ -58,6 +58,7 @@ READERS = {
     "paro.training.resume": "records",
     "tools.cluster.state": "tests/tools/test_emulated_cluster.py",
     "tools.draw_profile": "trace",
+    "tools.profiles.device": "tests/tools/profiles/test_device_trace.py",
     "tools.generate": "generation",
     "tools.gpu_check.page": "tests/tools/test_check_gpu.py",
     "tools.preprocessing.partitions": "partitions",
@@ -68,7 +69,7 @@ OTHER_PROGRAMS = {
     *("bench_checkpoint.py", "bench_collectives.py", "bench_model.py", "bench_preprocess.py"),
     *("check_gpu.py", "emulated_cluster.py"),
 }
-SAMPLE = cases(60, seed=1)
+SAMPLE = cases(40, seed=1)
 
 
 @pytest.mark.process

@@ -210,7 +210,7 @@ def test_a_report_needs_rows_and_a_machine(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.ranks
+@pytest.mark.verify
 def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
     rows = tmp_path / "steps.jsonl"
     train = (
