@@ -36,10 +36,13 @@ def check_regular(path: str | Path, what: str = "") -> None:
 def read_bytes(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a regular file."""
     what = what or str(path)
+    content = b""
     with open_regular(path, what) as file:
-        content = file.read(max_bytes + 1)
-        size = max(os.fstat(file.fileno()).st_size, len(content))
-    if len(content) > max_bytes:
+        size = os.fstat(file.fileno()).st_size
+        if size <= max_bytes:
+            content = file.read(max_bytes + 1)
+            size = len(content)  # a file of /proc says 0
+    if size > max_bytes:
         raise UserError(f"{what} has {size:,} bytes, more than the {max_bytes:,} that may be read")
     return content
 
