@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
 
 from paro.checkpoint.claim import Claim
 from paro.checkpoint.lease import Lease
@@ -83,6 +82,9 @@ class Ranks:
     @contextmanager
     def _own_failure(self) -> Iterator[None]:
         """DCP raises an error with the failures of all its ranks: each rank raises its own."""
+        # Imported here because it takes long and most programs do not save.
+        from torch.distributed.checkpoint import CheckpointException
+
         try:
             yield
         except CheckpointException as error:

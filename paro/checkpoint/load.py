@@ -11,17 +11,11 @@ from typing import Any
 from torch.distributed.checkpoint import LoadPlan
 
 from paro.checkpoint.agreement import Ranks, with_one_folder
-from paro.checkpoint.boxes import (
-    MISMATCH,
-    PARAM,
-    BoxedState,
-    BoxLoadPlanner,
-    boxed_states,
-    check_states,
-)
+from paro.checkpoint.boxes import PARAM, BoxedState, boxed_states
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, read_manifest
 from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.planners import MISMATCH, BoxLoadPlanner, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from paro.checkpoint.agreement import Ranks
-from paro.checkpoint.boxes import BoxedState, BoxSavePlanner
+from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.directory import (
     begin_checkpoint,
     discard_checkpoint,
@@ -20,6 +20,7 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.lease import LeaseLostError
 from paro.checkpoint.manifest import FileSum
 from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.planners import BoxSavePlanner
 from paro.checkpoint.storage import BoundedWriter, check_files
 from paro.errors import StorageError, UserError
 

@@ -1,49 +1,103 @@
-"""AdamW on flat fp32 ranges: torch's fused AdamW, or optionally NVIDIA apex's FusedAdam."""
+"""AdamW on flat fp32 ranges: torch's fused kernel, or optionally NVIDIA apex's FusedAdam."""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from paro.errors import UserError
 
 
-def make_adamw(
-    groups: list[dict[str, Any]],
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    implementation: str,
-) -> torch.optim.Optimizer:
-    """An AdamW over param groups of fp32 tensors; each group has its own `weight_decay`.
+class AdamW(Protocol):
+    """Updates one range of parameters, whose weights all decay or none; on one device, fp32."""
 
-    Call `attach_moments` to set the tensors that hold the moments.
+    def step(self, grad: Tensor, *, lr: float, weight_decay: float) -> None:
+        """Updates the parameters and their moments in place."""
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Sets the number of updates in the moments, for bias correction; it starts at 0."""
+
+
+class TorchAdamW:
+    """`torch.optim.AdamW(fused=True)`, without its class, whose first use imports torch.compile.
+
+    That import would take over a second of every rank's start.
     """
-    if implementation == "apex":
-        fused_adam = find_apex()
-        return fused_adam(groups, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
-    planned = any(param.is_meta for group in groups for param in group["params"])  # never stepped
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=not planned)
+
+    def __init__(
+        self,
+        param: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self._state = ([param], [exp_avg], [exp_avg_sq])
+        self._num_steps = torch.zeros((), dtype=torch.float32, device=param.device)
+        self._betas = betas
+        self._eps = eps
+
+    def step(self, grad: Tensor, *, lr: float, weight_decay: float) -> None:
+        params, exp_avgs, exp_avg_sqs = self._state
+        beta1, beta2 = self._betas
+        adamw(
+            params,
+            [grad],
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs=[],
+            state_steps=[self._num_steps],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self._eps,
+            maximize=False,
+        )
+
+    def set_num_steps(self, num_steps: int) -> None:
+        self._num_steps.fill_(num_steps)
 
 
-def attach_moments(
-    optimizer: torch.optim.Optimizer, param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
-) -> None:
-    """Makes the optimizer store the moments of `param` in the given tensors, from step 0."""
-    step = torch.zeros((), dtype=torch.float32, device=param.device)
-    optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+class ApexAdamW:
+    """NVIDIA's `FusedAdam`, which counts the steps in its param group."""
+
+    def __init__(
+        self,
+        param: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self._param = param
+        self._fused_adam = find_apex()([param], lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
+        self._fused_adam.state[param] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def step(self, grad: Tensor, *, lr: float, weight_decay: float) -> None:
+        (group,) = self._fused_adam.param_groups
+        group.update(lr=lr, weight_decay=weight_decay)
+        self._param.grad = grad
+        self._fused_adam.step()
+        self._param.grad = None
+
+    def set_num_steps(self, num_steps: int) -> None:
+        (group,) = self._fused_adam.param_groups
+        group["step"] = num_steps
 
 
-def set_num_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """Sets the number of updates in the moments, for bias correction."""
-    for state in optimizer.state.values():
-        state["step"].fill_(num_steps)
-    for group in optimizer.param_groups:
-        if "step" in group or not isinstance(optimizer, torch.optim.AdamW):
-            group["step"] = num_steps  # apex counts steps per group
+IMPLEMENTATIONS: dict[str, type[TorchAdamW] | type[ApexAdamW]] = {
+    "torch": TorchAdamW,
+    "apex": ApexAdamW,
+}
 
 
 def find_apex() -> Any:

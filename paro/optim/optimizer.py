@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
-from paro.optim.adamw import attach_moments, find_apex, make_adamw, set_num_steps
+from paro.optim.adamw import IMPLEMENTATIONS, AdamW, find_apex
 from paro.sharding.buffers import FlatShard
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
@@ -68,21 +68,22 @@ class UnitOptimizer:
         self.master = unit.param_shard if self.master_is_param else torch.zeros_like(self.exp_avg)
         # The range is in one slice, which has decayed boxes first: at most two parts.
         cut = unit.layout.num_decayed(unit.optim_start, unit.optim_start + numel)
-        self._parts = [
-            part for part in (slice(0, cut), slice(cut, numel)) if part.start < part.stop
+        master = self.master.detach()
+        self._adamws: list[tuple[slice, bool, AdamW]] = [  # the part, whether its weights decay
+            (
+                part,
+                decays,
+                IMPLEMENTATIONS[config.adam_implementation](
+                    master[part],
+                    self.exp_avg[part],
+                    self.exp_avg_sq[part],
+                    betas=(config.adam_beta1, config.adam_beta2),
+                    eps=config.adam_eps,
+                ),
+            )
+            for part, decays in ((slice(0, cut), True), (slice(cut, numel), False))
+            if part.start < part.stop
         ]
-        self._params = [self.master[part].detach() for part in self._parts]
-        self.adamw = make_adamw(
-            [
-                {"params": [param], "decays": part.stop <= cut, "weight_decay": 0.0}
-                for param, part in zip(self._params, self._parts, strict=True)
-            ],
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            implementation=config.adam_implementation,
-        )
-        for param, part in zip(self._params, self._parts, strict=True):
-            attach_moments(self.adamw, param, self.exp_avg[part], self.exp_avg_sq[part])
 
     def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
         """One AdamW step on the gradients times `factor`; queues the all-gather of the result."""
@@ -90,15 +91,14 @@ class UnitOptimizer:
         if factor != 1.0:
             grad.mul_(factor)
         grad_fp32 = grad.float()
-        for param, part in zip(self._params, self._parts, strict=True):
-            param.grad = grad_fp32[part]
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = weight_decay if group["decays"] else 0.0
-        self.adamw.step()
-        for param in self._params:
-            param.grad = None
+        for part, decays, adamw in self._adamws:
+            adamw.step(grad_fp32[part], lr=lr, weight_decay=weight_decay if decays else 0.0)
         self.write_params()
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Sets the number of updates in the moments, for bias correction."""
+        for _, _, adamw in self._adamws:
+            adamw.set_num_steps(num_steps)
 
     def write_params(self) -> None:
         """Copies the master to the parameter shard and queues the all-gather of the parameters."""
@@ -228,7 +228,7 @@ class ParoOptimizer:
         """Call after loading into `flat_shards`: sets the step count, all-gathers parameters."""
         self.num_steps = num_steps
         for part in self._parts:
-            set_num_steps(part.adamw, num_steps)
+            part.set_num_steps(num_steps)
             part.write_params()
         self.model.wait_for_updated_params()
 

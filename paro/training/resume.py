@@ -23,8 +23,6 @@ from paro.checkpoint.directory import (
     set_aside,
 )
 from paro.checkpoint.lease import LeaseLostError
-from paro.checkpoint.load import Loading, load_checkpoint
-from paro.checkpoint.save import write_states
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.config.train import TrainConfig
@@ -60,6 +58,9 @@ class Saver:
         order: Mapping[str, Any] | None = None,
         continued: int | None = None,  # the iteration that was loaded from --save
     ) -> None:
+        # Imported here, and not when the first save stops training: DCP takes half a second.
+        from paro.checkpoint.save import write_states
+
         assert config.checkpoint.save is not None, "nowhere to save"
         self._config = config
         self._training = training
@@ -69,6 +70,7 @@ class Saver:
         self._root = Path(config.checkpoint.save)
         self._background = Background()
         self._copy = HostCopy()
+        self._write_states = write_states
         self._under_way: int | None = None
         self._whole = continued  # the newest iteration that is complete on every node
         control = training.control
@@ -119,7 +121,7 @@ class Saver:
         if config.checkpoint.async_save:
             states = self._copy.take(states)
         write = partial(
-            write_states,
+            self._write_states,
             self._root,
             state.iteration,
             states,
@@ -257,6 +259,9 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
 
 def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | None:
     """Fills the run from --load; the state to continue from, or None to start at iteration 0."""
+    # Imported here because DCP takes half a second.
+    from paro.checkpoint.load import Loading, load_checkpoint
+
     flags = config.checkpoint
     assert flags.load is not None, "nothing to load"
     moments = not (flags.finetune or flags.no_load_optim)

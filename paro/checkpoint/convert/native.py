@@ -19,7 +19,7 @@ from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer
 from model.config import LlamaConfig
 from paro.checkpoint.agreement import one_process
-from paro.checkpoint.boxes import PARAM, BoxedState, BoxLoadPlanner, BoxSavePlanner
+from paro.checkpoint.boxes import PARAM, BoxedState
 from paro.checkpoint.convert.hugging_face import (
     CONFIG,
     companions_in,
@@ -37,6 +37,7 @@ from paro.checkpoint.directory import (
 )
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.planners import BoxLoadPlanner, BoxSavePlanner
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files
 from paro.errors import UserError
 from paro.untrusted.schema import conform

@@ -1,0 +1,163 @@
+"""DCP planners that save and load boxed states, and whether a checkpoint has those of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    ChunkStorageMetadata,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    Metadata,
+    ReadItem,
+    SavePlan,
+    TensorStorageMetadata,
+    WriteItem,
+)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from paro.checkpoint.boxes import PARAM, BoxedState
+from paro.checkpoint.manifest import DamagedError
+from paro.errors import UserError
+from paro.layout import Shape
+
+MISMATCH = "the checkpoint does not match the model"
+
+
+class BoxSavePlanner(DefaultSavePlanner):
+    """Plans to write every rectangle of a dict of boxed states.
+
+    With `whole` the ranks that save together must hold every state completely.
+    """
+
+    def __init__(self, *, whole: bool = True) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.whole = whole
+
+    def create_local_plan(self) -> SavePlan:
+        states: dict[str, BoxedState] = self.state_dict
+        self.plan = SavePlan(
+            [
+                _write_item(name, state.shape, corner, values)
+                for name, state in states.items()
+                for corner, values in state.rectangles.items()
+            ]
+        )
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As the base class, which rejects overlaps; this one also rejects holes."""
+        if not self.whole:
+            plans, metadata = create_default_global_save_plan(all_plans)
+            for name, state in self.state_dict.items():
+                metadata.state_dict_metadata.setdefault(
+                    name,  # held by other nodes alone
+                    TensorStorageMetadata(
+                        properties=TensorProperties(dtype=state.dtype),
+                        size=torch.Size(state.shape),
+                        chunks=[],
+                    ),
+                )
+            return plans, metadata
+        plans, metadata = super().create_global_plan(all_plans)
+        for name, state in self.state_dict.items():
+            saved = metadata.state_dict_metadata.get(name)
+            chunks = saved.chunks if isinstance(saved, TensorStorageMetadata) else []
+            num_elements = sum(chunk.sizes.numel() for chunk in chunks)
+            assert num_elements == prod(state.shape), f"{name}: {num_elements} of {state.shape}"
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return _rectangle(self.state_dict, write_item.index)
+
+
+class BoxLoadPlanner(DefaultLoadPlanner):
+    """Plans to fill every rectangle of a dict of boxed states from any saved rectangles."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """As the base class, which would reject values that are not tensors."""
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "no metadata"
+        items: list[ReadItem] = []
+        for name, state in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata.get(name)
+            assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
+            chunks = [_chunk(corner, values) for corner, values in state.rectangles.items()]
+            reads = create_read_items_for_chunk_list(name, saved, chunks)
+            found = sum(item.lengths.numel() for item in reads)
+            wanted = sum(values.numel() for values in state.rectangles.values())
+            if found != wanted:
+                raise DamagedError(
+                    f"{name} has a hole: {found} of {wanted} elements found; nodes without a "
+                    "shared file system have the rest if other nodes saved it: load with the same "
+                    "ranks on the same nodes, under the same strategy"
+                )
+            items += reads
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _rectangle(self.state_dict, index)
+
+
+def check_states(states: dict[str, BoxedState], metadata: Metadata) -> None:
+    """Raises `UserError` unless a checkpoint has exactly our parameters, and these states."""
+    saved = metadata.state_dict_metadata
+    for name, state in states.items():
+        kind, _, parameter = name.partition(".")
+        if name not in saved:
+            what = parameter if kind == PARAM else f"{kind} of {parameter}"
+            raise UserError(f"{MISMATCH}: only the model has {what}")
+        there = getattr(saved[name], "size", None)
+        if there is None or tuple(there) != state.shape:
+            raise UserError(
+                f"{MISMATCH}: {name} is {_text(there)} there and {_text(state.shape)} here"
+            )
+    for name in saved:
+        kind, _, parameter = name.partition(".")
+        if kind == PARAM and name not in states:
+            raise UserError(f"{MISMATCH}: only the checkpoint has {parameter}")
+
+
+def _text(shape: Iterable[int] | None) -> str:
+    return "x".join(map(str, shape)) or "a scalar" if shape is not None else "no tensor"
+
+
+def _chunk(corner: Shape, values: Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(corner), sizes=values.shape)
+
+
+def _write_item(name: str, shape: Shape, corner: Shape, values: Tensor) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(name, corner),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=_chunk(corner, values),
+            properties=TensorProperties(dtype=values.dtype),
+            size=torch.Size(shape),
+        ),
+    )
+
+
+def _rectangle(states: dict[str, BoxedState], index: MetadataIndex) -> Tensor:
+    assert index.offset is not None, f"{index.fqn} without a corner"
+    return states[index.fqn].rectangles[tuple(index.offset)]
