@@ -85,11 +85,12 @@ def run_script(
     nproc: int = 0,
     *,
     env: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
     timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a `Script` to its end: under torchrun, or plain with nproc 0."""
     with TemporaryDirectory() as name:
-        script = Script(args, nproc, folder=Path(name), env=env)
+        script = Script(args, nproc, folder=Path(name), env=env, before=before)
         try:
             status = script.wait(timeout)
         finally:
