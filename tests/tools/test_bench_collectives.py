@@ -297,7 +297,9 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     flags = ("--inter-bandwidth", "8gbit", "--json", rows_file, "--machine-file", machine_file)
     names = ("native", "flat", "ho-ring")
     flags += ("--train", TRAIN, "--algorithms", ",".join(names))
-    done = run_script(["tools/bench_collectives.py", *FLAGS, *flags], 4, before=time_everything_once)
+    done = run_script(
+        ["tools/bench_collectives.py", *FLAGS, *flags], 4, before=time_everything_once
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(rows_file.read_text(encoding="utf-8"))
 

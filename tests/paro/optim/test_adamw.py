@@ -89,5 +89,5 @@ def test_it_continues_from_moments_and_their_number_of_steps(implementation: str
 
 def test_without_apex_its_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="^--adam-implementation apex needs NVIDIA's apex"):
+    with pytest.raises(UserError, match=r"^--adam-implementation apex needs NVIDIA's apex"):
         adamw.find_apex()
