@@ -310,7 +310,7 @@ def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("paro.optim.step_checks._WARMUP_STEPS", 2)
     outcomes = [StorageError("the disk is full"), DEFAULT, DEFAULT]
     saves = MagicMock(wraps=write_states, side_effect=outcomes)
-    monkeypatch.setattr("paro.training.resume.write_states", saves)
+    monkeypatch.setattr("paro.checkpoint.save.write_states", saves)
 
 
 @pytest.mark.usefixtures("can_run")
