@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 from paro.errors import UserError
 from paro.quantities import count_text
-from paro.topology import AxisSpan, Topology
+from paro.topology import AxisSpan, Topology, Use
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -161,3 +161,23 @@ def make_comm_plan(strategy: Strategy, topology: Topology) -> CommPlan:
         replicas=topology.axes_between(strategy.optim, topology.world_size),
         gather_updated=topology.axes_between(strategy.params, strategy.optim),
     )
+
+
+def spans_by_use(comm_plan: CommPlan) -> dict[Use, frozenset[AxisSpan]]:
+    """The axis spans of a communication plan that need process groups."""
+    return {
+        Use.GATHER: frozenset({comm_plan.gather, comm_plan.gather_updated}),
+        Use.REDUCE: frozenset({comm_plan.reduce, comm_plan.step_reduce, comm_plan.replicas}),
+    }
+
+
+def rotation_runs(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
+    """The axis spans of the collectives of a rotated model: only those that run once a step."""
+    runs: dict[Use, frozenset[AxisSpan]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
+    for comm_plan in (
+        make_comm_plan(strategy, topology),
+        make_comm_plan(replicated(strategy), topology),
+    ):
+        runs[Use.GATHER] |= {comm_plan.gather_updated}
+        runs[Use.REDUCE] |= {comm_plan.step_reduce, comm_plan.replicas}
+    return runs

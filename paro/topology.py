@@ -1,4 +1,4 @@
-"""The rank topology: axes between sharding degrees, the ranks along each axis, shard offsets."""
+"""The rank topology: axes between sharding degrees, the ranks along each, and their uses."""
 
 # A divisor chain 1 = a_0 | a_1 | ... | a_K = n splits a rank into digits, innermost first:
 # rank = sum of digit_k * a_k. Axis k spans from a_k to a_(k+1). Below the group size an axis is
@@ -44,6 +44,14 @@ class Axis:
 
 # Neighbouring axes, innermost first.
 AxisSpan = tuple[Axis, ...]
+
+
+class Use(Enum):
+    """Gathers, reductions and rotations have separate comm streams, so separate groups."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    ROTATE = "rotate"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from paro.collectives.auto import AutoCollectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives, parts_of
+from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
+from paro.collectives.spans import needed_groups
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams
-from paro.distributed.groups import GroupConfig, Use, make_groups
-from paro.topology import AxisSpan, Topology
+from paro.distributed.groups import GroupConfig, make_groups
+from paro.topology import AxisSpan, Topology, Use
 
 
 def make_collectives(
@@ -29,15 +30,7 @@ def make_collectives(
     choice = (
         algorithm if isinstance(algorithm, AlgorithmChoice) else AlgorithmChoice(names=(algorithm,))
     )
-    needed = {
-        use: frozenset(
-            part
-            for run in runs[use]
-            for name in choice.names
-            for part in _groups(name, run, choice)
-        )
-        for use in runs
-    }
+    needed = needed_groups(choice.names, runs, pipelined=choice.pieces is not None)
     groups = make_groups(topology, rank, needed, group_config)
     ends = Ends()
 
@@ -58,10 +51,3 @@ _BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
     "native": NativeCollectives,
     "flat": FlatCollectives,
 }
-
-
-def _groups(name: str, run: AxisSpan, choice: AlgorithmChoice) -> tuple[AxisSpan, ...]:
-    """The parts of an axis span that need a process group."""
-    if name == "ho-ring" and choice.pieces is not None:
-        return PipelinedCollectives.groups_for(run)
-    return parts_of(name, run) if name in ALGORITHMS else _BACKENDS[name].groups_for(run)

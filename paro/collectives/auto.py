@@ -11,8 +11,8 @@ from paro.collectives.choice import BestOf
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import CommStreams, Event, Job
-from paro.distributed.groups import Groups, Use
-from paro.topology import AxisSpan, axes_of
+from paro.distributed.groups import Groups
+from paro.topology import AxisSpan, Use, axes_of
 
 
 class AutoCollectives(Collectives):

@@ -19,31 +19,19 @@ from torch import Tensor
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
+from paro.collectives.spans import parts_of
 from paro.collectives.transfer import Buffer, Level, Scratch, Transfer
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import DONE, AllEvents, CommStreams, Event, Job
-from paro.distributed.groups import Groups, Use
-from paro.topology import AxisSpan, Link, nested_range
+from paro.distributed.groups import Groups
+from paro.topology import AxisSpan, Use, nested_range
 
 ALGORITHMS: dict[str, Hops] = {
     "ring": ring.hops,
     "h-ring": h_ring.hops,
     "ho-ring": ho_ring.hops,
 }
-
-
-def parts_of(name: str, run: AxisSpan) -> tuple[AxisSpan, ...]:
-    """The levels of `run` for an algorithm, innermost first; the axes of a level form one ring.
-
-    Neighbouring axes with the same kind of links are one level: fewer hops, the same bytes.
-    """
-    if not run:
-        return ()
-    if name == "ring":
-        return (run,)
-    kinds = [tuple(axis for axis in run if axis.link is link) for link in (Link.INTRA, Link.INTER)]
-    return tuple(part for part in kinds if part)
 
 
 class Ends:

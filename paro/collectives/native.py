@@ -9,8 +9,8 @@ from paro.collectives.interface import Collectives
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import DONE, CommStreams, Event, Job
-from paro.distributed.groups import Groups, Use
-from paro.topology import Axis, AxisSpan
+from paro.distributed.groups import Groups
+from paro.topology import Axis, AxisSpan, Use
 
 
 class NativeCollectives(Collectives):
@@ -19,11 +19,6 @@ class NativeCollectives(Collectives):
     def __init__(self, groups: Groups, streams: CommStreams, traffic: ByteCounter) -> None:
         super().__init__(groups, streams)
         self._wire = Wire(groups, traffic)
-
-    @staticmethod
-    def groups_for(run: AxisSpan) -> tuple[AxisSpan, ...]:
-        """The axis spans that need a process group: every single axis."""
-        return tuple((axis,) for axis in run)
 
     def all_gather(
         self,

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from paro.collectives.choice import Pieces
-from paro.collectives.executor import parts_of, stream_of
+from paro.collectives.executor import stream_of
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipeline import SLOTS, Stage, cut_evenly, make_pipeline
 from paro.collectives.schedule import Op
+from paro.collectives.spans import group_spans, has_both_links, parts_of
 from paro.collectives.transfer import Scratch
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import DONE, AllEvents, CommStreams, Event, Job
-from paro.distributed.groups import Groups, Use
+from paro.distributed.groups import Groups
 from paro.layout import ALIGN
-from paro.topology import Axes, AxisSpan, axes_of
+from paro.topology import AxisSpan, Use
 
 
 class PipelinedCollectives(Collectives):
@@ -37,12 +38,6 @@ class PipelinedCollectives(Collectives):
         self._pieces = pieces
         self._buffers: dict[tuple[Use, AxisSpan], _Buffers] = {}
 
-    @staticmethod
-    def groups_for(run: AxisSpan) -> tuple[AxisSpan, ...]:
-        """The axis spans that need a process group: both levels, or every axis of a single one."""
-        levels = parts_of("ho-ring", run)
-        return levels if len(levels) == 2 else NativeCollectives.groups_for(run)
-
     def all_gather(
         self,
         whole: Tensor,
@@ -51,26 +46,26 @@ class PipelinedCollectives(Collectives):
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
-        if not _has_both(run):
+        if not has_both_links(run):
             return self._native.all_gather(whole, run, shard=shard, after=after)
         return self._submit(Op.ALL_GATHER, whole, run, whole.dtype, after, shard=shard)
 
     def reduce_scatter(
         self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        if not _has_both(run):
+        if not has_both_links(run):
             return self._native.reduce_scatter(whole, run, comm_dtype, after=after)
         return self._submit(Op.REDUCE_SCATTER, whole, run, comm_dtype, after)
 
     def all_reduce(
         self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        if not _has_both(run):
+        if not has_both_links(run):
             return self._native.all_reduce(whole, run, comm_dtype, after=after)
         return self._submit(Op.ALL_REDUCE, whole, run, comm_dtype, after)
 
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
-        stream = stream_of(Use.REDUCE, self.groups_for(run)[-1])
+        stream = stream_of(Use.REDUCE, group_spans("ho-ring", run, pipelined=True)[-1])
         return self._streams.submit(stream, job, after=after)
 
     def _submit(
@@ -104,11 +99,6 @@ class PipelinedCollectives(Collectives):
             if stage.is_last:
                 buffers.left[slot] = ends[-1]
         return ends[-1]
-
-
-def _has_both(run: AxisSpan) -> bool:
-    """Whether a span has links of both kinds."""
-    return bool(run) and axes_of(run) is Axes.BOTH
 
 
 @dataclass(slots=True)

@@ -16,8 +16,7 @@ from torch import Tensor
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Schedule
 from paro.collectives.wire import Pending, Wire
 from paro.distributed.comm_stream import Job
-from paro.distributed.groups import Use
-from paro.topology import AxisSpan
+from paro.topology import AxisSpan, Use
 
 
 class Scratch:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.groups import Groups, Use
-from paro.topology import AxisSpan, Link, nested_range
+from paro.distributed.groups import Groups
+from paro.topology import AxisSpan, Link, Use, nested_range
 
 # gloo implements reduce-scatter as an all-reduce, with twice the bytes. Messages to every peer and
 # a local sum send only the necessary bytes (gloo's all-to-all leaves slow links idle in between).

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
 
 import torch
 import torch.distributed as dist
 
-from paro.topology import AxisSpan, Topology
+from paro.topology import AxisSpan, Topology, Use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +27,6 @@ class GroupConfig:
     timeout: timedelta
     backend: str = "gloo"
     device: torch.device | None = None
-
-
-class Use(Enum):
-    """Gathers, reductions and rotations have separate comm streams, so separate groups."""
-
-    GATHER = "gather"
-    REDUCE = "reduce"
-    ROTATE = "rotate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

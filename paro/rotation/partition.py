@@ -8,7 +8,6 @@ from typing import Protocol
 
 from torch import nn
 
-from paro.distributed.groups import Use
 from paro.layout import (
     halves_of,
     make_sliced_layout,
@@ -20,8 +19,7 @@ from paro.sharding import wrap
 from paro.sharding.distributed_model import MicroBatchState
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import ShardingContext
-from paro.strategy import Strategy, make_comm_plan, replicated
-from paro.topology import AxisSpan, Topology
+from paro.strategy import make_comm_plan, replicated
 
 
 class UnitSpec(wrap.UnitSpec, Protocol):
@@ -33,18 +31,6 @@ class UnitSpec(wrap.UnitSpec, Protocol):
 
     @property
     def recomputed(self) -> bool: ...
-
-
-def rotation_runs(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
-    """The axis spans of the collectives of a rotated model: only those that run once a step."""
-    runs: dict[Use, frozenset[AxisSpan]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
-    for comm_plan in (
-        make_comm_plan(strategy, topology),
-        make_comm_plan(replicated(strategy), topology),
-    ):
-        runs[Use.GATHER] |= {comm_plan.gather_updated}
-        runs[Use.REDUCE] |= {comm_plan.step_reduce, comm_plan.replicas}
-    return runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,9 @@ from torch import Tensor
 from paro.collectives.wire import Pending, Wire
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, Event, Stage
-from paro.distributed.groups import GroupConfig, Groups, Use, make_groups, no_groups
+from paro.distributed.groups import GroupConfig, Groups, make_groups, no_groups
 from paro.layout import chunk_numel
-from paro.topology import Axis, Topology
+from paro.topology import Axis, Topology, Use
 
 
 class Turn(Enum):

@@ -11,19 +11,10 @@ from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.distributed.groups import Use
 from paro.layout import UnitLayout
 from paro.sharding.buffers import Ledger
 from paro.strategy import CommPlan, Strategy
-from paro.topology import AxisSpan, Topology
-
-
-def spans_by_use(comm_plan: CommPlan) -> dict[Use, frozenset[AxisSpan]]:
-    """The axis spans of a communication plan that need process groups."""
-    return {
-        Use.GATHER: frozenset({comm_plan.gather, comm_plan.gather_updated}),
-        Use.REDUCE: frozenset({comm_plan.reduce, comm_plan.step_reduce, comm_plan.replicas}),
-    }
+from paro.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

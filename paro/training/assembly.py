@@ -18,7 +18,7 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import GroupConfig, Use
+from paro.distributed.groups import GroupConfig
 from paro.distributed.timers import Timers, make_timers
 from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
@@ -28,16 +28,16 @@ from paro.planning.machine.choice import choice_by, pieces_by
 from paro.planning.machine.files import machine_to_json
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
-from paro.rotation.partition import cut_into_parts, rotation_runs
+from paro.rotation.partition import cut_into_parts
 from paro.rotation.ring import make_ring
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
-from paro.sharding.shards import ShardingContext, spans_by_use
+from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_unit_modules
-from paro.strategy import make_comm_plan
-from paro.topology import AxisSpan, make_topology
+from paro.strategy import make_comm_plan, rotation_runs, spans_by_use
+from paro.topology import AxisSpan, Use, make_topology
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
 

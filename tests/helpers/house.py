@@ -20,7 +20,7 @@ PURE = (
     *("paro.errors", "paro.layout", "paro.precision", "paro.quantities", "paro.strategy"),
     *("paro.topology", "paro.untrusted.pickled"),
     *("paro.untrusted.regular_file", "paro.untrusted.schema"),
-    *(f"paro.collectives.{name}" for name in ("choice", "schedule", "pipeline")),
+    *(f"paro.collectives.{name}" for name in ("choice", "schedule", "pipeline", "spans")),
     *(f"paro.collectives.{name}" for name in ("ring", "h_ring", "ho_ring")),
     "paro.config.batch_schedule",
     "paro.distributed.byte_counter",

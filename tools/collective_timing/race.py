@@ -29,10 +29,10 @@ from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import Event, make_comm_streams
 from paro.distributed.control import Control
-from paro.distributed.groups import GroupConfig, Use
+from paro.distributed.groups import GroupConfig
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
-from paro.topology import Topology
+from paro.topology import Topology, Use
 from tools.collective_timing.trial import Move, Trial, make_trial
 
 # A turn of small messages is repeated until it takes about so long, within the limits below; every

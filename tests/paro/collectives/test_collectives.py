@@ -15,8 +15,8 @@ from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
-from paro.distributed.groups import GroupConfig, Use
-from paro.topology import make_topology, nested_range
+from paro.distributed.groups import GroupConfig
+from paro.topology import Use, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")

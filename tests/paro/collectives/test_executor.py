@@ -16,14 +16,15 @@ from torch import Tensor
 from paro.collectives import schedule
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.executor import ALGORITHMS, parts_of
+from paro.collectives.executor import ALGORITHMS
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op, count_pieces
+from paro.collectives.spans import parts_of
 from paro.collectives.transfer import Buffer, Scratch, Transfer
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
-from paro.distributed.groups import GroupConfig, Use
-from paro.topology import Axes, Link, Topology, make_topology, nested_range
+from paro.distributed.groups import GroupConfig
+from paro.topology import Axes, Link, Topology, Use, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")

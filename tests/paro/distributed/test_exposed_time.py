@@ -10,8 +10,7 @@ import torch
 
 from paro.distributed.comm_stream import DONE, AllEvents, CudaStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposed, Exposure, WaitKind
-from paro.distributed.groups import Use
-from paro.topology import make_topology
+from paro.topology import Use, make_topology
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
 INTRA, INTER = (Use.GATHER, 0), (Use.GATHER, 1)

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.distributed.groups import Use
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.topology import AxisSpan
+from paro.topology import AxisSpan, Use
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paro.distributed.groups import GroupConfig, Groups, Use, make_groups
-from paro.topology import make_topology
+from paro.distributed.groups import GroupConfig, Groups, make_groups
+from paro.topology import Use, make_topology
 from tests.helpers.ranks import run_ranks
 from tools.bench.planning.shared_groups import SharedGroups
 
