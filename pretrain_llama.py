@@ -138,8 +138,8 @@ def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watc
         log.log0(line)
     sources = build_sources(config, datasets, training, state)
 
-    snapshot = predict_memory(config, training)
-    facts = run_facts(config, training, predicted_bytes(snapshot), state=state)
+    memory = predict_memory(config, training)
+    facts = run_facts(config, training, predicted_bytes(memory), state=state)
     with control.raise_on_all_ranks():
         watchdog.open_heartbeat(config.watch)
         observers = (watchdog, *profilers_of(config, log, training))
@@ -152,9 +152,12 @@ def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watc
             arguments=arguments,
             is_ours=(lambda: True) if claim is None else claim.is_ours,
         )
-    report.start({"precision": config.precision.describe(), "memory": snapshot.describe()})
+    report.start({"precision": config.precision.describe(), "memory": memory.describe()})
     forecast = MemoryForecast(
-        predicted_bytes=snapshot.total, states_bytes=snapshot.states, bytes_before=bytes_before
+        predicted_bytes=memory.allocated,
+        reserved_bytes=memory.reserved,
+        states_bytes=memory.allocations.states,
+        bytes_before=bytes_before,
     )
     loop = Loop(
         training,
@@ -186,7 +189,9 @@ def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> No
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
     """Builds model and optimizer and logs them; also returns the lines of the placement table."""
     with control.raise_on_all_ranks(name_rank=True):
-        check_memory(config, control.world, control.device)
+        warning = check_memory(config, control.world, control.device)
+    if warning is not None:
+        log.log0(warning)
     seed_everything(config.train.seed)
     # With --skip-train all parameters are frozen: no gradients, no optimizer state.
     is_trained = not config.train.skip_train

@@ -72,11 +72,11 @@ case $MODEL in
     # number of nodes:
     #
     #   GPUs  strategy  micro-batch  GB of a GPU
-    #     16  NNI       2            63.7
-    #    128  NNI       2            63.7
+    #     16  NNI       2            69.7
+    #    128  NNI       2            69.7
     #
-    # by the predictor (DRY_RUN=1 prints it by kind), of 76.4 that can be used. Of a GPU with 40 GB:
-    # PARO_STRATEGY=IIG, which takes 24.6 GB on 16 GPUs and 20.2 GB on 128.
+    # by the predictor (DRY_RUN=1 prints it by kind), of 84.9. Of a GPU with 40 GB:
+    # PARO_STRATEGY=IIG, which takes 29.4 GB on 16 GPUs and 24.8 GB on 128.
     STRATEGY=NNI
     # LLaMA's recipe: 4 million tokens a batch, a trillion in all. A micro-batch of 2 x 2048 tokens
     # fills an A100 (InternEvo measures 4,078 tokens/s on each of 8 GPUs with it, 3,625 on 1024).
@@ -99,19 +99,19 @@ case $MODEL in
     # two nodes, and communicates between them in every micro-batch.
     #
     #   GPUs  strategy  micro-batch  GB of a GPU
-    #     16  GGG       1            75.6
-    #     32  IIG       2            70.6
-    #     64  IIG       2            58.3
-    #    128  IIG       2            52.2
+    #     16  GGG       1            83.0
+    #     32  IIG       2            77.7
+    #     64  IIG       2            64.8
+    #    128  IIG       2            58.4
     #
-    # by the predictor (DRY_RUN=1 prints it by kind), of 76.4 that can be used.
+    # by the predictor (DRY_RUN=1 prints it by kind), of 84.9.
     if ((NNODES * GPUS_PER_NODE < 32)); then
         STRATEGY=GGG MICRO_BATCH_SIZE=1
     else
         STRATEGY=IIG MICRO_BATCH_SIZE=2
     fi
     # LLaMA's recipe: 4 million tokens a batch, 1.4 trillion in all. bf16 accumulators, as in the
-    # papers, save 2 bytes per parameter; without them 32 GPUs would need 86.9 GB each.
+    # papers, save 2 bytes per parameter; without them 32 GPUs would need 94.8 GB each.
     RECIPE_ARGS=(
         --micro-batch-size "$MICRO_BATCH_SIZE"
         --train-iters 333786

@@ -6,7 +6,7 @@
 # what examples/quickstart.sh makes, too. DRY_RUN=1 in front starts nothing: it checks the command
 # line, on any machine, and says what the GPU would hold.
 #
-# From the environment: TRAIN_ITERS, GPU_MEMORY_GB (16), of which nine tenths can be used.
+# From the environment: TRAIN_ITERS, GPU_MEMORY_GB (16).
 set -euo pipefail
 [[ ${1:-} != @(-h|--help) ]] || { sed '1d; /^#SBATCH/d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"; exit; }
 cd "$(dirname "$0")/.."
@@ -31,7 +31,7 @@ MODEL_ARGS=(
 # memory is short, halve the micro-batch: the step, and what is learned, stay the same.
 #
 #   GPUs  strategy  micro-batch  GB of a GPU
-#      1  IIG       8            11.5
+#      1  IIG       8            12.8
 #
 # by the predictor (DRY_RUN=1 prints it by kind).
 TRAINING_ARGS=(

@@ -112,7 +112,7 @@ def fields_of(
         "case": title(workload),
         "machine": workload.machine.name,
         "world_size": workload.world_size,
-        "memory_limit_bytes": workload.limit.usable_bytes,
+        "memory_limit_bytes": workload.device_bytes,
         "rows": [as_json(workload, row) for row in rows if not row.candidate.materialize.rotates],
         "rotated": [as_json(workload, row) for row in rows if row.candidate.materialize.rotates],
         "candidates": [as_json(workload, estimate) for estimate in best_first(candidates.values())],

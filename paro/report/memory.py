@@ -91,6 +91,7 @@ class MemoryForecast:
     """Predicted memory of a run, on top of the process's memory before the model was built."""
 
     predicted_bytes: int  # peak of a step, by formula
+    reserved_bytes: int  # the same with fragmentation: what the CUDA allocator may hold
     states_bytes: int  # the part that is allocated throughout the step
     bytes_before: int  # interpreter and libraries, if they count as this rank's memory
 
@@ -114,4 +115,5 @@ def memory_line(
         f" | max allocated: {torch.cuda.max_memory_allocated(device) / _MIB:.1f}"
         f" | reserved: {torch.cuda.memory_reserved(device) / _MIB:.1f}"
         f" | max reserved: {torch.cuda.max_memory_reserved(device) / _MIB:.1f} | {predicted}"
+        f" | predicted reserved: {forecast.reserved_bytes / _MIB:.1f}"
     )

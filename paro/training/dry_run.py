@@ -22,8 +22,7 @@ from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
-from paro.planning.memory.gathering import MemorySnapshot
-from paro.planning.memory.limit import MemoryLimit, memory_limit
+from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.description import describe, describe_launch, describe_time
 from paro.planning.search.planner import TIE, Estimate, Estimator, SearchResult
 from paro.planning.search.planner import plan as search
@@ -46,7 +45,7 @@ class PlannedRun:
     config: RunConfig
     world: World
     training: Training
-    memory: MemorySnapshot
+    memory: DeviceMemory
     workload: Workload | None  # None unless --paro-machine names a device
     launch: Estimate | None  # on that device; None with --skip-train
     consumed: int = 0  # training samples consumed before a resumed run
@@ -56,16 +55,16 @@ class PlannedRun:
         return self.config.batches.num_micro_batches_at(self.consumed)
 
     @property
-    def limit(self) -> MemoryLimit | None:
-        """The usable device memory; None where neither flag names a device."""
+    def device_bytes(self) -> int | None:
+        """The memory of a device; None where neither flag names one."""
         gigabytes = self.config.launch.device_memory_gb
         if self.workload is not None:
-            return self.workload.limit
-        return None if gigabytes is None else memory_limit(round(gigabytes * 1e9))
+            return self.workload.device_bytes
+        return None if gigabytes is None else round(gigabytes * 1e9)
 
     @property
     def fits(self) -> bool:
-        return self.limit is None or self.memory.total <= self.limit.usable_bytes
+        return self.device_bytes is None or self.memory.total <= self.device_bytes
 
     @property
     def units(self) -> tuple[UnitSize, ...]:
@@ -169,10 +168,10 @@ def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str
     if not mistakes:
         yield "> the launch is sound; nothing was started and nothing written"
     yield f"> memory of a rank: {size_text(plan.memory.total)} at most, at {plan.memory.name}"
-    if plan.limit is None:
+    if plan.device_bytes is None:
         yield "> --device-memory-gb GB, or --paro-machine NAME, would say whether that fits"
     elif plan.fits:
-        yield f"> fits into the {plan.limit.describe()}"
+        yield f"> fits into the {plan.device_bytes / 1e9:g} GB of a device"
     yield from _traffic(plan)
     yield from _time(plan, found)
 
@@ -212,19 +211,21 @@ def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
 
 def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
     """How much memory a launch that does not fit needs, and what would make it fit."""
-    assert plan.limit is not None, "it fits"
+    assert plan.device_bytes is not None, "it fits"
     if found is not None and plan.workload is not None and found.best is None:
         return why_nothing_fits(plan.workload, found)
     gigabytes, workload = plan.config.launch.device_memory_gb, plan.workload
-    whose = f"a device of {workload.machine.name}" if workload else ""
+    whose = f"the {plan.device_bytes / 1e9:g} GB of a device"
+    if workload is not None:
+        whose += f" of {workload.machine.name}"
     if gigabytes is not None:
         whose = f"--device-memory-gb {gigabytes:g}"
     advice = "lower --micro-batch-size, recompute more, or spread more by --paro-strategy"
     if found is not None and found.best is not None:
         advice = f"the fastest that fits is {found.best.candidate.describe()}"
     return (
-        f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, more than the "
-        f"{plan.limit.usable_bytes / 1e9:.1f} GB that can be used of {whose}: {advice}"
+        f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, more than "
+        f"{whose}: {advice}"
     )
 
 
@@ -309,7 +310,7 @@ def _memory(plan: PlannedRun) -> Iterator[str]:
     yield f"> memory at {memory.name}: {size_text(memory.total)}"
     for name, num_bytes in memory.parts().items():
         if num_bytes:
-            yield f"    {name:<16}  {size_text(num_bytes, like=memory.total):>9}"
+            yield f"    {name:<17}  {size_text(num_bytes, like=memory.total):>9}"
 
 
 def _data(plan: PlannedRun) -> Iterator[str]:

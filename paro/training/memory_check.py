@@ -8,38 +8,51 @@ from model.config import num_parameters
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.planning.memory.device import DeviceMemory
 from paro.planning.memory.gathering import MemorySnapshot
 from paro.quantities import count_text, size_text
 from paro.report.memory import available_host_bytes
 from paro.training.placement import predict_peak
 
 
-def check_memory(config: RunConfig, world: World, device: torch.device) -> None:
+def check_memory(config: RunConfig, world: World, device: torch.device) -> str | None:
     """`UserError` if the run cannot fit; all ranks must call it before any of them allocates.
 
-    The ranks of a host share its memory. Only what is certain to be too much is refused: the
-    prediction leaves out libraries, communication buffers and fragmentation.
+    The ranks of a host share its memory. Only what is certain to be too much is refused: what a
+    rank's tensors take. Where the estimates of the rest make it too much, a warning is returned.
     """
     is_trained = None if config.train.skip_train else _all
-    snapshot = predict_peak(config, world.size, device.type, is_trained)
-    on_host = _async_copy_bytes(config, world)
+    memory = predict_peak(config, world.size, device.type, is_trained)
+    on_host, warning = _async_copy_bytes(config, world), None
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        if snapshot.total > free:
-            raise UserError(
-                f"a rank needs {size_text(snapshot.total)} of device memory at {snapshot.name}, "
-                f"and {device} has {size_text(free)} free of {size_text(total)}: "
-                + _remedy(snapshot)
-            )
+        warning = _check_device(memory, device)
     else:
-        on_host += snapshot.total
+        on_host += memory.allocated
     available, ranks = available_host_bytes(), max(1, world.ranks_per_node)
     if available is None or on_host * ranks <= available:
-        return
+        return warning
     raise UserError(
         f"{count_text(ranks, 'rank')} of this host {'needs' if ranks == 1 else 'need'} "
         f"{size_text(on_host * ranks)} of its memory, and {size_text(available)} can be had: "
-        + (_remedy(snapshot) if device.type == "cpu" else "leave --async-save out")
+        + (_remedy(memory.allocations) if device.type == "cpu" else "leave --async-save out")
+    )
+
+
+def _check_device(memory: DeviceMemory, device: torch.device) -> str | None:
+    free, total = torch.cuda.mem_get_info(device)
+    left = f"{device} has {size_text(free)} free of {size_text(total)}"
+    remedy = _remedy(memory.allocations)
+    if memory.allocated > free:
+        raise UserError(
+            f"a rank needs {size_text(memory.allocated)} of device memory at {memory.name}, and "
+            f"{left}: {remedy}"
+        )
+    more = memory.total - memory.context  # this process has its context already
+    if more <= free:
+        return None
+    return (
+        f"WARNING: with communicators and fragmentation, which are estimates, a rank needs "
+        f"{size_text(more)} of device memory at {memory.name}, and {left}. If it runs out: {remedy}"
     )
 
 

@@ -9,6 +9,14 @@ from functools import partial
 
 from paro.config.run import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
+from paro.planning.machine.choice import pieces_by
+from paro.planning.memory.device import (
+    Communication,
+    DeviceMemory,
+    Overheads,
+    algorithms_of,
+    nccl_communication,
+)
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, activations_of, units_of
@@ -18,6 +26,7 @@ from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
 from paro.strategy import Strategy, effective_letters, replicated
+from paro.topology import make_topology
 from paro.training.step import Training
 
 Trains = Callable[[str], bool]  # whether the parameter of a name is trained
@@ -92,8 +101,8 @@ def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
     return held
 
 
-def predict_memory(config: RunConfig, training: Training) -> MemorySnapshot:
-    """The memory snapshot at a rank's peak, in a step or in an evaluation if that needs more."""
+def predict_memory(config: RunConfig, training: Training) -> DeviceMemory:
+    """A rank's device memory at its peak, in a step or in an evaluation if that needs more."""
     trained = {
         span.box.name for unit in training.model.trainable_units for span in unit.layout.spans
     }
@@ -104,8 +113,37 @@ def predict_memory(config: RunConfig, training: Training) -> MemorySnapshot:
 
 def predict_peak(
     config: RunConfig, world_size: int, device_type: str, is_trained: Trains | None
-) -> MemorySnapshot:
+) -> DeviceMemory:
     """The same before anything is built; `is_trained` is None if no parameter is."""
+    machine = config.sharding.machine
+    overheads = Overheads.of(None if machine is None else machine.device, device_type)
+    communication = Communication()
+    if device_type == "cuda":
+        communication = _nccl_communication(config, world_size, is_trained or _none)
+    snapshot = _peak_snapshot(config, world_size, device_type, is_trained)
+    return overheads.added_to(snapshot, communication)
+
+
+def _nccl_communication(config: RunConfig, world_size: int, is_trained: Trains) -> Communication:
+    sharding = config.sharding
+    return nccl_communication(
+        config.strategy,
+        make_topology(
+            world_size=world_size,
+            group_size=sharding.group_size,
+            degrees=config.strategy.degrees,
+        ),
+        _units(config, world_size, is_trained),
+        config.precision,
+        algorithms_of(sharding.collective, sharding.machine),
+        pieces_by(sharding.machine),
+        rotates=sharding.materialize == "rotate",
+    )
+
+
+def _peak_snapshot(
+    config: RunConfig, world_size: int, device_type: str, is_trained: Trains | None
+) -> MemorySnapshot:
     size, eval_size = config.batches.micro_batch_size, config.batches.eval_micro_batch
     predict = partial(_predict, config, world_size, device_type)
     if is_trained is None:
@@ -129,13 +167,7 @@ def _predict(
     is_trained: Trains,
     micro_batch_size: int,
 ) -> MemorySnapshot:
-    units = units_of(
-        config.model,
-        world_size=world_size,
-        is_trained=is_trained,
-        rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
-        in_place=config.sharding.rotate_in_place,
-    )
+    units = _units(config, world_size, is_trained)
     batch = MicroBatch(
         size=micro_batch_size,
         seq_length=config.data.seq_length,
@@ -158,7 +190,19 @@ def _predict(
     return peaks.of(config.strategy)
 
 
-def predicted_bytes(snapshot: MemorySnapshot) -> dict[str, int]:
-    """The parts of a memory snapshot in bytes, under the names that dashboards use."""
-    parts = {name.replace(" ", "-"): size for name, size in snapshot.parts().items()}
-    return {**parts, "total": snapshot.total}
+def _units(config: RunConfig, world_size: int, is_trained: Trains) -> tuple[UnitSize, ...]:
+    return units_of(
+        config.model,
+        world_size=world_size,
+        is_trained=is_trained,
+        rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
+        in_place=config.sharding.rotate_in_place,
+    )
+
+
+def predicted_bytes(memory: DeviceMemory) -> dict[str, int]:
+    """The parts in bytes, under the names that dashboards use; the total of what is allocated."""
+    always = memory.allocations.parts()
+    parts = {name: size for name, size in memory.parts().items() if name in always or size}
+    named = {name.replace(" ", "-"): size for name, size in parts.items()}
+    return {**named, "total": memory.allocated}

@@ -49,7 +49,7 @@ def test_rows_hold_every_letter_strategy_best_first(
     tokens = 64 * 512
     assert all(r["tokens_per_second"] == pytest.approx(tokens / r["step_seconds"]) for r in rows)
     assert fields["candidates"][0] == fields["best"]
-    assert fields["memory_limit_bytes"] == 12.6e9
+    assert fields["memory_limit_bytes"] == 14e9
     assert {row["materialize"] for row in rows} == {"gathered"}
     assert fields["rotated"] == []
     fastest = min(r["step_seconds"] for r in rows if r["fits"])
@@ -73,7 +73,7 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(
     assert main([*CASE.split(), "--device-memory-gb", "2", "--json", str(path)]) == 2
     told = capsys.readouterr()
     assert told.err.startswith(
-        "plan.py: error: --device-memory-gb 2: nothing fits the 1.8 GB that can be used of 2 GB: "
+        "plan.py: error: --device-memory-gb 2: nothing fits the 2 GB of a device: "
     )
     assert "use larger devices" in told.err
     assert told.err.count("\n") == 1

@@ -127,7 +127,7 @@ def measure(rounds: int, folder: Path) -> list[Cost]:
     training = build_training(config, control)
     facts = run_facts(config, training, predicted_bytes(predict_memory(config, training)))
     state = start_state(config)
-    forecast = MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0)
+    forecast = MemoryForecast(predicted_bytes=1, reserved_bytes=1, states_bytes=1, bytes_before=0)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         # Printing is part of the cost.
         log = Log(write=lambda message: print(message, file=nowhere, flush=True))

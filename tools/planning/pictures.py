@@ -24,7 +24,7 @@ def draw_front(
     path: Path, workload: Workload, rows: Sequence[Estimate], found: SearchResult
 ) -> None:
     """Plots memory against time: strategies with the flags as given, and the Pareto front."""
-    limit = workload.limit.usable_bytes / 1e9
+    limit = workload.device_bytes / 1e9
     with drawing(path, 1, 1, size=(9, 5.5)) as (_, panels):
         axes = panels[0][0]
         axes.plot(
@@ -46,7 +46,7 @@ def draw_front(
             last = memory
             axes.annotate(names, (memory, seconds), xytext=(5, -12 if below else 3),
                           textcoords="offset points", fontsize=8)  # fmt: skip
-        axes.axvline(limit, color="gray", linestyle="--", label=f"usable of a device: {limit:g} GB")
+        axes.axvline(limit, color="gray", linestyle="--", label=f"a device: {limit:g} GB")
         axes.set(xscale="log", yscale="log", xlabel="memory of a rank, GB", ylabel="seconds a step")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")

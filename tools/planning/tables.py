@@ -43,7 +43,7 @@ def rows_table(rows: Sequence[Estimate]) -> str:
     """One row per strategy: memory, step time, traffic and exposed communication of a rank."""
     cells = [HEADS]
     for name, row in _alike(rows):
-        states = row.memory.states / 1e9
+        states = row.memory.allocations.states / 1e9
         cells.append(
             (
                 name + ("" if row.fits else " *"),
@@ -71,7 +71,8 @@ def rows_table(rows: Sequence[Estimate]) -> str:
 def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
     """One line for each strategy that does not fit, with its peak memory."""
     found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]
-    return [f"*: does not fit the {workload.limit.describe()}", *found] if found else []
+    gigabytes = workload.device_bytes / 1e9
+    return [f"*: does not fit the {gigabytes:g} GB of a device", *found] if found else []
 
 
 def front_table(found: SearchResult) -> str:
@@ -91,7 +92,7 @@ def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     """
     bought = []
     for factor in (1.25, 1.5, 2.0):
-        limit = workload.limit.usable_bytes * factor
+        limit = workload.device_bytes * factor
         within = [e for e in (*found.front, found.best) if e and e.memory_bytes <= limit]
         bought.append(_purchase(f"memory x {factor:g}", min(within, key=_seconds, default=None)))
     if workload.machine.measured or found.best is None:  # measured times ignore links
@@ -170,8 +171,9 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
         "recompute_granularity": None if recompute is None else recompute.granularity,
         "fits": estimate.fits,
         "memory_bytes": estimate.memory_bytes,
+        "memory_parts": estimate.memory.parts(),
         "memory_moment": estimate.memory.name,
-        "model_state_bytes": estimate.memory.states,
+        "model_state_bytes": estimate.memory.allocations.states,
         "step_seconds": estimate.seconds,
         "compute_seconds": estimate.timeline.compute_seconds,
         "exposed_seconds": estimate.timeline.exposed,

@@ -84,13 +84,15 @@ class Device:
 
     name: str
     memory_bytes: int
-    reserved_bytes: int  # part of it: driver, library buffers, fragmentation
+    reserved_bytes: int  # part of it, in use before there is a model: CUDA context, interpreter
     peak_flops: float  # FLOP/s of the compute dtype
     sustained_flops: float  # FLOP/s of training without communication
     memory_bytes_per_second: float  # for memory-bound work: updates, sums
     step_seconds: float = 0.0  # per step, for any model and batch
     piece_seconds: float = 0.0  # per extra slice of a part of the model
     cores: float | None = None  # CPU ranks: cores per rank, used by compute and communication
+    communicator_bytes: int | None = None  # of one NCCL process group; None: a published figure
+    fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
 
     def __post_init__(self) -> None:
         _check_number("device.memory_bytes", self.memory_bytes)
@@ -104,6 +106,9 @@ class Device:
         _check_number("device.step_seconds", self.step_seconds, or_zero=True)
         _check_number("device.piece_seconds", self.piece_seconds, or_zero=True)
         _check_number("device.cores", 1 if self.cores is None else self.cores)
+        _check_number("device.communicator_bytes", self.communicator_bytes or 0, or_zero=True)
+        within = 0 <= (self.fragmentation or 0) < 1
+        _check("device.fragmentation", self.fragmentation, within, "0 or more and below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

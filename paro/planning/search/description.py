@@ -32,7 +32,8 @@ def describe_launch(estimate: Estimate) -> str:
 def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
     yield (
         f"planner: {chose} {best.candidate.describe()}: {seconds_text(best.seconds)} a step, MFU "
-        f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of the {plan.limit.describe()}"
+        f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of the {plan.device_bytes / 1e9:g} GB of a "
+        "device"
     )
     yield f"planner: because {_reason(plan, best)}"
     if plan.runner_up is None:

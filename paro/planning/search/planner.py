@@ -20,9 +20,8 @@ from paro.distributed.byte_counter import Sent
 from paro.errors import UserError
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
-from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
-from paro.planning.memory.limit import MemoryLimit
-from paro.planning.memory.rotating import rotating_peak
+from paro.planning.memory.device import DeviceMemory
+from paro.planning.search.candidate_memory import CandidateMemory
 from paro.planning.search.search_space import (
     Candidate,
     Materialize,
@@ -36,7 +35,7 @@ from paro.planning.step.costs import StepCosts, device_of
 from paro.planning.step.passes import PassLoads
 from paro.planning.step.rotating import RotatingComputing, RotatingCosts
 from paro.planning.step.timeline import Timeline, simulate
-from paro.planning.units import MicroBatch, activations_of
+from paro.planning.units import MicroBatch
 from paro.precision import BYTES_OF
 from paro.strategy import legal_letters
 
@@ -49,7 +48,7 @@ RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
 TIE = 0.001
 FRONT_STEP = 0.02
 _EVERYTHING = SearchSpace()
-_FRONT_LIMIT = 4  # times the usable memory, at which the front ends
+_FRONT_LIMIT = 4  # times the device's memory, at which the front ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ class Estimate:
     candidate: Candidate
     num_micro_batches: int
     fits: bool
-    memory: MemorySnapshot
+    memory: DeviceMemory
     timeline: Timeline
     tokens_per_second: float
     mfu: float
@@ -84,7 +83,7 @@ class SearchResult:
     least: Estimate  # the candidate that needs the least memory
     num_candidates: int
     num_simulated: int
-    limit: MemoryLimit
+    device_bytes: int
 
 
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
@@ -111,7 +110,7 @@ class Estimator:
         self.workload = workload
         self._loads: dict[tuple[object, ...], PassLoads] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
-        self._memory: dict[tuple[object, ...], PeakMemory] = {}
+        self._memory = CandidateMemory(workload)
         self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
 
     @cached_property
@@ -164,31 +163,10 @@ class Estimator:
             self._loads[key] = PassLoads(comm_costs=comm_costs, max_live=max_live)
         return self._loads[key]
 
-    def memory(self, candidate: Candidate) -> MemorySnapshot:
-        """The memory snapshot of a step with the largest total."""
-        computing = self._computing_of(candidate)
-        if candidate.materialize.rotates:
-            return rotating_peak(
-                candidate.strategy,
-                self.units_of(candidate),
-                self.workload.precision,
-                computing.model,
-                computing.batch,
-                in_place=candidate.materialize.in_place,
-            )
-        key = (candidate.micro_batch_size, candidate.recompute)
-        if key not in self._memory:
-            self._memory[key] = PeakMemory(
-                world_size=self.workload.world_size,
-                units=self.units,
-                precision=self.workload.precision,
-                activations=activations_of(
-                    computing.model, computing.batch, first_trained=computing.first_trained
-                ),
-                prefetch_units=self.workload.prefetch_units,
-                num_micro_batches=self.workload.micro_batches(candidate.micro_batch_size),
-            )
-        return self._memory[key].of(candidate.strategy)
+    def memory(self, candidate: Candidate) -> DeviceMemory:
+        """What a rank takes of its device, at the memory snapshot with the largest total."""
+        units, computing = self.units_of(candidate), self._computing_of(candidate)
+        return self._memory.of(candidate, units, computing)
 
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
@@ -211,7 +189,7 @@ class Estimator:
         return Estimate(
             candidate=candidate,
             num_micro_batches=costs.num_micro_batches,
-            fits=memory.total <= workload.limit.usable_bytes,
+            fits=memory.total <= workload.device_bytes,
             memory=memory,
             timeline=timeline,
             tokens_per_second=tokens / timeline.seconds,
@@ -296,7 +274,7 @@ class _Search:
             assert reason is not None, "a feasible candidate is among them"
             raise UserError(reason)
         self.rows = sorted(rows, key=lambda row: (row.memory_bytes, row.least_seconds))
-        self._limit = workload.limit.usable_bytes
+        self._limit = workload.device_bytes
         self._done: dict[_Bounded, Estimate] = {}
 
     @property
@@ -389,5 +367,5 @@ def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchR
         least=search.estimate(search.rows[0]),
         num_candidates=len(search.rows),
         num_simulated=search.num_simulated,
-        limit=workload.limit,
+        device_bytes=workload.device_bytes,
     )

@@ -21,7 +21,7 @@ def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
     least = plan.least
     changes = "; or ".join(_changes(workload, least.candidate))
     return (
-        f"nothing fits the {plan.limit.describe()}: the least is "
+        f"nothing fits the {plan.device_bytes / 1e9:g} GB of a device: the least is "
         f"{least.memory_bytes / 1e9:.1f} GB with {least.candidate.describe()} "
         f"({least.memory.describe()}); use larger devices{changes and f'; or {changes}'}"
     )
@@ -57,7 +57,7 @@ def _smaller_way(workload: Workload, least: Candidate) -> Iterator[str]:
 
 
 def _fits(workload: Workload, candidate: Candidate) -> bool:
-    return Estimator(workload).memory(candidate).total <= workload.limit.usable_bytes
+    return Estimator(workload).memory(candidate).total <= workload.device_bytes
 
 
 def _largest_micro_batch(workload: Workload, least: Candidate) -> int | None:

@@ -11,7 +11,7 @@ from model.config import LlamaConfig, RecomputeConfig
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.errors import UserError
 from paro.planning.machine.machine import Machine
-from paro.planning.memory.limit import MemoryLimit, memory_limit
+from paro.planning.memory.device import Overheads
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import device_of
@@ -70,11 +70,13 @@ class Workload:
         return self.machine.world_size
 
     @property
-    def limit(self) -> MemoryLimit:
-        if self.memory_bytes is not None:
-            return memory_limit(self.memory_bytes)
-        device = device_of(self.machine)
-        return memory_limit(device.memory_bytes, reserved_bytes=device.reserved_bytes)
+    def device_bytes(self) -> int:
+        """The memory of a rank's device, with which the total of a `DeviceMemory` is compared."""
+        return self.memory_bytes or device_of(self.machine).memory_bytes
+
+    @property
+    def overheads(self) -> Overheads:
+        return Overheads.of(self.machine.device, self.device_type)
 
     def micro_batches(self, size: int) -> int:
         """Micro-batches of this size per rank and step; `UserError` if it does not divide."""

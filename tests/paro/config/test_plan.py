@@ -55,10 +55,10 @@ def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
     flags = "--paro-strategy auto --paro-machine dgx-a100-roce100"
     dry = "--dry-run --world-size 32"
     large = configured(f"{flags} {dry}")
-    small = configured(f"{flags} {dry} --device-memory-gb 5.4")
+    small = configured(f"{flags} {dry} --device-memory-gb 8.7")
     assert large.strategy.name == configured(flags).strategy.name
     assert large.strategy.name != small.strategy.name
-    with pytest.raises(UserError, match=r"nothing fits the 1\.8 GB that can be used of 2 GB"):
+    with pytest.raises(UserError, match=r"nothing fits the 2 GB of a device"):
         configured(f"{flags} {dry} --device-memory-gb 2")
 
 
@@ -92,7 +92,7 @@ def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
         (
             "--paro-strategy auto --paro-machine dgx-a100-roce100 --llama-preset 65B "
             "--num-layers 80 --micro-batch-size 40",
-            "--paro-strategy auto: nothing fits the 72.0 GB that can be used of 80 GB: the least",
+            "--paro-strategy auto: nothing fits the 80 GB of a device: the least",
         ),
         (
             "--use-distributed-optimizer --paro-strategy auto --paro-machine dgx-h100",

@@ -17,6 +17,8 @@ DEVICE = Device(
     peak_flops=300e12,
     sustained_flops=150e12,
     memory_bytes_per_second=1.5e12,
+    communicator_bytes=0,
+    fragmentation=0.0,
 )
 BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 SMALL = replace(LLAMA_PRESETS["7B"], num_layers=4, hidden_size=512, ffn_hidden_size=1408)

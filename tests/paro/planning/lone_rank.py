@@ -14,7 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from model.config import LlamaConfig
 from model.llama import Llama
 from paro.collectives import wire
+from paro.collectives.choice import Pieces
+from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
+from paro.collectives.pipelined import PipelinedCollectives
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.exposed_time import Exposure
@@ -94,9 +97,13 @@ def lone_rank(
     prefetch_units: int = 1,
     device: str = "cpu",
     is_trained: Callable[[str], bool] = lambda _name: True,
+    pieces: Pieces | None = None,
 ) -> LoneRank:
-    """Builds the last rank as training does; call `silence` before it runs."""
-    context = _context(strategy, topology, precision, device)
+    """Builds the last rank as training does; call `silence` before it runs.
+
+    `pieces`: collectives are ho-ring's pipelines, otherwise the backend's own.
+    """
+    context = _context(strategy, topology, precision, device, pieces)
     llama = _empty_llama(config, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
     return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=prefetch_units))
@@ -125,16 +132,23 @@ def lone_rotating_rank(
 
 
 def _context(
-    strategy: Strategy, topology: Topology, precision: PrecisionConfig, device: str
+    strategy: Strategy,
+    topology: Topology,
+    precision: PrecisionConfig,
+    device: str,
+    pieces: Pieces | None = None,
 ) -> ShardingContext:
     rank = topology.world_size - 1
     groups = NoGroups(topology=topology, rank=rank, _by_use_and_run={})
+    collectives: Collectives = NativeCollectives(groups, InlineStreams(), ByteCounter())
+    if pieces is not None:
+        collectives = PipelinedCollectives(groups, InlineStreams(), ByteCounter(), pieces)
     return ShardingContext(
         topology=topology,
         rank=rank,
         strategy=strategy,
         comm_plan=make_comm_plan(strategy, topology),
-        collectives=NativeCollectives(groups, InlineStreams(), ByteCounter()),
+        collectives=collectives,
         device=torch.device(device),
         compute_dtype=TYPES[precision.compute],
         reduce_dtype=TYPES[precision.wire],
@@ -153,7 +167,7 @@ def _empty_llama(config: LlamaConfig, is_trained: Callable[[str], bool]) -> Llam
 
 def _lone(config: LlamaConfig, model: DistributedModel) -> LoneRank:
     collectives = model.context.collectives
-    assert isinstance(collectives, NativeCollectives)
+    assert isinstance(collectives, (NativeCollectives, PipelinedCollectives))
     return LoneRank(
         config=config,
         model=model,

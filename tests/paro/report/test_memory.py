@@ -25,7 +25,9 @@ def test_a_cpu_process_that_grows_has_a_higher_peak() -> None:
 
 
 MIB = 2**20
-FORECAST = MemoryForecast(predicted_bytes=5 * MIB, states_bytes=3 * MIB, bytes_before=2 * MIB)
+FORECAST = MemoryForecast(
+    predicted_bytes=5 * MIB, reserved_bytes=6 * MIB, states_bytes=3 * MIB, bytes_before=2 * MIB
+)
 
 
 def test_the_line_shows_the_peak_as_it_is_and_as_predicted() -> None:

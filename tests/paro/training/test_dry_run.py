@@ -168,7 +168,7 @@ def test_65b_takes_seconds_and_little_memory(tmp_path: Path) -> None:
     done, usage = script(f"{words} {folders} --tensorboard-dir {tmp_path}/board", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "> model: 65,285,660,672 parameters, " in done.stdout
-    assert "fits into the 72.0 GB that can be used of 80 GB" in done.stdout
+    assert "fits into the 80 GB of a device" in done.stdout
     assert usage.cpu_seconds < 30
     assert 100_000_000 < usage.peak_bytes < 2**30
     assert list(tmp_path.iterdir()) == []
@@ -262,8 +262,8 @@ def test_too_little_memory_ends_with_one_line_and_status_2(tmp_path: Path) -> No
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("pretrain_llama.py: error: a rank needs 1")
-    assert "1182.4 GB at the forward of head" in line
-    assert "more than the 72.0 GB that can be used of --device-memory-gb 80: lower" in line
+    assert "1243.6 GB at the forward of head" in line
+    assert "more than --device-memory-gb 80: lower" in line
     mistake = line.removeprefix("pretrain_llama.py: error: ")
     assert done.stdout.splitlines()[1] == f"> the launch would fail: {mistake}"
     assert "the launch is sound" not in done.stdout
@@ -299,13 +299,13 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     [
         (
             "--paro-strategy NNN --device-memory-gb 30",
-            "a rank needs 36.3 GB at the forward of head, more than the 27.0 ",
+            "a rank needs 40.2 GB at the forward of head, more than --device-memory-gb 30: ",
         ),
         (
             "--llama-preset 65B --num-layers 80 --world-size 8",
-            "nothing fits the 72.0 GB that can be used of 80 GB: the least is 1",
+            "nothing fits the 80 GB of a device: the least is 1",
         ),
-        ("--device-memory-gb 2", "nothing fits the 1.8 GB that can be used of 2 GB: the least"),
+        ("--device-memory-gb 2", "nothing fits the 2 GB of a device: the least"),
     ],
 )
 def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None:
@@ -360,6 +360,6 @@ def test_an_evaluation_counts_where_it_needs_the_most() -> None:
     large = planned(f"{flags} --eval-micro-batch-size 64").memory
     assert large.name.endswith("in an evaluation (--eval-micro-batch-size 64)")
     assert large.total > step.total
-    assert large.states == step.states, "the optimizer's state stays"
-    assert large.activations == 0, "nothing is kept for a backward"
+    assert large.allocations.states == step.allocations.states, "the optimizer's state stays"
+    assert large.allocations.activations == 0, "nothing is kept for a backward"
     assert planned(f"{flags} --eval-micro-batch-size 64 --eval-iters 0").memory == step

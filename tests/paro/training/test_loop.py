@@ -79,7 +79,9 @@ def run_loop(
         saving=Saving(
             write=lambda at: run.saved.append(at.iteration) is None, interval=save_interval
         ),
-        forecast=MemoryForecast(predicted_bytes=1, states_bytes=1, bytes_before=0),
+        forecast=MemoryForecast(
+            predicted_bytes=1, reserved_bytes=1, states_bytes=1, bytes_before=0
+        ),
         observers=observers,
     ).run()
     return run

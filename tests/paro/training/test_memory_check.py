@@ -70,6 +70,22 @@ def test_a_device_must_have_what_a_rank_needs() -> None:
     assert " free of 80.0 GB: lower --micro-batch-size " in told
 
 
+def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig.from_args(parse_args([*RUN[1:], "--train-iters", "2"]), WORLD)
+    memory = predict_peak(config, 4, "cuda", lambda _: True)
+    assert memory.communicators > 0
+    more = memory.total - memory.context
+    for free, warns in ((more, False), (more - 1, True), (memory.allocated, True)):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, free=free: (free, 8 * 10**10))
+        warning = check_memory(config, WORLD, torch.device("cuda", 0))
+        assert (warning is not None) is warns
+    assert warning is not None
+    assert warning.startswith("WARNING: with communicators and fragmentation, which are estimates,")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (memory.allocated - 1, 8 * 10**10))
+    with pytest.raises(UserError, match="of device memory at the backward of blocks"):
+        check_memory(config, WORLD, torch.device("cuda", 0))
+
+
 def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "pretrain_llama.build_training", mock.Mock(side_effect=AssertionError("built"))

@@ -12,7 +12,7 @@ from typing import Any
 from paro.planning.search.planner import Estimator, plan
 from paro.planning.search.search_space import Candidate, Materialize, SearchSpace, Workload
 from tools.bench.peers.own import parse_setting
-from tools.bench.planning.figure import device_of_usable
+from tools.bench.planning.figure import with_room_for
 from tools.bench.planning.rounds import median_row
 
 # Part of a rank's peak in addition to what the planner adds up: gloo's buffers and threads, the
@@ -141,7 +141,7 @@ def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) ->
                 by_turn={(one["round"], one["turn"]): one["seconds"] for one in turns},
                 predicted=estimate.seconds,
                 peak_bytes=row["peak_in_use"],
-                predicted_bytes=estimate.memory_bytes,
+                predicted_bytes=estimate.memory.allocated,
                 exposed=estimate.timeline.exposed,
                 measured_exposed=row["exposed"],
             )
@@ -164,7 +164,7 @@ def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[AutoChoice]:
     )
     for index in range(count):
         limit = sizes[round(index * (len(sizes) - 1) / max(1, count - 1))]
-        found = plan(replace(workload, memory_bytes=device_of_usable(limit)), search_space).best
+        found = plan(with_room_for(workload, limit), search_space).best
         assert found is not None, f"nothing fits {limit} bytes"
         fitting = [row for row in rows if row.predicted_bytes <= limit]
         best = min(fitting, key=lambda row: row.seconds)

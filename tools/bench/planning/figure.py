@@ -7,9 +7,9 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.planning.machine.files import find_machine
-from paro.planning.memory.limit import USABLE
 from paro.planning.search.planner import Estimate, Estimator
 from paro.planning.search.search_space import Workload
+from paro.planning.step.costs import device_of
 from paro.precision import PrecisionConfig
 
 
@@ -53,9 +53,16 @@ def case_on(machine: str, model: LlamaConfig, ranks: int, **changes: Any) -> Wor
     )
 
 
-def device_of_usable(usable_bytes: int) -> int:
-    """The memory of a device of which the planner would use this many bytes."""
-    return round(usable_bytes / USABLE)
+def with_room_for(workload: Workload, num_bytes: int) -> Workload:
+    """The workload on devices that have this many bytes for what is allocated, and no more."""
+    device = replace(
+        device_of(workload.machine),
+        memory_bytes=num_bytes,
+        reserved_bytes=0,
+        communicator_bytes=0,
+        fragmentation=0.0,
+    )
+    return replace(workload, machine=replace(workload.machine, device=device), memory_bytes=None)
 
 
 def model_of(preset: str, *, recomputed: bool = False) -> LlamaConfig:

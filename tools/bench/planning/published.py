@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from paro.planning.search.planner import Estimate
 from paro.planning.search.search_space import Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
-from tools.bench.planning.figure import Figure, case_on, device_of_usable, estimate, model_of
+from tools.bench.planning.figure import Figure, case_on, estimate, model_of, with_room_for
 
 LAST = Trainable(kind=TrainableKind.LAST_BLOCKS, share=1 / 16)
 PEFT = Trainable(kind=TrainableKind.ADAPTERS, share=0.003)
@@ -27,10 +27,10 @@ SAMPLES = 540  # per rank and step, of R11; R12 does not give the number
 def paro_case(preset: str, ranks: int = 32, **changes: Any) -> Workload:
     given: dict[str, Any] = {
         "seq_length": 512, "micro_batch_size": 4, "micro_batches": 10, "prefetch_units": 0,
-        "collective": "flat", "memory_bytes": device_of_usable(USABLE),
+        "collective": "flat",
     }  # fmt: skip
     model = model_of(preset, recomputed=preset == "65B")
-    return case_on("dgx-a100-roce100", model, ranks, **(given | changes))
+    return with_room_for(case_on("dgx-a100-roce100", model, ranks, **(given | changes)), USABLE)
 
 
 def ratio(workload: Workload, slower: str, faster: str) -> float:

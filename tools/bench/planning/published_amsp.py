@@ -25,7 +25,7 @@ from paro.planning.search.search_space import (
 )
 from paro.planning.step.costs import device_of
 from tools.bench.planning.amsp import OwnedTensorsEstimator, with_speeds_of
-from tools.bench.planning.figure import Figure, case_on, device_of_usable, estimate, model_of
+from tools.bench.planning.figure import Figure, case_on, estimate, model_of, with_room_for
 
 # Kinds of communication that AMSP waits for: the all-gather of updated parameters, sums, the rest.
 PUBLISHING = ("publish",)
@@ -218,7 +218,7 @@ def amsp_choices() -> tuple[PublishedChoice, ...]:
 
 def _choice(preset: str) -> PublishedChoice:
     limit = round(LIMIT_GB * 1e9)
-    workload = replace(amsp_case(preset), memory_bytes=device_of_usable(limit))
+    workload = with_room_for(amsp_case(preset), limit)
     search_space = SearchSpace(
         strategies=tuple(
             s for s in legal_strategies(workload.world_size, 8) if s.params == s.grads

@@ -20,7 +20,6 @@ from paro.planning.machine.files import (
 )
 from paro.planning.machine.machine import Measured
 from paro.planning.memory.gathering import PeakMemory
-from paro.planning.memory.limit import USABLE
 from paro.planning.search.description import describe
 from paro.planning.search.planner import (
     RESOLUTION,
@@ -130,7 +129,9 @@ def weighed(
         fits=fits,
         timeline=replace(found.timeline, seconds=seconds),
         sent=replace(found.sent, inter=inter),
-        memory=replace(found.memory, states=states),
+        memory=replace(
+            found.memory, allocations=replace(found.memory.allocations, states=states)
+        ),
     )
 
 
@@ -164,7 +165,7 @@ def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
     assert best is not None
     assert best.candidate.name == "NIG" == letter_rows(given)[0].candidate.name
     assert best.sent.inter == pytest.approx(5.69e9, rel=1e-3)
-    assert best.memory_bytes <= 0.9 * 80e9 == given.limit.usable_bytes
+    assert best.memory_bytes <= 80e9 == given.device_bytes
 
 
 @pytest.mark.parametrize("strategy", [*legal_letters(), "2,4,16", "1,2,32"])
@@ -283,7 +284,7 @@ def test_a_large_model_is_recognised_as_too_large() -> None:
     found = plan(given)
     assert found.best is None
     told = why_nothing_fits(given, found)
-    assert "nothing fits the 72.0 GB that can be used of 80 GB: the least is" in told
+    assert "nothing fits the 80 GB of a device: the least is" in told
     ranks = int(re.search(r"or (\d+) ranks, with all states spread over all", told)[1])
     for world, fits in ((ranks // 2, False), (ranks, True)):
         more = replace(given, machine=machine(world_size=world), global_batch_size=2 * world)
@@ -324,8 +325,9 @@ def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told
         for own in (before, after)
     ]  # fmt: skip
     limit = (as_given[0].least.memory_bytes + as_given[1].least.memory_bytes) // 2
-    short = replace(before, memory_bytes=round(limit / USABLE))
-    assert told in why_nothing_fits(short, replace(as_given[0], limit=short.limit)).split("; or ")
+    short = replace(before, memory_bytes=limit)
+    nothing = replace(as_given[0], device_bytes=limit)
+    assert told in why_nothing_fits(short, nothing).split("; or ")
 
 
 def test_letters_in_groups_of_another_size_are_told() -> None:

@@ -1,0 +1,205 @@
+"""The memory that a rank takes of its device: allocations, and what CUDA and NCCL need."""
+
+# The total is what planner, dry run and trainer compare with the device's memory:
+#
+#   allocations      the largest memory snapshot of a step (gathering.py, rotating.py)
+#   buffers          in which HO-Ring's pipeline (collectives/pipelined.py) hands pieces on
+#   fragmentation    a share of the two: what torch's allocator holds in addition, for rounding,
+#                    library workspaces and free blocks that are too small
+#   communicators    NCCL's buffers, once for each process group that the rank makes
+#   context          the CUDA context: driver, loaded kernels, library handles
+#
+# Under gloo only the allocations count, and what a machine file says a process takes without a
+# model. Defaults where the machine file has no figure:
+#
+#   context          667 MB: all of torch's modules loaded (pytorch pull request 86509; 287 MB with
+#                    those of a single kernel)
+#   communicator     688 MiB: the larger of the two sizes on 4 A100 (nccl issue 964: 544 MiB for 2
+#                    ranks, 688 MiB for more). Memory follows NCCL's channels and does not grow
+#                    beyond two nodes (nccl issue 864), so the number of ranks does not count
+#   fragmentation    5%: an assumption for expandable segments, which all launch scripts set; no
+#                    published figure fits. `make gpu` compares it with reserved memory (part d)
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from paro.collectives.choice import Pieces
+from paro.collectives.pipeline import SLOTS, cut_evenly
+from paro.collectives.schedule import NCCL_COLLECTIVES, Op
+from paro.collectives.spans import has_both_links, needed_groups, parts_of
+from paro.layout import ALIGN
+from paro.planning.cost_model import UnitSize, strategy_of
+from paro.planning.machine.machine import Device, Machine
+from paro.planning.memory.gathering import MemorySnapshot
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.strategy import Strategy, make_comm_plan, rotation_runs, spans_by_use
+from paro.topology import AxisSpan, Topology, Use
+
+CONTEXT_BYTES = 667 * 10**6
+COMMUNICATOR_BYTES = 688 << 20
+FRAGMENTATION = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """What a rank takes of its device, in bytes."""
+
+    allocations: MemorySnapshot
+    buffers: int = 0
+    fragmentation: int = 0
+    communicators: int = 0
+    context: int = 0
+
+    @property
+    def name(self) -> str:
+        """The point of a step at which it is most."""
+        return self.allocations.name
+
+    @property
+    def allocated(self) -> int:
+        """What the rank's tensors take at most."""
+        return self.allocations.total + self.buffers
+
+    @property
+    def reserved(self) -> int:
+        """What torch's allocator holds at most."""
+        return self.allocated + self.fragmentation
+
+    @property
+    def total(self) -> int:
+        return self.reserved + self.communicators + self.context
+
+    def parts(self) -> dict[str, int]:
+        """The parts of the total by name, in bytes."""
+        return {
+            **self.allocations.parts(),
+            "pieces of ho-ring": self.buffers,
+            "fragmentation": self.fragmentation,
+            "communicators": self.communicators,
+            "context": self.context,
+        }
+
+    def describe(self) -> str:
+        """One line with all parts that are not 0, in GB, or in MB if the total is below 1 GB."""
+        unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
+        listed = ", ".join(
+            f"{name} {size / scale:.1f}" for name, size in self.parts().items() if size
+        )
+        return f"{self.total / scale:.1f} {unit} at {self.name}: {listed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """Of one strategy and algorithm: the process groups of a rank, and the pipeline's buffers."""
+
+    num_groups: int = 0
+    buffer_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """What a rank's device holds in addition to its tensors."""
+
+    context_bytes: int = 0
+    communicator_bytes: int = 0
+    fragmentation: float = 0.0
+
+    @classmethod
+    def of(cls, device: Device | None, device_type: str) -> Overheads:
+        """Those that a machine file gives, otherwise the defaults; under gloo without NCCL's."""
+        in_use = None if device is None else device.reserved_bytes
+        if device_type != "cuda":
+            return cls(context_bytes=in_use or 0)
+        communicator = None if device is None else device.communicator_bytes
+        fragmentation = None if device is None else device.fragmentation
+        return cls(
+            context_bytes=CONTEXT_BYTES if in_use is None else in_use,
+            communicator_bytes=COMMUNICATOR_BYTES if communicator is None else communicator,
+            fragmentation=FRAGMENTATION if fragmentation is None else fragmentation,
+        )
+
+    def added_to(self, allocations: MemorySnapshot, communication: Communication) -> DeviceMemory:
+        allocated = allocations.total + communication.buffer_bytes
+        return DeviceMemory(
+            allocations=allocations,
+            buffers=communication.buffer_bytes,
+            fragmentation=round(self.fragmentation * allocated),
+            communicators=communication.num_groups * self.communicator_bytes,
+            context=self.context_bytes,
+        )
+
+
+def nccl_communication(
+    strategy: Strategy,
+    topology: Topology,
+    units: Sequence[UnitSize],
+    precision: PrecisionConfig,
+    names: Sequence[str],
+    pieces: Pieces,
+    *,
+    rotates: bool,
+) -> Communication:
+    """The groups and buffers of a rank under NCCL with these algorithms; `rotates`: weights do."""
+    plan = make_comm_plan(strategy, topology)
+    runs = rotation_runs(strategy, topology) if rotates else spans_by_use(plan)
+    groups = needed_groups(names, runs, pipelined=True)
+    largest: dict[tuple[Use, AxisSpan], int] = {}
+    if "ho-ring" in names:
+        for use, op, span, num_bytes, itemsize in _collectives(
+            strategy, topology, units, precision, rotates=rotates
+        ):
+            if has_both_links(span):
+                taken = pipeline_bytes(span, num_bytes, itemsize, pieces(op, span, num_bytes))
+                largest[use, span] = max(taken, largest.get((use, span), 0))
+    return Communication(
+        num_groups=sum(map(len, groups.values())) + rotates,  # and the ring's own
+        buffer_bytes=sum(largest.values()),
+    )
+
+
+def pipeline_bytes(span: AxisSpan, num_bytes: int, itemsize: int, pieces: int) -> int:
+    """The buffers of a pipeline for a collective of `num_bytes`: its slots, and one whole piece."""
+    num_shards = prod(axis.size for axis in span)
+    numel = num_bytes // itemsize // num_shards
+    ranges = cut_evenly(numel, min(pieces, max(1, numel // ALIGN)), ALIGN)
+    piece = max(stop - start for start, stop in ranges) * itemsize
+    between = prod(axis.size for level in parts_of("ho-ring", span)[1:] for axis in level)
+    return piece * (SLOTS * between + num_shards)
+
+
+def algorithms_of(collective: str, machine: Machine | None) -> tuple[str, ...]:
+    """The algorithms that a run under NCCL makes groups for; auto: all that were measured."""
+    if collective != "auto":
+        return (collective,)
+    names = dict.fromkeys(row.algorithm for row in machine.measured) if machine else {}
+    return tuple(name for name in names if name in NCCL_COLLECTIVES) or ("native", "ho-ring")
+
+
+_Collective = tuple[Use, Op, AxisSpan, int, int]  # bytes of the whole buffer, and of an element
+
+
+def _collectives(
+    strategy: Strategy,
+    topology: Topology,
+    units: Sequence[UnitSize],
+    precision: PrecisionConfig,
+    *,
+    rotates: bool,
+) -> Iterator[_Collective]:
+    """Every collective of the units' flat buffers, those of units of equal size once."""
+    compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
+    kinds = {(unit.trainable_numel, unit.frozen_numel, unit.replicated): unit for unit in units}
+    for unit in kinds.values():
+        own = strategy_of(unit, strategy)
+        plan, numel = make_comm_plan(own, topology), unit.trainable_numel
+        reduced, updated = numel // own.grads * wire, numel // own.params * compute
+        if not rotates:
+            for gathered in (numel, unit.frozen_numel):
+                yield Use.GATHER, Op.ALL_GATHER, plan.gather, gathered * compute, compute
+            yield Use.REDUCE, Op.REDUCE_SCATTER, plan.reduce, numel * wire, wire
+        yield Use.REDUCE, Op.REDUCE_SCATTER, plan.step_reduce, reduced, wire
+        yield Use.REDUCE, Op.ALL_REDUCE, plan.replicas, numel // own.optim * wire, wire
+        yield Use.GATHER, Op.ALL_GATHER, plan.gather_updated, updated, compute

@@ -1,0 +1,162 @@
+"""What a rank takes of its device: groups and buffers as made, figures of a file or defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+
+from model.config import LlamaConfig
+from paro.collectives.api import make_collectives
+from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.pipelined import PipelinedCollectives
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import InlineStreams
+from paro.distributed.groups import GroupConfig
+from paro.planning.machine.choice import pieces_by
+from paro.planning.memory.device import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    Communication,
+    DeviceMemory,
+    Overheads,
+    algorithms_of,
+    nccl_communication,
+)
+from paro.planning.memory.gathering import MemorySnapshot
+from paro.planning.search.planner import Estimator
+from paro.planning.units import units_of
+from paro.precision import PrecisionConfig
+from paro.rotation.ring import make_ring
+from paro.strategy import legal_letters, make_comm_plan, rotation_runs, spans_by_use
+from tests.paro.planning.cases import DEVICE, workload
+from tests.paro.planning.lone_rank import lone_rank, silence
+from tests.paro.planning.on_ranks import on_ranks
+
+BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
+TINY = LlamaConfig(
+    num_layers=3,
+    hidden_size=64,
+    ffn_hidden_size=176,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=16,
+    max_position_embeddings=64,
+    vocab_size=192,
+)
+SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_000_000_000)
+
+
+def num_made(text: str, names: Sequence[str], *, rotates: bool) -> int:
+    """The groups with rank 0 in them that training on 8 ranks makes."""
+    strategy, topology = on_ranks(text, world_size=8, group_size=4)
+    runs = (
+        rotation_runs(strategy, topology)
+        if rotates
+        else spans_by_use(make_comm_plan(strategy, topology))
+    )
+    choice = AlgorithmChoice(names=tuple(names), best=lambda *_: names[0], pieces=pieces_by(None))
+    streams, traffic = InlineStreams(), ByteCounter()
+    config = GroupConfig(timeout=timedelta(seconds=1))
+    with mock.patch("paro.distributed.groups.dist.new_group") as made:
+        make_collectives(
+            choice,
+            topology=topology,
+            rank=0,
+            runs=runs,
+            streams=streams,
+            traffic=traffic,
+            group_config=config,
+        )
+        if rotates:
+            make_ring(
+                strategy.params,
+                topology=topology,
+                rank=0,
+                streams=streams,
+                traffic=traffic,
+                group_config=config,
+            )
+    return sum(0 in call.args[0] for call in made.call_args_list)
+
+
+def communication(
+    text: str, names: Sequence[str], *, rotates: bool = False, config: LlamaConfig = TINY
+) -> Communication:
+    strategy, topology = on_ranks(text, world_size=8, group_size=4)
+    units = units_of(config, world_size=8, rotated_over=strategy.params if rotates else 1)
+    return nccl_communication(strategy, topology, units, BF16, names, lambda *_: 3, rotates=rotates)
+
+
+@pytest.mark.parametrize("names", [("native",), ("ho-ring",), ("flat",), ("native", "ho-ring")])
+@pytest.mark.parametrize("rotates", [False, True])
+def test_groups_are_counted_as_they_are_made(names: Sequence[str], *, rotates: bool) -> None:
+    strategies = ("III", "IIG") if rotates else (*legal_letters(), "2,4,8")
+    counted = {text: communication(text, names, rotates=rotates).num_groups for text in strategies}
+    made = {text: num_made(text, names, rotates=rotates) for text in strategies}
+    assert counted == made
+    assert max(made.values()) > min(made.values()) > 0 or rotates
+
+
+@pytest.mark.parametrize("text", ["GGG", "IIG", "NNN", "NGG"])
+def test_the_pipeline_s_buffers_are_predicted(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    strategy, topology = on_ranks(text, world_size=8, group_size=4)
+    rank = lone_rank(TINY, strategy, topology, BF16, pieces=lambda *_: 3)
+    silence(monkeypatch)
+    for _ in range(2):
+        rank.step(2)
+    collectives = rank.model.context.collectives
+    assert isinstance(collectives, PipelinedCollectives)
+    held = sum(
+        slot.numel()
+        for buffers in collectives._buffers.values()
+        for slot in buffers.scratch._slots.values()
+    )
+    assert held == communication(text, ("ho-ring",)).buffer_bytes
+    assert (held > 0) is (text != "IIG")  # its collectives use one kind of links
+
+
+def test_figures_are_the_machine_file_s_or_published_ones() -> None:
+    found = Overheads.of(None, "cuda")
+    assert found == Overheads(
+        context_bytes=CONTEXT_BYTES,
+        communicator_bytes=COMMUNICATOR_BYTES,
+        fragmentation=FRAGMENTATION,
+    )
+    memory = found.added_to(SNAPSHOT, Communication(num_groups=3, buffer_bytes=10**9))
+    assert memory.allocated == 11 * 10**9
+    assert memory.reserved == pytest.approx(1.05 * 11e9)
+    assert memory.total == memory.reserved + 3 * COMMUNICATOR_BYTES + CONTEXT_BYTES
+    assert sum(memory.parts().values()) == memory.total
+    typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
+    assert Overheads.of(typed, "cuda") == Overheads(
+        context_bytes=5, communicator_bytes=7, fragmentation=0.5
+    )
+
+
+def test_cpu_ranks_have_only_what_their_process_takes() -> None:
+    assert Overheads.of(None, "cpu") == Overheads()
+    typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
+    assert Overheads.of(typed, "cpu") == Overheads(context_bytes=5)
+    given = workload(device_type="cpu", collective="ho-ring")
+    memory = Estimator(given).memory(given.candidate(given.strategy("GGG")))
+    assert memory == DeviceMemory(allocations=memory.allocations)
+
+
+def test_the_parts_in_words() -> None:
+    memory = Overheads.of(None, "cuda").added_to(SNAPSHOT, Communication(num_groups=2))
+    assert memory.describe() == (
+        "12.6 GB at the update: model states 8.0, transient 2.0, fragmentation 0.5, "
+        "communicators 1.4, context 0.7"
+    )
+
+
+def test_auto_makes_the_groups_of_all_that_was_measured() -> None:
+    given = workload()
+    assert algorithms_of("flat", given.machine) == ("flat",)
+    assert algorithms_of("auto", given.machine) == algorithms_of("auto", None)
+    assert set(algorithms_of("auto", None)) == {"native", "ho-ring"}
