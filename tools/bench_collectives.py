@@ -26,6 +26,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
+from paro.distributed.groups import GroupConfig
 from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
@@ -44,9 +45,10 @@ from paro.planning.machine.machine import (
 from paro.report.log import print_line
 from paro.topology import AxisSpan, Link, Topology, axes_of, make_topology
 from tools.collective_timing.device import LARGE, SMALL, measure_device, training_config
+from tools.collective_timing.memory import with_communicators
 from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race
-from tools.collective_timing.text import describe, table
+from tools.collective_timing.text import describe, memory_line, table
 from tools.collective_timing.trial import Move
 from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw
@@ -288,6 +290,18 @@ def conditions(settings: Settings, control: Control) -> dict[str, Any]:
     }
 
 
+def measured_device(settings: Settings, control: Control) -> Device | None:
+    """The device of a rank: its compute rates, and the memory of its context and communicators."""
+    if settings.trained is None:
+        return None
+    runtime, machine = settings.runtime, settings.machine
+    config = GroupConfig(
+        timeout=runtime.timeout, backend=runtime.distributed_backend, device=control.device
+    )
+    timed = measure_device(settings.trained, control, group_size=machine.group_size)
+    return with_communicators(timed, control, settings.topology, config)
+
+
 def measured_machine(
     settings: Settings, outcomes: Sequence[Outcome], source: str, device: Device | None = None
 ) -> Machine:
@@ -348,11 +362,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         facts = conditions(settings, control)
         if world.rank == 0:
             print_line(describe(facts))
-        device = (
-            measure_device(settings.trained, control, group_size=settings.machine.group_size)
-            if settings.trained
-            else None
-        )
+        device = measured_device(settings, control)
+        if device is not None and world.rank == 0:
+            print_line(memory_line(device))
         outcomes = race_all(settings, control)
         with control.raise_on_all_ranks():
             if world.rank == 0:

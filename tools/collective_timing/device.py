@@ -66,7 +66,7 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
 
     Slices are cut as for a ring of a group, or of as many of its ranks as divide the heads.
     """
-    reserved = _bytes_in_use(control.device)
+    reserved = _bytes_in_use(control.device) if control.device.type == "cpu" else 0
     cores = min(control.gather(_cores(control))) if control.device.type == "cpu" else None
     training = build_training(config, Control(World(), control.device))
     clock = _Clock(control=control, cores=cores)
@@ -78,6 +78,8 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
     sustained, bytes_by_second = _rates(config, micro_batch, updating)
     slices = math.gcd(config.model.num_query_groups, group_size)
     piece = _piece_seconds(config, clock, slices, micro_batch, bytes_by_second)
+    if control.device.type == "cuda":  # now that the kernels of a training step are loaded
+        reserved = _bytes_in_use(control.device)
     products = 2.0 * _PRODUCT**3 / clock.median(_product(config, control.device))
     memory = min(control.gather(_memory_of_rank(control)))
     return Device(
@@ -240,10 +242,10 @@ def _memory_of_rank(control: Control) -> int:
 
 
 def _bytes_in_use(device: torch.device) -> int:
-    """Bytes that a rank uses before it has a model: libraries, the driver, process groups."""
+    """Bytes that a rank uses without a model: interpreter and libraries, or a GPU's context."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return total - free
+        return max(0, total - free - torch.cuda.memory_reserved(device))
     return anonymous_bytes(_PAGES.read_text())
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paro.quantities import count_text, ranks_text
+from paro.planning.machine.machine import Device
+from paro.quantities import count_text, ranks_text, size_text
 from paro.topology import Link
 
 
@@ -42,3 +43,10 @@ def describe(facts: dict[str, Any]) -> str:
         f"{count_text(num_nodes, 'node')}, {rates}{facts['dtype']}, {facts['backend']} on "
         f"{facts['device']}, torch {facts['torch']}, medians of {facts['rounds']} rounds"
     )
+
+
+def memory_line(device: Device) -> str:
+    """What a rank takes of its device before it has a model, and with each process group."""
+    group = device.communicator_bytes
+    each = "none, gloo has no communicators" if group is None else size_text(group)
+    return f"memory: {size_text(device.reserved_bytes)} without a model; of a communicator: {each}"

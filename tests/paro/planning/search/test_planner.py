@@ -129,9 +129,7 @@ def weighed(
         fits=fits,
         timeline=replace(found.timeline, seconds=seconds),
         sent=replace(found.sent, inter=inter),
-        memory=replace(
-            found.memory, allocations=replace(found.memory.allocations, states=states)
-        ),
+        memory=replace(found.memory, allocations=replace(found.memory.allocations, states=states)),
     )
 
 

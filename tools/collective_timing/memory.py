@@ -1,0 +1,102 @@
+"""What NCCL takes of a GPU's memory: one communicator, and what the first one loads."""
+
+# A communicator is measured as training makes it: when its process group is created, and when it is
+# used for the first time, since NCCL allocates some buffers only then. The first communicator of a
+# process also loads NCCL's kernels, which stay; these count as the process's context.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from paro.collectives.api import make_collectives
+from paro.collectives.interface import Collectives
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import make_comm_streams
+from paro.distributed.control import Control
+from paro.distributed.groups import GroupConfig
+from paro.planning.machine.machine import Device
+from paro.topology import AxisSpan, Topology, Use
+
+_NUM_BYTES = 32 << 20  # of a collective: large enough for the protocol with the largest buffers
+
+
+class CommunicatorMemory(NamedTuple):
+    """Bytes of a GPU."""
+
+    communicator: int  # the most that one process group takes
+    loaded: int  # what the first of a process takes in addition
+
+
+def with_communicators(
+    device: Device, control: Control, topology: Topology, config: GroupConfig
+) -> Device:
+    """The device with the memory of NCCL's communicators; CPU ranks have none. Collective."""
+    if control.device.type != "cuda":
+        return device
+    found = measure_communicators(
+        control, topology, config, free=lambda: available_bytes(control.device)
+    )
+    most = device.memory_bytes - 1
+    return replace(
+        device,
+        reserved_bytes=min(device.reserved_bytes + found.loaded, most),
+        communicator_bytes=found.communicator,
+    )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, and what torch's allocator holds of it."""
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def measure_communicators(
+    control: Control, topology: Topology, config: GroupConfig, *, free: Callable[[], int]
+) -> CommunicatorMemory:
+    """Makes and uses groups along each axis and all of them, for gathers and for reductions."""
+    axes = topology.axes
+    spans: list[AxisSpan] = [(axis,) for axis in axes]
+    spans += [axes] * (len(axes) > 1)
+    made: list[Collectives] = []
+    taken: list[int] = []
+    for use, span in [(Use.GATHER, spans[0]), *((u, s) for s in spans for u in _USES)]:
+        before = free()
+        made.append(_make_and_use(control, topology, config, use, span))
+        taken.append(before - free())
+    control.barrier()
+    for collectives in made:
+        collectives.close()
+    by_rank = control.gather(tuple(taken))
+    communicator = max(0, *(number for _, *own in by_rank for number in own))
+    loaded = max(0, *(first - own[0] for first, *own in by_rank))
+    return CommunicatorMemory(communicator=communicator, loaded=loaded)
+
+
+_USES = (Use.GATHER, Use.REDUCE)
+
+
+def _make_and_use(
+    control: Control, topology: Topology, config: GroupConfig, use: Use, span: AxisSpan
+) -> Collectives:
+    """Collectives with a single process group, after their first one."""
+    device = control.device
+    collectives = make_collectives(
+        "flat",  # one group for the whole span
+        topology=topology,
+        rank=control.world.rank,
+        runs={use: frozenset({span})},
+        streams=make_comm_streams(device, overlap=True, backend=config.backend),
+        traffic=ByteCounter(),
+        group_config=config,
+    )
+    numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
+    buffer = torch.ones(numel, dtype=torch.float32, device=device)
+    if use is Use.GATHER:
+        collectives.all_gather(buffer, span).wait()
+    else:
+        collectives.reduce_scatter(buffer, span, buffer.dtype).wait()
+    return collectives
