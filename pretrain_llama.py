@@ -27,7 +27,7 @@ from paro.errors import RunError, UserError
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
 from paro.report.log_line import arguments_block
-from paro.report.memory import MemoryForecast, resident_bytes
+from paro.report.memory import resident_bytes
 from paro.report.observer import Observer
 from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.progress import ProgressFile
@@ -42,6 +42,7 @@ from paro.training.loop import Loop, Saving
 from paro.training.memory_check import check_memory
 from paro.training.placement import (
     check_placement,
+    forecast_of,
     placement_lines,
     predict_memory,
     predicted_bytes,
@@ -153,19 +154,13 @@ def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watc
             is_ours=(lambda: True) if claim is None else claim.is_ours,
         )
     report.start({"precision": config.precision.describe(), "memory": memory.describe()})
-    forecast = MemoryForecast(
-        predicted_bytes=memory.allocated,
-        reserved_bytes=memory.reserved,
-        states_bytes=memory.allocations.states,
-        bytes_before=bytes_before,
-    )
     loop = Loop(
         training,
         state,
         sources,
         report,
         saving=saving_of(config, training, facts, log, loaded, datasets, claim),
-        forecast=forecast,
+        forecast=forecast_of(memory, bytes_before),
         observers=observers,
     )
     report.is_live = is_live

@@ -22,6 +22,7 @@ from paro.planning.memory.rotating import rotating_peak
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF
 from paro.quantities import ranks_text
+from paro.report.memory import MemoryForecast
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
@@ -197,6 +198,16 @@ def _units(config: RunConfig, world_size: int, is_trained: Trains) -> tuple[Unit
         is_trained=is_trained,
         rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
         in_place=config.sharding.rotate_in_place,
+    )
+
+
+def forecast_of(memory: DeviceMemory, bytes_before: int) -> MemoryForecast:
+    """What the memory line of the log compares with measured memory."""
+    return MemoryForecast(
+        predicted_bytes=memory.allocated,
+        reserved_bytes=memory.reserved,
+        states_bytes=memory.allocations.states,
+        bytes_before=bytes_before,
     )
 
 

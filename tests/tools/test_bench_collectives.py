@@ -301,6 +301,7 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
         ["tools/bench_collectives.py", *FLAGS, *flags], 4, before=time_everything_once
     )
     assert done.returncode == 0, done.stderr
+    assert "without a model; of a communicator: none, gloo has no communicators\n" in done.stdout
     found = json.loads(rows_file.read_text(encoding="utf-8"))
 
     conditions = {key: value for key, value in found.items() if not key.endswith("rows")}

@@ -13,7 +13,7 @@ from paro.errors import UserError
 from tests.helpers.scripts import run_script
 from tools.check_gpu import PARTS, Found, check_machine, main, make_parser, parts_of
 from tools.gpu_check import running, suites
-from tools.gpu_check.measures import num_layers_that_fit
+from tools.gpu_check.measures import memory_failure, num_layers_that_fit
 from tools.gpu_check.page import PAGE, RESULTS, read_results, write_results
 from tools.gpu_check.running import Ended, Runner
 
@@ -166,6 +166,29 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
     assert time.monotonic() - begin < 30
     assert ended.failure is not None
     assert "the part's time was over" in ended.failure
+
+
+@pytest.mark.parametrize(
+    ("allocated", "reserved", "told"),
+    [
+        (97, 100, None),
+        (101, 105, None),  # library workspaces and rounding are in the share for fragmentation
+        (101, 106, "more is reserved than the "),
+        (90, 100, None),
+        (89, 100, "more than 10% below the prediction"),
+    ],
+)
+def test_memory_that_contradicts_its_prediction(
+    allocated: int, reserved: int, told: str | None
+) -> None:
+    predicted = {"predicted peak": 100, "predicted reserved": 105}
+    found = memory_failure({**predicted, "max allocated": allocated, "max reserved": reserved})
+    assert (found or "").startswith(told or "")
+    assert (found is None) is (told is None)
+
+
+def test_a_cpu_s_resident_memory_proves_nothing() -> None:
+    assert memory_failure({"max resident": 300, "predicted peak": 100}) is None
 
 
 def test_what_a_failure_says() -> None:

@@ -17,6 +17,7 @@ PART_SECONDS = 8 * 60.0
 
 # torchrun ends its ranks when it is asked to stop; it kills them itself after 30 s.
 _GRACE_SECONDS = 40.0
+_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as in the launch scripts
 _TRACEBACK = re.compile(r"^\S*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
 
 
@@ -76,7 +77,7 @@ class Runner:
             process = subprocess.Popen(
                 argv,
                 cwd=ROOT,
-                env={**os.environ, **(env or {})},
+                env={**_ENVIRONMENT, **os.environ, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -97,16 +97,26 @@ def lone_rank(
     prefetch_units: int = 1,
     device: str = "cpu",
     is_trained: Callable[[str], bool] = lambda _name: True,
-    pieces: Pieces | None = None,
 ) -> LoneRank:
-    """Builds the last rank as training does; call `silence` before it runs.
-
-    `pieces`: collectives are ho-ring's pipelines, otherwise the backend's own.
-    """
-    context = _context(strategy, topology, precision, device, pieces)
+    """Builds the last rank as training does; call `silence` before it runs."""
+    context = _context(strategy, topology, precision, device)
     llama = _empty_llama(config, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
     return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=prefetch_units))
+
+
+def lone_pipelining_rank(
+    config: LlamaConfig,
+    strategy: Strategy,
+    topology: Topology,
+    precision: PrecisionConfig,
+    pieces: Pieces,
+) -> LoneRank:
+    """The same with ho-ring's pipelines."""
+    context = _context(strategy, topology, precision, "cpu", pieces)
+    llama = _empty_llama(config, lambda _name: True)
+    nodes = make_unit_modules(llama, llama.units(), context)
+    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1))
 
 
 def lone_rotating_rank(

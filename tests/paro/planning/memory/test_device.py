@@ -34,7 +34,7 @@ from paro.precision import PrecisionConfig
 from paro.rotation.ring import make_ring
 from paro.strategy import legal_letters, make_comm_plan, rotation_runs, spans_by_use
 from tests.paro.planning.cases import DEVICE, workload
-from tests.paro.planning.lone_rank import lone_rank, silence
+from tests.paro.planning.lone_rank import lone_pipelining_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
 BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
@@ -105,7 +105,7 @@ def test_groups_are_counted_as_they_are_made(names: Sequence[str], *, rotates: b
 @pytest.mark.parametrize("text", ["GGG", "IIG", "NNN", "NGG"])
 def test_the_pipeline_s_buffers_are_predicted(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    rank = lone_rank(TINY, strategy, topology, BF16, pieces=lambda *_: 3)
+    rank = lone_pipelining_rank(TINY, strategy, topology, BF16, lambda *_: 3)
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
