@@ -38,6 +38,17 @@ def test_the_line_shows_the_peak_as_it_is_and_as_predicted() -> None:
     )
 
 
+def test_the_line_of_a_gpu_has_what_is_reserved_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, name in enumerate(("memory_allocated", "memory_reserved"), start=1):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda _, index=index: index * MIB)
+        monkeypatch.setattr(f"torch.cuda.max_{name}", lambda _, index=index: (4 + index) * MIB)
+    line = memory_line(torch.device("cuda", 0), rank=0, iteration=1, forecast=FORECAST)
+    assert line.endswith(
+        " | max allocated: 5.0 | reserved: 2.0 | max reserved: 6.0 | model states: 3.0"
+        " | predicted peak: 7.0 | predicted reserved: 6.0"
+    )
+
+
 def test_what_a_host_has_left_is_what_its_tightest_limit_leaves(tmp_path: Path) -> None:
     def write(path: str, text: object) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -75,6 +75,8 @@ def test_machines_that_do_not_exist_or_do_not_match() -> None:
         ),
         ("memory_bytes", 0, "device.memory_bytes: 0 is not allowed"),
         ("reserved_bytes", 81e9, "device.reserved_bytes: 81000000000 is not allowed"),
+        ("communicator_bytes", -1, "device.communicator_bytes: -1 is not allowed"),
+        ("fragmentation", 1.0, "device.fragmentation: 1.0 is not allowed, it must be 0 or more"),
         ("peak_flops", "fast", "device.peak_flops: 'fast' is of the wrong type"),
         ("colour", 1, "device.colour: is unknown; the fields are name, memory_bytes"),
     ],
