@@ -1,1 +1,1 @@
-"""Peak memory of a rank, and the memory limit of a device."""
+"""Peak memory of a rank, and what it takes of its device."""

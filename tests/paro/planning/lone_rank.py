@@ -111,10 +111,12 @@ def lone_pipelining_rank(
     topology: Topology,
     precision: PrecisionConfig,
     pieces: Pieces,
+    *,
+    is_trained: Callable[[str], bool] = lambda _name: True,
 ) -> LoneRank:
     """The same with ho-ring's pipelines."""
     context = _context(strategy, topology, precision, "cpu", pieces)
-    llama = _empty_llama(config, lambda _name: True)
+    llama = _empty_llama(config, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
     return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
@@ -85,10 +85,15 @@ def num_made(text: str, names: Sequence[str], *, rotates: bool) -> int:
 
 
 def communication(
-    text: str, names: Sequence[str], *, rotates: bool = False, config: LlamaConfig = TINY
+    text: str,
+    names: Sequence[str],
+    *,
+    rotates: bool = False,
+    is_trained: Callable[[str], bool] = lambda _name: True,
 ) -> Communication:
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    units = units_of(config, world_size=8, rotated_over=strategy.params if rotates else 1)
+    rotated_over = strategy.params if rotates else 1
+    units = units_of(TINY, world_size=8, is_trained=is_trained, rotated_over=rotated_over)
     return nccl_communication(strategy, topology, units, BF16, names, lambda *_: 3, rotates=rotates)
 
 
@@ -102,10 +107,17 @@ def test_groups_are_counted_as_they_are_made(names: Sequence[str], *, rotates: b
     assert max(made.values()) > min(made.values()) > 0 or rotates
 
 
-@pytest.mark.parametrize("text", ["GGG", "IIG", "NNN", "NGG"])
-def test_the_pipeline_s_buffers_are_predicted(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "trained"), [("GGG", ""), ("GGG", "norm"), ("IIG", ""), ("NNN", ""), ("NGG", "")]
+)
+def test_the_pipeline_s_buffers_are_predicted(
+    monkeypatch: pytest.MonkeyPatch, text: str, trained: str
+) -> None:
+    def is_trained(name: str) -> bool:
+        return trained in name
+
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    rank = lone_pipelining_rank(TINY, strategy, topology, BF16, lambda *_: 3)
+    rank = lone_pipelining_rank(TINY, strategy, topology, BF16, lambda *_: 3, is_trained=is_trained)
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
@@ -116,7 +128,8 @@ def test_the_pipeline_s_buffers_are_predicted(monkeypatch: pytest.MonkeyPatch, t
         for buffers in collectives._buffers.values()
         for slot in buffers.scratch._slots.values()
     )
-    assert held == communication(text, ("ho-ring",)).buffer_bytes
+    predicted = communication(text, ("ho-ring",), is_trained=is_trained)
+    assert held == predicted.buffer_bytes
     assert (held > 0) is (text != "IIG")  # its collectives use one kind of links
 
 
