@@ -72,7 +72,7 @@ def report(args: Namespace, workload: Workload) -> None:
     print_line(title(workload), "")
     rotated = rotated_rows(workload) if workload.materialize.rotates else ()
     rows = best_first((*letter_rows(workload), *rotated))
-    print_line(rows_table(rows), *misfits(workload, rows), "")
+    print_line(rows_table(workload, rows), *misfits(workload, rows), "")
     found = plan(workload)
     print_line(*describe(found), "", "memory against time, all candidates:")
     print_line(front_table(found), "")

@@ -244,6 +244,10 @@ def _add_paro_args(parser: ArgumentParser) -> None:
     add("--paro-rotate-in-place", action="store_true",
         help="with --paro-materialize rotate: exchange slices in place, in chunks; needs less "
         "memory, but nothing is computed meanwhile")
+    add("--paro-survive", type=int, default=0, metavar="NODES",
+        help="keep every parameter, master and moment on so many nodes more than one, so that the "
+        "others still hold all when they are lost at once: --paro-strategy auto chooses only such "
+        "strategies, and others are refused; 0: no demand")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from model.config import LlamaConfig
@@ -9,12 +10,21 @@ from paro.config.batch_schedule import BatchSchedule
 from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.planning.cost_model import merged, model_state_bytes
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
+from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.description import describe
 from paro.planning.search.planner import SearchResult, plan
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.search_space import Materialize, SearchSpace, Workload
+from paro.planning.search.search_space import (
+    Materialize,
+    SearchSpace,
+    Workload,
+    legal_strategies,
+)
+from paro.planning.survival import Survival, check_nodes, survival
+from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.strategy import FLAG, Strategy
 
@@ -77,6 +87,8 @@ def case_of(
         materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
         device_type=device_type,
         memory_bytes=None if memory_gb is None else round(memory_gb * 1e9),
+        ranks_per_node=sharding.ranks_per_node,
+        survive=sharding.survive,
     )
 
 
@@ -96,3 +108,60 @@ def choose_strategy(workload: Workload) -> tuple[Strategy, Sequence[str]]:
     if found.best is None:
         raise UserError(f"{FLAG} {AUTO}: {why_nothing_fits(workload, found)}")
     return found.best.candidate.strategy, describe(found)
+
+
+def check_survival(
+    sharding: ShardingConfig,
+    strategy: Strategy,
+    model: LlamaConfig,
+    precision: PrecisionConfig,
+    world_size: int,
+) -> None:
+    """`UserError` unless a strategy holds every state after the losses of --paro-survive.
+
+    It names the nearest degrees that do: those of params and grads change least, then the model
+    states of a rank take least.
+    """
+    node = sharding.ranks_per_node
+    check_nodes(sharding.survive, world_size, node)
+
+    def kept_by(strategy: Strategy) -> Survival:
+        return survival(strategy, world_size=world_size, ranks_per_node=node)
+
+    kept = kept_by(strategy)
+    if kept.nodes >= sharding.survive:
+        return
+    rotates = sharding.materialize == "rotate"
+    group_size = sharding.group_size
+
+    def state_bytes(strategy: Strategy) -> int:
+        degree = strategy.params if rotates else 1
+        in_place = sharding.rotate_in_place
+        units = units_of(model, world_size=world_size, rotated_over=degree, in_place=in_place)
+        return model_state_bytes(strategy, merged(units), precision).total
+
+    def distance(other: Strategy) -> tuple[float, int]:
+        ratios = (other.params / strategy.params, other.grads / strategy.grads)
+        return sum(abs(math.log(ratio)) for ratio in ratios), state_bytes(other)
+
+    def holds(other: Strategy) -> bool:
+        if kept_by(other).nodes < sharding.survive:
+            return False
+        return not rotates or not rotation_infeasible_reason(
+            other, model, world_size=world_size, group_size=group_size
+        )
+
+    holding = filter(holds, legal_strategies(world_size, group_size))
+    nearest = min(holding, key=distance, default=None)
+    advice = "no degrees hold it with --paro-materialize rotate: leave that out"
+    if nearest is not None:
+        degrees = ",".join(map(str, nearest.degrees))
+        more = (state_bytes(nearest) - state_bytes(strategy)) / 1e6
+        advice = (
+            f"the nearest that holds it is {FLAG} {degrees}, with {abs(more):,.2f} MB "
+            f"{'more' if more >= 0 else 'less'} of model states a rank"
+        )
+    raise UserError(
+        f"--paro-survive {sharding.survive}: under {FLAG} {strategy.name} {kept.describe()}; "
+        f"{advice}"
+    )

@@ -34,7 +34,7 @@ from paro.config.checks import (
     flags_without_effect,
 )
 from paro.config.model import output_layer_notice, take_model
-from paro.config.plan import AUTO, case_of, choose_strategy, take_machine
+from paro.config.plan import AUTO, case_of, check_survival, choose_strategy, take_machine
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -136,6 +136,7 @@ class RunConfig:
         )
         check_collective(config.sharding, config.runtime)
         check_rotation(config.sharding, config.strategy, config.model, world.size)
+        check_survival(config.sharding, config.strategy, config.model, config.precision, world.size)
         check_sequence(config.model, config.data)
         check_intervals(config.train, config.checkpoint)
         check_profile(config.profile, config.report, config.checkpoint)
@@ -196,10 +197,12 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
         )
     sharding = ShardingConfig(
         group_size=group_size,
+        ranks_per_node=world.ranks_per_node,
         collective=args.paro_collective,
         prefetch_units=args.paro_prefetch_units,
         materialize=args.paro_materialize,
         rotate_in_place=args.paro_rotate_in_place,
+        survive=args.paro_survive,
         machine=take_machine(args.paro_machine, world, group_size),
     )
     return sharding, strategy

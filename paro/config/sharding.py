@@ -13,11 +13,13 @@ class ShardingConfig:
     """How the model states are sharded and communicated (the flags `--paro-*`)."""
 
     group_size: int
+    ranks_per_node: int = 1
     collective: str = "native"
     prefetch_units: int = 1
     machine: Machine | None = None  # measured speeds, for `auto` and the planner
     materialize: str = "gather"  # or "rotate": how ranks get the parameters they compute with
     rotate_in_place: bool = False
+    survive: int = 0  # nodes that may be lost at once with every state still held
 
     def __post_init__(self) -> None:
         if self.collective == "auto" and self.machine is None:
@@ -27,5 +29,7 @@ class ShardingConfig:
             )
         if self.rotate_in_place and self.materialize != "rotate":
             raise UserError("--paro-rotate-in-place needs --paro-materialize rotate")
+        if self.survive < 0:
+            raise UserError(f"--paro-survive {self.survive} is negative; 0 demands nothing")
         if self.prefetch_units < 0:
             raise UserError(f"--paro-prefetch-units {self.prefetch_units} is negative; 0 is off")

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from paro.errors import UserError
 from paro.quantities import count_text
 from paro.strategy import Strategy
 
@@ -43,6 +44,16 @@ def survival(strategy: Strategy, *, world_size: int, ranks_per_node: int) -> Sur
         ranks=world_size // degree - 1,
         nodes=_fewest_nodes(degree, world_size, ranks_per_node) - 1,
     )
+
+
+def check_nodes(survive: int, world_size: int, ranks_per_node: int) -> None:
+    """Raises `UserError` unless some node is left when `survive` are lost."""
+    num_nodes = -(-world_size // ranks_per_node)
+    if 0 < num_nodes <= survive:
+        raise UserError(
+            f"--paro-survive {survive}: the {count_text(world_size, 'rank')} are on "
+            f"{count_text(num_nodes, 'node')}, of which at most {num_nodes - 1} can be lost"
+        )
 
 
 @cache

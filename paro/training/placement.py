@@ -19,6 +19,7 @@ from paro.planning.memory.device import (
 )
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.rotating import rotating_peak
+from paro.planning.survival import survival
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF
 from paro.quantities import ranks_text
@@ -48,7 +49,16 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     )
     if same is not None and same != strategy.name:
         title += f" (here this is the same as {same})"
-    return [title, *describe_placement(strategy, topology, states)]
+    kept = survival(
+        strategy,
+        world_size=topology.world_size,
+        ranks_per_node=config.sharding.ranks_per_node,
+    )
+    table = describe_placement(strategy, topology, states)
+    copies = f"> copies: {kept.describe()}"
+    if config.sharding.survive:
+        copies += f", as --paro-survive {config.sharding.survive} demands"
+    return [title, *table, copies]
 
 
 def measured_units(training: Training) -> tuple[UnitSize, ...]:

@@ -18,6 +18,7 @@ import pytest
 from model.config import LLAMA_PRESETS
 from paro.arguments.parser import build_parser
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
+from paro.planning.survival import survival
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
@@ -204,6 +205,7 @@ def strategy_row(letters: str) -> str:
         *(fraction[letter] for letter in letters),
         multiples(GATHER[params], REDUCE[grads]),
         multiples(FINISH[grads + optim], PUBLISH[params + optim]),
+        str(survival(strategy, world_size=32, ranks_per_node=8).nodes),
         f"{stored / 1e9:.1f}",
         f"{sent.intra / 1e9:.1f}",
         f"{sent.inter / 1e9:.2f}",

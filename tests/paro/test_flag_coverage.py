@@ -52,7 +52,7 @@ RENAMED = {
     "weight_decay": "schedule.start_weight_decay",
 }
 # Fields with a flag's name that are computed from it, or repeat it for another reader.
-ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
+ALSO = {"data.seed", "sharding.ranks_per_node", "model.vocab_size", "vocab_size"}
 # Fields that come from no flag.
 UNOWNED = {
     "batches.data_parallel_size",
@@ -111,6 +111,11 @@ CASES = {
         (),
         "--paro-materialize rotate",
         "--paro-materialize rotate --paro-rotate-in-place",
+    ),
+    "paro_survive": (
+        (),
+        "--paro-strategy 1,1,2",
+        "--paro-strategy 1,1,2 --paro-survive 1",
     ),
     "per_split_data_args_path": (
         ("mock-data",),

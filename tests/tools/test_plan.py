@@ -46,6 +46,7 @@ def test_rows_hold_every_letter_strategy_best_first(
     contract = {"strategy", "fits", "memory_bytes", "step_seconds", "tokens_per_second", "mfu",
                 "intra_bytes", "inter_bytes"}  # fmt: skip
     assert all(contract <= row.keys() for row in rows)
+    assert all((row["survives"]["nodes"] > 0) is (row["strategy"][2] != "G") for row in rows)
     tokens = 64 * 512
     assert all(r["tokens_per_second"] == pytest.approx(tokens / r["step_seconds"]) for r in rows)
     assert fields["candidates"][0] == fields["best"]

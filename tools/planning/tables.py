@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from model.config import num_parameters
@@ -14,7 +14,8 @@ from paro.planning.search.search_space import SearchSpace, Workload
 from paro.quantities import count_text, ranks_text
 
 HEADS = (
-    "strategy", "GB", "states GB", "s/step", "tokens/s", "MFU", "intra GB", "inter GB", "waits",
+    "strategy", "GB", "states GB", "nodes", "s/step", "tokens/s", "MFU", "intra GB", "inter GB",
+    "waits",
 )  # fmt: skip
 
 
@@ -39,8 +40,11 @@ def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
     return [("=".join(row.candidate.name for row in same), same[0]) for same in found.values()]
 
 
-def rows_table(rows: Sequence[Estimate]) -> str:
-    """One row per strategy: memory, step time, traffic and exposed communication of a rank."""
+def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
+    """One row per strategy: memory, step time, traffic and exposed communication of a rank.
+
+    Under "nodes" are those that may be lost at once with every state still held.
+    """
     cells = [HEADS]
     for name, row in _alike(rows):
         states = row.memory.allocations.states / 1e9
@@ -49,6 +53,7 @@ def rows_table(rows: Sequence[Estimate]) -> str:
                 name + ("" if row.fits else " *"),
                 f"{row.memory_bytes / 1e9:.1f}",
                 f"{states:.1f}",
+                str(workload.survival(row.candidate.strategy).nodes),
                 f"{row.seconds:.3f}",
                 f"{row.tokens_per_second:,.0f}",
                 f"{row.mfu:.1%}",
@@ -173,6 +178,7 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
         "memory_bytes": estimate.memory_bytes,
         "memory_parts": estimate.memory.parts(),
         "memory_moment": estimate.memory.name,
+        "survives": asdict(workload.survival(estimate.candidate.strategy)),
         "model_state_bytes": estimate.memory.allocations.states,
         "step_seconds": estimate.seconds,
         "compute_seconds": estimate.timeline.compute_seconds,

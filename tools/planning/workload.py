@@ -45,6 +45,7 @@ def make_parser() -> Parser:
     add("--paro-prefetch-units", type=int, default=1, help="0: nothing overlaps; default 1")
     add("--paro-materialize", choices=("gather", "rotate"), default="gather", help="of the search")
     add("--paro-rotate-in-place", action="store_true", help="with --paro-materialize rotate")
+    add("--paro-survive", type=int, default=0, metavar="NODES", help="as in pretrain_llama.py")
     add("--micro-batch-size", type=int, default=1, help="of the rows; default 1")
     add("--global-batch-size", type=int, help="default: one micro-batch a rank")
     add("--seq-length", type=int, help="default: the model's positions")
@@ -93,6 +94,8 @@ def case_of(args: Namespace) -> Workload:
     batch = args.global_batch_size
     if args.paro_prefetch_units < 0:
         raise UserError(f"--paro-prefetch-units {args.paro_prefetch_units} is negative; 0 is off")
+    if args.paro_survive < 0:
+        raise UserError(f"--paro-survive {args.paro_survive} is negative; 0 demands nothing")
     if args.seq_length is None:
         preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].max_position_embeddings
         args.seq_length = args.max_position_embeddings or preset
@@ -122,6 +125,7 @@ def case_of(args: Namespace) -> Workload:
         materialize=Materialize.of_flags(args.paro_materialize, args.paro_rotate_in_place),
         trainable=trainable_of(args.trainable),
         memory_bytes=memory_of(args),
+        survive=args.paro_survive,
         device_type="cpu" if machine.device and machine.device.cores else "cuda",
     )
 

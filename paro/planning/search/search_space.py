@@ -15,6 +15,7 @@ from paro.planning.memory.device import Overheads
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import device_of
+from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.quantities import check_multiple
 from paro.strategy import Strategy, effective_letters, parse_strategy
@@ -60,9 +61,12 @@ class Workload:
     trainable: Trainable = field(default_factory=Trainable)
     memory_bytes: int | None = None  # per device, instead of the machine's
     device_type: str = "cuda"
+    ranks_per_node: int | None = None  # None: a group of the machine is a node
+    survive: int = 0  # nodes that may be lost at once with every state still held
 
     def __post_init__(self) -> None:
         device_of(self.machine)
+        check_nodes(self.survive, self.world_size, self.ranks_per_node or self.machine.group_size)
         self.micro_batches(self.micro_batch_size)
 
     @property
@@ -99,8 +103,16 @@ class Workload:
             materialize=self.materialize,
         )
 
+    def survival(self, strategy: Strategy) -> Survival:
+        """What may be lost under a strategy."""
+        node = self.ranks_per_node or self.machine.group_size
+        return survival(strategy, world_size=self.world_size, ranks_per_node=node)
+
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
-        """Why a strategy cannot materialize parameters this way; None if it can."""
+        """Why a strategy cannot be chosen with parameters materialized this way; None if it can."""
+        kept = self.survival(strategy)
+        if kept.nodes < self.survive:
+            return f"--paro-survive {self.survive}: under {strategy.name} {kept.describe()}"
         if not materialize.rotates:
             return None
         if self.trainable.kind is TrainableKind.ADAPTERS:

@@ -12,6 +12,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.files import machine_to_json
 from paro.planning.search.planner import letter_rows
+from paro.planning.survival import survival
 from tests.paro.planning.cases import machine, workload
 
 # Blocks as wide as LLaMA-7B's, so that links and memory decide as they do for a user.
@@ -124,3 +125,48 @@ def test_a_world_that_disagrees_with_the_machine() -> None:
             "--paro-machine dgx-h100 --micro-batch-size 1 --global-batch-size 48",
             World(size=48, ranks_per_node=12),
         )
+
+
+@pytest.mark.slow("searches all candidates of a model")
+def test_auto_chooses_among_what_survives() -> None:
+    flags = "--paro-strategy auto --paro-machine dgx-a100-roce100"
+    for survive in (0, 3):
+        config = configured(f"{flags} --paro-survive {survive}")
+        kept = survival(config.strategy, world_size=WORLD.size, ranks_per_node=8)
+        assert kept.nodes >= survive
+    with pytest.raises(UserError, match=r"^--paro-survive 4: the 32 ranks are on 4 nodes, of"):
+        configured(f"{flags} --paro-survive 4")
+
+
+@pytest.mark.parametrize(
+    ("group_size", "strategy", "survive", "nearest"),
+    [
+        (4, "IIG", 1, "4,4,4"),
+        (2, "IIG", 1, "2,2,4"),
+        (2, "IIG", 3, "2,2,2"),
+        (2, "NNG", 1, "1,1,4"),
+        (2, "GGG", 1, "4,4,4"),
+        (2, "IGG", 2, "2,2,2"),
+        (2, "IIG --paro-materialize rotate", 1, "2,2,4"),
+    ],
+)
+def test_the_nearest_degrees_that_survive_are_named(
+    group_size: int, strategy: str, survive: int, nearest: str
+) -> None:
+    world = World(rank=0, size=8, local_rank=0, ranks_per_node=group_size)
+    batch = "--global-batch-size 64"
+    flags = f"{batch} --paro-survive {survive} --paro-strategy "
+    with pytest.raises(UserError, match=r"\A[^\n]*\Z") as error:
+        configured(flags + strategy, world)
+    told = str(error.value)
+    assert told.startswith(f"--paro-survive {survive}: under --paro-strategy {strategy[:3]} no ")
+    assert f"the nearest that holds it is --paro-strategy {nearest}, with " in told
+    assert told.endswith(" MB more of model states a rank")
+    configured(flags + strategy.replace(strategy[:3], nearest), world)
+
+
+def test_where_nothing_that_rotates_survives_it_is_said() -> None:
+    world = World(rank=0, size=4, local_rank=0, ranks_per_node=1)
+    flags = "--global-batch-size 64 --paro-group-size 4 --paro-materialize rotate"
+    with pytest.raises(UserError, match=r"rotate: leave that out$"):
+        configured(f"{flags} --paro-strategy GGG --paro-survive 3", world)
