@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data.stored_array import StoredArray
+
 DATASET_DTYPE: np.dtype[Any] = np.dtype(np.int16)
 SAMPLE_DTYPE: np.dtype[Any] = np.dtype(np.int64)
 _LEAST_STRETCH = 256
@@ -31,8 +33,8 @@ Counts = NDArray[np.int64]  # of every corpus, in every lane
 class BlendIndices(NamedTuple):
     """For every sample of a blend: its corpus, and its number among that corpus's samples."""
 
-    dataset_index: NDArray[np.int16]
-    dataset_sample_index: NDArray[np.int64]
+    dataset_index: NDArray[np.int16] | StoredArray
+    dataset_sample_index: NDArray[np.int64] | StoredArray
 
 
 def blend_by_share(shares: Sequence[float], num_samples: int) -> BlendIndices:

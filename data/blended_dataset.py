@@ -64,7 +64,7 @@ class BlendedDataset:
     def describe(self) -> str:
         """One line: the corpora, what each contributes, where the order is stored."""
         size = len(self.indices.dataset_index)
-        counts = np.bincount(self.indices.dataset_index, minlength=len(self.members))
+        counts = np.bincount(np.asarray(self.indices.dataset_index), minlength=len(self.members))
         parts = ", ".join(
             f"{count / max(size, 1):.2%} {member.indexed.prefix} "
             f"({count * member.plan.seq_length / member.plan.tokens_per_epoch:.2f} epochs)"
@@ -143,7 +143,7 @@ def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
     indices, source = _cached_indices(
         blend, request, shares, size, lambda: blend_by_share(shares, size)
     )
-    drawn = np.bincount(indices.dataset_index, minlength=len(shares)).tolist()
+    drawn = np.bincount(np.asarray(indices.dataset_index), minlength=len(shares)).tolist()
     members = []
     for prefix, count, used in zip(blend.prefixes, wanted, drawn, strict=True):
         planned = with_surplus(count)

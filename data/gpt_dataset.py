@@ -66,11 +66,11 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         sample = int(self.order.shuffle_index[index])
-        first, offset = map(int, self.order.sample_index[sample])
-        last, last_offset = map(int, self.order.sample_index[sample + 1])
+        bounds = self.order.sample_index[sample : sample + 2].tolist()
+        (first, offset), (last, last_offset) = bounds
         parts = []
-        for entry in range(first, last + 1):
-            sequence = int(self.order.document_index[entry])
+        sequences = self.order.document_index[first : last + 1].tolist()
+        for entry, sequence in enumerate(sequences, first):
             begin = offset if entry == first else 0
             length = last_offset + 1 - begin if entry == last else None
             parts.append(self.indexed.get(sequence, begin, length))

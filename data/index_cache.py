@@ -2,8 +2,8 @@
 
 File names contain the MD5 of a description of everything the indices depend on. Each file is
 renamed into place; the description, which also has the checksums, comes last. Two processes that
-build the same indices write the same bytes. Indices that do not match are rebuilt. Readers
-memory-map the files, so that the ranks of a node share one copy.
+build the same indices write the same bytes. Indices that do not match are rebuilt. What a sample
+needs is read from the files when it is needed, so that no rank or worker has a copy of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,11 +32,15 @@ from data.sample_order import (
     sample_index_dtype,
     shuffle_index_dtype,
 )
+from data.stored_array import StoredArray
 from data.waits import Wait
-from paro.untrusted.regular_file import check_regular, read_text
+from paro.errors import UserError
+from paro.untrusted.checksum import crc32
+from paro.untrusted.regular_file import read_text
 
 _POLL_SECONDS = 0.05
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]  # as they are built
+StoredArrays = Mapping[str, NDArray[Any] | StoredArray]
 Expected = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape and type by name
 
 
@@ -81,7 +84,7 @@ def cached_order(
 
 def cached_arrays(
     entry: CacheEntry, expected: Expected, build: Callable[[], Arrays]
-) -> tuple[Arrays, str]:
+) -> tuple[StoredArrays, str]:
     """The arrays of an entry, from the cache if they are there and intact; and their source.
 
     One process per machine builds while the others wait for its files. Machines do not wait for
@@ -144,12 +147,17 @@ def _lock(descriptor: int, path: Path) -> None:
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
 
-def checksum(array: NDArray[Any]) -> int:
+def checksum(array: NDArray[Any] | StoredArray) -> int:
     """The CRC-32 of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(array).data)
+    if not isinstance(array, StoredArray):
+        return crc32(np.ascontiguousarray(array).data)
+    found = 0
+    for part in array.parts():
+        found = crc32(part, found)
+    return found
 
 
-def _seal(entry: CacheEntry, arrays: Arrays) -> str:
+def _seal(entry: CacheEntry, arrays: StoredArrays) -> str:
     """The content of the description file: Megatron's, and a line of checksums."""
     sums = {name: checksum(array) for name, array in arrays.items()}
     return f"{entry.description}\n{json.dumps({'crc32': sums})}\n"
@@ -164,18 +172,14 @@ def _write(entry: CacheEntry, arrays: Arrays) -> None:
         temporary.write_text(_seal(entry, arrays))
 
 
-def _read(entry: CacheEntry, expected: Expected) -> Arrays | None:
+def _read(entry: CacheEntry, expected: Expected) -> StoredArrays | None:
     """The stored arrays; None if a file is missing, unreadable or differs from what was written."""
     try:
         seal = read_text(entry.path("description.txt"))
-        for name in expected:
-            check_regular(entry.path(f"{name}.npy"))
         arrays = {
-            name: np.load(entry.path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
-            for name in expected
+            name: StoredArray(entry.path(f"{name}.npy"), shape, dtype)
+            for name, (shape, dtype) in expected.items()
         }
-    except (OSError, ValueError, EOFError):  # missing, no file, truncated, or not an array
+        return arrays if seal == _seal(entry, arrays) else None
+    except (OSError, UserError):
         return None
-    if {name: (array.shape, array.dtype) for name, array in arrays.items()} != dict(expected):
-        return None
-    return arrays if seal == _seal(entry, arrays) else None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data.stored_array import StoredArray
 from paro.errors import UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -93,9 +94,11 @@ class OrderPlan:
 class SampleOrder(NamedTuple):
     """The three indices; rows k and k + 1 of `sample_index` bound sample k."""
 
-    document_index: NDArray[np.int32]  # sequence ids in reading order
-    sample_index: NDArray[Any]  # (position in document_index, token offset), one row more
-    shuffle_index: NDArray[Any]  # the i-th sample to visit
+    document_index: NDArray[np.int32] | StoredArray  # sequence ids in reading order
+    sample_index: (
+        NDArray[Any] | StoredArray
+    )  # (position in document_index, token offset), one row more
+    shuffle_index: NDArray[Any] | StoredArray  # the i-th sample to visit
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from data.atomic_file import temporary_beside
 from paro.checkpoint.owner import Owner
 from paro.errors import StorageError, UserError
+from paro.untrusted.schema import parse_json
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 60.0
@@ -132,8 +134,7 @@ class Lease:
         if found is None and not _create(self._root, self._number, self._owner):
             found = _newest(self._root)
         if found is not None:
-            who = "another run" if found.owner is None else found.owner.describe()
-            self._lost = f"{who}, has taken it over"
+            self._lost = f"{found.who}, has taken it over"
             return os.open(found.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         return os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
 
@@ -163,15 +164,14 @@ class Contender:
             if _create(self._root, number, self._owner):
                 return Lease(self._root, number, self._owner)
             return "another run, which starts at this moment"
-        who = "another run" if found.owner is None else found.owner.describe()
         if self._seen is None:
             self._seen, self._seen_at = found, self._clock()
         elif found != self._seen:
             raise UserError(
-                f"--save {self._root} is in use by {who}: give another --save, or end that run "
-                "first"
+                f"--save {self._root} is in use by {found.who}: give another --save, or end that "
+                "run first"
             )
-        return who
+        return found.who
 
     def _is_free(self, found: _Found) -> bool:
         owner = found.owner
@@ -192,6 +192,13 @@ class _Found:
     modified_ns: int
     owner: Owner | None  # None: damaged
     released: bool
+
+    @property
+    def who(self) -> str:
+        """The owner in words. One that lives repairs a damaged file with its next heartbeat."""
+        if self.owner is None:
+            return f"an unknown run ({self.path.name} is damaged)"
+        return self.owner.describe()
 
 
 def _newest(root: Path) -> _Found | None:
@@ -215,7 +222,7 @@ def _newest(root: Path) -> _Found | None:
             os.close(descriptor)
         record = _parsed(content)
         owner = Owner.from_json(record)
-        released = isinstance(record, dict) and record.get("released") is True
+        released = record.get("released") is True
         return _Found(path, max(numbers), content, status.st_mtime_ns, owner, released)
     return None
 
@@ -289,8 +296,10 @@ def _content(owner: Owner, *, beats: int, released: bool) -> bytes:
     return content
 
 
-def _parsed(content: bytes) -> object:
+def _parsed(content: bytes) -> dict[str, Any]:
+    """The fields of a lease file; none if it is damaged."""
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
+        record: dict[str, Any] = parse_json(content, dict[str, Any], "")
+    except UserError:
+        return {}
+    return record

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 from paro.distributed.world import read_job_id, read_rendezvous_id
+from paro.errors import UserError
+from paro.untrusted.schema import Count, Positive, conform
 
 _TEXT_LENGTH = 128
 
@@ -21,8 +24,8 @@ class Owner:
 
     token: str
     host: str
-    pid: int
-    start_ticks: int  # after boot; with the pid, it names a process until the next boot
+    pid: Positive
+    start_ticks: Count  # after boot; with the pid, it names a process until the next boot
     boot_id: str
     pid_namespace: str  # in another container on the same host a pid is another process
     rendezvous_id: str  # torchrun's --rdzv-id, or empty
@@ -44,18 +47,17 @@ class Owner:
         )
 
     @classmethod
-    def from_json(cls, found: object) -> Self | None:
+    def from_json(cls, record: Mapping[str, Any]) -> Self | None:
         """The owner in a parsed lease file, its texts fit to be printed; None if damaged."""
-        if not isinstance(found, dict):
+        own = {field.name: record[field.name] for field in fields(cls) if field.name in record}
+        try:
+            found: Self = conform(own, cls, "")
+        except UserError:
             return None
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            value = found.get(field.name)
-            kind = int if field.type == "int" else str
-            if type(value) is not kind:
-                return None
-            values[field.name] = _short(value) if isinstance(value, str) else value
-        return cls(**values)
+        texts: dict[str, Any] = {
+            name: _short(text) for name, text in own.items() if isinstance(text, str)
+        }
+        return replace(found, **texts)
 
     def is_same_job(self, other: Owner) -> bool:
         """Whether both are starts of one torchrun or SLURM job."""

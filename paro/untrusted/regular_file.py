@@ -61,8 +61,9 @@ class RegularFile:
     SIGBUS, and an I/O error does so too.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, remedy: str = "restore it and run again") -> None:
         self.path = str(path)
+        self._remedy = remedy  # if it is shortened
         with reading(self.path):
             self._descriptor = _open(path, self.path)
             finalize(self, os.close, self._descriptor)
@@ -76,8 +77,8 @@ class RegularFile:
             if not more:
                 raise UserError(
                     f"{self.path} has {os.fstat(self._descriptor).st_size:,} bytes and had "
-                    f"{self.size:,} when it was opened: another program has shortened it; restore "
-                    "it and run again"
+                    f"{self.size:,} when it was opened: another program has shortened it; "
+                    f"{self._remedy}"
                 )
             content += more
         return content

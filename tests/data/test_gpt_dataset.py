@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -26,6 +27,7 @@ from data.gpt_dataset import (
 )
 from data.index_cache import cached_arrays
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.stored_array import StoredArray
 from paro.errors import UserError
 
 VOCAB = 1000
@@ -76,8 +78,8 @@ def test_samples_are_cut_from_the_shuffled_documents_joined(corpus: IndexedDatas
 
 def test_splits_share_no_document(corpus: IndexedDataset) -> None:
     train, valid = build(corpus), build(corpus, "valid", num_samples=3)
-    seen = set(train.order.document_index.tolist())
-    held_out = set(valid.order.document_index.tolist())
+    seen = set(train.order.document_index[:].tolist())
+    held_out = set(valid.order.document_index[:].tolist())
     assert seen == set(range(24))
     assert held_out == set(range(24, 30))
 
@@ -105,7 +107,7 @@ def test_a_second_start_reads_the_cache(corpus: IndexedDataset, tmp_path: Path) 
     second = build(corpus, sampling=sampling)
     assert first.source == f"indices written to {tmp_path / 'cache'}"
     assert second.source == f"indices read from {tmp_path / 'cache'}"
-    assert isinstance(second.order.sample_index, np.memmap)
+    assert isinstance(second.order.sample_index, StoredArray)
     assert all_samples(first) == all_samples(second)
     assert not (tmp_path / "corpus").exists()
 
@@ -156,6 +158,62 @@ def test_a_damaged_cache_is_built_anew(corpus: IndexedDataset, part: int, damage
     assert "written" in repaired.source
     assert all_samples(repaired) == expected
     assert "read" in build(corpus).source
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_a_cache_that_is_shortened_while_it_is_used_is_one_line(
+    corpus: IndexedDataset, part: int
+) -> None:
+    expected = all_samples(build(corpus))
+    dataset = build(corpus)
+    path = cache_files(dataset)[part]
+    os.truncate(path, 128)
+    with pytest.raises(UserError, match=r"npy has 128 bytes and had .* shortened it; run again"):
+        dataset[7]
+    assert all_samples(build(corpus)) == expected
+
+
+def test_an_array_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    for wrong in (np.zeros((3, 2), np.int64), np.zeros(6, np.int32), np.zeros((3, 2), ">i4")):
+        np.save(path, wrong)
+        with pytest.raises(UserError, match="npy does not hold"):
+            StoredArray(path, (3, 2), np.dtype(np.int32))
+    np.save(path, np.asfortranarray(np.zeros((3, 2), np.int32)))
+    with pytest.raises(UserError, match="npy does not hold"):
+        StoredArray(path, (3, 2), np.dtype(np.int32))
+
+
+def test_rows_are_read_as_numpy_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, array = tmp_path / "x.npy", np.arange(14, dtype=np.int32).reshape(7, 2)
+    np.save(path, array)
+    stored = StoredArray(path, array.shape, array.dtype)
+    assert np.array_equal(stored, array)
+    assert [row.tolist() for row in stored[2:5]] == array[2:5].tolist()
+    assert (stored[6].tolist(), stored[7:].shape) == ([12, 13], (0, 2))
+    with pytest.raises(IndexError):
+        stored[7]
+    monkeypatch.setattr("data.stored_array._PART_BYTES", 24)
+    assert b"".join(stored.parts()) == array.tobytes()
+    assert len(list(stored.parts())) == 3
+
+
+def test_a_cache_that_another_machine_replaces_over_nfs_is_read_on(
+    corpus: IndexedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has removed the file that is open here, as for a name that got an equal one."""
+    build(corpus)
+    dataset = build(corpus)
+    expected = all_samples(dataset)
+    pread, stale = os.pread, {dataset.order.shuffle_index._file._descriptor}  # type: ignore[union-attr]
+
+    def stale_pread(descriptor: int, length: int, begin: int) -> bytes:
+        if descriptor in stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return pread(descriptor, length, begin)
+
+    monkeypatch.setattr(os, "pread", stale_pread)
+    assert all_samples(dataset) == expected
 
 
 def test_a_folder_that_cannot_be_written_costs_the_cache_only(
@@ -267,7 +325,7 @@ def test_a_held_out_split_without_a_sample_is_named(corpus: IndexedDataset) -> N
 def test_all_of_a_corpus_may_be_for_one_split(corpus: IndexedDataset) -> None:
     sampling = replace(SAMPLING, split=None, flag="--valid-data-path")
     dataset = build(corpus, "valid", sampling, num_samples=5)
-    assert set(dataset.order.document_index.tolist()) == set(range(30))
+    assert set(dataset.order.document_index[:].tolist()) == set(range(30))
     with pytest.raises(UserError, match=r"tokens of --valid-data-path .* for validation"):
         build(corpus, "valid", replace(sampling, seq_length=corpus.num_tokens))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,29 @@ def test_truncated_data(
     scenario.strikes()
     again = scenario.start(*corpus, plain=True)
     scenario.next_step(again, 5)
+    assert again.end(30.0) == [0]
+    is_like(scenario.run, undisturbed(tmp_path, corpus))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".npy"])
+def test_data_cut_short_in_a_step(
+    scenario: Scenario, corpus: list[object], suffix: str, tmp_path: Path
+) -> None:
+    """While it is open. The order in the cache is built again by the next start."""
+    scenario.ranks = 1
+    job = scenario.paused("data.gpt_dataset:GPTDataset.__getitem__", 60, *corpus, plain=True)
+    paths = list(tmp_path.rglob(f"*{suffix}"))
+    contents = [path.read_bytes() for path in paths]
+    for path in paths:
+        os.truncate(path, 100)
+    scenario.run.release()
+    scenario.ends(job, [2], "another program has shortened it", within=30.0)
+    if suffix == ".bin":
+        paths[0].write_bytes(contents[0])
+    assert scenario.run.saved() == 6
+    scenario.strikes()
+    again = scenario.start(*corpus, plain=True)
+    scenario.next_step(again, 7)
     assert again.end(30.0) == [0]
     is_like(scenario.run, undisturbed(tmp_path, corpus))
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ from random import Random
 
 from data.block_checksums import BlockSums
 from paro.arguments.parser import build_parser
+from paro.checkpoint import lease
 from tests.fixtures.write import FIXTURES, MODEL
 from tests.fuzz.inputs import add_inputs
 from tests.fuzz.mutations import mutations_of, odd_flags
@@ -42,6 +44,7 @@ class Target:
     kept: tuple[str, ...] = ()  # flags that are not damaged
     continues: bool = False  # the program resumes from files in the set, and may change them
     has_checksums: bool = False  # so that no damage may be overlooked
+    before: Callable[[], None] | None = None  # called in the program's process
 
     @property
     def script(self) -> Path:
@@ -52,6 +55,11 @@ class Target:
             return build_parser()
         made: argparse.ArgumentParser = import_module(f"tools.{self.script.stem}").make_parser()
         return made
+
+
+def wait_briefly_for_heartbeats() -> None:
+    """A lease is taken over when its heartbeat has not changed for this long: 60 s otherwise."""
+    lease.STILL_SECONDS = 1.0
 
 
 SAVED = "{set}/one-process/saved"
@@ -109,6 +117,12 @@ TARGETS: dict[str, Target] = {
     "tracker": Target(RESUMED, ("one-process/saved/latest*",)),
     "checkpoint": Target(RESUMED, (f"{CHECKPOINT}/.metadata", f"{CHECKPOINT}/*.distcp")),
     "records": Target(RESUMED, (f"{CHECKPOINT}/*.json",)),
+    "lease": Target(
+        f"{MOCK} --train-iters 3 --save {{set}}/owned",
+        ("owned/lease_1.json",),
+        continues=True,
+        before=wait_briefly_for_heartbeats,
+    ),
     "yaml": Target(f"{MOCK} {DRY} --yaml-cfg {{set}}/flags.yaml", ("flags.yaml",)),
     "blend": Target(
         f"{BASE} {NULL_AND_CACHE} --data-args-path {{set}}/blend.json", ("blend.json",)
@@ -288,7 +302,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
     before = fingerprint(place)
     began = time.monotonic()
     try:
-        done = run_script(words, env=OFFLINE, timeout=2 * MAX_SECONDS)
+        done = run_script(words, env=OFFLINE, before=target.before, timeout=2 * MAX_SECONDS)
     except RankError:
         return Outcome(damage, None, "", f"it did not end within {2 * MAX_SECONDS} s")
     seconds = time.monotonic() - began

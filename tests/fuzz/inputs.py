@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -15,9 +15,14 @@ from torch import Tensor
 
 from data.fingerprint import fingerprint_of
 from data.tokenizer_config import TokenizerConfig
+from paro.checkpoint.owner import Owner
 from tests.tools.test_draw_profile import write_trace
 
 TEXT = "def f(x):\n    return x  # é\n"
+# Of a run on another host, which was killed.
+OWNER = asdict(replace(Owner.this_process(), host="node7", boot_id="another boot")) | {
+    **{"heartbeat": 5, "released": False}
+}
 PARAMS = {"dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5, "vocab_size": -1}
 SHAPES = {
     "tok_embeddings.weight": (32, 8),
@@ -53,6 +58,8 @@ def add_inputs(place: Path) -> None:
     del tokenizer["model"]["vocab"]["?"]  # the model has no row for it
     (place / "hf/tokenizer.json").write_text(json.dumps(tokenizer))
     (place / "hf/generation_config.json").write_text('{"eos_token_id": [31]}')
+    (place / "owned").mkdir()
+    (place / "owned/lease_1.json").write_text(json.dumps(OWNER))
     _move_partitions(place)
 
 

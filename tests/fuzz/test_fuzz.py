@@ -32,6 +32,7 @@ READERS = {
     "data.hugging_face_tokenizer": "tokenizer",
     "data.index_cache": "tests/data/test_gpt_dataset.py",
     "data.indexed_dataset": "corpus",
+    "data.stored_array": "tests/data/test_gpt_dataset.py",
     "data.tik_tokenizer": "tiktoken",
     "data.tokenizer": "sentencepiece",
     "data.tokenizer_json": "tests/data/test_tokenizer_json.py",
@@ -45,8 +46,10 @@ READERS = {
     "paro.checkpoint.convert.source": "generation",
     "paro.checkpoint.convert.torch_file": "megatron",
     "paro.checkpoint.directory": "tracker",
+    "paro.checkpoint.lease": "lease",
     "paro.checkpoint.manifest": "records",
     "paro.checkpoint.metadata": "checkpoint",
+    "paro.checkpoint.owner": "lease",
     "paro.checkpoint.storage": "checkpoint",
     "paro.checkpoint.stored_tensor": "tests/paro/checkpoint/test_stored_tensor.py",
     "paro.config.checkpoint": "records",
@@ -76,7 +79,9 @@ SAMPLE = cases(40, seed=1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_inputs_that_are_whole_are_read(name: str, tmp_path: Path) -> None:
     place, out = make_inputs(tmp_path)
-    done = run_script(TARGETS[name].command.format(set=place, out=out).split())
+    done = run_script(
+        TARGETS[name].command.format(set=place, out=out).split(), before=TARGETS[name].before
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -77,9 +77,9 @@ JOB_RULES = (
         "documents that share a sample do not see each other",
         "give --reset-attention-mask, and --reset-position-ids where positions restart",
     ),
-    *ignored("corpora are read through memory maps", "--no-mmap-bin-files"),
+    *ignored("corpora are read, not mapped into memory", "--no-mmap-bin-files"),
     *ignored(
-        "indices are built once and read through memory maps",
+        "indices are built once and read from their files",
         "--num-dataset-builder-threads --dataloader-fast-cache-load "
         "--dataloader-defer-npy-index-mmap --per-dataset-sequences-path "
         "--mid-level-dataset-surplus",

@@ -214,10 +214,21 @@ def test_a_damaged_lease_is_watched_like_any_other(tmp_path: Path, content: byte
     (tmp_path / "lease_9.json").write_bytes(content)
     clock = Clock()
     contender = Contender(tmp_path, owner(), clock)
-    assert contender.attempt() == "another run"
+    assert contender.attempt() == "an unknown run (lease_9.json is damaged)"
     clock.now += STILL_SECONDS
     assert isinstance(contender.attempt(), Lease)
     assert files(tmp_path) == ["lease_10.json"]
+
+
+def test_an_owner_that_lives_repairs_its_damaged_lease(tmp_path: Path) -> None:
+    first = take(tmp_path, owner(**ELSEWHERE))
+    (tmp_path / "lease_1.json").write_bytes(b"{")
+    second = Contender(tmp_path, owner())
+    assert isinstance(second.attempt(), str)
+    first.beat()
+    with pytest.raises(UserError, match="is in use by process 4321 on node7"):
+        second.attempt()
+    first.check()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
