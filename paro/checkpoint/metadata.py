@@ -128,7 +128,8 @@ def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, 
             raise _WrongError(
                 f"{index.fqn:.99} is in {place.relative_path!r:.99}, no file in its folder"
             )
-        if not (_is_count(place.offset) and _is_count(place.length) and place.length > 0):
+        offset, length = getattr(place, "offset", None), getattr(place, "length", None)
+        if not (_is_count(offset) and _is_count(length) and length > 0):
             raise _WrongError(f"{index.fqn:.99} is stored at no range of bytes")
     return states, places
 

@@ -215,6 +215,7 @@ def test_names_must_fit(
     two_runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ">one</li>" in report(two_runs, tmp_path, "--names", "one", "two")
+    assert r">\x1b[2J</li>" in report(two_runs, tmp_path, "--names", "\x1b[2J", "two")
     capsys.readouterr()
     told = refusal(capsys, two_runs, tmp_path, "--names", "one")
     assert "1 names for 2 metrics files" in told

@@ -85,7 +85,7 @@ def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
     if names and len(names) != len(files):
         raise UserError(f"--names gives {len(names)} names for {len(files)} metrics files")
     runs = [_read_run(path) for path in files]
-    chosen = list(names) or _names_of(runs, files)
+    chosen = [one_line(name) for name in names or _names_of(runs, files)]
     if len(set(chosen)) < len(chosen):
         raise UserError(f"--names must differ: {', '.join(chosen)}")
     return [

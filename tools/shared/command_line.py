@@ -19,7 +19,13 @@ from paro.errors import (
 )
 from paro.report.log import print_line
 
-_PATH_KINDS = ("FILE", "DIR", "PATH", "PREFIX")  # metavars of flags whose values are texts
+_PATH_KINDS = (
+    "FILE",
+    "DIR",
+    "PATH",
+    "PREFIX",
+    "SOURCE",
+)  # metavars of flags whose values are texts
 _EMPTY = "the path is empty"
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # bytes, of Linux
 

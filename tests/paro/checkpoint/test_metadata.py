@@ -83,6 +83,8 @@ def test_what_was_saved_is_read(place: Path) -> None:
         (set_place(offset="0"), "stored at no range of bytes"),
         (set_place(length=0), "stored at no range of bytes"),
         (set_place(length=10**30), "stored at no range of bytes"),
+        (lambda m: vars(m.storage_data[FIRST]).pop("length"), "stored at no range of bytes"),
+        (lambda m: vars(m.storage_data[FIRST]).pop("offset"), "stored at no range of bytes"),
         (set_place(length=10**12), "has 1000000000000 bytes for a rectangle of"),
         (lambda m: m.storage_data.pop(FIRST), f"a rectangle of {NAME} is not stored"),
         (lambda m: m.state_dict_metadata.update({"x" * 1001: 1}), "a state has no name"),

@@ -68,12 +68,15 @@ def test_a_path_beyond_the_systems_limits_is_refused(
     assert capsys.readouterr().err.startswith(f"tool.py: error: argument {flag}: too long: ")
 
 
-@pytest.mark.parametrize("words", [["--file", ""], ["--text="], ["--several", "a", ""]], ids=str)
+@pytest.mark.parametrize(
+    "words", [["--file", ""], ["--text="], ["--several", "a", ""], ["--input", "a", ""]], ids=str
+)
 def test_an_empty_path_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     parser = Parser(prog="tool.py")
     parser.add_argument("--file", type=Path, default=Path())
     parser.add_argument("--text", metavar="PREFIX")
     parser.add_argument("--several", nargs="+", type=Path)
+    parser.add_argument("--input", nargs="+", metavar="SOURCE")
     assert parser.parse_args(["--file", "."]).file == Path()
     with pytest.raises(SystemExit) as end:
         parser.parse_args(words)
