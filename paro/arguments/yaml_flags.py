@@ -54,6 +54,8 @@ def _read_mapping(path: str, most_keys: int) -> Iterable[tuple[str, object]]:
         _refuse_what_grows(text, path)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
+    except UserError:
+        raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date of month 13
         raise UserError(f"{FLAG} {path} is no YAML: {error}") from error
     if values is None:

@@ -128,7 +128,7 @@ def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, 
             raise _WrongError(
                 f"{index.fqn:.99} is in {place.relative_path!r:.99}, no file in its folder"
             )
-        offset, length = getattr(place, "offset", None), getattr(place, "length", None)
+        offset, length = getattr(place, "offset", None), getattr(place, "length", 0)
         if not (_is_count(offset) and _is_count(length) and length > 0):
             raise _WrongError(f"{index.fqn:.99} is stored at no range of bytes")
     return states, places

@@ -159,7 +159,8 @@ def _check_below(name: str, number: int, limit_name: str, limit: int) -> None:
     if number >= limit:
         raise UserError(
             f"{name} is {number} and {limit_name} {limit} in the environment: ranks count from 0 "
-            f"to {limit - 1}"
+            f"to {limit - 1}",
+            on_this_rank=True,
         )
 
 
@@ -169,7 +170,9 @@ def _number_in(name: str) -> int:
     pattern = r"([0-9]{1,9})(\(x|,|$)" if name.startswith("SLURM_") else r"([0-9]{1,9})$"
     number = re.match(pattern, text)
     if number is None:
-        raise UserError(f"{name} is {text!r} in the environment, and not a number")
+        raise UserError(
+            f"{name} is {text!r} in the environment, and not a number", on_this_rank=True
+        )
     return int(number[1])
 
 
