@@ -42,6 +42,9 @@ class Batch:
     def pin_memory(self) -> Batch:
         return self._with(lambda part: part.pin_memory())
 
+    def share_memory(self) -> Batch:
+        return self._with(lambda part: part.share_memory_())
+
     def documents(self) -> dict[str, Any]:
         """Keyword arguments for the model that describe documents sharing a sample."""
         return {"positions_BS": self.positions_BS, "document_lengths": self.document_lengths}

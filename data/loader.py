@@ -294,7 +294,7 @@ class MicroBatches:
             num_workers=self.num_workers,
             timeout=_POLL_SECONDS,  # then a dead worker is noticed, and the next try begins
             pin_memory=self.pin_memory,
-            collate_fn=_unchanged,
+            collate_fn=_shared,
             worker_init_fn=_leave_process_group,
             generator=torch.Generator(),  # else it draws from the global RNG, which is the model's
         )
@@ -346,5 +346,10 @@ def _leave_process_group(worker: int) -> None:
     os.setpgid(0, 0)
 
 
-def _unchanged(batch: Any) -> Any:  # DataLoader's annotation is list, even without batching
-    return batch
+def _shared(batch: Any) -> Any:  # DataLoader's annotation is list, even without batching
+    """In a worker: moves a batch into shared memory, so that a lack of it reaches the trainer.
+
+    Where torch would move it, in the thread that sends it, an error loses the batch, and the
+    trainer waits for it.
+    """
+    return batch.share_memory() if isinstance(batch, Batch) else batch

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from data.batch import Fetch
 from data.config import DataConfig
@@ -158,4 +159,17 @@ def test_processes_without_shared_memory_are_told_what_they_need(
         monkeypatch.setattr("torch.utils.data.dataloader.DataLoader.__iter__", lambda self: self)
     batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
     with pytest.raises(UserError, match=r"^--num-workers 1 needs /dev/shm.*\((\[Errno|unable)"):
+        next(batches)
+
+
+@pytest.mark.process
+def test_shared_memory_that_is_full_is_no_batch_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_: torch.Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: full (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    with pytest.raises(UserError, match=r"^--num-workers 1 needs /dev/shm.*unable to allocate"):
         next(batches)
