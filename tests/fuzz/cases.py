@@ -59,7 +59,7 @@ class Target:
 
 def wait_briefly_for_heartbeats() -> None:
     """A lease is taken over when its heartbeat has not changed for this long: 60 s otherwise."""
-    lease.STILL_SECONDS = 1.0
+    lease.STILL_SECONDS = 0.2
 
 
 SAVED = "{set}/one-process/saved"
