@@ -11,6 +11,7 @@ import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 from paro.arguments.finite import finite
 from paro.arguments.job import (
@@ -82,8 +83,9 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: %(default)s)"
 
 
+@cache
 def build_parser() -> ArgumentParser:
-    """The parser of pretrain_llama.py."""
+    """The parser of pretrain_llama.py, which nobody changes: the same one for every call."""
     parser = ArgumentParser(
         usage="%(prog)s [flag ...]",  # listing all flags would fill a screen
         description=_ABOUT,
