@@ -96,6 +96,7 @@ def pytest_collection_finish() -> None:
     # What thousands of tests and their imports keep alive is not searched for garbage again.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)  # of the oldest objects rarely: most are of imported modules
 
 
 @pytest.hookimpl(wrapper=True)
