@@ -41,6 +41,7 @@ def test_what_fits_is_what_the_paper_ran() -> None:
     assert {name for name, fit in fits.items() if fit} == {"IIG", "IGG", "GGG"}
 
 
+@pytest.mark.slow("searches all candidates of three models")
 def test_amsps_choices_for_two_of_three_models() -> None:
     choices = {choice.preset: choice for choice in amsp_choices()}
     assert all(choice.slower >= 0 for choice in choices.values())

@@ -147,6 +147,7 @@ def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
         assert best_first((*order[turned:], *order[:turned])) == tuple(order)
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
     """NGG, 1,32,64 and NIG are equally fast; between nodes they send 48.4, 42.3 and 5.7 GB."""
     given = Workload(
