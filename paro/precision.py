@@ -41,6 +41,6 @@ class PrecisionConfig:
     def describe(self) -> str:
         """One line that describes the dtypes, printed at the start of a run."""
         return (
-            f"params {self.compute}, gradients travel as {self.wire} and accumulate in "
+            f"params {self.compute}, gradients are sent as {self.wire} and accumulate in "
             f"{self.accumulate}, master parameters and moments fp32"
         )

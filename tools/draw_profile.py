@@ -33,11 +33,11 @@ picture of all of them, and with --json the same figures in a file.
     --profile-step-start 5 --profile-step-end 7 --profile-ranks 0 3 --tensorboard-dir runs/profile
   python tools/draw_profile.py runs/profile/*.pt.trace.json --plot steps.png
 
-On CPU ranks the picture has a row for the training thread and one for each lane.
-The training thread computes, waits for communication, or does neither: it reads batches, agrees on
-norms, writes its log. In the picture its row has the colour of what it waits for. A lane is busy
-from the beginning of a job to its end, as long as that waits for other ranks' too. Times begin with
-each rank's first step. Profiling itself slows a step down, small pieces most.
+On CPU ranks the picture has a row for the training thread and one for each comm
+stream. The training thread computes, waits for communication, or does neither: it reads batches,
+agrees on norms, writes its log. In the picture its row has the colour of what it waits for. A comm
+stream is busy from the beginning of a job to its end, including its wait for other ranks. Times
+begin with each rank's first step. Profiling itself slows a step down, small pieces most.
 
 On GPUs the picture has a row for each CUDA stream, coloured by the class of the kernels. Printed
 are: the share of time in which the GPU is busy, the idle gaps of the stream that computes, the
@@ -170,7 +170,8 @@ def table(profiles: Sequence[Profile]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
-    return "\n".join(["ms of a step, means; the last columns: how long a lane was busy", *lines])
+    title = "ms of a step, means; the last columns: how long a comm stream was busy"
+    return "\n".join([title, *lines])
 
 
 def figures(profile: Profile) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class ThreadStreams:
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         if stream not in self._queues:
             self._queues[stream] = queue.SimpleQueue()
-            name = f"lane {self._name(stream)}"
+            name = f"comm stream {self._name(stream)}"
             thread = threading.Thread(target=self._work, args=(stream,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -227,14 +227,14 @@ class CudaStreams:
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.Stream(priority=_PRIORITY)
-        lane = self._streams[stream]
-        lane.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(lane), torch.no_grad():
+        own = self._streams[stream]
+        own.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(own), torch.no_grad():
             if after is not None:
                 after.wait()
             with _range(self._name(stream)):
                 job()
-            return _StreamEvent(lane.record_event())
+            return _StreamEvent(own.record_event())
 
     def close(self) -> None:
         for stream in self._streams.values():

@@ -123,7 +123,7 @@ class Exposure:
 
 
 def _axes(stream: Hashable) -> tuple[int, ...]:
-    assert isinstance(stream, tuple), f"a lane {stream!r} without axes"
+    assert isinstance(stream, tuple), f"a comm stream {stream!r} without axes"
     return stream[1:]
 
 
