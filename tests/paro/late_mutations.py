@@ -13,15 +13,15 @@ from unittest.mock import patch
 
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
-from paro.rotation.rotating_unit import RotatingUnit
-from paro.sharding.distributed_model import DistributedModel
-from paro.sharding.sharded_unit import ShardedUnit
-from paro.sharding.shards import UnitShards
 
 HO_RING = "--paro-collective ho-ring"
 ROTATE = "--paro-materialize rotate"
 IN_PLACE = f"{ROTATE} --paro-rotate-in-place"
 FULL = "--recompute-granularity full"
+FLAT = "--paro-collective flat"
+AUTO = "AUTO"  # in flags: an algorithm chosen for every call
+FOLDER = "FOLDER"  # in flags: a folder of the ranks, made for the run
+SAVED = f"--save {FOLDER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Mutation:
         return f"{self.owner.__name__}.{self.method}: {self.old} -> {self.new or 'nothing'}"
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def removed(self) -> Iterator[None]:
         source = textwrap.dedent(inspect.getsource(getattr(self.owner, self.method)))
         assert source.count(self.old) == 1, f"{self.name}: found {source.count(self.old)} times"
         scope: dict[str, Any] = dict(vars(sys.modules[self.owner.__module__]))
@@ -51,35 +51,8 @@ class Mutation:
             yield
 
 
-_UPDATED = "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)"
-_GATHERED = "self.context.exposure.wait(WaitKind.GATHER, self._gathered)"
-_REDUCED = "self.context.exposure.wait(WaitKind.REDUCE, self._reduced)"
-_READ = "self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)"
-_ARRIVED = "self.context.exposure.wait(WaitKind.GATHER, self._arrived)"
-_GRADS = "self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)"
-
+# An order that is no call of a wait and no `after=`.
 MUTATIONS = (
-    Mutation(ShardedUnit, "gather", "after=self._updated", "after=None", "IIG"),
-    Mutation(ShardedUnit, "use", _GATHERED, "pass", "IIG"),
-    Mutation(ShardedUnit, "use", "self.wait_for_updated_params()", "pass", "NIG"),
-    Mutation(UnitShards, "wait_for_updated_params", _UPDATED, "pass", "NIG"),
-    Mutation(ShardedUnit, "free_whole_grad", _READ, "pass", "IIG"),
-    Mutation(UnitShards, "wait_reduced", _REDUCED, "pass", "IIG"),
-    Mutation(DistributedModel, "finish_gradients", "unit.wait_reduced()", "pass", "IIG"),
-    Mutation(
-        UnitShards,
-        "_sum_over_world",
-        "comm_plan.step_reduce, comm_dtype, after=event",
-        "comm_plan.step_reduce, comm_dtype",
-        "IIG",
-    ),
-    Mutation(
-        UnitShards,
-        "_sum_over_world",
-        "comm_plan.replicas, comm_dtype, after=event",
-        "comm_plan.replicas, comm_dtype",
-        "NNI",
-    ),
     Mutation(
         NativeCollectives,
         "all_gather",
@@ -128,19 +101,128 @@ MUTATIONS = (
         world_size=8,
         group_size=4,
     ),
-    Mutation(RotatingUnit, "begin", "self.wait_for_updated_params()", "pass", "IIG", ROTATE),
-    Mutation(RotatingUnit, "arrive", _ARRIVED, "pass", "IIG", ROTATE),
-    Mutation(RotatingUnit, "return_to", _ARRIVED, "pass", "IIG", ROTATE),
-    Mutation(RotatingUnit, "_meet_gradients", _GRADS, "pass", "IIG", ROTATE),
-    Mutation(
-        RotatingUnit, "_shift_in_place", "exposure.wait(kind, moved)", "pass", "IIG", IN_PLACE
-    ),
-    Mutation(
-        RotatingUnit,
-        "depart",
-        "self.context.exposure.wait(WaitKind.GATHER, moved)",
-        "pass",
-        "IIG",
-        f"{IN_PLACE} {FULL}",
-    ),
 )
+
+# Every wait and `after=` of the product (tests/helpers/waits.py finds them), by name: a run, as a
+# strategy and flags, that goes wrong without it.
+CAUGHT = {
+    "collectives.auto AutoCollectives.all_gather: after=after": ("IIG", AUTO),
+    "collectives.auto AutoCollectives.reduce_scatter: after=after": ("IIG", AUTO),
+    "collectives.auto AutoCollectives.all_reduce: after=after": ("NNI", AUTO),
+    "collectives.auto AutoCollectives.run_after: after=after": ("GGG", AUTO),
+    "collectives.flat FlatCollectives._submit: after=after": ("IIG", FLAT),
+    "collectives.native NativeCollectives.all_reduce: after=after": ("NNI", ""),
+    "collectives.native NativeCollectives._submit: after=after": ("IIG", ""),
+    "collectives.pipelined PipelinedCollectives.all_gather: after=after": ("IIG", HO_RING),
+    "collectives.pipelined PipelinedCollectives.reduce_scatter: after=after": ("IIG", HO_RING),
+    "collectives.pipelined PipelinedCollectives.all_reduce: after=after": ("IIG", HO_RING),
+    "collectives.pipelined PipelinedCollectives._submit: after=ready": ("GGG", HO_RING),
+    "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
+    "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
+    "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
+    "rotation.rotating_unit RotatingUnit._shift_in_place: exposure.wait(kind, moved)": (
+        "IIG",
+        IN_PLACE,
+    ),
+    "rotation.rotating_unit RotatingUnit.begin: self.wait_for_updated_params()": ("IIG", ROTATE),
+    "rotation.rotating_unit RotatingUnit.arrive: "
+    "self.context.exposure.wait(WaitKind.GATHER, self._arrived)": ("IIG", ROTATE),
+    "rotation.rotating_unit RotatingUnit.depart: "
+    "self.context.exposure.wait(WaitKind.GATHER, moved)": ("IIG", f"{IN_PLACE} {FULL}"),
+    "rotation.rotating_unit RotatingUnit.return_to: "
+    "self.context.exposure.wait(WaitKind.GATHER, self._arrived)": ("IIG", ROTATE),
+    "rotation.rotating_unit RotatingUnit._meet_gradients: "
+    "self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)": ("IIG", ROTATE),
+    "sharding.distributed_model DistributedModel.finish_gradients: unit.wait_reduced()": (
+        "IIG",
+        "",
+    ),
+    "sharding.distributed_model DistributedModel.wait_for_updated_params: "
+    "unit.wait_for_updated_params()": ("NIG", SAVED),
+    "sharding.sharded_unit ShardedUnit.gather: after=self._updated": ("IIG", ""),
+    "sharding.sharded_unit ShardedUnit.use: self.wait_for_updated_params()": ("NNI", ""),
+    "sharding.sharded_unit ShardedUnit.use: "
+    "self.context.exposure.wait(WaitKind.GATHER, self._gathered)": ("IIG", ""),
+    "sharding.sharded_unit ShardedUnit._queue_reduction: after=event": ("GGG", AUTO),
+    "sharding.sharded_unit ShardedUnit.free_whole_grad: "
+    "self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)": ("IIG", ""),
+    "sharding.shards UnitShards.wait_for_updated_params: "
+    "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": ("IIG", ""),
+    "sharding.shards UnitShards._sum_over_world: after=event": ("IIG", ""),
+    "sharding.shards UnitShards._sum_over_world: after=event #2": ("IIG", ""),
+    "sharding.shards UnitShards.wait_reduced: "
+    "self.context.exposure.wait(WaitKind.REDUCE, self._reduced)": ("IIG", ""),
+    "training.replicas check_replicas: training.model.wait_for_updated_params()": ("NIG", SAVED),
+}
+
+_STREAMS = "LateStreams stands for it; tests/paro/distributed/test_comm_stream.py"
+_MESSAGES = "messages from point to point, on threads; tests/paro/collectives/test_executor.py"
+_SCHEDULE = "data of a schedule; tests/paro/collectives/test_schedule.py"
+_PIPELINE = "data of the plan; a mutation of PipelinedCollectives._submit ignores it"
+_RING = "of threads, which NCCL's path does not run; tests/paro/rotation/test_ring.py"
+_EXCHANGE = "gloo's message mostly arrives before it is missed; tests/paro/rotation/test_ring.py"
+_COUNTS = "no order needs it: bytes and seconds sent before must not count for what follows"
+_SAVES = (
+    "no order needs it, a save reads masters: what is sent does not count as saving, and a lost "
+    "peer ends the run before the save"
+)
+_TIMES = "no order needs it: the time of this wait is told from that of the gather, which follows"
+_STAGES = "times the stages of threads' jobs"
+_THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
+_CLOSE = "no order needs it: a lost peer is named by it, before streams close"
+
+# The others, and why no run on late streams goes wrong without them.
+ELSEWHERE = {
+    "collectives.executor ScheduledCollectives.all_gather: after=after": _MESSAGES,
+    "collectives.executor ScheduledCollectives.all_reduce: after=event": _MESSAGES,
+    "collectives.executor ScheduledCollectives.run_after: after=after": _MESSAGES,
+    "collectives.executor ScheduledCollectives._submit: after=events": _MESSAGES,
+    "collectives.executor ScheduledCollectives._submit: after=after": _MESSAGES,
+    "collectives.pipeline make_pipeline: after=index_of.get((piece, number - 1))": _PIPELINE,
+    "collectives.schedule _linked: "
+    "after=_distinct(*map(arrived.get, sent), lead, barrier)": _SCHEDULE,
+    "collectives.schedule _linked: "
+    "after=_distinct(*map(arrived.get, received)) if backwards else ()": _SCHEDULE,
+    **dict.fromkeys(
+        (
+            "collectives.transfer Transfer._run_level: "
+            "self._await(lambda: self._unsent[level] == 0)",
+            "collectives.transfer Transfer._run_level: pending.wait()",
+            "collectives.transfer Transfer._run_level: "
+            "self._await(partial(self._all_arrived, receive.after))",
+            "collectives.transfer Transfer._run_level: self._sends[level].popleft().wait()",
+            "collectives.transfer Transfer._run_level: self._sends[level].popleft().wait() #2",
+            "collectives.transfer Transfer._await: "
+            "self._changed.wait_for(lambda: self._failure is not None or condition())",
+        ),
+        _MESSAGES,
+    ),
+    **dict.fromkeys(
+        (
+            "distributed.comm_stream AllEvents.wait: event.wait()",
+            "distributed.comm_stream _ThreadEvent.wait: self.finished.wait(_GLANCE_SECONDS)",
+            "distributed.comm_stream ThreadStreams._work: after.wait()",
+            "distributed.comm_stream _StreamEvent.wait: "
+            "torch.cuda.current_stream().wait_event(self.event)",
+            "distributed.comm_stream CudaStreams.submit: "
+            "own.wait_stream(torch.cuda.current_stream())",
+            "distributed.comm_stream CudaStreams.submit: after.wait()",
+            "distributed.comm_stream CudaStreams.close: stream.synchronize()",
+        ),
+        _STREAMS,
+    ),
+    "collectives.wire Wire.exchange: Pending(work, sent, transfer).wait()": _EXCHANGE,
+    "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
+    "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
+    "rotation.ring Ring.shift: message.wait()": _RING,
+    "rotation.ring Ring._exchange_ahead: arriving.popleft().wait()": _RING,
+    "rotation.ring Ring._exchange_ahead: leaving[number].wait()": _RING,
+    "sharding.sharded_unit ShardedUnit.use: "
+    "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": _TIMES,
+    "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
+    "training.loop Loop._save: self.training.model.wait_for_updated_params()": _SAVES,
+    "training.resume Saver.settle: self._background.wait()": _THREAD,
+    "training.resume Saver.way_back: self._background.wait()": _THREAD,
+    "training.step Training.close: self.model.wait_for_updated_params()": _CLOSE,
+    "training.step evaluate: model.wait_for_updated_params()": _COUNTS,
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -14,22 +15,37 @@ import torch.distributed as dist
 
 from data.loader import Datasets
 from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams, InlineStreams
 from paro.distributed.control import Control
+from paro.errors import RunError
 from paro.strategy import legal_letters
+from paro.topology import Axes
 from paro.training import assembly
 from paro.training.assembly import build_sources, start_state
+from paro.training.replicas import check_replicas
 from paro.training.step import StepResult, Training, evaluate, train_step
 from tests.helpers import training as training_of_tests
 from tests.helpers.late_streams import FreedStorageError, LateStreams, poisoned_buffers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, save_run, train
-from tests.paro.late_mutations import FULL, HO_RING, IN_PLACE, MUTATIONS, ROTATE
+from tests.helpers.waits import Wait, all_waits
+from tests.paro.late_mutations import (
+    AUTO,
+    CAUGHT,
+    ELSEWHERE,
+    FOLDER,
+    FULL,
+    HO_RING,
+    IN_PLACE,
+    MUTATIONS,
+    ROTATE,
+    SAVED,
+    Mutation,
+)
 
 SEEDS = (0, 1, 2)
-FOLDER = "FOLDER"  # in flags: a folder of the ranks, made for the run
-SAVED = f"--save {FOLDER}"
 FEW = (
     ("IIG", SAVED),
     ("NIG", f"--bf16 {FULL}"),
@@ -37,10 +53,11 @@ FEW = (
     ("IIG", ROTATE),
     ("IIG", IN_PLACE),
 )
+FEW_SEEDS = {HO_RING: (1,), ROTATE: (1,)}  # some jobs of seed 1 run at submit; others have seed 0
 MORE = (
     *("", "--bf16", "--bf16 --recompute-granularity selective", FULL),
     *(SAVED, f"{SAVED} --async-save", HO_RING, f"{HO_RING} --bf16 {FULL}"),
-    *("--paro-collective flat", ROTATE, IN_PLACE, f"{ROTATE} --bf16 {FULL}"),
+    *("--paro-collective flat", AUTO, ROTATE, IN_PLACE, f"{ROTATE} --bf16 {FULL}"),
 )
 algorithm_of = assembly._algorithm
 
@@ -61,14 +78,22 @@ def steps_and_evaluations(
     values.append(evaluate(training, source, 2))
     values.append(train_step(training, state, source))
     if config.checkpoint.save is not None:
-        training.model.wait_for_updated_params()
+        check_replicas(training, iteration=3)
         save_run(config, training)
     return values
+
+
+def algorithm_of_op(op: Op, _axes: Axes, _num_bytes: int) -> str:
+    """Another algorithm, with other comm streams, for each operation."""
+    return {Op.ALL_GATHER: "ho-ring", Op.REDUCE_SCATTER: "flat", Op.ALL_REDUCE: "native"}[op]
 
 
 def train_on(streams: CommStreams, flags: str, group_size: int) -> tuple[Trained, dict[str, int]]:
     """Trains as under nccl, where HO-Ring is a pipeline; also checksums of the saved tensors."""
     choice = AlgorithmChoice(names=("ho-ring",), pieces=lambda *_: 3)
+    if AUTO in flags:
+        flags = flags.replace(AUTO, HO_RING)
+        choice = replace(choice, names=("ho-ring", "native", "flat"), best=algorithm_of_op)
 
     def algorithm(config: RunConfig, control: Control) -> AlgorithmChoice:
         return choice if HO_RING in flags else algorithm_of(config, control)
@@ -118,12 +143,20 @@ def differing(cases: Sequence[str], group_size: int, seeds: Sequence[int]) -> li
 
 @pytest.mark.ranks
 def test_late_jobs_give_the_bits_of_no_overlap() -> None:
-    cases = [flags_for(strategy, more) for strategy, more in FEW]
-    for wrong in run_ranks(differing, 4, cases, 2, SEEDS[:1]):
+    for wrong in run_ranks(differing_by_seed, 4):
         assert not wrong
 
 
+def differing_by_seed() -> list[str]:
+    return [
+        wrong
+        for strategy, more in FEW
+        for wrong in differing([flags_for(strategy, more)], 2, FEW_SEEDS.get(more, (0,)))
+    ]
+
+
 @pytest.mark.verify
+@pytest.mark.ranks
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("more", MORE)
 def test_every_strategy(more: str) -> None:
@@ -137,21 +170,36 @@ def is_legal(strategy: str, more: str) -> bool:
     return ROTATE not in more or strategy.startswith("II")
 
 
-def outcome(number: int) -> str:
-    """What a mutation does: the runs that differ, a job on freed storage, or nothing."""
-    mutation = MUTATIONS[number]
-    flags = flags_for(mutation.strategy, mutation.more)
-    assert not differing([flags], mutation.group_size, SEEDS[:1]), "wrong without the mutation"
-    with mutation.applied():
+def outcome(wait: Wait | Mutation, flags: str, group_size: int) -> str:
+    """What a missing wait does: the runs that differ, a job on freed storage, or nothing."""
+    assert not differing([flags], group_size, SEEDS[:1]), "wrong without the mutation"
+    with wait.removed():
         try:
-            return "; ".join(differing([flags], mutation.group_size, SEEDS))
-        except FreedStorageError as error:
+            return "; ".join(differing([flags], group_size, SEEDS))
+        except (FreedStorageError, RunError) as error:
             return str(error)
 
 
 @pytest.mark.verify
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=lambda n: MUTATIONS[n].name)
-def test_a_removed_wait_is_caught(number: int) -> None:
-    for found in run_ranks(outcome, MUTATIONS[number].world_size, number, timeout=60):
-        assert found, MUTATIONS[number].name
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_removed_wait_is_caught(name: str) -> None:
+    (wait,) = [wait for wait in all_waits() if wait.name == name]
+    for found in run_ranks(outcome, 4, wait, flags_for(*CAUGHT[name]), 2, timeout=60):
+        assert found
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_removed_order_is_caught(mutation: Mutation) -> None:
+    flags = flags_for(mutation.strategy, mutation.more)
+    found = run_ranks(
+        outcome, mutation.world_size, mutation, flags, mutation.group_size, timeout=60
+    )
+    assert all(found)
+
+
+def test_every_wait_is_removed_by_a_test_or_has_a_reason() -> None:
+    assert not CAUGHT.keys() & ELSEWHERE.keys()
+    assert {wait.name for wait in all_waits()} == CAUGHT.keys() | ELSEWHERE.keys()
