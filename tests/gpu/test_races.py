@@ -6,14 +6,13 @@ import os
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from paro.distributed.comm_stream import CommStreams, Event, Job
-from paro.sharding.buffers import ElasticBuffer
 from tests.gpu.one_gpu import RANKS, changed_streams, on_ranks, train_cases
+from tests.helpers.late_streams import poisoned_buffers
 from tests.helpers.training import Trained
 
 CYCLES = 2_000_000  # of a GPU's clock: about a millisecond, longer than any kernel here
@@ -75,24 +74,11 @@ def same_bits_in_every_run() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Buffers hold NaN when they are allocated."""
-    alloc = ElasticBuffer.alloc
-
-    def with_nan(self: ElasticBuffer) -> None:
-        alloc(self)
-        self.values.fill_(float("nan"))
-
-    with patch.object(ElasticBuffer, "alloc", with_nan):
-        yield
-
-
 def train_disturbed(backend: str, cases: list[str], late: str | None) -> list[Trained]:
     with same_bits_in_every_run():
         if late is None:
             return train_cases(backend, cases)
-        with poisoned(), changed_streams(DISTURBANCES[late]):
+        with poisoned_buffers(), changed_streams(DISTURBANCES[late]):
             return train_cases(backend, cases)
 
 
@@ -119,5 +105,6 @@ def test_no_race_on_one_gpu() -> None:
 
 
 @pytest.mark.verify
+@pytest.mark.ranks
 def test_the_same_on_cpu_ranks() -> None:
     check("gloo", CASES[:1])

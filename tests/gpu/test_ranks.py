@@ -47,6 +47,7 @@ def test_ranks_on_one_gpu_train_as_one_process_does() -> None:
 
 
 @pytest.mark.verify
+@pytest.mark.ranks
 def test_the_same_on_cpu_ranks() -> None:
     check("gloo", [CASES[0], f"--paro-strategy NIG {HO_RING}", ROTATED])
 
