@@ -14,7 +14,7 @@ from data.waits import Wait
 from model.config import num_parameters
 from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim, claimed
-from paro.config.record import model_line, recorded_arguments
+from paro.config.record import model_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig, take_watch, take_world
 from paro.config.settings import settings_of
 from paro.distributed.agent import end_with_agent
@@ -188,11 +188,9 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     if warning is not None:
         log.log0(warning)
     seed_everything(config.train.seed)
-    # With --skip-train all parameters are frozen: no gradients, no optimizer state.
-    is_trained = not config.train.skip_train
-    training = build_training(config, control, is_trained=lambda _name: is_trained)
+    training = build_training(config, control)
     placement = placement_lines(config, training)
-    for line in (*config.notices, model_line(config), *placement):
+    for line in (*config.notices, model_line(config), *trained_lines(config), *placement):
         log.log0(line)
     check_placement(config, training)
     return training, placement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from paro.errors import UserError
@@ -313,17 +314,59 @@ def num_parameters(config: LlamaConfig) -> int:
     return sum(map(math.prod, parameter_shapes(config).values()))
 
 
-def flops_per_token(config: LlamaConfig, seq_length: int, *, causal: bool) -> float:
+def flops_per_token(
+    config: LlamaConfig, seq_length: int, trained: Collection[str] | None = None, *, causal: bool
+) -> float:
     """FLOPs of forward and backward for one token: matmuls only, a multiply-add counts as two.
 
     Forward: 2 per weight of every linear layer and of the output layer, plus attention's two
     matmuls over all `seq_length` positions (half of them if `causal`). Backward is twice the
-    forward. The embedding lookup, norms, rotary embedding and recomputation do not count.
-    PaLM (appendix B) counts attention in full, Megatron-LM halves it.
+    forward if all trains; if only the parameters `trained` by name do, it is what they need: the
+    gradients of their values, and those of inputs down to the first of them (attention's matmuls as
+    a whole, as kernels compute them). The embedding lookup,
+    norms, rotary embedding and recomputation do not count. PaLM (appendix B) counts attention in
+    full, Megatron-LM halves it.
     """
-    block = unit_shapes(config)["blocks.0"].values()
-    per_layer = sum(math.prod(shape) for shape in block if len(shape) == 2)
-    weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
-    positions = seq_length / 2 if causal else seq_length
-    attention = 2 * config.num_layers * positions * config.num_attention_heads * config.kv_channels
-    return 3.0 * 2.0 * (weights + attention)
+    shapes = unit_shapes(config)
+    if trained is None:
+        trained = parameter_shapes(config)
+    width = config.num_attention_heads * config.kv_channels
+    core = 2 * width * (seq_length / 2 if causal else seq_length)
+    forward, backward = 0.0, 0.0
+    reached = "embedding.weight" in trained  # whether anything up to here trains
+    for layer in range(config.num_layers):
+        unit = f"blocks.{layer}"
+        own = {name for name in shapes[unit] if f"{unit}.{name}" in trained}
+        block_forward, block_backward = _block_products(shapes[unit], own, core, reached=reached)
+        forward, backward = forward + block_forward, backward + block_backward
+        reached = reached or bool(own)
+    logits = config.vocab_size * config.hidden_size
+    tied = config.tie_embeddings_and_output_weights
+    weight_trains = ("embedding.weight" if tied else "head.weight") in trained
+    reached = reached or "head.norm" in trained
+    return 2.0 * (forward + backward + logits * (1 + reached + weight_trains))
+
+
+def _block_products(
+    shapes: Mapping[str, Shape], trained: Collection[str], core: float, *, reached: bool
+) -> tuple[float, float]:
+    """Multiply-adds of a block's forward and backward; `core` are those of attention's matmuls.
+
+    `reached`: whether the block's input needs a gradient.
+    """
+
+    def products(*names: str) -> int:
+        return sum(math.prod(shapes[name]) for name in names)
+
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    backward: float = products(*(name for name in matrices if name in trained))
+    through_norm = reached or "attention_norm" in trained
+    through_core = through_norm or any(
+        name in trained for name in ("wq", "wk", "wv", "bq", "bk", "bv", "q_norm", "k_norm")
+    )
+    backward += through_norm * products("wq", "wk", "wv")
+    backward += through_core * (2 * core + products("wo"))
+    through_norm = through_core or "wo" in trained or "mlp_norm" in trained
+    backward += through_norm * products("w_gate", "w_up")
+    backward += (through_norm or "w_gate" in trained or "w_up" in trained) * products("w_down")
+    return products(*matrices) + core, backward

@@ -80,6 +80,10 @@ def add_training_args(parser: ArgumentParser) -> None:
     add("--global-batch-size", type=int, metavar="SAMPLES",
         help="samples per optimizer step over all ranks, a multiple of --micro-batch-size times "
         "ranks: gradients are accumulated; default: exactly that product")
+    add("--trainable", default="all", metavar="WHAT",
+        help="what trains; the rest is frozen and has no gradients and no optimizer state: all, "
+        "last-blocks:SHARE (0.0625: the last sixteenth of the blocks), or names:PATTERN[,PATTERN] "
+        "(names:*.wq,*.wv: parameters by name, * is any text)")
     add("--rampup-batch-size", type=int, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"),
         help="begin with a global batch of START and add INCREMENT at equal distances over "
         "SAMPLES samples, up to --global-batch-size")

@@ -125,6 +125,11 @@ def check_states(states: dict[str, BoxedState], metadata: Metadata) -> None:
     for name, state in states.items():
         kind, _, parameter = name.partition(".")
         if name not in saved:
+            if kind != PARAM and f"{PARAM}.{parameter}" in saved:
+                raise UserError(
+                    f"the checkpoint has no {kind} of {parameter}: it did not train there: give "
+                    "the --trainable of that run, or --no-load-optim or --finetune"
+                )
             what = parameter if kind == PARAM else f"{kind} of {parameter}"
             raise UserError(f"{MISMATCH}: only the model has {what}")
         there = getattr(saved[name], "size", None)

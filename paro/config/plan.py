@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from model.config import LlamaConfig
 from paro.config.batch_schedule import BatchSchedule
@@ -23,8 +24,8 @@ from paro.planning.search.search_space import (
     Workload,
     legal_strategies,
 )
+from paro.planning.search.trainable import Trainable
 from paro.planning.survival import Survival, check_nodes, survival
-from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.strategy import FLAG, Strategy
 
@@ -55,20 +56,24 @@ def take_machine(text: str | None, world: World, group_size: int) -> Machine | N
     return machine
 
 
+class RankDevice(NamedTuple):
+    """The device of a rank."""
+
+    type: str
+    memory_gb: float | None = None  # None: the machine's own
+
+
 def case_of(
     model: LlamaConfig,
     batches: BatchSchedule,
     sharding: ShardingConfig,
     precision: PrecisionConfig,
+    trainable: Trainable,
     *,
     seq_length: int,
-    device_type: str,
-    memory_gb: float | None,
+    device: RankDevice,
 ) -> Workload:
-    """The planner's workload for this run; `UserError` without --paro-machine.
-
-    Devices have `memory_gb` of memory (GB) if given, else the machine's own.
-    """
+    """The planner's workload for this run; `UserError` without --paro-machine."""
     if sharding.machine is None:
         raise UserError(
             f"{FLAG} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
@@ -85,10 +90,11 @@ def case_of(
         prefetch_units=sharding.prefetch_units,
         collective=sharding.collective,
         materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
-        device_type=device_type,
-        memory_bytes=None if memory_gb is None else round(memory_gb * 1e9),
+        device_type=device.type,
+        memory_bytes=None if device.memory_gb is None else round(device.memory_gb * 1e9),
         ranks_per_node=sharding.ranks_per_node,
         survive=sharding.survive,
+        trainable=trainable,
     )
 
 
@@ -114,6 +120,7 @@ def check_survival(
     sharding: ShardingConfig,
     strategy: Strategy,
     model: LlamaConfig,
+    trainable: Trainable,
     precision: PrecisionConfig,
     world_size: int,
 ) -> None:
@@ -137,7 +144,9 @@ def check_survival(
     def state_bytes(strategy: Strategy) -> int:
         degree = strategy.params if rotates else 1
         in_place = sharding.rotate_in_place
-        units = units_of(model, world_size=world_size, rotated_over=degree, in_place=in_place)
+        units = trainable.units(
+            model, world_size=world_size, rotated_over=degree, in_place=in_place
+        )
         return model_state_bytes(strategy, merged(units), precision).total
 
     def distance(other: Strategy) -> tuple[float, int]:

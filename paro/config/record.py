@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from model.config import RecomputeConfig, num_parameters
+from model.config import RecomputeConfig, num_parameters, parameter_shapes
 from paro.config.run import RunConfig
+from paro.planning.search.trainable import Trainable
 
 
 def recorded_arguments(config: RunConfig) -> dict[str, Any]:
@@ -55,4 +58,17 @@ def model_line(config: RunConfig) -> str:
         f"{model.hidden_size}, FFN {model.ffn_hidden_size}, {model.num_attention_heads} heads of "
         f"{model.kv_channels}{groups}, sequences of {config.data.seq_length}, vocabulary of "
         f"{config.vocab_size:,} padded to {model.vocab_size:,}, output layer {tied}"
+    )
+
+
+def trained_lines(config: RunConfig) -> Iterator[str]:
+    """How much of the model trains, for a run that freezes a part of it."""
+    if config.trainable == Trainable():
+        return
+    shapes = parameter_shapes(config.model)
+    trained, total = config.trainable.names(config.model), num_parameters(config.model)
+    count = sum(math.prod(shapes[name]) for name in trained)
+    yield (
+        f"> --trainable {config.trainable}: {count:,} of {total:,} parameters "
+        f"({count / total:.2%}) in {len(trained)} of {len(shapes)} tensors train"
     )

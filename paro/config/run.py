@@ -34,7 +34,14 @@ from paro.config.checks import (
     flags_without_effect,
 )
 from paro.config.model import output_layer_notice, take_model
-from paro.config.plan import AUTO, case_of, check_survival, choose_strategy, take_machine
+from paro.config.plan import (
+    AUTO,
+    RankDevice,
+    case_of,
+    check_survival,
+    choose_strategy,
+    take_machine,
+)
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -44,6 +51,7 @@ from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
+from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -61,6 +69,7 @@ class RunConfig:
     """The checked configuration of a run; no code below this file sees the argparse namespace."""
 
     model: LlamaConfig
+    trainable: Trainable
     batches: BatchSchedule
     sharding: ShardingConfig
     strategy: Strategy
@@ -101,17 +110,22 @@ class RunConfig:
         tokenizer = _take_tokenizer(args)
         built = build_tokenizer(tokenizer)
         model, precision = take_model(args, built.vocab_size), _take_precision(args)
+        trainable = Trainable.of_flag(args.trainable)
+        trainable.names(model)  # refuses patterns that match no parameter
         runtime, launch = _take(RuntimeConfig, args), _take(LaunchConfig, args)
         if strategy is None:
+            device = RankDevice(
+                "cpu" if runtime.distributed_backend == "gloo" else "cuda", launch.device_memory_gb
+            )
             workload = case_of(
-                model, batches, sharding, precision, seq_length=data.seq_length,
-                device_type="cpu" if runtime.distributed_backend == "gloo" else "cuda",
-                memory_gb=launch.device_memory_gb,
+                model, batches, sharding, precision, trainable,
+                seq_length=data.seq_length, device=device,
             )  # fmt: skip
             strategy, reasons = choose_strategy(workload)
             notices = (*notices, *reasons)
         config = cls(
             model=model,
+            trainable=trainable,
             batches=batches,
             sharding=sharding,
             strategy=strategy,
@@ -134,17 +148,28 @@ class RunConfig:
             notices=(*notices, *output_layer_notice(args)),
             given=vars(args) | {"world_size": world.size, "ranks_per_node": world.ranks_per_node},
         )
-        check_collective(config.sharding, config.runtime)
-        check_rotation(config.sharding, config.strategy, config.model, world.size)
-        check_survival(config.sharding, config.strategy, config.model, config.precision, world.size)
-        check_sequence(config.model, config.data)
-        check_intervals(config.train, config.checkpoint)
-        check_profile(config.profile, config.report, config.checkpoint)
-        if not config.launch.dry_run:  # they concern the machine that trains
-            check_load(config.checkpoint)
-            check_save(config.checkpoint, config.train)
-            check_trackers(config.report, config.runtime)
+        config.check(world)
         return config
+
+    def check(self, world: World) -> None:
+        """`UserError` for fields that contradict each other, the model or this machine."""
+        check_collective(self.sharding, self.runtime)
+        check_rotation(self.sharding, self.strategy, self.model, world.size)
+        check_survival(
+            self.sharding, self.strategy, self.model, self.trainable, self.precision, world.size
+        )
+        check_sequence(self.model, self.data)
+        check_intervals(self.train, self.checkpoint)
+        check_profile(self.profile, self.report, self.checkpoint)
+        if not self.launch.dry_run:  # they concern the machine that trains
+            check_load(self.checkpoint)
+            check_save(self.checkpoint, self.train)
+            check_trackers(self.report, self.runtime)
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The names of the parameters that train; with --skip-train none."""
+        return frozenset() if self.train.skip_train else self.trainable.names(self.model)
 
 
 def take_world(args: Namespace) -> World:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 
 import torch
@@ -48,19 +48,18 @@ def build_training(
     config: RunConfig,
     control: Control,
     *,
-    is_trained: Callable[[str], bool] = lambda _name: True,
     traffic: ByteCounter | None = None,
 ) -> Training:
     """Model, optimizer and schedules with their initial values; no data yet.
 
-    Parameters for whose name `is_trained` is false are frozen. Sent bytes are counted in
-    `traffic`. On the meta device there are shapes only: no storage and no process groups.
+    Sent bytes are counted in `traffic`. On the meta device there are shapes only: no storage and no
+    process groups.
     """
     device = control.device
     traffic = traffic or ByteCounter()
     with torch.device("meta"):
         model = Llama(config.model)
-    model.freeze(is_trained)
+    model.freeze(config.trained.__contains__)
     timers = make_timers(config.report.timing_log_level, device)
     sharded = _spread(model, config, control, traffic, timers)
     optimizer = ParoOptimizer(sharded, config.optim)
@@ -261,13 +260,13 @@ def run_facts(
 
     `state` is where the run continues, if it does.
     """
-    seq_length = config.data.seq_length
+    seq_length, trained = config.data.seq_length, config.trained
     return RunFacts(
         world_size=training.control.world.size,
         seq_length=seq_length,
         train_iters=last_iteration(config.train, config.batches, state),
-        flops_per_token=flops_per_token(config.model, seq_length, causal=False),
-        flops_per_token_causal=flops_per_token(config.model, seq_length, causal=True),
+        flops_per_token=flops_per_token(config.model, seq_length, trained, causal=False),
+        flops_per_token_causal=flops_per_token(config.model, seq_length, trained, causal=True),
         peak=find_peak(
             training.device,
             compute=config.precision.compute,

@@ -10,13 +10,13 @@ import torch
 from data.fingerprint import check_tokenizer
 from data.gpt_dataset import check_vocabulary
 from data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from model.config import flops_per_token, num_parameters
+from model.config import flops_per_token
 from paro.arguments.parser import given
 from paro.checkpoint.directory import find_checkpoint
 from paro.config.checkpoint import resumed_samples
 from paro.config.checks import check_overwriting
-from paro.config.plan import case_of
-from paro.config.record import model_line, recorded_arguments
+from paro.config.plan import RankDevice, case_of
+from paro.config.record import model_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
@@ -34,6 +34,7 @@ from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_training
+from paro.training.memory_check import checkpoint_bytes
 from paro.training.placement import placement_lines, predict_memory
 from paro.training.step import Training
 
@@ -68,17 +69,12 @@ class PlannedRun:
 
     @property
     def units(self) -> tuple[UnitSize, ...]:
-        """The units for the cost model; the built model says which parameters are trained."""
-        trained = {
-            span.box.name
-            for unit in self.training.model.trainable_units
-            for span in unit.layout.spans
-        }
+        """The units for the cost model."""
         rotates = self.config.sharding.materialize == "rotate"
         return units_of(
             self.config.model,
             world_size=self.world.size,
-            is_trained=trained.__contains__,
+            is_trained=self.config.trained.__contains__,
             rotated_over=self.config.strategy.params if rotates else 1,
             in_place=self.config.sharding.rotate_in_place,
         )
@@ -86,14 +82,14 @@ class PlannedRun:
 
 def plan_run(config: RunConfig, world: World) -> PlannedRun:
     """Builds one rank on the meta device; `UserError` for what cannot be built."""
-    is_trained, batches = not config.train.skip_train, config.batches
+    batches = config.batches
     control = PlannedControl(world, torch.device("meta"))
-    on_meta = build_training(config, control, is_trained=lambda _name: is_trained)
+    on_meta = build_training(config, control)
     device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
     training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
     memory = predict_memory(config, training)
     workload, launch = _case(config, device), None
-    if workload is not None and is_trained:
+    if workload is not None and config.trained:
         launch = Estimator(workload).estimate(workload.candidate(config.strategy))
         # The planner models training steps only; larger evaluation micro-batches may need more.
         evaluates_more = batches.eval_micro_batch > batches.micro_batch_size
@@ -119,9 +115,9 @@ def _case(config: RunConfig, device_type: str) -> Workload | None:
         config.batches,
         config.sharding,
         config.precision,
+        config.trainable,
         seq_length=config.data.seq_length,
-        device_type=device_type,
-        memory_gb=config.launch.device_memory_gb,
+        device=RankDevice(device_type, config.launch.device_memory_gb),
     )
 
 
@@ -261,8 +257,10 @@ def _batch(plan: PlannedRun) -> Iterator[str]:
 def _model(plan: PlannedRun) -> Iterator[str]:
     model, seq_length = plan.config.model, plan.config.data.seq_length
     yield model_line(plan.config)
-    full = flops_per_token(model, seq_length, causal=False)
-    causal = flops_per_token(model, seq_length, causal=True)
+    yield from trained_lines(plan.config)
+    trained = plan.config.trained
+    full = flops_per_token(model, seq_length, trained, causal=False)
+    causal = flops_per_token(model, seq_length, trained, causal=True)
     tokens = plan.config.batches.batch_size_at(plan.consumed) * seq_length
     yield (
         f"> FLOPs: {full:.4e} a token with attention counted in full, {causal:.4e} with it halved; "
@@ -341,7 +339,7 @@ def _checkpoints(plan: PlannedRun) -> Iterator[str]:
     if checkpoint.save is not None:
         every = checkpoint.save_interval
         when = "at the end" if every is None else f"every {every} iterations"
-        size = size_text(12 * num_parameters(plan.config.model))  # fp32 parameters, two moments
+        size = size_text(checkpoint_bytes(plan.config))
         yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
         check_overwriting(checkpoint, plan.config.train)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from model.config import num_parameters
+from model.config import parameter_shapes
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.memory.gathering import MemorySnapshot
+from paro.precision import BYTES_OF
 from paro.quantities import count_text, size_text
 from paro.report.memory import available_host_bytes
 from paro.training.placement import predict_peak
@@ -21,8 +24,7 @@ def check_memory(config: RunConfig, world: World, device: torch.device) -> str |
     The ranks of a host share its memory. Only what is certain to be too much is refused: what a
     rank's tensors take. Where the estimates of the rest make it too much, a warning is returned.
     """
-    is_trained = None if config.train.skip_train else _all
-    memory = predict_peak(config, world.size, device.type, is_trained)
+    memory = predict_peak(config, world.size, device.type)
     on_host, warning = _async_copy_bytes(config, world), None
     if device.type == "cuda":
         warning = _check_device(memory, device)
@@ -56,17 +58,26 @@ def _check_device(memory: DeviceMemory, device: torch.device) -> str | None:
     )
 
 
-def _all(_name: str) -> bool:
-    return True
-
-
 def _async_copy_bytes(config: RunConfig, world: World) -> int:
     """The least that the host copy of --async-save takes: where all ranks share a folder."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save or config.train.skip_train:
         return 0
-    per_parameter = 4 if checkpoint.no_save_optim else 12  # fp32 values, and two moments
-    return num_parameters(config.model) * per_parameter // world.size
+    return checkpoint_bytes(config) // world.size
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """What a checkpoint takes: fp32 values, and two moments of what trains.
+
+    Frozen parameters are saved in the compute type.
+    """
+    shapes, trained = parameter_shapes(config.model), config.trained
+    of_trained = 4 if config.checkpoint.no_save_optim else 12
+    of_frozen = BYTES_OF[config.precision.compute]
+    return sum(
+        math.prod(shape) * (of_trained if name in trained else of_frozen)
+        for name, shape in shapes.items()
+    )
 
 
 def _remedy(snapshot: MemorySnapshot) -> str:

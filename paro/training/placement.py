@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +30,8 @@ from paro.strategy import Strategy, effective_letters, replicated
 from paro.topology import make_topology
 from paro.training.step import Training
 
-Trains = Callable[[str], bool]  # whether the parameter of a name is trained
+Names = frozenset[str]  # of the parameters that train
+NONE: Names = frozenset()
 
 
 def placement_lines(config: RunConfig, training: Training) -> list[str]:
@@ -114,28 +114,21 @@ def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
 
 def predict_memory(config: RunConfig, training: Training) -> DeviceMemory:
     """A rank's device memory at its peak, in a step or in an evaluation if that needs more."""
-    trained = {
-        span.box.name for unit in training.model.trainable_units for span in unit.layout.spans
-    }
-    world_size = training.model.context.topology.world_size
-    is_trained = trained.__contains__ if trained else None
-    return predict_peak(config, world_size, training.device.type, is_trained)
+    return predict_peak(config, training.model.context.topology.world_size, training.device.type)
 
 
-def predict_peak(
-    config: RunConfig, world_size: int, device_type: str, is_trained: Trains | None
-) -> DeviceMemory:
-    """The same before anything is built; `is_trained` is None if no parameter is."""
+def predict_peak(config: RunConfig, world_size: int, device_type: str) -> DeviceMemory:
+    """The same before anything is built."""
     machine = config.sharding.machine
     overheads = Overheads.of(None if machine is None else machine.device, device_type)
     communication = Communication()
     if device_type == "cuda":
-        communication = _nccl_communication(config, world_size, is_trained or _none)
-    snapshot = _peak_snapshot(config, world_size, device_type, is_trained)
+        communication = _nccl_communication(config, world_size)
+    snapshot = _peak_snapshot(config, world_size, device_type)
     return overheads.added_to(snapshot, communication)
 
 
-def _nccl_communication(config: RunConfig, world_size: int, is_trained: Trains) -> Communication:
+def _nccl_communication(config: RunConfig, world_size: int) -> Communication:
     sharding = config.sharding
     return nccl_communication(
         config.strategy,
@@ -144,7 +137,7 @@ def _nccl_communication(config: RunConfig, world_size: int, is_trained: Trains) 
             group_size=sharding.group_size,
             degrees=config.strategy.degrees,
         ),
-        _units(config, world_size, is_trained),
+        _units(config, world_size, config.trained),
         config.precision,
         algorithms_of(sharding.collective, sharding.machine),
         pieces_by(sharding.machine),
@@ -152,33 +145,27 @@ def _nccl_communication(config: RunConfig, world_size: int, is_trained: Trains) 
     )
 
 
-def _peak_snapshot(
-    config: RunConfig, world_size: int, device_type: str, is_trained: Trains | None
-) -> MemorySnapshot:
+def _peak_snapshot(config: RunConfig, world_size: int, device_type: str) -> MemorySnapshot:
     size, eval_size = config.batches.micro_batch_size, config.batches.eval_micro_batch
     predict = partial(_predict, config, world_size, device_type)
-    if is_trained is None:
-        return predict(_none, eval_size)
-    step = predict(is_trained, size)
+    if not config.trained:
+        return predict(NONE, eval_size)
+    step = predict(config.trained, size)
     if eval_size <= size or config.train.eval_iters == 0:  # backward needs more than forward alone
         return step
-    evaluation = replace(predict(_none, eval_size), states=step.states)
+    evaluation = replace(predict(NONE, eval_size), states=step.states)
     name = f"{evaluation.name} in an evaluation (--eval-micro-batch-size {eval_size})"
     return max(step, replace(evaluation, name=name), key=lambda snapshot: snapshot.total)
-
-
-def _none(_name: str) -> bool:
-    return False
 
 
 def _predict(
     config: RunConfig,
     world_size: int,
     device_type: str,
-    is_trained: Trains,
+    trained: Names,
     micro_batch_size: int,
 ) -> MemorySnapshot:
-    units = _units(config, world_size, is_trained)
+    units = _units(config, world_size, trained)
     batch = MicroBatch(
         size=micro_batch_size,
         seq_length=config.data.seq_length,
@@ -201,11 +188,11 @@ def _predict(
     return peaks.of(config.strategy)
 
 
-def _units(config: RunConfig, world_size: int, is_trained: Trains) -> tuple[UnitSize, ...]:
+def _units(config: RunConfig, world_size: int, trained: Names) -> tuple[UnitSize, ...]:
     return units_of(
         config.model,
         world_size=world_size,
-        is_trained=is_trained,
+        is_trained=trained.__contains__,
         rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
         in_place=config.sharding.rotate_in_place,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Datasets
+from model.config import parameter_shapes
 from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim
 from paro.config.run import RunConfig
@@ -18,6 +19,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
 from paro.layout import rectangles
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.report.log import Log
 from paro.sharding.buffers import Ledger
 from paro.sharding.shards import UnitShards
@@ -60,7 +62,7 @@ def train(
     flags: str | Sequence[str],
     *,
     group_size: int | None = None,
-    frozen: Sequence[str] = (),
+    frozen: Collection[str] = (),
     before: Callable[[Training], None] | None = None,
 ) -> Trained:
     """Trains on all ranks of the default group, or in one process without a group."""
@@ -70,8 +72,12 @@ def train(
     if group_size is not None:
         argv += ["--paro-group-size", str(group_size)]
     config = RunConfig.from_args(parse_args(argv), world)
+    if frozen:
+        trained = tuple(name for name in parameter_shapes(config.model) if name not in frozen)
+        trainable = Trainable(kind=TrainableKind.NAMES, patterns=trained)
+        config = replace(config, trainable=trainable)
     control = Control(world, device_for(config.runtime, world))
-    training = build_training(config, control, is_trained=lambda name: name not in frozen)
+    training = build_training(config, control)
     check_placement(config, training)
     if before is not None:
         before(training)

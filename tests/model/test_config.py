@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -124,6 +125,41 @@ def test_flops_are_those_that_torch_counts(config: LlamaConfig) -> None:
     # The first block reads trained embeddings, so that every product has both gradients.
     counted = counter.get_total_flops()
     assert counted == flops_per_token(config, 24, causal=False) * tokens_BS.numel()
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        "blocks.1.*",
+        "blocks.1.w_down,blocks.1.wo",
+        "blocks.0.wk",
+        "blocks.1.mlp_norm",
+        "blocks.1.attention_norm",
+        "blocks.0.w_gate,blocks.1.w_up",
+        "head.norm",
+        "head.weight",
+        "embedding.weight",
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_of_a_part_are_those_that_torch_counts(trained: str, *, tied: bool) -> None:
+    config = replace(SMALL, qk_layernorm=True, tie_embeddings_and_output_weights=tied)
+    names = {name for name in parameter_shapes(config) if is_one_of(name, trained)}
+    if not names:
+        assert tied
+        return
+    model = Llama(config)
+    initialize_whole(model, config, seed=1)
+    model.freeze(names.__contains__)
+    tokens_BS = torch.randint(config.vocab_size, (3, 24))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens_BS, tokens_BS, torch.ones(3, 24)).backward()
+    counted = counter.get_total_flops()
+    assert counted == flops_per_token(config, 24, names, causal=False) * tokens_BS.numel()
+
+
+def is_one_of(name: str, patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns.split(","))
 
 
 def test_recomputation_adds_no_flops_of_the_model() -> None:

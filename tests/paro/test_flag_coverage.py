@@ -27,6 +27,7 @@ from paro.distributed.world import World
 from paro.errors import StorageError
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
+from paro.planning.search.trainable import Trainable
 from paro.strategy import Strategy
 from tests.helpers.field_reads import field_reads
 from tests.helpers.gpt2 import write_gpt2
@@ -63,7 +64,7 @@ UNOWNED = {
     "schedule.weight_decay_incr_samples",
 }
 # Flags fill these as a whole.
-WHOLE = (Machine, RecomputeConfig, Strategy)
+WHOLE = (Machine, RecomputeConfig, Strategy, Trainable)
 DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
@@ -148,6 +149,7 @@ CASES = {
     "tokenizer_type": ((), "", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt"),
     "train_data_path": (("mock-data",), "--data-path corpus", TRAIN),
     "train_samples": (("train-iters",), "--train-iters 10", "--train-samples 96"),
+    "trainable": ((), "", "--trainable last-blocks:0.5"),
     "use_pytorch_profiler": ((), PROFILE, f"{PROFILE} --use-pytorch-profiler"),
     "use_checkpoint_args": ((), "--load .", "--load . --use-checkpoint-args"),
     "use_checkpoint_opt_param_scheduler": ((), "--load .", f"--load . {KEEP}"),
@@ -324,7 +326,7 @@ def test_runs_read_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A field reported here is dead, or read only under flags that none of the runs above has.
     """
-    with field_reads(RunConfig, leaves=(Machine,)) as reads:
+    with field_reads(RunConfig, leaves=(Machine, Trainable)) as reads:
         for words in RUNS:
             monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *words.split()])
             pretrain_llama.main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from random import Random
@@ -16,7 +17,6 @@ from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
-from paro.planning.units import units_of
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
 from paro.topology import AxisSpan, make_topology
@@ -28,6 +28,7 @@ TOLERANCE = 1e-5
 SHAPES = [(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (2, 1), (2, 2), (1, 1)]  # world, group
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 TIED = "--tie-embeddings-and-output-weights"
+LAST = "--trainable last-blocks:0.5"  # blocks 1 and 2 of 3
 MODERN = "--add-qkv-bias --qk-layernorm"
 
 # The same global batch and number of micro-batches on any world size.
@@ -70,7 +71,7 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
     expected = traffic_per_step(
         config.strategy,
         topology,
-        units_of(config.model, world_size=world_size),
+        config.trainable.units(config.model, world_size=world_size),
         config.precision,
         config.batches.num_micro_batches_at(0),
     )
@@ -109,8 +110,7 @@ def reference_for(
     steps: int = FEW_STEPS,
 ) -> Trained:
     """One process trained under the flags that change the computation; cached."""
-    if more.startswith(("--paro", "--recompute")):
-        more = ""
+    more = re.sub(r"--(paro|recompute)\S+ \S+", "", more).strip()
     key = (more, frozen, steps)
     if key not in references:
         flags = flags_for("GGG", world_size=1, more=more, steps=steps)
@@ -167,6 +167,8 @@ def test_strategies_train_as_one_process_does(
                 ("III", "--recompute-granularity full", ()),
                 ("NIG", "--calculate-per-token-loss", ()),
                 ("GIG", "--paro-collective flat", ()),
+                ("ING", LAST, ()),
+                ("NIG", f"{LAST} --recompute-granularity full", ()),
                 ("IGG", MODERN, ("blocks.0.bq", "blocks.1.wk", "blocks.2.k_norm")),
             ],
         ),
@@ -195,6 +197,8 @@ def test_variants_train_as_one_process_does(
         reference = reference_for(references, more, frozen)
         for by_rank in results:
             assert_same(by_rank[number], reference, f"{strategy} {more} {frozen}")
+            if more == LAST:
+                assert_formulas(by_rank[number], cases[number][0], world_size, group_size)
 
 
 def test_reference_is_a_real_descent(references: dict[Key, Trained]) -> None:
@@ -213,7 +217,7 @@ def test_all_strategies_on_all_worlds(
     if group_size == 2 and world_size == 6:
         degrees = ("2,2,6",)
     strategies = (*legal_letters(), *degrees)
-    frozen_too: list[tuple[str, Frozen]] = [("", ()), ("", FROZEN), (TIED, ())]
+    frozen_too: list[tuple[str, Frozen]] = [("", ()), ("", FROZEN), (TIED, ()), (LAST, ())]
     for more, frozen in frozen_too:
         flags = [
             flags_for(name, world_size=world_size, more=more, steps=MANY_STEPS)
@@ -225,7 +229,7 @@ def test_all_strategies_on_all_worlds(
         for number, strategy in enumerate(strategies):
             trained = results[-1][number]
             assert_same(trained, reference, f"{strategy} {more} {frozen} on {world_size}")
-            assert_few_buffers(trained.ledger, prefetch=1, tied=bool(more), frozen=bool(frozen))
+            assert_few_buffers(trained.ledger, prefetch=1, tied=more == TIED, frozen=bool(frozen))
             if not frozen:
                 assert_formulas(trained, flags[number], world_size, group_size)
 

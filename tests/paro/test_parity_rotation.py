@@ -9,7 +9,6 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
-from paro.planning.units import units_of
 from paro.rotation.ring import scratch_numel
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
@@ -33,6 +32,7 @@ IN_PLACE = "--paro-rotate-in-place"
 FULL = "--recompute-granularity full"
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 BELOW = ("embedding.weight", *(f"blocks.0.{n}" for n in ("attention_norm", "wq", "wk", "wv", "wo")))
+LAST = "--trainable last-blocks:0.5"
 MODERN = "--add-qkv-bias --qk-layernorm"
 NO_EFFECT = ("--paro", "--recompute")  # on the computation
 
@@ -79,13 +79,17 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
     )
     degree = config.strategy.params
     in_place = IN_PLACE in flags
-    units = units_of(config.model, world_size=world_size, rotated_over=degree, in_place=in_place)
+    units = config.trainable.units(
+        config.model, world_size=world_size, rotated_over=degree, in_place=in_place
+    )
     topology = make_topology(
         world_size=world_size, group_size=group_size, degrees=config.strategy.degrees
     )
     expected = traffic_per_step(config.strategy, topology, units, config.precision, MICRO_BATCHES)
     for step in trained.steps[1:]:
         assert step.sent == expected, flags
+    if LAST in flags:
+        return
     # Three passes of every matrix, two of the embedding; four of a recomputed block.
     passes = {"embedding": 5 if TIED in flags else 2, "head": 3}
     blocks = 4 if FULL in flags else 3
@@ -146,6 +150,7 @@ def test_rings_in_groups_train_as_one_process_does(known: dict[object, Trained])
         ("III", f"{IN_PLACE} {TIED}", ()),
         ("IIG", f"{MODERN} {FULL}", ()),
         ("IIG", "", FROZEN),
+        ("III", f"{IN_PLACE} {LAST}", ()),
     ]
     check(known, 4, 2, 4, cases)
 
@@ -171,7 +176,7 @@ VARIANTS: list[tuple[str, tuple[str, ...]]] = [
     (f"{GROUPED} {{groups}} {MODERN}", ()),
     ("", FROZEN),
     ("", BELOW),
-    ("", ()),
+    (LAST, ()),
 ]
 
 

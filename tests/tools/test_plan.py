@@ -159,7 +159,10 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
         ("--paro-machine nowhere.json", "--paro-machine nowhere.json: no such file"),
         ("--global-batch-size 100", "--micro-batch-size 2 times 16 ranks (= 32): choose 96 or 128"),
         ("--paro-group-size 3", "--paro-group-size 3 does not divide the 16 ranks"),
-        ("--trainable some", "--trainable 'some' is none of full, last-blocks"),
+        (
+            "--trainable some",
+            "--trainable 'some' is none of all, last-blocks:SHARE, adapters:SHARE, names:",
+        ),
         ("--device-memory-gb 0", "--device-memory-gb 0.0 must be positive"),
         ("--json nowhere/plan.json", "--json nowhere/plan.json cannot be written"),
         ("--seq-length 0", "--seq-length 0 must be at least 1"),

@@ -16,7 +16,7 @@ from paro.errors import UserError
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
 from paro.planning.search.search_space import Materialize, Workload
-from paro.planning.search.trainable import Trainable, TrainableKind
+from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from paro.strategy import check_group_size
 from tools.shared.command_line import Parser
@@ -52,9 +52,9 @@ def make_parser() -> Parser:
     add("--vocab-size", type=int, help="of the tokenizer; default: the preset's")
     add(
         "--trainable",
-        default="full",
+        default="all",
         metavar="WHAT",
-        help="full (default), last-blocks:SHARE or adapters:SHARE, such as adapters:0.003",
+        help="as in pretrain_llama.py, or adapters:SHARE, such as adapters:0.003; default all",
     )
     add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
     add_model_args(parser)
@@ -123,7 +123,7 @@ def case_of(args: Namespace) -> Workload:
         prefetch_units=args.paro_prefetch_units,
         collective=args.paro_collective,
         materialize=Materialize.of_flags(args.paro_materialize, args.paro_rotate_in_place),
-        trainable=trainable_of(args.trainable),
+        trainable=Trainable.of_flag(args.trainable, adapters=True),
         memory_bytes=memory_of(args),
         survive=args.paro_survive,
         device_type="cpu" if machine.device and machine.device.cores else "cuda",
@@ -150,18 +150,6 @@ def vocab_size_of(args: Namespace) -> int:
             return int(args.padded_vocab_size)
         raise UserError("--vocab-size is missing; --llama-preset gives it too")
     return LLAMA_PRESETS[args.llama_preset].vocab_size
-
-
-def trainable_of(text: str) -> Trainable:
-    kind, colon, share = text.partition(":")
-    try:
-        found = TrainableKind(kind)
-        return Trainable(kind=found, share=float(share) if colon else 1.0)
-    except ValueError as error:
-        raise UserError(
-            f"--trainable {text!r} is none of full, last-blocks:SHARE and adapters:SHARE, with a "
-            "share above 0 and up to 1"
-        ) from error
 
 
 def memory_of(args: Namespace) -> int | None:

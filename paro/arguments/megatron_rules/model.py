@@ -158,5 +158,5 @@ MODEL_RULES = (
         "give --num-layers and --seq-length: there is no encoder",
         "--encoder-num-layers --decoder-num-layers --encoder-seq-length --decoder-seq-length",
     ),
-    *refused("every layer is trained: leave it out", "--freeze-all-layers"),
+    *refused("--trainable says what trains: leave it out", "--freeze-all-layers"),
 )

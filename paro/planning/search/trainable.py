@@ -1,35 +1,92 @@
-"""Which parameters train: all, the last blocks, or small adapters on a frozen model."""
+"""Which parameters train: all, the last blocks, those of some names, or (planned only) adapters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from fnmatch import fnmatchcase
 
-from model.config import LlamaConfig, unit_shapes
+from model.config import LlamaConfig, parameter_shapes, unit_shapes
 from paro.errors import UserError
 from paro.layout import ALIGN
 from paro.planning.cost_model import UnitSize
 from paro.planning.units import units_of
 
+FLAG = "--trainable"
+
 
 class TrainableKind(Enum):
-    """Which part of the model the trained share is."""
+    """Which part of the model trains."""
 
-    FULL = "full"
+    ALL = "all"
     LAST_BLOCKS = "last-blocks"  # this share of all blocks, at least one
+    NAMES = "names"  # the parameters whose names match a pattern
     ADAPTERS = "adapters"  # LoRA-like: every block gets this share of its size in addition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainable:
-    """What trains, as a share of the parameters."""
+    """What trains: a kind, with the share of the blocks or the patterns of names that it takes."""
 
-    kind: TrainableKind = TrainableKind.FULL
+    kind: TrainableKind = TrainableKind.ALL
     share: float = 1.0
+    patterns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise UserError(f"--trainable share {self.share} must be in (0, 1]")
+            raise UserError(f"{FLAG} share {self.share} must be above 0 and at most 1")
+
+    def __str__(self) -> str:
+        """As the flag gives it."""
+        match self.kind:
+            case TrainableKind.ALL:
+                return self.kind.value
+            case TrainableKind.NAMES:
+                return f"{self.kind.value}:{','.join(self.patterns)}"
+            case _:
+                return f"{self.kind.value}:{self.share:g}"
+
+    @classmethod
+    def of_flag(cls, text: str, *, adapters: bool = False) -> Trainable:
+        """The value of --trainable; only the planner knows `adapters`."""
+        kind, colon, rest = text.partition(":")
+        shares = [TrainableKind.LAST_BLOCKS, *([TrainableKind.ADAPTERS] if adapters else [])]
+        if text == TrainableKind.ALL.value:
+            return cls()
+        patterns = tuple(rest.split(","))
+        if kind == TrainableKind.NAMES.value and all(patterns):
+            return cls(kind=TrainableKind.NAMES, patterns=patterns)
+        for taken in shares:
+            if kind == taken.value and colon:
+                try:
+                    share = float(rest)
+                except ValueError:
+                    break
+                return cls(kind=taken, share=share)
+        words = ("all", *(f"{taken.value}:SHARE" for taken in shares), "names:PATTERN[,PATTERN]")
+        raise UserError(
+            f"{FLAG} {text!r} is none of {', '.join(words)}, with a share above 0 and at most 1"
+        )
+
+    def names(self, config: LlamaConfig) -> frozenset[str]:
+        """The names of the model's parameters that train; a pattern must match one."""
+        assert self.kind is not TrainableKind.ADAPTERS, "adapters are no parameters of the model"
+        names = list(parameter_shapes(config))
+        if self.kind is TrainableKind.ALL:
+            return frozenset(names)
+        if self.kind is TrainableKind.LAST_BLOCKS:
+            shapes = unit_shapes(config)
+            last = len(shapes) - 1  # the head
+            first = last - max(1, round(self.share * config.num_layers))
+            return frozenset(f"{unit}.{n}" for unit in [*shapes][first:last] for n in shapes[unit])
+        matches = {p: [n for n in names if fnmatchcase(n, p)] for p in self.patterns}
+        for pattern, found in matches.items():
+            if not found:
+                raise UserError(
+                    f"{FLAG} names: no parameter matches {pattern!r}; the names of this model are "
+                    f"those of {', '.join(_kinds(names))}"
+                )
+        return frozenset(name for found in matches.values() for name in found)
 
     def units(
         self,
@@ -45,16 +102,10 @@ class Trainable:
             frozen = units_of(config, world_size=world_size, is_trained=frozenset().__contains__)
             embedding, *blocks, head = frozen
             return (embedding, *(self._with_adapters(b, world_size) for b in blocks), head)
-        shapes = unit_shapes(config)
-        first, last = 0, len(shapes)
-        if self.kind is TrainableKind.LAST_BLOCKS:
-            last -= 1  # the head
-            first = last - max(1, round(self.share * config.num_layers))
-        trained = {f"{unit}.{name}" for unit in [*shapes][first:last] for name in shapes[unit]}
         return units_of(
             config,
             world_size=world_size,
-            is_trained=trained.__contains__,
+            is_trained=self.names(config).__contains__,
             rotated_over=rotated_over,
             in_place=in_place,
         )
@@ -70,3 +121,9 @@ class Trainable:
             gathers_per_micro_batch=2,
             gathered_for_backward=True,
         )
+
+
+def _kinds(names: list[str]) -> list[str]:
+    """The names, those of all blocks as `blocks.*.NAME`."""
+    of_block = (f"blocks.*.{n.split('.', 2)[2]}" if n.startswith("blocks.") else n for n in names)
+    return list(dict.fromkeys(of_block))

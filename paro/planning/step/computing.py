@@ -109,7 +109,7 @@ class Computing:
             for index in range(1, len(blocks) + 1)
             if (share := self._share_trained(index)) is not None
         )
-        return forward + backward + 3 * self.of_logits.products
+        return forward + backward + self._head_passes * self.of_logits.products
 
     @property
     def residual_bytes(self) -> int:
@@ -200,4 +200,13 @@ class Computing:
         return unit.trainable_numel / unit.numel if index >= self.first_trained else None
 
     def _head(self) -> UnitSeconds:
-        return UnitSeconds(forward=self._seconds(3 * self.of_logits.products))
+        return UnitSeconds(forward=self._seconds(self._head_passes * self.of_logits.products))
+
+    @property
+    def _head_passes(self) -> float:
+        """Forward, the gradient of the input, and that of the output layer's share that trains."""
+        if self.first_trained == len(self.units):
+            return 1.0
+        tied = self.model.tie_embeddings_and_output_weights
+        holder = self.units[0 if tied else -1]
+        return 2.0 + holder.trainable_numel / holder.numel

@@ -8,7 +8,7 @@ import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
 from paro.arguments.parser import parse_args
-from paro.config.plan import case_of
+from paro.config.plan import RankDevice, case_of
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -56,9 +56,9 @@ def test_the_planner_plans_for_the_last_size() -> None:
         config.batches,
         config.sharding,
         config.precision,
+        config.trainable,
         seq_length=32,
-        device_type="cuda",
-        memory_gb=None,
+        device=RankDevice("cuda"),
     )
     assert case.global_batch_size == 16
 

@@ -92,12 +92,13 @@ def script(
 # Output
 
 
-@pytest.mark.parametrize("words", ["--paro-strategy IIG", "--bf16 --skip-train"])
+@pytest.mark.parametrize(
+    "words", ["--paro-strategy IIG", "--bf16 --skip-train", "--trainable last-blocks:0.5"]
+)
 def test_one_rank_is_planned_as_it_is_built(words: str) -> None:
     plan = planned(f"{MOCK} {words} --dry-run --world-size 1")
     control = Control(World(), torch.device("cpu"))
-    is_trained = not plan.config.train.skip_train
-    real = build_training(plan.config, control, is_trained=lambda _: is_trained)
+    real = build_training(plan.config, control)
     assert plan.memory == predict_memory(plan.config, real)
     assert placement_lines(plan.config, plan.training) == placement_lines(plan.config, real)
     assert plan.training.optimizer.model_state_bytes() == real.optimizer.model_state_bytes()

@@ -34,7 +34,7 @@ def refusal(words: str, left: int | None, device: torch.device = CPU, world: Wor
 def needs(words: str) -> int:
     flags = " ".join(RUN[1:])
     config = RunConfig.from_args(parse_args(f"{flags} --train-iters 2 {words}".split()), WORLD)
-    return predict_peak(config, 4, "cpu", lambda _: True).total
+    return predict_peak(config, 4, "cpu").total
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
@@ -72,7 +72,7 @@ def test_a_device_must_have_what_a_rank_needs() -> None:
 
 def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.from_args(parse_args([*RUN[1:], "--train-iters", "2"]), WORLD)
-    memory = predict_peak(config, 4, "cuda", lambda _: True)
+    memory = predict_peak(config, 4, "cuda")
     assert memory.communicators > 0
     more = memory.total - memory.context
     for free, warns in ((more, False), (more - 1, True), (memory.allocated, True)):

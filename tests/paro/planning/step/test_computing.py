@@ -35,3 +35,8 @@ def test_what_is_not_computed_does_not_count(kind: TrainableKind) -> None:
     computing = estimator.costs(given.candidate(given.strategy("III"))).computing
     everything = Estimator(workload()).costs(given.candidate(given.strategy("III"))).computing
     assert everything.flops / 3 < computing.flops < everything.flops
+    if kind is TrainableKind.LAST_BLOCKS:
+        trained = given.trainable.names(given.model)
+        of_token = flops_per_token(given.model, given.seq_length, trained, causal=False)
+        # The planner counts the first trained block's gradients of its input, too.
+        assert computing.flops == pytest.approx(of_token * computing.batch.num_tokens, rel=0.1)
