@@ -48,6 +48,7 @@ from paro.training.placement import (
     predicted_bytes,
 )
 from paro.training.resume import Saver, check_source, load_run, tell_order
+from paro.training.resumed import FROM_NOTHING, Resumed
 from paro.training.step import Training, TrainState
 
 
@@ -128,7 +129,9 @@ def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watc
     training, placement = build(config, control, log)
 
     with control.raise_on_all_ranks():
-        loaded = load_run(config, training, log) if config.checkpoint.load is not None else None
+        has_load = config.checkpoint.load is not None
+        resumed = load_run(config, training, log) if has_load else FROM_NOTHING
+    loaded = resumed.state
     state = loaded or start_state(config)
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples for every checkpoint
@@ -159,7 +162,7 @@ def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watc
         state,
         sources,
         report,
-        saving=saving_of(config, training, facts, log, loaded, datasets, claim),
+        saving=saving_of(config, training, facts, log, resumed, datasets, claim),
         forecast=forecast_of(memory, bytes_before),
         observers=observers,
     )
@@ -274,7 +277,7 @@ def saving_of(
     training: Training,
     facts: RunFacts,
     log: Log,
-    loaded: TrainState | None,
+    resumed: Resumed,
     datasets: Datasets,
     claim: Claim | None,
 ) -> Saving | None:
@@ -282,13 +285,12 @@ def saving_of(
     checkpoint = config.checkpoint
     if checkpoint.save is None or claim is None:
         return None
-    progress = None
+    loaded, progress = resumed.state, None
     if config.report.log_progress:
         start = 0 if loaded is None else loaded.consumed_train_samples
         progress = ProgressFile(
             checkpoint.save, facts, log, start_samples=start, job_id=read_job_id()
         )
-    continued = loaded.iteration if loaded is not None and checkpoint.continues else None
     saver = Saver(
         config,
         training,
@@ -296,12 +298,12 @@ def saving_of(
         claim,
         progress=progress,
         order=order_record(config, datasets),
-        continued=continued,
+        resumed=resumed,
     )
     return Saving(
         write=saver.save,
         interval=checkpoint.save_interval,
-        saved_iteration=continued,
+        saved_iteration=resumed.saved_iteration(config),
         settle=saver.settle,
         failed=lambda: saver.failed,
         way_back=saver.way_back,

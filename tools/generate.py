@@ -125,18 +125,20 @@ def texts_until_end(
     return texts
 
 
-def open_model(directory: Path, iteration: int | None = None) -> Source:
+def open_model(directory: Path, iteration: int | None = None, base: str | None = None) -> Source:
     """Opens a checkpoint of a training (the newest, or one iteration) or a Hugging Face folder."""
     if is_hugging_face(directory):
         if iteration is not None:
             raise UserError(f"--ckpt-step {iteration}: a Hugging Face folder has no iterations")
+        if base is not None:
+            raise UserError(f"--base {base}: a Hugging Face folder needs no base")
         return open_hugging_face(directory)
     if iteration is None and latest_iteration(directory) is None:
         raise UserError(
             f"--load {directory} holds no checkpoint: give the --save of a training, or a folder "
             "with a converted model or one of Hugging Face"
         )
-    return open_native(directory, iteration)
+    return open_native(directory, iteration, base)
 
 
 def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
@@ -196,6 +198,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--load", required=True, type=Path, metavar="DIR", help="the model")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")
+    add("--base", metavar="DIR", help="where the base of --load is, if it moved")
     add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
     add("--prompt-file", type=Path, metavar="FILE", help="more prompts, one a line")
     add(
@@ -268,7 +271,7 @@ def generate(args: argparse.Namespace) -> None:
         raise UserError(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
     prompts = read_prompts(args)
     with reading(f"--load {args.load}"):
-        source = open_model(args.load, args.ckpt_step)
+        source = open_model(args.load, args.ckpt_step, args.base)
     tokenizer = load_tokenizer(source, args.tokenizer_model)
     texts = encode(tokenizer, prompts)
     model = load_model(source, tokenizer)

@@ -102,6 +102,12 @@ def add_checkpointing_args(parser: ArgumentParser) -> None:
         "iteration's folder in it): continue from the iteration that its tracker names, or the "
         "newest whole one where that is damaged. An empty folder, or --save's own before it "
         "exists, begins at iteration 0; any other that does not exist is an error")
+    add("--base", metavar="DIR",
+        help="where the base of --load is, if it is no longer where it was: the checkpoints that "
+        "hold the frozen parameters of a run with --trainable")
+    add("--save-frozen", action="store_true",
+        help="save the frozen parameters of a run with --trainable too; without it they are read "
+        "from the checkpoint with which it began, its base, if there is one")
     add("--ckpt-step", type=int, metavar="N",
         help="continue from iteration N of --load; an error if it is missing or damaged")
     add("--exit-on-missing-checkpoint", action="store_true",

@@ -20,6 +20,8 @@ class CheckpointConfig:
     no_save_optim: bool = False
     start_over: bool = False  # move the checkpoints in --save aside
     load: str | None = None
+    base: str | None = None  # where the base of --load is, if it moved
+    save_frozen: bool = False  # also what does not train, where --load holds it
     ckpt_step: int | None = None  # None: the latest complete one
     exit_on_missing_checkpoint: bool = False
     finetune: bool = False
@@ -31,6 +33,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for flag, value in (
             ("--ckpt-step", self.ckpt_step),
+            ("--base", self.base),
             ("--use-checkpoint-args", self.use_checkpoint_args or None),
             (
                 "--use-checkpoint-opt_param-scheduler",

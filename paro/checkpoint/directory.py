@@ -43,6 +43,14 @@ _PARTIAL = ".partial"
 _EARLIER = "earlier_"
 
 
+class Base(TypedDict):
+    """The checkpoint that holds the frozen parameters of another."""
+
+    folder: str
+    iteration: Count
+    checksum: Count  # of its manifest, and so of all its files
+
+
 class _Common(TypedDict):
     """Which fields of common.json are read, of a run or a conversion; older ones have fewer."""
 
@@ -61,6 +69,8 @@ class _Common(TypedDict):
     has_moments: NotRequired[bool]
     dynamic_loss_scale: NotRequired[bool]
     begins_with_bos: NotRequired[bool]
+    trainable: NotRequired[str]
+    base: NotRequired[Base | None]
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:

@@ -6,20 +6,23 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch.distributed.checkpoint import LoadPlan
+from torch.distributed.checkpoint import LoadPlan, Metadata
 
 from paro.checkpoint.agreement import Ranks, with_one_folder
+from paro.checkpoint.base import open_base
 from paro.checkpoint.boxes import PARAM, BoxedState, boxed_states
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
-from paro.checkpoint.manifest import DamagedError, read_manifest
+from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import MISMATCH, BoxLoadPlanner, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
 from paro.sharding.buffers import FlatShard
+
+State = TypeVar("State")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class Loading:
     iteration: int | None = None  # None: the latest complete one
     moments: bool = True  # also load the optimizer's moments
     model: Mapping[str, Any] | None = None  # fields that must equal `common["model"]`
+    base: str | None = None  # where the base is, if not where the checkpoint says
 
 
 def load_checkpoint(
@@ -59,7 +63,7 @@ def load_checkpoint(
         log(f"  {complaint}")
     for iteration in order:
         try:
-            common = _load_iteration(Path(directory_root), iteration, states, wanted.model, ranks)
+            common = _load_iteration(Path(directory_root), iteration, states, wanted, ranks)
         except DamagedError as error:
             text = f"{blame}: {error}"
             if wanted.iteration is not None:
@@ -102,7 +106,7 @@ def _load_iteration(
     root: Path,
     iteration: int,
     states: dict[str, BoxedState],
-    model: Mapping[str, Any] | None,
+    wanted: Loading,
     ranks: Ranks,
 ) -> dict[str, Any]:
     """Fills the states from one iteration, after every rank has found all that it needs."""
@@ -113,29 +117,54 @@ def _load_iteration(
         common = common_of(directory)
         if manifest is not None and ranks.is_first_near:
             manifest.check_sizes()
-        _check_model(common.get("model", {}), model or {})
+        _check_model(common.get("model", {}), wanted.model or {})
         metadata = read_metadata(directory)
         present = _parameters(states) if common.get("parameters_only") else states
         if common.get("has_moments") is False and len(_parameters(present)) < len(present):
             raise UserError(
                 f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
             )
-        check_states(present, metadata)
-        planner = BoxLoadPlanner()
-        planner.set_up_planner(present, metadata)
-        reader = CheckedReader(directory, manifest)
-        reader.set_up_storage_reader(metadata, ranks.is_first)
-        plan: LoadPlan = reader.prepare_local_plan(planner.create_local_plan())
+        stored = metadata.state_dict_metadata
+        own = {name: state for name, state in present.items() if name in stored}
+        base = open_base(common.get("base"), wanted.base, f"{directory}")
+        if base is None:
+            check_states(present, stored)
+            reads = [_planned(directory, manifest, metadata, own, ranks)]
+        else:
+            base_metadata = read_metadata(base[0])
+            theirs = _parameters(base_metadata.state_dict_metadata)
+            check_states(present, theirs | stored)
+            rest = {name: present[name] for name in present.keys() - own.keys()}
+            reads = [
+                _planned(directory, manifest, metadata, own, ranks),
+                _planned(*base, base_metadata, rest, ranks),
+            ]
     # From here on shards are overwritten: only after the checks have passed on every rank.
     with ranks.raise_on_all_ranks():
-        reader.read_data(plan, planner).wait()
+        for reader, plan, planner in reads:
+            reader.read_data(plan, planner).wait()
     for name in states.keys() - present.keys():  # moments, maybe filled from a damaged one
         for values in states[name].rectangles.values():
             values.zero_()
     return common
 
 
-def _parameters(states: dict[str, BoxedState]) -> dict[str, BoxedState]:
+def _planned(
+    directory: Path,
+    manifest: Manifest | None,
+    metadata: Metadata,
+    states: dict[str, BoxedState],
+    ranks: Ranks,
+) -> tuple[CheckedReader, LoadPlan, BoxLoadPlanner]:
+    """What fills states from one folder, once its files are known to be there."""
+    planner = BoxLoadPlanner()
+    planner.set_up_planner(states, metadata)
+    reader = CheckedReader(directory, manifest)
+    reader.set_up_storage_reader(metadata, ranks.is_first)
+    return reader, reader.prepare_local_plan(planner.create_local_plan()), planner
+
+
+def _parameters(states: dict[str, State]) -> dict[str, State]:
     return {name: state for name, state in states.items() if name.startswith(f"{PARAM}.")}
 
 

@@ -85,6 +85,7 @@ class Manifest:
     versions: Mapping[str, str]
     arguments: Mapping[str, Any]
     files: Mapping[str, FileSum] = field(default_factory=dict)
+    checksum: int = 0  # of the manifest, and so of all files
 
     @cached_property
     def _by_place(self) -> dict[tuple[str, int], Stretch]:
@@ -191,7 +192,8 @@ def read_manifest(directory: Path) -> Manifest | None:
             raise DamagedError(f"{path} is missing: the save was not finished")
         facts = read_json(path, dict[str, Any])
         check_format(directory, conform(facts, _Versions, str(path)))
-        if facts.pop("crc32", None) != crc32(_canonical(facts)):
+        checksum = facts.pop("crc32", None)
+        if checksum != crc32(_canonical(facts)):
             raise UserError(f"{path}: wrong checksum")
         facts = conform(facts, _Facts, str(path))
         for name in facts["files"]:
@@ -203,6 +205,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         versions=facts["versions"],
         arguments=facts["arguments"],
         files={name: _file_sum(file["crc32"]) for name, file in facts["files"].items()},
+        checksum=checksum,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -119,9 +119,8 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         return _rectangle(self.state_dict, index)
 
 
-def check_states(states: dict[str, BoxedState], metadata: Metadata) -> None:
+def check_states(states: dict[str, BoxedState], saved: Mapping[str, object]) -> None:
     """Raises `UserError` unless a checkpoint has exactly our parameters, and these states."""
-    saved = metadata.state_dict_metadata
     for name, state in states.items():
         kind, _, parameter = name.partition(".")
         if name not in saved:

@@ -190,8 +190,8 @@ class ParoOptimizer:
 
     # Saving and loading #
 
-    def flat_shards(self) -> Iterator[FlatShard]:
-        """This rank's shards of all checkpointed state; frozen parameters have no master."""
+    def flat_shards(self, *, frozen: bool = True) -> Iterator[FlatShard]:
+        """This rank's shards of all checkpointed state; `frozen` parameters have no master."""
         context = self.model.context
         topology = context.topology
 
@@ -213,7 +213,7 @@ class ParoOptimizer:
                     replicas=replicas_at(unit.context.strategy.optim),
                 )
         for unit in self.model.units:
-            if not unit.trainable:
+            if frozen and not unit.trainable:
                 yield FlatShard(
                     layout=unit.layout,
                     start=unit.param_start,

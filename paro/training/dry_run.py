@@ -12,7 +12,7 @@ from data.gpt_dataset import check_vocabulary
 from data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from model.config import flops_per_token
 from paro.arguments.parser import given
-from paro.checkpoint.directory import find_checkpoint
+from paro.checkpoint.directory import common_of, find_checkpoint
 from paro.config.checkpoint import resumed_samples
 from paro.config.checks import check_overwriting
 from paro.config.plan import RankDevice, case_of
@@ -36,6 +36,7 @@ from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_training
 from paro.training.memory_check import checkpoint_bytes
 from paro.training.placement import placement_lines, predict_memory
+from paro.training.resume import base_of
 from paro.training.step import Training
 
 
@@ -331,16 +332,20 @@ def _data(plan: PlannedRun) -> Iterator[str]:
 
 
 def _checkpoints(plan: PlannedRun) -> Iterator[str]:
-    checkpoint = plan.config.checkpoint
+    checkpoint, base = plan.config.checkpoint, None
     if checkpoint.load is not None:
         found = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+        if found is not None:
+            base = base_of(plan.config, common_of(found))
         what = "no checkpoint on this machine" if found is None else f"holds {found.name}"
         yield f"> --load {checkpoint.load}: {what}"
     if checkpoint.save is not None:
         every = checkpoint.save_interval
         when = "at the end" if every is None else f"every {every} iterations"
-        size = size_text(checkpoint_bytes(plan.config))
+        size = size_text(checkpoint_bytes(plan.config, has_base=base is not None))
         yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
+        if base is not None:
+            yield f">   without what is frozen, which is in {base['folder']}"
         check_overwriting(checkpoint, plan.config.train)
 
 

@@ -63,17 +63,18 @@ def _async_copy_bytes(config: RunConfig, world: World) -> int:
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save or config.train.skip_train:
         return 0
-    return checkpoint_bytes(config) // world.size
+    has_base = checkpoint.load is not None and not checkpoint.save_frozen
+    return checkpoint_bytes(config, has_base=has_base) // world.size
 
 
-def checkpoint_bytes(config: RunConfig) -> int:
+def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
     """What a checkpoint takes: fp32 values, and two moments of what trains.
 
-    Frozen parameters are saved in the compute type.
+    Frozen parameters are saved in the compute type, unless they are in its base.
     """
     shapes, trained = parameter_shapes(config.model), config.trained
     of_trained = 4 if config.checkpoint.no_save_optim else 12
-    of_frozen = BYTES_OF[config.precision.compute]
+    of_frozen = 0 if has_base else BYTES_OF[config.precision.compute]
     return sum(
         math.prod(shape) * (of_trained if name in trained else of_frozen)
         for name, shape in shapes.items()

@@ -33,6 +33,7 @@ from paro.optim.loss_scale import start_loss_scale
 from paro.report.log import Log
 from paro.report.progress import ProgressFile
 from paro.training.changed_flags import order_changes, schedule_change
+from paro.training.resumed import FROM_NOTHING, Resumed, base_of
 from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
 
@@ -56,7 +57,7 @@ class Saver:
         *,
         progress: ProgressFile | None = None,
         order: Mapping[str, Any] | None = None,
-        continued: int | None = None,  # the iteration that was loaded from --save
+        resumed: Resumed = FROM_NOTHING,
     ) -> None:
         # Imported here, and not when the first save stops training: DCP takes half a second.
         from paro.checkpoint.save import write_states
@@ -67,12 +68,14 @@ class Saver:
         self._log = log
         self._progress = progress
         self._order = order
+        self._base = resumed.base
         self._root = Path(config.checkpoint.save)
         self._background = Background()
         self._copy = HostCopy()
         self._write_states = write_states
         self._under_way: int | None = None
-        self._whole = continued  # the newest iteration that is complete on every node
+        # The newest iteration that is complete on every node.
+        self._whole = resumed.saved_iteration(config)
         control = training.control
         self._ranks = with_claim(claim, control, config.runtime.timeout)
         if len(claim.folders) > 1:
@@ -114,7 +117,7 @@ class Saver:
             self._log.log0(f"trying again at iteration {state.iteration}")
         config, training = self._config, self._training
         self._refuse_not_finite(state)
-        shards = training.optimizer.flat_shards()
+        shards = training.optimizer.flat_shards(frozen=self._base is None)
         if config.checkpoint.no_save_optim:
             shards = (shard for shard in shards if shard.state == PARAM)
         states = boxed_states(shards, writers=self._ranks.near_ranks)
@@ -236,6 +239,8 @@ class Saver:
             "has_moments": not config.checkpoint.no_save_optim,
             "strategy": config.strategy.name,
             "world_size": training.control.world.size,
+            "trainable": str(config.trainable),
+            "base": self._base,
             "arguments": recorded_arguments(config),
         }
 
@@ -257,8 +262,8 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
             )
 
 
-def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | None:
-    """Fills the run from --load; the state to continue from, or None to start at iteration 0."""
+def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
+    """Fills the run from --load."""
     # Imported here because DCP takes half a second.
     from paro.checkpoint.load import Loading, load_checkpoint
 
@@ -269,12 +274,17 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
         flags.load,
         training.optimizer.flat_shards(),
         training.control,
-        wanted=Loading(iteration=flags.ckpt_step, moments=moments, model=_model_fields(config)),
+        wanted=Loading(
+            iteration=flags.ckpt_step,
+            moments=moments,
+            model=_model_fields(config),
+            base=flags.base,
+        ),
         log=log.log0,
     )
     if common is None:
         log.log0(f"--load {flags.load} holds no checkpoint: starting afresh")
-        return None
+        return FROM_NOTHING
     wrong = not_finite(training.optimizer.flat_shards(), training.control)
     if wrong is not None:
         raise UserError(
@@ -285,13 +295,23 @@ def load_run(config: RunConfig, training: Training, log: Log) -> TrainState | No
     with training.traffic.paused():
         training.optimizer.loaded(num_steps=num_steps)
     training.exposure.take()  # waits while loading belong to no step
+    with training.control.raise_on_all_ranks():
+        base = base_of(config, common)
+    if None in training.control.gather(base):
+        base = None
+    if base is not None:
+        log.log0(
+            f"checkpoints hold what trains; the rest is in {base['folder']}, iteration "
+            f"{base['iteration']}, which they name as their base"
+        )
+    state = None
     if common.get("parameters_only"):
         log.log0(f"--load {flags.load} is a converted model: training begins with it")
-        return None
-    if flags.finetune:
+    elif flags.finetune:
         log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
-        return None
-    return _state_of(common, config, log)
+    else:
+        state = _state_of(common, config, log)
+    return Resumed(state, base)
 
 
 def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: Log) -> None:

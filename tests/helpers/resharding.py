@@ -22,6 +22,7 @@ from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.placement import check_placement
 from paro.training.resume import Saver, load_run
+from paro.training.resumed import FROM_NOTHING
 from paro.training.step import Training, TrainState, train_step
 from tests.helpers.training import TINY
 
@@ -122,16 +123,21 @@ def _draw_setting(drawn: Random, letters: str, *, degrees: bool) -> Setting:
     )
 
 
-def save_and_go_on(setting: Setting, root: Path, *, asynchronous: bool) -> Part:
-    """Trains, saves, and continues without interruption."""
-    flags = ["--save", str(root), *(["--async-save"] if asynchronous else [])]
+def save_and_go_on(
+    setting: Setting, root: Path, *, asynchronous: bool, more: Sequence[str] = ()
+) -> Part:
+    """Trains, saves, and continues without interruption; begins with the --load of `more`."""
+    flags = ["--save", str(root), *(["--async-save"] if asynchronous else []), *more]
     config, training, log = _build([*setting.flags(), *flags])
+    resumed = load_run(config, training, log) if config.checkpoint.load else FROM_NOTHING
     state = start_state(config)
     source = build_sources(config, build_data(config), training, state).train
     for _ in range(STEPS_BEFORE):
         train_step(training, state, source)
     training.model.wait_for_updated_params()
-    saver = Saver(config, training, log, Claim.without_lease(root, training.control))
+    saver = Saver(
+        config, training, log, Claim.without_lease(root, training.control), resumed=resumed
+    )
     saver.save(state)
     held, num_steps, iteration = _held(training), training.optimizer.num_steps, state.iteration
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
@@ -140,10 +146,10 @@ def save_and_go_on(setting: Setting, root: Path, *, asynchronous: bool) -> Part:
     return Part(held, num_steps, iteration, losses)
 
 
-def load_and_go_on(setting: Setting, root: Path) -> Part:
+def load_and_go_on(setting: Setting, root: Path, *, more: Sequence[str] = ()) -> Part:
     """Loads and trains to the end."""
-    config, training, log = _build([*setting.flags(), "--load", str(root)])
-    state: TrainState | None = load_run(config, training, log)
+    config, training, log = _build([*setting.flags(), "--load", str(root), *more])
+    state: TrainState | None = load_run(config, training, log).state
     assert state is not None, "nothing was loaded"
     held, num_steps, iteration = _held(training), training.optimizer.num_steps, state.iteration
     source = build_sources(config, build_data(config, state), training, state).train

@@ -26,6 +26,7 @@ from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.placement import check_placement
 from paro.training.resume import Saver
+from paro.training.resumed import FROM_NOTHING, Resumed
 from paro.training.step import StepResult, Training, train_step
 
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
@@ -38,11 +39,11 @@ TINY = (
 )
 
 
-def save_run(config: RunConfig, training: Training) -> None:
+def save_run(config: RunConfig, training: Training, resumed: Resumed = FROM_NOTHING) -> None:
     """Saves a run that has just started under --save."""
     assert config.checkpoint.save is not None, "nowhere to save"
     claim = Claim.without_lease(Path(config.checkpoint.save), training.control)
-    saver = Saver(config, training, Log(rank=0, world_size=1), claim)
+    saver = Saver(config, training, Log(rank=0, world_size=1), claim, resumed=resumed)
     saver.save(start_state(config))
     saver.settle()
 

@@ -220,7 +220,7 @@ def test_training_begins_with_a_converted_model(
     names = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer))
     flags = (*names, "--load", str(tmp_path / "again"), "--seed", "99")
     config, training = trained(tmp_path / "new", *flags)
-    assert load_run(config, training, Log(rank=0, world_size=1)) is None
+    assert load_run(config, training, Log(rank=0, world_size=1)).state is None
     assert "is a converted model" in capsys.readouterr().out
     save_run(config, training)
     before, after = load_parameters(saved), load_parameters(tmp_path / "new")

@@ -38,6 +38,7 @@ class Conversion:
     target: Path
     dtype: torch.dtype | None  # None: as it is stored
     iteration: int | None = None  # of a checkpoint of this project; None: the latest one
+    base: str | None = None  # where its base is, if it has one that moved
     divisible_by: int  # padded vocabulary rows are a multiple of this
     padded_vocab_size: int | None = None  # overrides divisible_by
 
@@ -52,13 +53,14 @@ class Conversion:
                 f"--padded-vocab-size {self.padded_vocab_size} needs --to paro or megatron: a "
                 "Hugging Face folder holds no padding"
             )
-        if self.iteration is not None and self.source_format != "paro":
-            raise UserError(f"--ckpt-step {self.iteration} needs --from paro")
+        for flag, value in (("--ckpt-step", self.iteration), ("--base", self.base)):
+            if value is not None and self.source_format != "paro":
+                raise UserError(f"{flag} {value} needs --from paro")
         with reading(f"--input {self.source}"):
-            if self.iteration is None:
-                source = OPENERS[self.source_format](self.source)
+            if self.source_format == "paro":
+                source = open_native(self.source, self.iteration, self.base)
             else:
-                source = open_native(self.source, self.iteration)
+                source = OPENERS[self.source_format](self.source)
         self._rows(source)
         tensors = {name: tensor.cast(self.dtype) for name, tensor in source.tensors.items()}
         return replace(source, tensors=tensors)

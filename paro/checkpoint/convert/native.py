@@ -19,6 +19,7 @@ from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer
 from model.config import LlamaConfig
 from paro.checkpoint.agreement import one_process
+from paro.checkpoint.base import open_base
 from paro.checkpoint.boxes import PARAM, BoxedState
 from paro.checkpoint.convert.hugging_face import (
     CONFIG,
@@ -35,7 +36,7 @@ from paro.checkpoint.directory import (
     find_checkpoint,
     finish_checkpoint,
 )
-from paro.checkpoint.manifest import read_manifest
+from paro.checkpoint.manifest import Manifest, read_manifest
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import BoxLoadPlanner, BoxSavePlanner
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files
@@ -47,24 +48,19 @@ COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a co
 FREE_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
 
 
-def open_native(root: Path, iteration: int | None = None) -> Source:
-    """Opens a checkpoint of a run or of a conversion; `UserError` says what is wrong."""
+def open_native(root: Path, iteration: int | None = None, base: str | None = None) -> Source:
+    """Opens a checkpoint of a run or of a conversion; `UserError` says what is wrong.
+
+    Frozen parameters are read from its base, which is at `base` if it has moved.
+    """
     directory = find_checkpoint(root, iteration)
     if directory is None:
         raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}")
     common = common_of(directory)
-    metadata = read_metadata(directory)
-    check_files(directory, list(metadata.storage_data.values()))
-    reader = CheckedReader(directory, read_manifest(directory))
-    found = {
-        name.removeprefix(f"{PARAM}."): LazyTensor(
-            shape=tuple(state.size),
-            dtype=state.properties.dtype,
-            rows=partial(_read_rows, reader, name, state.properties.dtype, tuple(state.size)),
-        )
-        for name, state in metadata.state_dict_metadata.items()
-        if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
-    }
+    found = _tensors_in(directory, read_manifest(directory))
+    under = open_base(common.get("base"), base, f"{directory}")
+    if under is not None:
+        found = _tensors_in(*under) | found
     config = _config(directory, common)
     tensors = checked_tensors(config, found, directory, {})
     vocab_size = _true_vocab_size(common, config.vocab_size)
@@ -77,6 +73,22 @@ def open_native(root: Path, iteration: int | None = None) -> Source:
         begins_with_bos=_begins_with_bos(common),
         notes=notes,
     )
+
+
+def _tensors_in(directory: Path, manifest: Manifest | None) -> dict[str, LazyTensor]:
+    """The parameters in an iteration's folder, by name."""
+    metadata = read_metadata(directory)
+    check_files(directory, list(metadata.storage_data.values()))
+    reader = CheckedReader(directory, manifest)
+    return {
+        name.removeprefix(f"{PARAM}."): LazyTensor(
+            shape=tuple(state.size),
+            dtype=state.properties.dtype,
+            rows=partial(_read_rows, reader, name, state.properties.dtype, tuple(state.size)),
+        )
+        for name, state in metadata.state_dict_metadata.items()
+        if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
+    }
 
 
 def write_native(

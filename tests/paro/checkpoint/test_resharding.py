@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from paro.checkpoint.base import stored_parameters
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import (
     STEPS_BEFORE,
     Pair,
+    Setting,
     draw_pairs,
     load_and_go_on,
     save_and_go_on,
@@ -25,12 +27,23 @@ FEW = (5, *(i for i, p in enumerate(PAIRS) if p.before.world_size != p.after.wor
 pytestmark = pytest.mark.ranks
 
 
-def check(pair: Pair, root: Path) -> None:
+def check(pair: Pair, root: Path, base: Path | None = None) -> None:
+    """With a `base`, of a run that trains the last block alone and begins with it."""
     before, after = pair.before, pair.after
+    part = [] if base is None else ["--trainable", "last-blocks:0.34"]
+    begin = [] if base is None else ["--load", str(base), "--finetune"]
     there = run_ranks(
-        save_and_go_on, before.world_size, before, root, asynchronous=pair.asynchronous
+        save_and_go_on,
+        before.world_size,
+        before,
+        root,
+        asynchronous=pair.asynchronous,
+        more=[*part, *begin],
     )
-    here = run_ranks(load_and_go_on, after.world_size, after, root)
+    here = run_ranks(load_and_go_on, after.world_size, after, root, more=part)
+    if base is not None:
+        names = stored_parameters(root / "iter_0000003")
+        assert {name.rpartition(".")[0] for name in names} == {"blocks.2"}
     saved, loaded = whole_states(there), whole_states(here)
     assert saved.keys() == loaded.keys()
     assert {name.partition(".")[0] for name in saved} == {"param", "exp_avg", "exp_avg_sq"}
@@ -46,6 +59,25 @@ def check(pair: Pair, root: Path) -> None:
 @pytest.mark.parametrize("index", FEW, ids=lambda index: str(PAIRS[index]))
 def test_a_few_pairs(tmp_path: Path, index: int) -> None:
     check(PAIRS[index], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks with which others begin."""
+    root = tmp_path_factory.mktemp("base")
+    setting = Setting(world_size=2, group_size=1, strategy="GGG")
+    run_ranks(save_and_go_on, 2, setting, root, asynchronous=False)
+    return root
+
+
+def test_what_was_trained_and_its_base_reshard(tmp_path: Path, base: Path) -> None:
+    check(PAIRS[FEW[2]], tmp_path, base)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("pair", PAIRS[:36], ids=str)
+def test_all_reshard_with_a_base(tmp_path: Path, base: Path, pair: Pair) -> None:
+    check(pair, tmp_path, base)
 
 
 @pytest.mark.verify

@@ -1,0 +1,55 @@
+"""The base of a checkpoint that holds only what was trained: where its frozen parameters are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paro.checkpoint.boxes import PARAM
+from paro.checkpoint.directory import Base, find_checkpoint
+from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
+from paro.checkpoint.metadata import read_metadata
+from paro.errors import UserError
+
+
+def as_base(directory: Path) -> Base | None:
+    """An iteration's folder as a base; None for format 1, whose content has no checksum."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return None
+    return Base(
+        folder=str(directory.parent.resolve()),
+        iteration=manifest.iteration,
+        checksum=manifest.checksum,
+    )
+
+
+def stored_parameters(directory: Path) -> frozenset[str]:
+    """The parameters that an iteration's folder holds itself."""
+    names = read_metadata(directory).state_dict_metadata
+    return frozenset(name.removeprefix(f"{PARAM}.") for name in names if name.startswith(PARAM))
+
+
+def open_base(named: Base | None, moved_to: str | None, blame: str) -> tuple[Path, Manifest] | None:
+    """The folder and manifest of the base that `blame` names; None if it is complete without.
+
+    `moved_to` is the value of --base. `UserError` if the base is gone, damaged or another one.
+    """
+    if named is None:
+        if moved_to is not None:
+            raise UserError(f"--base {moved_to}: {blame} needs no base: leave --base out")
+        return None
+    root = named["folder"] if moved_to is None else moved_to
+    what = f"{root}, iteration {named['iteration']}, the base of {blame}"
+    try:
+        directory = find_checkpoint(root, named["iteration"])
+        assert directory is not None, "an iteration was asked for"
+        manifest = read_manifest(directory)
+    except DamagedError as error:
+        where = "give --base DIR where it is now" if moved_to is None else "give another --base"
+        raise UserError(f"{what}, cannot be read ({error}): {where}") from None
+    if manifest is None or manifest.checksum != named["checksum"]:
+        raise UserError(
+            f"{what}, has changed since, and what was trained belongs to the old one: restore it, "
+            "or give --base DIR where that is"
+        )
+    return directory, manifest

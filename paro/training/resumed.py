@@ -1,0 +1,50 @@
+"""What a run begins with: the state to continue from, and the base of the checkpoints it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paro.checkpoint.base import as_base, stored_parameters
+from paro.checkpoint.directory import Base, find_checkpoint
+from paro.config.run import RunConfig
+from paro.planning.search.trainable import Trainable
+from paro.training.step import TrainState
+
+
+class Resumed(NamedTuple):
+    """What a run begins with."""
+
+    state: TrainState | None = None  # to continue from; None: iteration 0
+    base: Base | None = None  # of the checkpoints to save; None: they are complete
+
+    def saved_iteration(self, config: RunConfig) -> int | None:
+        """The iteration that was loaded from --save, and is not saved again."""
+        if self.state is None or not config.checkpoint.continues:
+            return None
+        return self.state.iteration
+
+
+FROM_NOTHING = Resumed()
+
+
+def base_of(config: RunConfig, common: Mapping[str, Any]) -> Base | None:
+    """The base of the checkpoints that a run saves after it has loaded one with this common.json.
+
+    The frozen parameters must be in one folder that this run neither writes nor removes; else None.
+    """
+    flags = config.checkpoint
+    saves = flags.save is not None and not config.train.skip_train
+    if flags.save_frozen or not saves or config.trainable == Trainable():
+        return None
+    assert flags.load is not None, "nothing was loaded"
+    directory = find_checkpoint(flags.load, common["iteration"])
+    assert directory is not None, "it was loaded"
+    named: Base | None = common.get("base")
+    if named is None:
+        return None if flags.saves_where_it_loads else as_base(directory)
+    if not stored_parameters(directory) <= config.trained:
+        return None
+    folder = named["folder"] if flags.base is None else str(Path(flags.base).resolve())
+    return Base(folder=folder, iteration=named["iteration"], checksum=named["checksum"])
