@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from model.lora_config import LoraConfig, down_name, up_name
 from paro.errors import UserError
 
 Shape = tuple[int, ...]
@@ -90,6 +91,7 @@ class LlamaConfig:
     init_method_std: float = 0.02
     tie_embeddings_and_output_weights: bool = False
     recompute: RecomputeConfig | None = None
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         for name, most in _MAX.items():
@@ -293,6 +295,8 @@ def unit_shapes(config: LlamaConfig) -> dict[str, dict[str, Shape]]:
         "w_up": (ffn, hidden),
         "w_down": (hidden, ffn),
     }
+    if config.lora is not None:
+        block |= config.lora.shapes(block)
     head: dict[str, Shape] = {"norm": (hidden,)}
     if not config.tie_embeddings_and_output_weights:
         head["weight"] = (vocab, hidden)
@@ -358,15 +362,22 @@ def _block_products(
     def products(*names: str) -> int:
         return sum(math.prod(shapes[name]) for name in names)
 
+    def trains(*names: str) -> bool:
+        return any(name in trained or up_name(name) in trained for name in names)
+
+    def input_of(*names: str) -> int:
+        """The products that the gradient of the input of these weights and adapters takes."""
+        return products(*names, *(down_name(name) for name in names if down_name(name) in shapes))
+
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     backward: float = products(*(name for name in matrices if name in trained))
+    # The gradient of what an adapter's first matrix makes.
+    backward += products(*(up_name(name) for name in shapes if down_name(name) in trained))
     through_norm = reached or "attention_norm" in trained
-    through_core = through_norm or any(
-        name in trained for name in ("wq", "wk", "wv", "bq", "bk", "bv", "q_norm", "k_norm")
-    )
-    backward += through_norm * products("wq", "wk", "wv")
-    backward += through_core * (2 * core + products("wo"))
-    through_norm = through_core or "wo" in trained or "mlp_norm" in trained
-    backward += through_norm * products("w_gate", "w_up")
-    backward += (through_norm or "w_gate" in trained or "w_up" in trained) * products("w_down")
+    through_core = through_norm or trains("wq", "wk", "wv", "bq", "bk", "bv", "q_norm", "k_norm")
+    backward += through_norm * input_of("wq", "wk", "wv")
+    backward += through_core * (2 * core + input_of("wo"))
+    through_norm = through_core or trains("wo", "mlp_norm")
+    backward += through_norm * input_of("w_gate", "w_up")
+    backward += (through_norm or trains("w_gate", "w_up")) * input_of("w_down")
     return products(*matrices) + core, backward

@@ -11,17 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from model.config import QKV_BIAS_CUTS, LlamaConfig, unit_shapes
+from model.lora_config import down_name, is_adapter
 
 BLOCK = 2**16  # elements of a flattened parameter per seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterInit:
-    """Initial distribution of one parameter: normal with this std, or constant if it is None."""
+    """Initial distribution of one parameter: normal with this std, uniform within `bound`, or
+    constant if both are None.
+    """
 
     name: str
     numel: int
     std: float | None
+    bound: float | None = None
     constant: float = 1.0
 
 
@@ -29,7 +33,8 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
     """Megatron's initialization: normal, std divided by sqrt(2 layers) for residual outputs.
 
     Residual outputs are the weights whose product is added to the residual stream. Norms start as
-    ones, biases as zeros.
+    ones, biases as zeros. Adapters are peft's: Kaiming-uniform with a = sqrt(5), which is uniform
+    within 1 / sqrt(columns), before those of zeros.
     """
     narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
     specs = {}
@@ -39,22 +44,30 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
             std: float | None = narrow if part in ("wo", "w_down") else config.init_method_std
             if len(shape) == 1:
                 std = None
-            constant = 0.0 if part in QKV_BIAS_CUTS else 1.0
-            specs[name] = ParameterInit(name=name, numel=numel, std=std, constant=constant)
+            constant = 0.0 if part in QKV_BIAS_CUTS or is_adapter(part) else 1.0
+            bound: float | None = None
+            if is_adapter(part):
+                std, bound = None, shape[1] ** -0.5 if part.endswith(down_name("")) else None
+            specs[name] = ParameterInit(
+                name=name, numel=numel, std=std, bound=bound, constant=constant
+            )
     return specs
 
 
 def initial_values(spec: ParameterInit, seed: int, start: int, stop: int) -> Tensor:
     """Elements [start, stop) of the flattened parameter, in fp32 on the CPU."""
     assert 0 <= start <= stop <= spec.numel, f"[{start}, {stop}) of {spec.numel} in {spec.name}"
-    if spec.std is None:
+    if spec.std is None and spec.bound is None:
         return torch.full((stop - start,), spec.constant, dtype=torch.float32, device="cpu")
     values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         begin, end = block * BLOCK, min((block + 1) * BLOCK, spec.numel)
-        drawn = _draw(seed, spec.name, block, end - begin)
+        drawn = _draw(seed, spec.name, block, end - begin, uniform=spec.bound is not None)
         low, high = max(start, begin), min(stop, end)
         values[low - start : high - start] = drawn[low - begin : high - begin]
+    if spec.bound is not None:
+        return values.mul_(2 * spec.bound).sub_(spec.bound)
+    assert spec.std is not None, "checked above"
     return values.mul_(spec.std)
 
 
@@ -68,9 +81,10 @@ def initialize_whole(model: nn.Module, config: LlamaConfig, seed: int) -> None:
 
 
 @lru_cache(maxsize=1)  # a rank with a column shard requests the same block row by row
-def _draw(seed: int, name: str, block: int, numel: int) -> Tensor:
+def _draw(seed: int, name: str, block: int, numel: int, *, uniform: bool) -> Tensor:
     """All of a block, since a generator's n-th number may depend on how many are drawn."""
-    return torch.randn(numel, generator=_generator(seed, name, block), device="cpu")
+    draw = torch.rand if uniform else torch.randn
+    return draw(numel, generator=_generator(seed, name, block), device="cpu")
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.config import (
     ATTENTION_CUTS,
@@ -35,6 +35,7 @@ from model.config import (
 )
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.layers import SharedNorm, gated_linear, normed_linears, rms_norm
+from model.lora import AdaptedBlock, Drops, checkpointed, gated, same
 from model.parts import SlicedPart, UnitSpec
 from model.rotary import rotate, rotations
 
@@ -47,6 +48,7 @@ class Places(NamedTuple):
     cos: Tensor  # of every position's rotation, see `rotations`
     sin: Tensor
     document_lengths: tuple[int, ...] | None = None  # of all samples; None: one per sample
+    drops: Drops | None = None  # what the dropout of adapters depends on; None: nothing is dropped
 
 
 class Embedding(nn.Module):
@@ -71,15 +73,14 @@ class Embedding(nn.Module):
         return x_BSD.masked_fill(elsewhere_BS[..., None], 0.0)
 
 
-class Block(nn.Module):
+class Block(AdaptedBlock):
     """A pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, *, recomputed: bool) -> None:
-        super().__init__()
+    def __init__(self, config: LlamaConfig, *, layer: int, recomputed: bool) -> None:
+        super().__init__(config, layer=layer)
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
         query = config.num_attention_heads * config.kv_channels
         key = config.num_query_groups * config.kv_channels
-        self.config = config
         self.recomputed = recomputed  # by itself, from its own input
         self.recomputes_core = config.recompute is not None and config.recompute.core_attention
         self.attention_norm = nn.Parameter(torch.empty(hidden))
@@ -98,17 +99,18 @@ class Block(nn.Module):
         self.w_gate = nn.Parameter(torch.empty(ffn, hidden))
         self.w_up = nn.Parameter(torch.empty(ffn, hidden))
         self.w_down = nn.Parameter(torch.empty(hidden, ffn))
+        self.make_adapters()
 
     def forward(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
         """`attend` replaces causal attention within `x`, for example to use a KV cache."""
         # Checkpoint inside forward, so that recomputation does not run this module's hooks again.
         if self.recomputed and torch.is_grad_enabled():
-            return _checkpointed(self._body, x_BSD, places, attend)
+            return checkpointed(self._body, x_BSD, places, attend)
         return self._body(x_BSD, places, attend)
 
     def _body(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
         x_BSD = x_BSD + self.attention(x_BSD, places, attend)
-        return x_BSD + self.mlp(x_BSD)
+        return x_BSD + self.mlp(x_BSD, places.drops)
 
     def attention(
         self, x_BSD: Tensor, places: Places, attend: Attend | None, norm: SharedNorm | None = None
@@ -120,19 +122,25 @@ class Block(nn.Module):
         if self.config.add_qkv_bias:
             for part, bias in zip(projections, (self.bq, self.bk, self.bv), strict=True):
                 part.add_(bias)
+        cos, sin, lengths, drops = places
+        outputs = dict(zip(("wq", "wk", "wv"), projections, strict=True))
+        make = partial(self.normed, "attention_norm")
+        projections = self.adapted(outputs, make, (x_BSD,), drops)
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
         if self.config.qk_layernorm:
             q_BSNH = rms_norm(q_BSNH, self.q_norm, epsilon)
             k_BSKH = rms_norm(k_BSKH, self.k_norm, epsilon)
-        cos, sin, lengths = places
         q_BSNH, k_BSKH = rotate(q_BSNH, cos, sin), rotate(k_BSKH, cos, sin)
         if attend is not None:
             out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH)
         elif self.recomputes_core and torch.is_grad_enabled():
-            out_BSNH = _checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH, lengths)
+            out_BSNH = checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH, lengths)
         else:
             out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, lengths)
-        return F.linear(out_BSNH.flatten(-2), self.wo)
+        out_BSD = out_BSNH.flatten(-2)
+        y_BSD = F.linear(out_BSD, self.wo)
+        (y_BSD,) = self.adapted({"wo": y_BSD}, same, (out_BSD,), drops)
+        return y_BSD
 
     def _core(
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: tuple[int, ...] | None
@@ -156,11 +164,16 @@ class Block(nn.Module):
         )
         return out_BNSH.transpose(1, 2)
 
-    def mlp(self, x_BSD: Tensor, norm: SharedNorm | None = None) -> Tensor:
+    def mlp(self, x_BSD: Tensor, drops: Drops | None, norm: SharedNorm | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
         epsilon, weights = self.config.norm_epsilon, (self.w_gate, self.w_up)
-        gate_BSF, up_BSF = normed_linears(x_BSD, self.mlp_norm, epsilon, *weights, norm=norm)
-        return gated_linear(gate_BSF, up_BSF, self.w_down)
+        halves = normed_linears(x_BSD, self.mlp_norm, epsilon, *weights, norm=norm)
+        outputs = dict(zip(("w_gate", "w_up"), halves, strict=True))
+        make = partial(self.normed, "mlp_norm")
+        gate_BSF, up_BSF = self.adapted(outputs, make, (x_BSD,), drops)
+        y_BSD = gated_linear(gate_BSF, up_BSF, self.w_down)
+        (y_BSD,) = self.adapted({"w_down": y_BSD}, gated, (gate_BSF, up_BSF), drops)
+        return y_BSD
 
 
 class Head(nn.Module):
@@ -215,7 +228,9 @@ class Llama(nn.Module):
         self._group_size = config.recompute.group_size if config.recompute else 1
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(
-            Block(config, recomputed=self._group_size == 1 and self._is_recomputed(layer))
+            Block(
+                config, layer=layer, recomputed=self._group_size == 1 and self._is_recomputed(layer)
+            )
             for layer in range(config.num_layers)
         )
         self.head = Head(config)
@@ -239,6 +254,7 @@ class Llama(nn.Module):
         *,
         positions_BS: Tensor | None = None,
         document_lengths: tuple[int, ...] | None = None,
+        drops: Drops | None = None,
     ) -> Tensor:
         """Logits [B, S, V]; or, with labels, the fp32 sum over tokens of token weight times loss.
 
@@ -252,7 +268,7 @@ class Llama(nn.Module):
         cos, sin = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
         if positions_BS is not None:
             cos, sin = cos[positions_BS], sin[positions_BS]
-        places = Places(cos, sin, document_lengths)
+        places = Places(cos, sin, document_lengths, drops)
         run = self._group_size
         recomputes = run > 1 and torch.is_grad_enabled()
         for first in range(0, len(self.blocks), run):
@@ -261,7 +277,7 @@ class Llama(nn.Module):
             x_BSD = _run_blocks(blocks[:plain], x_BSD, places)
             if blocks[plain:]:
                 # Recomputation in backward runs the hooks on these blocks again.
-                x_BSD = _checkpointed(_run_blocks, blocks[plain:], x_BSD, places)
+                x_BSD = checkpointed(_run_blocks, blocks[plain:], x_BSD, places)
         tied = self.config.tie_embeddings_and_output_weights
         tied_VD = self.embedding.weight if tied else None
         logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
@@ -324,9 +340,11 @@ def _add_attention(
     return out_BSD
 
 
-def _add_mlp(block: Block, slices: Iterable[Callable[..., Tensor]], x_BSD: Tensor) -> Tensor:
+def _add_mlp(
+    block: Block, slices: Iterable[Callable[..., Tensor]], x_BSD: Tensor, drops: Drops | None
+) -> Tensor:
     norm = SharedNorm(x_BSD, block.mlp_norm, block.config.norm_epsilon)
-    out_BSD = _add(block, slices, x_BSD, norm)
+    out_BSD = _add(block, slices, x_BSD, drops, norm)
     norm.release()
     return out_BSD
 
@@ -369,9 +387,3 @@ def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, places: Places) -> Tenso
     for block in blocks:
         x_BSD = block(x_BSD, places)
     return x_BSD
-
-
-def _checkpointed(function: Callable[..., Tensor], *args: object) -> Tensor:
-    # The model draws no random numbers (no dropout), so there is no RNG state to save.
-    out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-    return out

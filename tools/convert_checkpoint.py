@@ -41,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --from paro: which iteration; default: the latest one",
     )
     add("--base", metavar="DIR", help="with --from paro: where its base is, if it moved")
+    add("--merge", action="store_true", help="merge its adapters into the weights, in fp32")
     add("--output", required=True, type=Path, metavar="DIR", help="a folder that does not exist")
     add("--dtype", choices=list(DTYPES), help="type of the tensors; default: as they are stored")
     add(
@@ -81,6 +82,7 @@ def convert(args: argparse.Namespace) -> None:
         dtype=DTYPES.get(args.dtype),
         iteration=args.ckpt_step,
         base=args.base,
+        merge=args.merge,
         divisible_by=args.make_vocab_size_divisible_by,
         padded_vocab_size=args.padded_vocab_size,
     )

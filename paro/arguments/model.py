@@ -131,6 +131,21 @@ def add_training_args(parser: ArgumentParser) -> None:
         "update; 2, after it too; 0: never")
 
 
+def add_lora_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "adapters (LoRA)",
+        "Small matrices beside the weights of every block train, and all else is frozen: a weight "
+        "adds alpha / rank * B A of its input. Names and initial values are those of peft.",
+    ).add_argument
+    add("--lora-rank", type=int, metavar="R", help="train adapters of this rank; default: none")
+    add("--lora-alpha", type=float, metavar="A", help="scales them by A / R; default 8")
+    add("--lora-dropout", type=float, metavar="P",
+        help="drop this share of their input's elements in training; default 0")
+    add("--lora-target-modules", metavar="MODULES",
+        help="which projections have adapters: names of peft with commas between them, or "
+        "all-linear, the seven of a block; default q_proj,v_proj")
+
+
 def add_recompute_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group(
         "recomputation", "Forget activations in forward and make them again in backward.",

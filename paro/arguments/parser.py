@@ -25,6 +25,7 @@ from paro.arguments.job import (
 from paro.arguments.megatron import add_compatibility_args, refusals
 from paro.arguments.model import (
     add_learning_rate_args,
+    add_lora_args,
     add_mixed_precision_args,
     add_model_args,
     add_recompute_args,
@@ -102,6 +103,7 @@ def build_parser() -> ArgumentParser:
     _add_paro_args(parser)
     add_model_args(parser)
     add_training_args(parser)
+    add_lora_args(parser)
     add_recompute_args(parser)
     add_regularization_args(parser)
     add_learning_rate_args(parser)

@@ -70,6 +70,7 @@ class _Common(TypedDict):
     dynamic_loss_scale: NotRequired[bool]
     begins_with_bos: NotRequired[bool]
     trainable: NotRequired[str]
+    lora: NotRequired[dict[str, Any] | None]
     base: NotRequired[Base | None]
 
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint import LoadPlan, Metadata
 
+from model.lora_config import LoraConfig, is_adapter
+from paro.checkpoint.adapters import has_adapters
 from paro.checkpoint.agreement import Ranks, with_one_folder
 from paro.checkpoint.base import open_base
 from paro.checkpoint.boxes import PARAM, BoxedState, boxed_states
@@ -33,6 +35,7 @@ class Loading:
     moments: bool = True  # also load the optimizer's moments
     model: Mapping[str, Any] | None = None  # fields that must equal `common["model"]`
     base: str | None = None  # where the base is, if not where the checkpoint says
+    lora: LoraConfig | None = None  # of the model's adapters; a checkpoint without any has a base's
 
 
 def load_checkpoint(
@@ -120,6 +123,9 @@ def _load_iteration(
         _check_model(common.get("model", {}), wanted.model or {})
         metadata = read_metadata(directory)
         present = _parameters(states) if common.get("parameters_only") else states
+        if not has_adapters(common, wanted.lora, directory):
+            # Adapters keep their initial values; nothing else has moments.
+            present = {n: state for n, state in _parameters(states).items() if not is_adapter(n)}
         if common.get("has_moments") is False and len(_parameters(present)) < len(present):
             raise UserError(
                 f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
@@ -143,7 +149,8 @@ def _load_iteration(
     with ranks.raise_on_all_ranks():
         for reader, plan, planner in reads:
             reader.read_data(plan, planner).wait()
-    for name in states.keys() - present.keys():  # moments, maybe filled from a damaged one
+    new = states.keys() - present.keys()
+    for name in new - _parameters(states).keys():  # moments, maybe filled from a damaged one
         for values in states[name].rectangles.values():
             values.zero_()
     return common

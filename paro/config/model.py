@@ -8,6 +8,7 @@ from typing import Any
 
 from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from model.lora_config import LoraConfig, targets_of
 from paro.arguments.needed import details_without_full, missing_sizes
 from paro.errors import UserError
 
@@ -16,7 +17,7 @@ _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     """The model: sizes from flags, else from the preset, else derived from the other sizes."""
-    names = {field.name for field in fields(LlamaConfig)} - {"vocab_size", "recompute"}
+    names = {field.name for field in fields(LlamaConfig)} - {"vocab_size", "recompute", "lora"}
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     sizes = given
     if args.llama_preset is not None:
@@ -48,6 +49,7 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
             vocab_size, args.make_vocab_size_divisible_by, args.padded_vocab_size
         ),
         recompute=_take_recompute(args),
+        lora=_take_lora(args),
     )
 
 
@@ -64,7 +66,7 @@ def output_layer_notice(args: Namespace) -> tuple[str, ...]:
 def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
     """The preset's sizes, without those that are derived from sizes that flags changed."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}
-    del sizes["vocab_size"], sizes["recompute"]
+    del sizes["vocab_size"], sizes["recompute"], sizes["lora"]
     if "hidden_size" in given or "num_attention_heads" in given:
         del sizes["kv_channels"]
         if preset.num_query_groups == preset.num_attention_heads:
@@ -77,6 +79,25 @@ def _num_query_groups(args: Namespace, heads: int) -> int:
     if args.num_query_groups not in (None, heads) and not grouped:
         raise UserError(f"--num-query-groups {args.num_query_groups} needs --group-query-attention")
     return 1 if args.group_query_attention else heads
+
+
+def _take_lora(args: Namespace) -> LoraConfig | None:
+    names = ("lora_alpha", "lora_dropout", "lora_target_modules")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.lora_rank is None:
+        for name in given:
+            raise UserError(f"--{name.replace('_', '-')} needs --lora-rank")
+        return None
+    if args.trainable != "all":
+        raise UserError(
+            f"--trainable {args.trainable} and --lora-rank contradict each other: with adapters "
+            "all else is frozen; give one of them"
+        )
+    modules = given.pop("lora_target_modules", None)
+    detail = {name.removeprefix("lora_"): value for name, value in given.items()}
+    if modules is not None:
+        detail["targets"] = targets_of(modules)
+    return LoraConfig(rank=args.lora_rank, **detail)
 
 
 def _take_recompute(args: Namespace) -> RecomputeConfig | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from model.config import RecomputeConfig, num_parameters, parameter_shapes
 from paro.config.run import RunConfig
-from paro.planning.search.trainable import Trainable
 
 
 def recorded_arguments(config: RunConfig) -> dict[str, Any]:
@@ -63,12 +62,18 @@ def model_line(config: RunConfig) -> str:
 
 def trained_lines(config: RunConfig) -> Iterator[str]:
     """How much of the model trains, for a run that freezes a part of it."""
-    if config.trainable == Trainable():
+    if not config.trainable.is_part(config.model):
         return
+    what, lora = f"--trainable {config.trainable}", config.model.lora
+    if lora is not None:
+        what = (
+            f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g} on "
+            f"{', '.join(lora.targets)}"
+        )
     shapes = parameter_shapes(config.model)
     trained, total = config.trainable.names(config.model), num_parameters(config.model)
     count = sum(math.prod(shapes[name]) for name in trained)
     yield (
-        f"> --trainable {config.trainable}: {count:,} of {total:,} parameters "
+        f"> {what}: {count:,} of {total:,} parameters "
         f"({count / total:.2%}) in {len(trained)} of {len(shapes)} tensors train"
     )

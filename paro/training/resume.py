@@ -38,7 +38,7 @@ from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
 
 # The model fields that may differ between the run that saved and the one that loads.
-_FREE_MODEL_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
+_FREE_MODEL_FIELDS = ("recompute", "max_position_embeddings", "init_method_std", "lora")
 
 
 class Saver:
@@ -240,6 +240,7 @@ class Saver:
             "strategy": config.strategy.name,
             "world_size": training.control.world.size,
             "trainable": str(config.trainable),
+            "lora": None if config.model.lora is None else asdict(config.model.lora),
             "base": self._base,
             "arguments": recorded_arguments(config),
         }
@@ -279,6 +280,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
             moments=moments,
             model=_model_fields(config),
             base=flags.base,
+            lora=config.model.lora,
         ),
         log=log.log0,
     )
@@ -291,7 +293,8 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
             f"--load {flags.load}: in iteration {common['iteration']} {wrong} is not finite: give "
             "an earlier one with --ckpt-step"
         )
-    num_steps = common.get("num_optimizer_steps", 0) if moments else 0
+    begins = config.model.lora is not None and common.get("lora") is None
+    num_steps = common.get("num_optimizer_steps", 0) if moments and not begins else 0
     with training.traffic.paused():
         training.optimizer.loaded(num_steps=num_steps)
     training.exposure.take()  # waits while loading belong to no step
@@ -307,6 +310,8 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     state = None
     if common.get("parameters_only"):
         log.log0(f"--load {flags.load} is a converted model: training begins with it")
+    elif begins:
+        log.log0(f"--load {flags.load} has no adapters: training begins with new ones on it")
     elif flags.finetune:
         log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
     else:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from paro.checkpoint.base import as_base, stored_parameters
 from paro.checkpoint.directory import Base, find_checkpoint
 from paro.config.run import RunConfig
-from paro.planning.search.trainable import Trainable
 from paro.training.step import TrainState
 
 
@@ -36,7 +35,7 @@ def base_of(config: RunConfig, common: Mapping[str, Any]) -> Base | None:
     """
     flags = config.checkpoint
     saves = flags.save is not None and not config.train.skip_train
-    if flags.save_frozen or not saves or config.trainable == Trainable():
+    if flags.save_frozen or not saves or not config.trainable.is_part(config.model):
         return None
     assert flags.load is not None, "nothing was loaded"
     directory = find_checkpoint(flags.load, common["iteration"])

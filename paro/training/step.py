@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from data.loader import Batch
+from model.config import LlamaConfig
+from model.lora import Drops
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.train import TrainConfig
 from paro.distributed.byte_counter import ByteCounter, Sent
@@ -150,7 +152,8 @@ def train_step(
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
     timed = _TimedBatches(micro_batches, training.device, training.timers)
-    loss_sum = _forward_backward(training, timed, weigh, num_micro_batches)
+    drops = _drops_of(training, state.iteration)
+    loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, drops)
     _empty_cache(training, from_level=1)
     sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)
     unscale = weigh.unscale(sums.num_tokens)
@@ -245,8 +248,29 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
         )
 
 
+def _drops_of(training: Training, step: int) -> Callable[[int, int], dict[str, Any]]:
+    """What the model's dropout depends on in a micro-batch of a size; nothing without dropout.
+
+    A sample's number in the global batch is the same for any number of ranks.
+    """
+    config = training.model.model.config
+    if not (isinstance(config, LlamaConfig) and config.lora and config.lora.dropout):
+        return lambda _index, _size: {}
+    world, seed = training.control.world, training.config.seed
+
+    def drops(index: int, size: int) -> dict[str, Any]:
+        first = (index * world.size + world.rank) * size
+        return {"drops": Drops(seed, step, tuple(range(first, first + size)))}
+
+    return drops
+
+
 def _forward_backward(
-    training: Training, micro_batches: Iterator[Batch], weigh: _Weights, num_micro_batches: int
+    training: Training,
+    micro_batches: Iterator[Batch],
+    weigh: _Weights,
+    num_micro_batches: int,
+    drops: Callable[[int, int], dict[str, Any]],
 ) -> Tensor:
     """This rank's weighted loss, a float32 scalar; afterwards all gradients are reduced."""
     model = training.model
@@ -261,6 +285,7 @@ def _forward_backward(
                 weigh(batch.loss_mask_BS),
                 last=index + 1 == num_micro_batches,
                 **batch.documents(),
+                **drops(index, len(batch.tokens_BS)),
             )
     with training.timers.measure("all-grads-sync"):
         model.finish_gradients()

@@ -27,6 +27,7 @@ PURE = (
     *("paro.optim.loss_scale", "paro.optim.lr_schedule", "paro.optim.step_checks"),
     "paro.planning",
     "model.config",
+    "model.lora_config",
 )
 # Entry points; only other entry points may import them.
 PROGRAMS = ("pretrain_llama", "tools")

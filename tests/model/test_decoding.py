@@ -53,9 +53,9 @@ def test_a_token_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) ->
     lengths = []
     forward = type(model.blocks[0]).mlp
 
-    def counted(self: object, x_BSD: Tensor) -> Tensor:
+    def counted(self: object, x_BSD: Tensor, drops: None) -> Tensor:
         lengths.append(x_BSD.shape[1])
-        return forward(self, x_BSD)
+        return forward(self, x_BSD, drops)
 
     monkeypatch.setattr(type(model.blocks[0]), "mlp", counted)
     decoder = Decoder(model)

@@ -18,6 +18,7 @@ import pretrain_llama
 from data.indexed_dataset import IndexedDatasetWriter
 from data.tokenizer import NullTokenizer
 from model.config import RecomputeConfig
+from model.lora_config import LoraConfig
 from paro.arguments.megatron import RULES
 from paro.arguments.parser import build_parser, parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
@@ -44,6 +45,8 @@ RENAMED = {
     **dict.fromkeys(("bf16", "fp16"), "precision.compute"),
     "group_query_attention": "model.num_query_groups",
     "llama_preset": "model.num_layers",
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_rank"), "model.lora"),
+    "lora_target_modules": "model.lora",
     "lr_warmup_fraction": "schedule.lr_warmup_samples",
     **dict.fromkeys(("make_vocab_size_divisible_by", "padded_vocab_size"), "model.vocab_size"),
     **dict.fromkeys(("recompute_activations", "recompute_granularity"), "model.recompute"),
@@ -64,7 +67,7 @@ UNOWNED = {
     "schedule.weight_decay_incr_samples",
 }
 # Flags fill these as a whole.
-WHOLE = (Machine, RecomputeConfig, Strategy, Trainable)
+WHOLE = (LoraConfig, Machine, RecomputeConfig, Strategy, Trainable)
 DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
@@ -73,6 +76,7 @@ CORPUS = "--data-path corpus"
 PROFILE = "--profile --tensorboard-dir board"
 TRAIN = "--train-data-path corpus"
 VALID = f"{TRAIN} --valid-data-path corpus"
+LORA = "--lora-rank 2"
 KEEP = "--use-checkpoint-opt_param-scheduler"
 SAVE = "--save new --save-interval 2"
 COSINE = "--weight-decay-incr-style cosine"
@@ -96,6 +100,10 @@ CASES = {
     "initial_loss_scale": ((), "", "--initial-loss-scale 64"),
     "llama_preset": (("num-layers",), "--num-layers 4", "--llama-preset 7B"),
     "log_progress": ((), "--save new", "--save new --log-progress"),
+    "lora_alpha": ((), LORA, f"{LORA} --lora-alpha 3"),
+    "lora_dropout": ((), LORA, f"{LORA} --lora-dropout 0.1"),
+    "lora_rank": ((), "", LORA),
+    "lora_target_modules": ((), LORA, f"{LORA} --lora-target-modules all-linear"),
     "lr_decay_style": ((), "", "--lr-decay-style cosine"),
     "lr_warmup_iters": ((), "", "--lr-warmup-iters 3"),
     "lr_warmup_samples": ((), "", "--lr-warmup-samples 50"),
@@ -327,7 +335,7 @@ def test_runs_read_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A field reported here is dead, or read only under flags that none of the runs above has.
     """
-    with field_reads(RunConfig, leaves=(Machine, Trainable)) as reads:
+    with field_reads(RunConfig, leaves=(LoraConfig, Machine, Trainable)) as reads:
         for words in RUNS:
             monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *words.split()])
             pretrain_llama.main()

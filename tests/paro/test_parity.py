@@ -29,6 +29,8 @@ SHAPES = [(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (2, 1), (2, 2), (1, 1)]  # wor
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 TIED = "--tie-embeddings-and-output-weights"
 LAST = "--trainable last-blocks:0.5"  # blocks 1 and 2 of 3
+LORA = "--lora-rank 3 --lora-alpha 6"
+DROPPING = f"{LORA} --lora-dropout 0.3 --lora-target-modules all-linear"
 MODERN = "--add-qkv-bias --qk-layernorm"
 
 # The same global batch and number of micro-batches on any world size.
@@ -168,6 +170,8 @@ def test_strategies_train_as_one_process_does(
                 ("NIG", "--calculate-per-token-loss", ()),
                 ("GIG", "--paro-collective flat", ()),
                 ("ING", LAST, ()),
+                ("ING", LORA, ()),
+                ("GGG", f"{DROPPING} --recompute-granularity full", ()),
                 ("NIG", f"{LAST} --recompute-granularity full", ()),
                 ("IGG", MODERN, ("blocks.0.bq", "blocks.1.wk", "blocks.2.k_norm")),
             ],
@@ -197,7 +201,7 @@ def test_variants_train_as_one_process_does(
         reference = reference_for(references, more, frozen)
         for by_rank in results:
             assert_same(by_rank[number], reference, f"{strategy} {more} {frozen}")
-            if more == LAST:
+            if more in (LAST, LORA):
                 assert_formulas(by_rank[number], cases[number][0], world_size, group_size)
 
 
@@ -217,7 +221,13 @@ def test_all_strategies_on_all_worlds(
     if group_size == 2 and world_size == 6:
         degrees = ("2,2,6",)
     strategies = (*legal_letters(), *degrees)
-    frozen_too: list[tuple[str, Frozen]] = [("", ()), ("", FROZEN), (TIED, ()), (LAST, ())]
+    frozen_too: list[tuple[str, Frozen]] = [
+        ("", ()),
+        ("", FROZEN),
+        (TIED, ()),
+        (LAST, ()),
+        (DROPPING, ()),
+    ]
     for more, frozen in frozen_too:
         flags = [
             flags_for(name, world_size=world_size, more=more, steps=MANY_STEPS)

@@ -9,7 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.config import LLAMA_PRESETS
-from paro.arguments.model import add_mixed_precision_args, add_model_args, add_recompute_args
+from paro.arguments.model import (
+    add_lora_args,
+    add_mixed_precision_args,
+    add_model_args,
+    add_recompute_args,
+)
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.model import take_model
 from paro.errors import UserError
@@ -58,6 +63,7 @@ def make_parser() -> Parser:
     )
     add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
     add_model_args(parser)
+    add_lora_args(parser)
     add_recompute_args(parser)
     add_mixed_precision_args(parser)
     out = parser.add_argument_group("results").add_argument

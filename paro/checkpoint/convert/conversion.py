@@ -39,6 +39,7 @@ class Conversion:
     dtype: torch.dtype | None  # None: as it is stored
     iteration: int | None = None  # of a checkpoint of this project; None: the latest one
     base: str | None = None  # where its base is, if it has one that moved
+    merge: bool = False  # whether adapters may be merged into the weights
     divisible_by: int  # padded vocabulary rows are a multiple of this
     padded_vocab_size: int | None = None  # overrides divisible_by
 
@@ -61,6 +62,13 @@ class Conversion:
                 source = open_native(self.source, self.iteration, self.base)
             else:
                 source = OPENERS[self.source_format](self.source)
+        if source.merged is not None and not self.merge:
+            raise UserError(
+                f"--input {self.source} has adapters of rank {source.merged.rank}: give --merge to "
+                "write the model with them merged into its weights"
+            )
+        if source.merged is None and self.merge:
+            raise UserError(f"--merge: --input {self.source} has no adapters: leave it out")
         self._rows(source)
         tensors = {name: tensor.cast(self.dtype) for name, tensor in source.tensors.items()}
         return replace(source, tensors=tensors)

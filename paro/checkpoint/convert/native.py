@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer
 from model.config import LlamaConfig
+from paro.checkpoint.adapters import adapters_of
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import open_base
 from paro.checkpoint.boxes import PARAM, BoxedState
@@ -27,6 +28,7 @@ from paro.checkpoint.convert.hugging_face import (
     copy_companions,
     tokenizer_of,
 )
+from paro.checkpoint.convert.merge import merged
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, unpadded
 from paro.checkpoint.directory import (
     COMMON,
@@ -45,13 +47,14 @@ from paro.untrusted.schema import conform
 
 COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
 # Fields that a run may change; common.json does not have them among the model's fields.
-FREE_FIELDS = ("recompute", "max_position_embeddings", "init_method_std")
+FREE_FIELDS = ("recompute", "max_position_embeddings", "init_method_std", "lora")
 
 
 def open_native(root: Path, iteration: int | None = None, base: str | None = None) -> Source:
     """Opens a checkpoint of a run or of a conversion; `UserError` says what is wrong.
 
-    Frozen parameters are read from its base, which is at `base` if it has moved.
+    Frozen parameters are read from its base, which is at `base` if it has moved, and adapters are
+    merged into them.
     """
     directory = find_checkpoint(root, iteration)
     if directory is None:
@@ -61,17 +64,21 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
     under = open_base(common.get("base"), base, f"{directory}")
     if under is not None:
         found = _tensors_in(*under) | found
-    config = _config(directory, common)
+    lora = adapters_of(common, directory)
+    config = replace(_config(directory, common), lora=lora)
     tensors = checked_tensors(config, found, directory, {})
+    if lora is not None:
+        tensors = merged(config, tensors)
     vocab_size = _true_vocab_size(common, config.vocab_size)
     companions, tokenizer, notes = _companions(root, common)
     return Source(
-        config=replace(config, vocab_size=vocab_size),
+        config=replace(config, vocab_size=vocab_size, lora=None),
         tensors=unpadded(config, tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer,
         begins_with_bos=_begins_with_bos(common),
         notes=notes,
+        merged=lora,
     )
 
 

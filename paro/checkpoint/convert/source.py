@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from model.config import LlamaConfig, parameter_shapes
+from model.lora_config import LoraConfig
 from paro.errors import UserError
 from paro.layout import Shape
 from paro.untrusted.schema import read_json
@@ -79,6 +80,7 @@ class Source:
     tokenizer: Mapping[str, Any] | None = None  # fields of TokenizerConfig, if known
     begins_with_bos: bool = False  # whether training texts began with BOS
     notes: tuple[str, ...] = ()
+    merged: LoraConfig | None = None  # adapters that the tensors have been merged with
 
     @property
     def ends(self) -> frozenset[int]:

@@ -7,6 +7,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 from model.config import LlamaConfig, parameter_shapes, unit_shapes
+from model.lora_config import is_adapter
 from paro.errors import UserError
 from paro.layout import ALIGN
 from paro.planning.cost_model import UnitSize
@@ -68,10 +69,19 @@ class Trainable:
             f"{FLAG} {text!r} is none of {', '.join(words)}, with a share above 0 and at most 1"
         )
 
+    def is_part(self, config: LlamaConfig) -> bool:
+        """Whether some parameters of the model are frozen."""
+        return self.kind is not TrainableKind.ALL or config.lora is not None
+
     def names(self, config: LlamaConfig) -> frozenset[str]:
-        """The names of the model's parameters that train; a pattern must match one."""
+        """The names of the model's parameters that train; a pattern must match one.
+
+        Of a model with adapters, these do.
+        """
         assert self.kind is not TrainableKind.ADAPTERS, "adapters are no parameters of the model"
         names = list(parameter_shapes(config))
+        if config.lora is not None:
+            return frozenset(filter(is_adapter, names))
         if self.kind is TrainableKind.ALL:
             return frozenset(names)
         if self.kind is TrainableKind.LAST_BLOCKS:

@@ -13,6 +13,7 @@ from torch import Tensor
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.initialization import initialize_whole
 from model.llama import Llama
+from model.lora_config import LoraConfig, is_adapter, targets_of
 from model.rotary import rotations
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.units import (
@@ -36,6 +37,7 @@ SMALL = LlamaConfig(
     vocab_size=59,
 )
 TIED = replace(SMALL, tie_embeddings_and_output_weights=True)
+ADAPTED = replace(SMALL, lora=LoraConfig(rank=2, targets=targets_of("all-linear")))
 MODERN = replace(SMALL, add_qkv_bias=True, qk_layernorm=True)
 
 
@@ -54,6 +56,7 @@ CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
     "parts of units frozen": (SMALL, keep_norms_and_embedding),
     "lower units frozen": (SMALL, upper_half),
     "tied, embedding frozen": (TIED, upper_half),
+    "adapters": (ADAPTED, is_adapter),
 }
 
 

@@ -47,9 +47,12 @@ def alive_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.parametrize("part", [LAST, "--lora-rank 4 --lora-target-modules all-linear"])
 @pytest.mark.parametrize("words", ["", "--bf16"])
-def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(words: str) -> None:
-    config = configured(f"{words} {LAST}")
+def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(
+    words: str, part: str
+) -> None:
+    config = configured(f"{words} {part}")
     run_steps(config, built(config), build_data(config))  # fills what is kept for all runs
     before = alive_bytes()
     training = built(config)

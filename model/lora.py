@@ -1,0 +1,141 @@
+"""The adapters' part of a projection, and a dropout that does not depend on the number of ranks."""
+
+# Letters as in model/llama.py; R is the adapters' rank.
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.config import LlamaConfig
+from model.layers import rms_norm
+from model.lora_config import down_name, up_name
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+_MIX = (-4658895280553007687, -7723592293110705685)  # of SplitMix64
+_BITS = 24
+
+
+class Drops(NamedTuple):
+    """What decides which elements are dropped: the same numbers on any number of ranks."""
+
+    seed: int
+    step: int
+    samples: tuple[int, ...]  # the number of each sample of the micro-batch in the global batch
+
+
+class AdaptedBlock(nn.Module):
+    """A block whose projections may have adapters."""
+
+    def __init__(self, config: LlamaConfig, *, layer: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+
+    def make_adapters(self) -> None:
+        """Adds the adapters' parameters; call it after those of the projections."""
+        if self.config.lora is None:
+            return
+        shapes = {name: tuple(weight.shape) for name, weight in self.named_parameters()}
+        for name, shape in self.config.lora.shapes(shapes).items():
+            setattr(self, name, nn.Parameter(torch.empty(shape)))
+
+    def adapted(
+        self,
+        outputs: Mapping[str, Tensor],
+        make_input: Callable[..., Tensor],
+        sources: tuple[Tensor, ...],
+        drops: Drops | None,
+    ) -> tuple[Tensor, ...]:
+        """The outputs of projections, by their weights' names, with those of their adapters added.
+
+        Backward makes the projections' input again with `make_input` from `sources`, which are kept
+        anyway. Without `drops` nothing is dropped.
+        """
+        lora = self.config.lora
+        names = [name for name in outputs if lora is not None and name in lora.targets]
+        if not names:
+            return tuple(outputs.values())
+        run = checkpointed if torch.is_grad_enabled() else _called
+        added = run(partial(self._low_rank, names, make_input, drops), *sources)
+        by_name = dict(zip(names, added, strict=True))
+        return tuple(
+            output + by_name[name] if name in by_name else output
+            for name, output in outputs.items()
+        )
+
+    def _low_rank(
+        self,
+        names: Sequence[str],
+        make_input: Callable[..., Tensor],
+        drops: Drops | None,
+        *sources: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """`scaling * up @ down @ dropout(input)` for each of the weights."""
+        lora, x_BSD = self.config.lora, make_input(*sources)
+        assert lora is not None, "no adapters"
+        made = []
+        for name in names:
+            in_BSD = x_BSD
+            if drops is not None and lora.dropout > 0.0:
+                full = f"blocks.{self.layer}.{name}"
+                kept = keep_mask(x_BSD.shape, lora.dropout, drops, full, x_BSD.device)
+                in_BSD = x_BSD * kept.to(x_BSD.dtype).mul_(1.0 / (1.0 - lora.dropout))
+            low_BSR = F.linear(in_BSD, getattr(self, down_name(name)))
+            made.append(F.linear(low_BSR, getattr(self, up_name(name))).mul_(lora.scaling))
+        return tuple(made)
+
+    def normed(self, scale: str, x_BSD: Tensor) -> Tensor:
+        """The input of the projections that read the norm with this scale."""
+        return rms_norm(x_BSD, getattr(self, scale), self.config.norm_epsilon)
+
+
+def same(x_BSD: Tensor) -> Tensor:
+    return x_BSD
+
+
+def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+    """The input of SwiGLU's last projection."""
+    return F.silu(gate_BSF) * up_BSF
+
+
+def keep_mask(
+    shape: torch.Size, dropout: float, drops: Drops, name: str, device: torch.device
+) -> Tensor:
+    """Which elements are kept: a hash of seed, parameter name, step, sample and element."""
+    keys = [_key(drops, name, sample) for sample in drops.samples]
+    assert len(keys) == shape[0], f"{len(keys)} sample numbers for {shape[0]} samples"
+    element = torch.arange(1, shape[1:].numel() + 1, device=device).mul_(_GOLDEN)
+    mixed = torch.tensor(keys, device=device)[:, None] + element
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    mixed = mixed ^ _shifted(mixed, 31)
+    return (_shifted(mixed, 64 - _BITS) >= round(dropout * 2**_BITS)).view(shape)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right of signed numbers."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _key(drops: Drops, name: str, sample: int) -> int:
+    text = f"{drops.seed}/{name}/{drops.step}/{sample}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _called(function: Callable[..., Any], *args: object) -> Any:
+    return function(*args)
+
+
+def checkpointed(function: Callable[..., Any], *args: object) -> Any:
+    """The function's result; backward calls it again instead of keeping what it computes."""
+    # Dropout is a hash of numbers, so there is no state of a random generator to save.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,202 @@
+"""Adapters: sizes, initial values, what they compute and cost, and their dropout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.config import LlamaConfig, flops_per_token, parameter_shapes
+from model.initialization import initial_values, initialize_whole, parameter_initializers
+from model.llama import Llama
+from model.lora import Drops, keep_mask
+from model.lora_config import LoraConfig, is_adapter, targets_of
+from paro.errors import UserError
+
+PLAIN = LlamaConfig(
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=44,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=4,
+    max_position_embeddings=32,
+    vocab_size=48,
+    add_qkv_bias=True,
+)
+ALL = targets_of("all-linear")
+
+
+def adapted(rank: int = 3, targets: tuple[str, ...] = ALL, dropout: float = 0.0) -> LlamaConfig:
+    return replace(PLAIN, lora=LoraConfig(rank=rank, alpha=6, targets=targets, dropout=dropout))
+
+
+def filled(config: LlamaConfig) -> Llama:
+    """A model with adapters that are not zero, all else frozen."""
+    model = Llama(config)
+    initialize_whole(model, config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.data.normal_(std=0.1, generator=generator)
+    model.freeze(is_adapter)
+    return model
+
+
+def loss_of(model: Llama, tokens_BS: Tensor, drops: Drops | None = None) -> Tensor:
+    loss: Tensor = model(tokens_BS, tokens_BS, torch.ones(tokens_BS.shape), drops=drops)
+    return loss
+
+
+@pytest.fixture(name="tokens_BS")
+def tokens() -> Tensor:
+    return torch.randint(48, (3, 24), generator=torch.Generator().manual_seed(3))
+
+
+def test_it_equals_a_model_with_the_products_added_to_its_weights(tokens_BS: Tensor) -> None:
+    config = adapted()
+    model, merged = filled(config), Llama(PLAIN)
+    weights = dict(model.named_parameters())
+    for name, parameter in merged.named_parameters():
+        parameter.data.copy_(weights[name])
+        if f"{name}_lora_a" in weights:
+            parameter.data += 2 * weights[f"{name}_lora_b"] @ weights[f"{name}_lora_a"]
+    torch.testing.assert_close(loss_of(model, tokens_BS), loss_of(merged, tokens_BS))
+    torch.testing.assert_close(model(tokens_BS), merged(tokens_BS))
+
+
+@pytest.mark.parametrize("targets", ["q_proj,v_proj", "all-linear", "down_proj", "o_proj,up_proj"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gradients_are_those_of_autograd_that_keeps_everything(
+    tokens_BS: Tensor, targets: str, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = adapted(targets=targets_of(targets), dropout=dropout)
+    grads = []
+    drops = Drops(1, 7, (0, 1, 2))
+    for _ in range(2):
+        model = filled(config)
+        loss_of(model, tokens_BS, drops).backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+        assert all((p.grad is None) is not p.requires_grad for p in model.parameters())
+        monkeypatch.setattr("model.lora.checkpointed", lambda function, *args: function(*args))
+    kept, again = grads
+    assert len(kept) == 2 * 2 * len(targets_of(targets))
+    for name, grad in kept.items():
+        assert grad is not None
+        assert torch.equal(grad, again[name]), name
+        assert grad.abs().sum() > 0
+
+
+# Of the first block's attention a kernel computes all gradients or none, and so does the formula;
+# with matrix products, as here, torch leaves out what q, k and v do not need.
+@pytest.mark.parametrize(
+    "targets", ["q_proj,k_proj,v_proj", "all-linear", "down_proj", "o_proj,up_proj", "gate_proj"]
+)
+def test_flops_are_those_that_torch_counts(
+    tokens_BS: Tensor, targets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is computed again in backward does not count.
+    monkeypatch.setattr("model.lora.checkpointed", lambda function, *args: function(*args))
+    config = adapted(targets=targets_of(targets))
+    model = filled(config)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss_of(model, tokens_BS).backward()
+    trained = frozenset(filter(is_adapter, parameter_shapes(config)))
+    wanted = flops_per_token(config, 24, trained, causal=False) * tokens_BS.numel()
+    assert counter.get_total_flops() == wanted
+
+
+def test_initial_values_are_those_of_peft() -> None:
+    config = adapted(rank=8)
+    specs, shapes = parameter_initializers(config), parameter_shapes(config)
+    for name, shape in shapes.items():
+        if not is_adapter(name):
+            continue
+        numel = math.prod(shape)
+        values = initial_values(specs[name], 5, 0, numel)
+        assert torch.equal(values[3:9], initial_values(specs[name], 5, 3, 9))
+        if name.endswith("_lora_b"):
+            assert values.abs().max() == 0
+            continue
+        bound = shape[1] ** -0.5
+        assert values.abs().max() <= bound
+        assert float(values.std()) == pytest.approx(bound / 3**0.5, rel=0.15)
+        reference = torch.empty(2048, shape[1])
+        torch.nn.init.kaiming_uniform_(reference, a=5**0.5)
+        assert float(reference.abs().max()) == pytest.approx(bound, rel=0.01)
+    plain = parameter_initializers(PLAIN)
+    assert all(specs[name] == spec for name, spec in plain.items())
+
+
+def mask(
+    samples: tuple[int, ...], step: int = 3, name: str = "blocks.0.wq", seed: int = 1
+) -> Tensor:
+    shape = torch.Size((len(samples), 40, 25))
+    return keep_mask(shape, 0.25, Drops(seed, step, samples), name, torch.device("cpu"))
+
+
+def test_a_sample_drops_the_same_in_any_micro_batch() -> None:
+    together = mask((0, 1, 2, 3))
+    assert torch.equal(together[2:], mask((2, 3)))
+    assert torch.equal(together[1:2], mask((1,)))
+    for other in (mask((4, 5, 6, 7)), mask((0, 1, 2, 3), step=4), mask((0, 1, 2, 3), seed=2)):
+        assert 0.6 < (together == other).float().mean() < 0.65  # 0.75 ** 2 + 0.25 ** 2
+    assert 0.6 < (together == mask((0, 1, 2, 3), name="blocks.1.wq")).float().mean() < 0.65
+
+
+def test_the_share_that_is_dropped() -> None:
+    kept = mask(tuple(range(50))).float()
+    assert float(kept.mean()) == pytest.approx(0.75, abs=0.01)
+    for dim in (0, 1, 2):  # no sample, position or channel is special
+        others = [d for d in range(3) if d != dim]
+        means = kept.mean(others)
+        assert means.std() < 1.5 * (0.25 * 0.75 / (kept.numel() / kept.shape[dim])) ** 0.5
+
+
+def test_dropout_scales_what_is_kept_and_stops_outside_training(tokens_BS: Tensor) -> None:
+    model, plain = filled(adapted(dropout=0.5)), filled(adapted())
+    assert torch.equal(loss_of(model, tokens_BS), loss_of(plain, tokens_BS))
+    assert not torch.equal(
+        loss_of(model, tokens_BS, Drops(1, 1, (0, 1, 2))), loss_of(plain, tokens_BS)
+    )
+    for parameter in model.parameters():
+        parameter.data.abs_()
+    block, x_BSD = model.blocks[0], torch.ones(1, 4000, 16)
+    (whole,) = block.adapted({"wq": torch.zeros(1, 4000, 16)}, lambda x: x, (x_BSD,), None)
+    (part,) = block.adapted(
+        {"wq": torch.zeros(1, 4000, 16)}, lambda x: x, (x_BSD,), Drops(1, 1, (0,))
+    )
+    torch.testing.assert_close(part.mean(1), whole.mean(1), rtol=0.03, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 0}, "--lora-rank 0 must be at least 1"),
+        ({"rank": 2, "alpha": 0.0}, "--lora-alpha 0.0 must be a positive number"),
+        ({"rank": 2, "alpha": math.inf}, "--lora-alpha inf must be a positive number"),
+        ({"rank": 2, "dropout": 1.0}, "--lora-dropout 1.0 must be at least 0 and below 1"),
+        ({"rank": 2, "targets": ("x",)}, "adapters of x: there are"),
+    ],
+)
+def test_values_that_make_no_sense(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        LoraConfig(**changes)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+
+
+def test_a_rank_above_the_matrix_is_refused() -> None:
+    assert parameter_shapes(adapted(rank=8, targets=("wk",)))["blocks.0.wk_lora_a"] == (8, 16)
+    with pytest.raises(UserError, match="--lora-rank 9 is above the 8 of wk, a matrix of 8 x 16"):
+        parameter_shapes(adapted(rank=9, targets=("wk",)))
+
+
+def test_modules_have_the_names_of_peft() -> None:
+    assert targets_of("v_proj,q_proj") == ("wq", "wv")
+    with pytest.raises(UserError, match="'lm_head' is unknown: give all-linear, or some of q_proj"):
+        targets_of("q_proj,lm_head")

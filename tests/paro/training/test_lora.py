@@ -1,0 +1,175 @@
+"""Runs that train adapters: flags, checkpoints and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.llama import Llama
+from model.lora_config import is_adapter
+from paro.checkpoint.adapters import adapters_of
+from paro.checkpoint.base import stored_parameters
+from paro.checkpoint.convert.native import open_native
+from paro.checkpoint.directory import read_common
+from paro.config.record import trained_lines
+from paro.errors import UserError
+from paro.training.step import Training
+from tests.helpers.training import whole_parameters
+from tests.paro.checkpoint.convert.folders import own_model
+from tests.paro.training.test_base import assert_equal, loading, started, trained
+from tools.convert_checkpoint import main as convert
+
+LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.1"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("base")
+    trained(f"--save {root}")
+    return root
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    trained(f"{LORA} --load {base} --save {root}")
+    return root
+
+
+def test_it_resumes_bit_for_bit(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "adapters"
+    saved = trained(f"{LORA} --load {base} --save {out}")
+    names = stored_parameters(out / "iter_0000000")
+    assert names
+    assert all(map(is_adapter, names))
+    assert sum(file.stat().st_size for file in out.rglob("*.distcp")) < 120_000
+    _, training, resumed = started(f"{LORA} --load {out} --save {out}")
+    assert_equal(training, saved)
+    assert resumed.state is not None
+    assert resumed.base is not None
+    _, training, resumed = started(f"{LORA} --load {out} --finetune")
+    assert resumed.state is None
+    states = {s.state for s in training.optimizer.flat_shards() if s.values.abs().sum() > 0}
+    assert states == {"param"}
+
+
+def test_adapters_begin_on_a_model_without_them(base: Path) -> None:
+    _, plain, _ = started(f"--load {base} --finetune")
+    _, training, resumed = started(f"{LORA} --load {base}")
+    assert resumed.state is None
+    ours = {s.layout.spans[0].box.name: s for s in training.optimizer.flat_shards(frozen=True)}
+    _, fresh, _ = started(LORA)
+    assert training.optimizer.num_steps == 0
+    for there, here in zip(
+        fresh.optimizer.flat_shards(), training.optimizer.flat_shards(), strict=True
+    ):
+        if is_adapter(here.layout.spans[0].box.name):
+            assert torch.equal(there.values, here.values)
+    for shard in plain.optimizer.flat_shards():
+        name = shard.layout.spans[0].box.name
+        if shard.state == "param":
+            assert torch.equal(ours[name].values, shard.values)
+
+
+def test_adapters_saved_with_what_is_frozen_need_no_base(base: Path, tmp_path: Path) -> None:
+    saved = trained(f"{LORA} --load {base} --save {tmp_path} --save-frozen")
+    assert_equal(started(f"{LORA} --load {tmp_path}")[1], saved)
+    shutil.rmtree(tmp_path)
+    saved = trained(f"{LORA} --save {tmp_path}")  # on random weights
+    assert_equal(started(f"{LORA} --load {tmp_path}")[1], saved)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "has adapters of rank 3 on wq, wv: give the --lora-* flags of its run, or merge"),
+        ("--lora-rank 4 --lora-alpha 6", "have --lora-rank 3, and this run has 4: give that"),
+        ("--lora-rank 3", "have --lora-alpha 6, and this run has 8: give that"),
+        (
+            f"{LORA} --lora-target-modules k_proj",
+            "--lora-target-modules wq,wv, and this run has wk",
+        ),
+    ],
+)
+def test_other_adapters_are_refused(adapters: Path, words: str, told: str) -> None:
+    assert told in loading(f"{words} --load {adapters}")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--lora-alpha 3", "--lora-alpha needs --lora-rank"),
+        ("--lora-dropout 0.1", "--lora-dropout needs --lora-rank"),
+        ("--lora-target-modules q_proj", "--lora-target-modules needs --lora-rank"),
+        ("--lora-rank 2 --trainable last-blocks:0.5", "contradict each other: with adapters"),
+        ("--lora-rank 21", "--lora-rank 21 is above the 20 of wq, a matrix of 20 x 20"),
+        ("--lora-rank 2 --paro-materialize rotate --paro-strategy III", "rotate has no adapters"),
+    ],
+)
+def test_flags_that_do_not_agree(words: str, told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        started(words)
+    assert told in str(caught.value)
+
+
+def test_a_run_says_what_trains() -> None:
+    config, *_ = started(LORA)
+    (line,) = trained_lines(config)
+    assert line == (
+        "> adapters of rank 3, alpha 6, dropout 0.1 on wq, wv: 720 of 14,720 parameters (4.89%) in "
+        "12 of 42 tensors train"
+    )
+
+
+def logits_of(training: Training, tokens_BS: Tensor) -> Tensor:
+    """What a run's model computes, from its shards on one process."""
+    with training.traffic.paused():
+        model = Llama(training.model.model.config)  # type: ignore[arg-type]
+        values = whole_parameters(training)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(values[name])
+            out: Tensor = model(tokens_BS)
+    return out
+
+
+def test_tools_merge_what_was_trained(adapters: Path, tmp_path: Path) -> None:
+    training = started(f"{LORA} --load {adapters}")[1]
+    tokens_BS = torch.arange(24).view(2, 12)
+    wanted = logits_of(training, tokens_BS)
+    source = open_native(adapters)
+    merged = own_model(source)
+    plain = own_model(open_native(Path(str(read_common(adapters)["base"]["folder"]))))  # type: ignore[index]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens_BS), wanted[..., : source.config.vocab_size])
+        assert (plain(tokens_BS) - merged(tokens_BS)).abs().max() > 1e-4
+    words = ["--from", "paro", "--to", "paro", "--input", str(adapters)]
+    words += ["--output", str(tmp_path / "whole"), "--make-vocab-size-divisible-by", "1"]
+    with pytest.raises(UserError, match="has adapters of rank 3: give --merge"):
+        convert(words)
+    convert([*words, "--merge"])
+    again = started(f"--load {tmp_path / 'whole'}")[1]
+    torch.testing.assert_close(logits_of(again, tokens_BS), wanted)
+    words[5], words[7] = str(tmp_path / "whole"), str(tmp_path / "again")
+    with pytest.raises(UserError, match="has no adapters: leave it out"):
+        convert([*words, "--merge"])
+
+
+@pytest.mark.parametrize(
+    ("lora", "told"),
+    [
+        ({"rank": "many"}, "common.json: lora: rank"),
+        ([3], "common.json: lora"),
+        ({"rank": 0}, "--lora-rank 0 must be at least 1"),
+        ({"rank": 2, "targets": ["x"]}, "adapters of x"),
+        ({"rank": 2, "more": 1}, "common.json: lora"),
+    ],
+)
+def test_damaged_words_about_adapters_are_refused(lora: object, told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        adapters_of({"lora": lora}, Path("folder"))
+    assert told in str(caught.value)
