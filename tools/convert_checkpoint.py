@@ -13,7 +13,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from tqdm import tqdm
 
 from model.config import num_parameters
-from paro.checkpoint.convert.conversion import DTYPES, OPENERS, TARGETS, Conversion
+from paro.checkpoint.convert.conversion import DTYPES, SOURCES, TARGETS, Conversion
 from paro.checkpoint.convert.source import Source
 from paro.distributed.user_errors import run_script
 from paro.errors import writing
@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--from", required=True, choices=list(OPENERS), dest="source_format", help="what it is")
+    add("--from", required=True, choices=SOURCES, dest="source_format", help="what it is")
     add("--to", required=True, choices=TARGETS, dest="target_format", help="what it becomes")
     add("--input", required=True, type=Path, metavar="DIR", help="the folder to convert")
     add(
@@ -40,7 +40,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --from paro: which iteration; default: the latest one",
     )
-    add("--base", metavar="DIR", help="with --from paro: where its base is, if it moved")
+    add(
+        "--base",
+        metavar="DIR",
+        help="with --from paro: where its base is, if it moved; with --from peft: the model of the "
+        "adapters, a checkpoint of paro or, with --merge, also a Hugging Face folder",
+    )
     add("--merge", action="store_true", help="merge its adapters into the weights, in fp32")
     add("--output", required=True, type=Path, metavar="DIR", help="a folder that does not exist")
     add("--dtype", choices=list(DTYPES), help="type of the tensors; default: as they are stored")
@@ -63,13 +68,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def describe(conversion: Conversion, source: Source) -> str:
-    config = source.config
+    config, adapters = source.config, ""
+    if source.lora is not None:
+        adapters = f"; adapters of rank {source.lora.rank} on {', '.join(source.lora.targets)}"
     types = sorted({str(t.dtype).removeprefix("torch.") for t in source.tensors.values()})
     return (
         f"{conversion.source}: {config.num_layers} layers, hidden size {config.hidden_size}, "
         f"{config.num_attention_heads} heads in {config.num_query_groups} groups, vocabulary "
         f"{config.vocab_size}; {num_parameters(config):,} parameters in {len(source.tensors)} "
         f"tensors, {size_text(source.num_bytes)} as {', '.join(types)}"
+        f"{adapters}"
     )
 
 
@@ -91,7 +99,7 @@ def convert(args: argparse.Namespace) -> None:
     if args.dry_run:
         print_line(f"would write {conversion.target} ({conversion.target_format})")
         return
-    bar = tqdm(total=source.num_bytes, unit="B", unit_scale=True, disable=None)
+    bar = tqdm(total=conversion.num_bytes(source), unit="B", unit_scale=True, disable=None)
     with writing(f"--output {conversion.target}"), bar:
         notes = conversion.write(source, bar.update)
     print_line(*notes, f"wrote {conversion.target} ({conversion.target_format})")

@@ -43,6 +43,7 @@ READERS = {
     "paro.checkpoint.convert.megatron": "megatron",
     "paro.checkpoint.convert.meta": "meta",
     "paro.checkpoint.convert.native": "native",
+    "paro.checkpoint.convert.peft": "tests/paro/checkpoint/convert/test_peft.py",
     "paro.checkpoint.convert.safetensors_file": "hugging face",
     "paro.checkpoint.convert.source": "generation",
     "paro.checkpoint.convert.torch_file": "megatron",

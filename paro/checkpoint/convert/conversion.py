@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from data.atomic_file import temporary_beside
 from data.tokenizer import padded_vocab_size
-from paro.checkpoint.convert.hugging_face import open_hugging_face, write_hugging_face
+from paro.checkpoint.convert.hugging_face import (
+    is_hugging_face,
+    open_hugging_face,
+    write_hugging_face,
+)
 from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.meta import open_meta
-from paro.checkpoint.convert.native import open_native, write_native
-from paro.checkpoint.convert.source import Source
-from paro.errors import UserError, reading
+from paro.checkpoint.convert.native import open_native, write_adapters, write_native
+from paro.checkpoint.convert.peft import open_peft, write_peft
+from paro.checkpoint.convert.source import LazyTensor, Source
+from paro.errors import UserError, about, reading
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,
@@ -24,7 +30,9 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
     "megatron": open_megatron,
     "paro": open_native,
 }
-TARGETS = ("paro", "hf", "megatron")
+PEFT = "peft"  # a source only with a base, a target only with adapters
+SOURCES = (*OPENERS, PEFT)
+TARGETS = ("paro", "hf", "megatron", PEFT)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -54,24 +62,57 @@ class Conversion:
                 f"--padded-vocab-size {self.padded_vocab_size} needs --to paro or megatron: a "
                 "Hugging Face folder holds no padding"
             )
-        for flag, value in (("--ckpt-step", self.iteration), ("--base", self.base)):
-            if value is not None and self.source_format != "paro":
-                raise UserError(f"{flag} {value} needs --from paro")
+        if self.iteration is not None and self.source_format != "paro":
+            raise UserError(f"--ckpt-step {self.iteration} needs --from paro")
+        if self.base is not None and self.source_format not in ("paro", PEFT):
+            raise UserError(f"--base {self.base} needs --from paro or peft")
+        if self.source_format == PEFT and self.base is None:
+            raise UserError("--from peft needs --base, the folder of the model of these adapters")
         with reading(f"--input {self.source}"):
-            if self.source_format == "paro":
-                source = open_native(self.source, self.iteration, self.base)
-            else:
-                source = OPENERS[self.source_format](self.source)
-        if source.merged is not None and not self.merge:
-            raise UserError(
-                f"--input {self.source} has adapters of rank {source.merged.rank}: give --merge to "
-                "write the model with them merged into its weights"
-            )
-        if source.merged is None and self.merge:
-            raise UserError(f"--merge: --input {self.source} has no adapters: leave it out")
+            source = self._open()
+        self._check_adapters(source)
         self._rows(source)
-        tensors = {name: tensor.cast(self.dtype) for name, tensor in source.tensors.items()}
-        return replace(source, tensors=tensors)
+        merges = source.lora is not None and not self.writes_adapters
+        cast = partial(_cast, dtype=self.dtype or (torch.float32 if merges else None))
+        return replace(source, tensors=cast(source.tensors), adapters=cast(source.adapters))
+
+    def _open(self) -> Source:
+        if self.source_format == "paro":
+            return open_native(self.source, self.iteration, self.base)
+        if self.source_format == PEFT:
+            assert self.base is not None, "checked before"
+            with about("--base "):
+                base = Path(self.base)
+                under = (open_hugging_face if is_hugging_face(base) else open_native)(base)
+            return open_peft(self.source, under)
+        return OPENERS[self.source_format](self.source)
+
+    def _check_adapters(self, source: Source) -> None:
+        """`UserError` unless flags say what becomes of adapters, and there are some if they do."""
+        given = f"--input {self.source}"
+        if source.lora is None:
+            if self.merge or self.target_format == PEFT:
+                flag = "--merge" if self.merge else "--to peft"
+                raise UserError(f"{flag}: {given} has no adapters: leave it out")
+            return
+        if self.merge and self.target_format == PEFT:
+            raise UserError("--merge and --to peft contradict each other: give one of them")
+        if not self.merge and not self.writes_adapters:
+            raise UserError(
+                f"{given} has adapters of rank {source.lora.rank}: give --merge to write the model "
+                "with them merged into its weights, or --to peft to write them alone"
+            )
+
+    def num_bytes(self, source: Source) -> int:
+        """The bytes of the tensors to write."""
+        written = source.adapters if self.writes_adapters else source.tensors
+        return sum(tensor.num_bytes for tensor in written.values())
+
+    @property
+    def writes_adapters(self) -> bool:
+        """Whether adapters are written alone."""
+        from_peft = self.source_format == PEFT and self.target_format == "paro"
+        return self.target_format == PEFT or (from_peft and not self.merge)
 
     def _rows(self, source: Source) -> int:
         """The padded number of vocabulary rows of embedding and output layer."""
@@ -88,15 +129,19 @@ class Conversion:
         target = self.target.absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
-        if free < source.num_bytes:
+        if free < self.num_bytes(source):
             raise UserError(
-                f"--output {self.target} needs {source.num_bytes / 1e9:.1f} GB, and "
+                f"--output {self.target} needs {self.num_bytes(source) / 1e9:.1f} GB, and "
                 f"{free / 1e9:.1f} GB are free there"
             )
         temporary = temporary_beside(target)
         temporary.mkdir()
         try:
-            if self.target_format == "hf":
+            if self.target_format == PEFT:
+                write_peft(source, temporary, advance)
+            elif self.writes_adapters:
+                write_adapters(source, Path(str(self.base)), temporary, target, advance)
+            elif self.target_format == "hf":
                 notes = write_hugging_face(source, temporary, advance)
             elif self.target_format == "megatron":
                 rows, multiple = self._rows(source), self.divisible_by
@@ -107,3 +152,7 @@ class Conversion:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return notes
+
+
+def _cast(tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    return {name: tensor.cast(dtype) for name, tensor in tensors.items()}

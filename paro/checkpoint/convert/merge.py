@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from model.config import LlamaConfig
-from model.lora_config import down_name, up_name
-from paro.checkpoint.convert.source import LazyTensor
+from model.lora_config import LoraConfig, down_name, up_name
+from paro.checkpoint.convert.source import LazyTensor, Source
 
 
-def merged(config: LlamaConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The tensors of a model with adapters as those of one without; merged ones are fp32."""
-    lora = config.lora
-    assert lora is not None, "no adapters"
-    found = dict(tensors)
-    for layer in range(config.num_layers):
-        for target in lora.targets:
-            weight = f"blocks.{layer}.{target}"
-            down, up = found.pop(down_name(weight)), found.pop(up_name(weight))
-            found[weight] = _sum(found[weight], down, up, lora.scaling)
-    return found
+def with_adapters(source: Source, lora: LoraConfig, adapters: Mapping[str, LazyTensor]) -> Source:
+    """A model with adapters: they are kept, and merged into its tensors, which become fp32."""
+    tensors = dict(source.tensors)
+    for name, up in adapters.items():
+        weight = name.removesuffix("_lora_b")
+        if name == up_name(weight):
+            down = adapters[down_name(weight)]
+            tensors[weight] = _sum(tensors[weight], down, up, lora.scaling)
+    return replace(source, tensors=tensors, lora=lora, adapters=adapters)
 
 
 def _sum(weight: LazyTensor, down: LazyTensor, up: LazyTensor, scaling: float) -> LazyTensor:

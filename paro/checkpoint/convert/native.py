@@ -18,9 +18,10 @@ from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer
 from model.config import LlamaConfig
+from model.lora_config import is_adapter
 from paro.checkpoint.adapters import adapters_of
 from paro.checkpoint.agreement import one_process
-from paro.checkpoint.base import open_base
+from paro.checkpoint.base import as_base, open_base
 from paro.checkpoint.boxes import PARAM, BoxedState
 from paro.checkpoint.convert.hugging_face import (
     CONFIG,
@@ -28,7 +29,7 @@ from paro.checkpoint.convert.hugging_face import (
     copy_companions,
     tokenizer_of,
 )
-from paro.checkpoint.convert.merge import merged
+from paro.checkpoint.convert.merge import with_adapters
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, unpadded
 from paro.checkpoint.directory import (
     COMMON,
@@ -38,7 +39,7 @@ from paro.checkpoint.directory import (
     find_checkpoint,
     finish_checkpoint,
 )
-from paro.checkpoint.manifest import Manifest, read_manifest
+from paro.checkpoint.manifest import FileSum, Manifest, read_manifest
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import BoxLoadPlanner, BoxSavePlanner
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files
@@ -67,19 +68,18 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
     lora = adapters_of(common, directory)
     config = replace(_config(directory, common), lora=lora)
     tensors = checked_tensors(config, found, directory, {})
-    if lora is not None:
-        tensors = merged(config, tensors)
+    adapters = {name: tensors.pop(name) for name in list(tensors) if is_adapter(name)}
     vocab_size = _true_vocab_size(common, config.vocab_size)
     companions, tokenizer, notes = _companions(root, common)
-    return Source(
+    source = Source(
         config=replace(config, vocab_size=vocab_size, lora=None),
         tensors=unpadded(config, tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer,
         begins_with_bos=_begins_with_bos(common),
         notes=notes,
-        merged=lora,
     )
+    return source if lora is None else with_adapters(source, lora, adapters)
 
 
 def _tensors_in(directory: Path, manifest: Manifest | None) -> dict[str, LazyTensor]:
@@ -106,16 +106,7 @@ def write_native(
     Embedding and output layer get `rows` rows; padding rows are zero, as their ids never occur.
     """
     partial_directory = begin_checkpoint(root, 0)
-    states, reads = _lazy_states(source, rows)
-    writer = BoundedWriter(partial_directory)
-    with _alone(f"--output {final}"):
-        dcp.save(
-            states,
-            storage_writer=writer,
-            planner=LazySavePlanner(reads, advance),
-            no_dist=True,
-        )
-    check_files(partial_directory, list(read_metadata(partial_directory).storage_data.values()))
+    sums = _write_tensors(source.tensors, rows, partial_directory, final, advance)
     (root / COMPANIONS).mkdir()
     copy_companions(source.companions, root / COMPANIONS)
     fields = asdict(replace(source.config, vocab_size=rows))
@@ -128,7 +119,54 @@ def write_native(
         "begins_with_bos": source.begins_with_bos,
         "parameters_only": True,
     }
-    finish_checkpoint(partial_directory, 0, common, writer.sums)
+    finish_checkpoint(partial_directory, 0, common, sums)
+
+
+def write_adapters(
+    source: Source, base: Path, root: Path, final: Path, advance: Callable[[int], None]
+) -> None:
+    """Fills an empty folder, later renamed to `final`, with a source's adapters on a `base`."""
+    assert source.lora is not None, "no adapters"
+    under = find_checkpoint(base)
+    if under is None:
+        raise UserError(f"--base {base} holds no checkpoint: it has no {TRACKER}")
+    named, common = as_base(under), common_of(under)
+    if named is None or common.get("base") is not None or common.get("lora") is not None:
+        raise UserError(
+            f"--base {base}: the base of adapters must be complete, without adapters and of the "
+            "newest format: convert it to paro, with --merge if it has adapters"
+        )
+    partial_directory = begin_checkpoint(root, 0)
+    sums = _write_tensors(source.adapters, 0, partial_directory, final, advance)
+    kept = ("model", "max_position_embeddings", "init_method_std", "vocab_size", "tokenizer")
+    own = {
+        **{name: common[name] for name in (*kept, "begins_with_bos") if name in common},
+        "lora": asdict(source.lora),
+        "base": named,
+        "parameters_only": True,
+    }
+    finish_checkpoint(partial_directory, 0, own, sums)
+
+
+def _write_tensors(
+    tensors: Mapping[str, LazyTensor],
+    rows: int,
+    directory: Path,
+    final: Path,
+    advance: Callable[[int], None],
+) -> dict[str, FileSum]:
+    """Writes the tensors into a checkpoint's folder; the checksums of its files."""
+    states, reads = _lazy_states(tensors, rows)
+    writer = BoundedWriter(directory)
+    with _alone(f"--output {final}"):
+        dcp.save(
+            states,
+            storage_writer=writer,
+            planner=LazySavePlanner(reads, advance),
+            no_dist=True,
+        )
+    check_files(directory, list(read_metadata(directory).storage_data.values()))
+    return writer.sums
 
 
 class LazySavePlanner(BoxSavePlanner):
@@ -150,12 +188,12 @@ class LazySavePlanner(BoxSavePlanner):
 
 
 def _lazy_states(
-    source: Source, vocab_rows: int
+    tensors: Mapping[str, LazyTensor], vocab_rows: int
 ) -> tuple[dict[str, BoxedState], dict[tuple[str, int], Callable[[], Tensor]]]:
     """Every parameter as ranges of rows: meta tensors, and the functions that read them."""
     states: dict[str, BoxedState] = {}
     reads: dict[tuple[str, int], Callable[[], Tensor]] = {}
-    for parameter, tensor in source.tensors.items():
+    for parameter, tensor in tensors.items():
         name = f"{PARAM}.{parameter}"
         shape = tensor.shape
         if parameter in ("embedding.weight", "head.weight"):

@@ -80,7 +80,8 @@ class Source:
     tokenizer: Mapping[str, Any] | None = None  # fields of TokenizerConfig, if known
     begins_with_bos: bool = False  # whether training texts began with BOS
     notes: tuple[str, ...] = ()
-    merged: LoraConfig | None = None  # adapters that the tensors have been merged with
+    lora: LoraConfig | None = None  # of adapters, which are merged into `tensors`
+    adapters: Mapping[str, LazyTensor] = field(default_factory=dict)  # by name, if there are any
 
     @property
     def ends(self) -> frozenset[int]:

@@ -1,0 +1,174 @@
+"""Folders of peft's adapters: written, read back, merged, and refused if they do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paro.checkpoint.base import stored_parameters
+from paro.checkpoint.convert.native import open_native
+from paro.checkpoint.convert.peft import peft_name
+from paro.checkpoint.convert.safetensors_file import open_safetensors
+from paro.checkpoint.convert.source import Source
+from paro.errors import UserError
+from tests.paro.checkpoint.convert.folders import logits_of, own_model, some_tokens
+from tests.paro.training.test_base import assert_equal, started, trained
+from tools.convert_checkpoint import main as convert
+
+LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.1 --lora-target-modules v_proj,o_proj,up_proj"
+
+
+@pytest.fixture(scope="module", name="root")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, adapters that were trained on it, and the same as a folder of peft."""
+    root = tmp_path_factory.mktemp("adapters")
+    trained(f"--save {root / 'base'}")
+    trained(f"{LORA} --load {root / 'base'} --save {root / 'run'} --lr 0.05")
+    converted(root, "paro", "peft", "run", "peft")
+    return root
+
+
+def converted(root: Path, there: str, here: str, source: str, target: str, *more: str) -> Path:
+    words = ["--from", there, "--to", here, "--input", str(root / source)]
+    convert([*words, "--output", str(root / target), *more])
+    return root / target
+
+
+def assert_same_model(one: Source, other: Source) -> None:
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, tensor in one.tensors.items():
+        there = other.tensors[name].whole(torch.float32)
+        torch.testing.assert_close(tensor.whole(torch.float32), there, rtol=0, atol=1e-7)
+
+
+def test_names_are_those_of_peft(root: Path) -> None:
+    assert peft_name("blocks.1.wo_lora_b") == (
+        "base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"
+    )
+    stored = open_safetensors(root / "peft" / "adapter_model.safetensors")
+    assert len(stored) == 3 * 3 * 2
+    assert stored["base_model.model.model.layers.2.mlp.up_proj.lora_A.weight"].shape == (3, 20)
+    fields = json.loads((root / "peft" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (fields["r"], fields["lora_alpha"], fields["lora_dropout"]) == (3, 6, 0.1)
+    assert fields["target_modules"] == ["v_proj", "o_proj", "up_proj"]
+
+
+def test_a_run_continues_with_adapters_of_peft(root: Path, tmp_path: Path) -> None:
+    base = ("--base", str(root / "base"))
+    back = converted(root, "peft", "paro", "peft", str(tmp_path / "back"), *base)
+    ours = open_native(root / "run")
+    assert stored_parameters(back / "iter_0000000") == ours.adapters.keys()
+    theirs = open_native(back)
+    assert theirs.lora == ours.lora
+    assert_same_model(ours, theirs)
+    _, training, resumed = started(f"{LORA} --load {back} --save {tmp_path / 'next'}")
+    assert resumed.base is not None
+    wanted = started(f"{LORA} --load {root / 'run'} --finetune")[1]
+    assert_equal(training, wanted)
+
+
+@pytest.mark.parametrize("target", ["paro", "hf", "megatron"])
+def test_both_ways_merge_into_the_same_model(root: Path, tmp_path: Path, target: str) -> None:
+    wanted = open_native(root / "run")
+    more = ["--make-vocab-size-divisible-by", "1", "--merge"]
+    converted(root, "paro", target, "run", str(tmp_path / "one"), *more)
+    more += ["--base", str(root / "base")]
+    converted(root, "peft", target, "peft", str(tmp_path / "two"), *more)
+    models = []
+    for name in ("one", "two"):
+        converted(tmp_path, target, "hf", name, f"{name} again")
+        converted(tmp_path, "hf", "paro", f"{name} again", f"{name} native")
+        models.append(open_native(tmp_path / f"{name} native"))
+    for model in models:
+        assert model.lora is None
+        assert_same_model(model, wanted)
+    tokens_BS = some_tokens(wanted.config.vocab_size, length=12)
+    plain = logits_of(own_model(open_native(root / "base")), tokens_BS)
+    assert (logits_of(own_model(wanted), tokens_BS) - plain).abs().max() > 1e-3
+
+
+def test_adapters_merge_into_a_folder_of_hugging_face(root: Path, tmp_path: Path) -> None:
+    converted(root, "paro", "hf", "base", str(tmp_path / "hf"))
+    more = ("--base", str(tmp_path / "hf"), "--merge")
+    converted(root, "peft", "paro", "peft", str(tmp_path / "whole"), *more)
+    assert_same_model(open_native(tmp_path / "whole"), open_native(root / "run"))
+
+
+def refused(root: Path, *words: str) -> str:
+    out = root / "refused"
+    with pytest.raises(UserError) as caught:
+        convert([*words, "--output", str(out)])
+    assert not out.exists()
+    return str(caught.value)
+
+
+def test_flags_that_do_not_agree(root: Path) -> None:
+    peft = ("--from", "peft", "--input", str(root / "peft"))
+    run = ("--from", "paro", "--input", str(root / "run"))
+    base = ("--base", str(root / "base"))
+    plain = ("--from", "paro", "--input", str(root / "base"))
+    for words, told in (
+        ((*peft, "--to", "paro"), "--from peft needs --base"),
+        ((*peft, "--to", "hf", *base), "give --merge to write the model"),
+        ((*run, "--to", "hf"), "give --merge to write the model"),
+        ((*run, "--to", "peft", "--merge"), "--merge and --to peft contradict each other"),
+        ((*plain, "--to", "peft"), "--to peft: "),
+        ((*plain, "--to", "hf", "--merge"), "has no adapters: leave it out"),
+        ((*peft, "--to", "paro", "--base", str(root / "run")), "without adapters"),
+        ((*peft, "--to", "paro", "--base", str(root / "gone")), "--base "),
+        (
+            ("--from", "hf", "--to", "paro", "--input", str(root), *base),
+            "needs --from paro or peft",
+        ),
+        (("--from", "peft", "--to", "paro", "--input", str(root), *base), "has no adapter_config"),
+    ):
+        assert told in refused(root, *words), words
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"r": 4}, "lora_A.weight is 3x20, and a model of --base needs 4x20"),
+        ({"r": 0}, "--lora-rank 0 must be at least 1"),
+        ({"r": "many"}, "adapter_config.json: r: 'many' is of the wrong type"),
+        ({"peft_type": "IA3"}, "peft_type is IA3, and only LORA is supported"),
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"use_rslora": True}, "use_rslora True is not supported"),
+        ({"bias": "all"}, "bias all is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern {'q_proj': 2} is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported"),
+        ({"target_modules": ["lm_head"]}, "'lm_head' is unknown"),
+        ({"target_modules": "all-linear"}, "the file lacks"),
+        ({"target_modules": ["v_proj"]}, "only the file has"),
+        ({"lora_alpha": None}, "lora_alpha"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(
+    root: Path, tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    shutil.copytree(root / "peft", tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
+    words = ("--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft"))
+    line = refused(tmp_path, *words, "--base", str(root / "base"))
+    assert told in line
+    assert str(tmp_path / "peft") in line
+
+
+def test_damaged_files_are_refused(root: Path, tmp_path: Path) -> None:
+    words = ("--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft"))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copytree(root / "peft", tmp_path / "peft")
+        path = tmp_path / "peft" / name
+        content = path.read_bytes()
+        for damaged in (content[: len(content) // 2], b"", b"[" * 100_000):
+            path.write_bytes(damaged)
+            assert str(path) in refused(tmp_path, *words, "--base", str(root / "base"))
+        path.unlink()
+        assert name in refused(tmp_path, *words, "--base", str(root / "base"))
+        shutil.rmtree(tmp_path / "peft")
