@@ -167,8 +167,13 @@ class Block(AdaptedBlock):
     def mlp(self, x_BSD: Tensor, drops: Drops | None, norm: SharedNorm | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
         epsilon, weights = self.config.norm_epsilon, (self.w_gate, self.w_up)
-        halves = normed_linears(x_BSD, self.mlp_norm, epsilon, *weights, norm=norm)
-        outputs = dict(zip(("w_gate", "w_up"), halves, strict=True))
+        outputs = dict(
+            zip(
+                ("w_gate", "w_up"),
+                normed_linears(x_BSD, self.mlp_norm, epsilon, *weights, norm=norm),
+                strict=True,
+            )
+        )
         make = partial(self.normed, "mlp_norm")
         gate_BSF, up_BSF = self.adapted(outputs, make, (x_BSD,), drops)
         y_BSD = gated_linear(gate_BSF, up_BSF, self.w_down)

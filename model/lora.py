@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from model.lora_config import down_name, up_name
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _MIX = (-4658895280553007687, -7723592293110705685)  # of SplitMix64
 _BITS = 24
+_AT_ONCE = 2**22  # elements
 
 
 class Drops(NamedTuple):
@@ -49,7 +50,7 @@ class AdaptedBlock(nn.Module):
 
     def adapted(
         self,
-        outputs: Mapping[str, Tensor],
+        outputs: dict[str, Tensor],
         make_input: Callable[..., Tensor],
         sources: tuple[Tensor, ...],
         drops: Drops | None,
@@ -65,11 +66,9 @@ class AdaptedBlock(nn.Module):
             return tuple(outputs.values())
         run = checkpointed if torch.is_grad_enabled() else _called
         added = run(partial(self._low_rank, names, make_input, drops), *sources)
-        by_name = dict(zip(names, added, strict=True))
-        return tuple(
-            output + by_name[name] if name in by_name else output
-            for name, output in outputs.items()
-        )
+        for name, low in zip(names, added, strict=True):
+            outputs[name] = low.add_(outputs[name])  # which frees the other
+        return tuple(outputs.values())
 
     def _low_rank(
         self,
@@ -86,8 +85,8 @@ class AdaptedBlock(nn.Module):
             in_BSD = x_BSD
             if drops is not None and lora.dropout > 0.0:
                 full = f"blocks.{self.layer}.{name}"
-                kept = keep_mask(x_BSD.shape, lora.dropout, drops, full, x_BSD.device)
-                in_BSD = x_BSD * kept.to(x_BSD.dtype).mul_(1.0 / (1.0 - lora.dropout))
+                dropped = ~keep_mask(x_BSD.shape, lora.dropout, drops, full, x_BSD.device)
+                in_BSD = x_BSD.masked_fill(dropped, 0.0).mul_(1.0 / (1.0 - lora.dropout))
             low_BSR = F.linear(in_BSD, getattr(self, down_name(name)))
             made.append(F.linear(low_BSR, getattr(self, up_name(name))).mul_(lora.scaling))
         return tuple(made)
@@ -110,14 +109,19 @@ def keep_mask(
     shape: torch.Size, dropout: float, drops: Drops, name: str, device: torch.device
 ) -> Tensor:
     """Which elements are kept: a hash of seed, parameter name, step, sample and element."""
-    keys = [_key(drops, name, sample) for sample in drops.samples]
-    assert len(keys) == shape[0], f"{len(keys)} sample numbers for {shape[0]} samples"
-    element = torch.arange(1, shape[1:].numel() + 1, device=device).mul_(_GOLDEN)
-    mixed = torch.tensor(keys, device=device)[:, None] + element
-    for shift, factor in zip((30, 27), _MIX, strict=True):
-        mixed = (mixed ^ _shifted(mixed, shift)) * factor
-    mixed = mixed ^ _shifted(mixed, 31)
-    return (_shifted(mixed, 64 - _BITS) >= round(dropout * 2**_BITS)).view(shape)
+    assert len(drops.samples) == shape[0], f"{len(drops.samples)} sample numbers for {shape}"
+    numel, threshold = shape[1:].numel(), round(dropout * 2**_BITS)
+    kept = torch.empty(shape[0], numel, dtype=torch.bool, device=device)
+    for row, sample in enumerate(drops.samples):
+        key = _key(drops, name, sample)
+        for first in range(0, numel, _AT_ONCE):  # 64 bits an element are too many for all at once
+            last = min(first + _AT_ONCE, numel)
+            mixed = torch.arange(first + 1, last + 1, device=device).mul_(_GOLDEN).add_(key)
+            for shift, factor in zip((30, 27), _MIX, strict=True):
+                mixed = mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(factor)
+            mixed.bitwise_xor_(_shifted(mixed, 31))
+            kept[row, first:last] = _shifted(mixed, 64 - _BITS) >= threshold
+    return kept.view(shape)
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:

@@ -17,7 +17,9 @@
 # keeps only its input, blocks recomputed together keep one input; recomputing core attention saves
 # the log-sum-exp.
 # Blocks with frozen parameters are counted as if all were trained; below the first trained unit
-# nothing is kept.
+# nothing is kept. Adapters keep nothing. In forward, what those of gate and up add is there as well
+# as what the weights make; in backward, that of w_down computes the product of gate and up again,
+# and gradients of both before those of the weight's own product exist.
 
 from __future__ import annotations
 
@@ -116,10 +118,14 @@ def _block(
     # Backward peaks at the start of the MLP: the gradients of w_down, of gate and up and of their
     # product. Gate and up are then freed, which makes room for the gradients of their producers.
     transients = {
-        "before_gradients": residual + 3 * ffn + weight,
+        "before_gradients": residual + 3 * ffn + weight + _adapter_transient(config, batch),
         "in_backward": max(residual + weight, norm_backward(config, batch) + 2 * weight),
     }
     in_forward = residual + max(residual, ffn)
+    if config.lora is not None:
+        in_forward = max(
+            in_forward, residual + ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
+        )
     first = config.recompute.first_layer(layer) if config.recompute else None
     if first is None:
         return UnitActivations(
@@ -139,6 +145,18 @@ def _block(
         in_forward=recomputed + in_forward,
         **transients,
     )
+
+
+def _adapter_transient(config: LlamaConfig, batch: MicroBatch) -> int:
+    """Peak bytes of a block's adapters, and of their dropout's mask, in the MLP's backward."""
+    lora = config.lora
+    if lora is None or "w_down" not in lora.targets:
+        return 0
+    mask = 1 if lora.dropout else 0
+    products = config.ffn_hidden_size * (2 * batch.compute_bytes + mask)
+    weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
+    # No gradient of the frozen weight is made.
+    return batch.num_tokens * (products + lora.rank * batch.compute_bytes) - weight
 
 
 def _residual(config: LlamaConfig, batch: MicroBatch) -> int:

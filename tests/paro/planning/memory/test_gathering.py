@@ -8,9 +8,11 @@ import pytest
 
 from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
+from model.lora_config import LoraConfig, targets_of
 from paro.planning import units as planning_llama
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
-from paro.planning.units import MicroBatch, activations_of, units_of
+from paro.planning.search.trainable import Trainable
+from paro.planning.units import MicroBatch, activations_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
@@ -115,6 +117,29 @@ CASES = {
         at="backward",
         prefetch_units=0,
     ),
+    "adapters": Workload(
+        strategy="ING",
+        config=replace(SMALL, lora=LoraConfig(rank=4, targets=targets_of("all-linear"))),
+        precision=BF16,
+        batch_size=8,
+        at="backward",
+    ),
+    "adapters of recomputed blocks": Workload(
+        strategy="GGG",
+        config=replace(
+            SMALL, recompute=EACH, lora=LoraConfig(rank=4, targets=targets_of("all-linear"))
+        ),
+        precision=FP32,
+        batch_size=8,
+        at="backward",
+    ),
+    "adapters of queries and values": Workload(
+        strategy="GGG",
+        config=replace(SMALL, lora=LoraConfig(rank=4)),
+        precision=FP32,
+        batch_size=8,
+        at="backward",
+    ),
     "whole units and gradients": Workload(
         strategy="GGG", config=WIDE, precision=FP32, batch_size=1, at="backward"
     ),
@@ -204,7 +229,7 @@ def predict(workload: Workload, *, device: str) -> MemorySnapshot:
     )
     return PeakMemory(
         world_size=8,
-        units=units_of(workload.config, world_size=8),
+        units=Trainable().units(workload.config, world_size=8),
         precision=workload.precision,
         activations=activations_of(workload.config, batch),
         prefetch_units=workload.prefetch_units,
@@ -222,6 +247,7 @@ def measure(workload: Workload, device: str) -> int:
         workload.precision,
         prefetch_units=workload.prefetch_units,
         device=device,
+        is_trained=Trainable().names(workload.config).__contains__,
     )
 
     def step() -> None:
