@@ -35,7 +35,11 @@ QUICK = (
     ("Plan a run",),
 )
 # Sections whose commands take minutes: `make verify` runs them.
-LONG = ("The quickstart, command by command", "Emulate a cluster on one machine")
+LONG = (
+    "The quickstart, command by command",
+    "Emulate a cluster on one machine",
+    "An adapter on your own text",
+)
 # Commands of other sections, by what runs them.
 BY_CI = ("make test",)
 BY_VERIFY = (
@@ -66,6 +70,14 @@ SBATCH = """#!/bin/sh
 export SLURM_JOB_NUM_NODES=$2 SLURM_NTASKS_PER_NODE=8 SLURM_JOB_NODELIST=n SLURM_SUBMIT_DIR=$PWD
 shift 2
 exec bash "$@"
+"""
+
+
+# Replaces it where training is real, for a small model on the CPU.
+TRAINER = """#!/bin/sh
+while [ "$1" != pretrain_llama.py ]; do shift; done
+exec python "$@" --distributed-backend gloo --seq-length 16 --micro-batch-size 1 \\
+    --global-batch-size 2 --train-iters 3 --lora-rank 4 --eval-iters 0
 """
 
 
@@ -251,6 +263,25 @@ def test_the_quickstart_as_printed(scratch: Path) -> None:
     assert re.search(r"on held-out text after training 4\.\d\d: 3\.\d\d nats gained", made)
     out = type_in(scratch, of("The quickstart, command by command"), seconds=3000)
     assert "successfully loaded checkpoint" in out
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_an_adapter_as_printed(prepared: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    (prepared / "trains").mkdir()
+    (prepared / "trains" / "torchrun").write_text(TRAINER)
+    (prepared / "trains" / "torchrun").chmod(0o755)
+    path = f"{prepared / 'trains'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    out = type_in(prepared, of("An adapter on your own text"), seconds=500, PATH=path)
+    assert re.search(r"successfully saved checkpoint from iteration +3 to runs/adapter", out)
+    assert "checkpoints hold what trains; the rest is in " in out
+    base = AutoModelForCausalLM.from_pretrained(prepared / "Llama-2-7b-hf")
+    adapted = PeftModel.from_pretrained(base, prepared / "runs" / "peft")
+    assert adapted.peft_config["default"].r == 4
 
 
 @pytest.mark.verify
