@@ -29,7 +29,8 @@ BIN = Path(sys.executable).parent
 CLUSTER = [f"pretrain_llama_{size}_{how}.sh" for size in ("7b", "65b") for how in ("dgx", "slurm")]
 CORE = "pretrain_llama.sh"  # which those source
 ONE_MACHINE = "one_machine.sh"  # a launcher
-SCRIPTS = [*CLUSTER, "single_gpu.sh", "cpu_emulated_cluster.sh", "quickstart.sh"]
+ADAPTERS = "finetune_llama_65b_lora_dgx.sh"
+SCRIPTS = [*CLUSTER, ADAPTERS, "single_gpu.sh", "cpu_emulated_cluster.sh", "quickstart.sh"]
 NUM_PARAMETERS = {"7b": "6,738,415,616", "65b": "65,285,660,672"}
 RECIPE = {"7b": 1e12, "65b": 1.4e12}  # tokens
 
@@ -157,6 +158,16 @@ def test_an_emulated_cluster_is_planned_without_root(
     assert "> the launch is sound; nothing was started and nothing written\n" in out
 
 
+def test_adapters_continue_where_they_are_saved(recorders: Path, tmp_path: Path) -> None:
+    saved, base = tmp_path / "adapters", tmp_path / "base"
+    for load in (base, saved):
+        started = start(recorders, ADAPTERS, saved, "board", "MOCK", "MOCK", base)
+        assert started.launcher[:5] == shlex.split("torchrun --nproc-per-node 8 --nnodes 4")
+        assert started.flags[started.flags.index("--load") + 1] == str(load)
+        saved.mkdir(exist_ok=True)
+        (saved / "latest_checkpointed_iteration.txt").touch()
+
+
 def test_a_single_gpu_is_planned_without_one(recorders: Path, tmp_path: Path) -> None:
     out = dry_run(recorders, "single_gpu.sh", 8, tmp_path)
     assert "> dry run of 1 rank on 1 node of 1, nccl\n" in out
@@ -201,7 +212,7 @@ def test_its_flags_configure_what_its_name_says(
     assert tokens == pytest.approx(RECIPE[size_of(script)], rel=1e-5)
 
 
-@pytest.mark.parametrize("script", [*CLUSTER, "single_gpu.sh"])
+@pytest.mark.parametrize("script", [*CLUSTER, ADAPTERS, "single_gpu.sh"])
 def test_it_takes_a_tokenizer_and_a_corpus(
     recorders: Path, script: str, tmp_path: Path, tokenizer: Path
 ) -> None:
@@ -302,10 +313,10 @@ def table_of(script: str) -> list[tuple[int, str, int, str]]:
     return [(int(gpus), name, int(batch), gigabytes) for gpus, name, batch, gigabytes in rows]
 
 
-@pytest.mark.parametrize("script", [*CLUSTER[::2], "single_gpu.sh"])  # a model has one table
+@pytest.mark.parametrize("script", [*CLUSTER[::2], ADAPTERS, "single_gpu.sh"])  # one a model
 def test_memory_in_comments_is_the_predictors(recorders: Path, script: str) -> None:
     rows = table_of(script)
-    assert {gpus for gpus, *_ in rows} >= ({16, 128} if script in CLUSTER else {1})
+    assert {gpus for gpus, *_ in rows} >= ({1} if script == "single_gpu.sh" else {16, 128})
     for gpus, name, micro_batch_size, gigabytes in rows:
         plan = planned(start(recorders, script, DRY_RUN=1, NNODES=gpus // 8))
         assert plan.world.size == gpus

@@ -212,6 +212,7 @@ def test_reference_is_a_real_descent(references: dict[Key, Trained]) -> None:
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(1800)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world_size", "group_size"), SHAPES)
 def test_all_strategies_on_all_worlds(
