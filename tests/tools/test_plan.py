@@ -161,7 +161,7 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
         ("--paro-group-size 3", "--paro-group-size 3 does not divide the 16 ranks"),
         (
             "--trainable some",
-            "--trainable 'some' is none of all, last-blocks:SHARE, adapters:SHARE, names:",
+            "--trainable 'some' is none of all, last-blocks:SHARE, names:",
         ),
         ("--device-memory-gb 0", "--device-memory-gb 0.0 must be positive"),
         ("--json nowhere/plan.json", "--json nowhere/plan.json cannot be written"),

@@ -59,7 +59,7 @@ def make_parser() -> Parser:
         "--trainable",
         default="all",
         metavar="WHAT",
-        help="as in pretrain_llama.py, or adapters:SHARE, such as adapters:0.003; default all",
+        help="all (default), last-blocks:SHARE or names:PATTERN[,PATTERN]",
     )
     add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
     add_model_args(parser)
@@ -129,7 +129,7 @@ def case_of(args: Namespace) -> Workload:
         prefetch_units=args.paro_prefetch_units,
         collective=args.paro_collective,
         materialize=Materialize.of_flags(args.paro_materialize, args.paro_rotate_in_place),
-        trainable=Trainable.of_flag(args.trainable, adapters=True),
+        trainable=Trainable.of_flag(args.trainable),
         memory_bytes=memory_of(args),
         survive=args.paro_survive,
         device_type="cpu" if machine.device and machine.device.cores else "cuda",

@@ -13,7 +13,7 @@ from paro.errors import UserError
 from paro.planning.machine.machine import Machine
 from paro.planning.memory.device import Overheads
 from paro.planning.rotation import rotation_infeasible_reason
-from paro.planning.search.trainable import Trainable, TrainableKind
+from paro.planning.search.trainable import Trainable
 from paro.planning.step.costs import device_of
 from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
@@ -115,11 +115,6 @@ class Workload:
             return f"--paro-survive {self.survive}: under {strategy.name} {kept.describe()}"
         if not materialize.rotates:
             return None
-        if self.trainable.kind is TrainableKind.ADAPTERS:
-            return (
-                "--trainable adapters are planned only with gathered parameters: leave "
-                "--paro-materialize rotate out"
-            )
         return rotation_infeasible_reason(
             strategy, self.model, world_size=self.world_size, group_size=self.group_size
         )

@@ -1,15 +1,15 @@
-"""Which parameters train: all, the last blocks, those of some names, or (planned only) adapters."""
+"""Which parameters train: all, the last blocks, those of some names, or the model's adapters."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
 from model.config import LlamaConfig, parameter_shapes, unit_shapes
 from model.lora_config import is_adapter
 from paro.errors import UserError
-from paro.layout import ALIGN
 from paro.planning.cost_model import UnitSize
 from paro.planning.units import units_of
 
@@ -22,7 +22,6 @@ class TrainableKind(Enum):
     ALL = "all"
     LAST_BLOCKS = "last-blocks"  # this share of all blocks, at least one
     NAMES = "names"  # the parameters whose names match a pattern
-    ADAPTERS = "adapters"  # LoRA-like: every block gets this share of its size in addition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,25 +47,20 @@ class Trainable:
                 return f"{self.kind.value}:{self.share:g}"
 
     @classmethod
-    def of_flag(cls, text: str, *, adapters: bool = False) -> Trainable:
-        """The value of --trainable; only the planner knows `adapters`."""
+    def of_flag(cls, text: str) -> Trainable:
+        """The value of --trainable."""
         kind, colon, rest = text.partition(":")
-        shares = [TrainableKind.LAST_BLOCKS, *([TrainableKind.ADAPTERS] if adapters else [])]
         if text == TrainableKind.ALL.value:
             return cls()
         patterns = tuple(rest.split(","))
         if kind == TrainableKind.NAMES.value and all(patterns):
             return cls(kind=TrainableKind.NAMES, patterns=patterns)
-        for taken in shares:
-            if kind == taken.value and colon:
-                try:
-                    share = float(rest)
-                except ValueError:
-                    break
-                return cls(kind=taken, share=share)
-        words = ("all", *(f"{taken.value}:SHARE" for taken in shares), "names:PATTERN[,PATTERN]")
+        if kind == TrainableKind.LAST_BLOCKS.value and colon:
+            with suppress(ValueError):
+                return cls(kind=TrainableKind.LAST_BLOCKS, share=float(rest))
         raise UserError(
-            f"{FLAG} {text!r} is none of {', '.join(words)}, with a share above 0 and at most 1"
+            f"{FLAG} {text!r} is none of all, last-blocks:SHARE, names:PATTERN[,PATTERN], with a "
+            "share above 0 and at most 1"
         )
 
     def is_part(self, config: LlamaConfig) -> bool:
@@ -78,7 +72,6 @@ class Trainable:
 
         Of a model with adapters, these do.
         """
-        assert self.kind is not TrainableKind.ADAPTERS, "adapters are no parameters of the model"
         names = list(parameter_shapes(config))
         if config.lora is not None:
             return frozenset(filter(is_adapter, names))
@@ -107,29 +100,12 @@ class Trainable:
         in_place: bool = False,
     ) -> tuple[UnitSize, ...]:
         """The units of a model with its trained and its frozen buffers; see `units_of`."""
-        if self.kind is TrainableKind.ADAPTERS:
-            assert rotated_over == 1, "adapters need gathered parameters"
-            frozen = units_of(config, world_size=world_size, is_trained=frozenset().__contains__)
-            embedding, *blocks, head = frozen
-            return (embedding, *(self._with_adapters(b, world_size) for b in blocks), head)
         return units_of(
             config,
             world_size=world_size,
             is_trained=self.names(config).__contains__,
             rotated_over=rotated_over,
             in_place=in_place,
-        )
-
-    def _with_adapters(self, unit: UnitSize, world_size: int) -> UnitSize:
-        step = ALIGN * world_size
-        numel = -(-round(unit.frozen_numel * self.share) // step) * step
-        # Backward passes through every block to reach the adapters below, so frozen blocks are
-        # gathered for it too.
-        return replace(
-            unit,
-            trainable_numel=numel,
-            gathers_per_micro_batch=2,
-            gathered_for_backward=True,
         )
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from model.config import parameter_shapes
+from model.lora_config import LoraConfig
 from paro.errors import UserError
-from paro.planning.search.trainable import Trainable, TrainableKind
+from paro.planning.search.trainable import Trainable
 from tests.paro.planning.cases import SMALL
 
 CONFIG = replace(SMALL, num_layers=5)
@@ -48,7 +49,7 @@ def test_other_words_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("share", ["0", "-1", "1.01", "nan", "inf"])
 def test_a_share_is_above_0_and_at_most_1(share: str) -> None:
-    with pytest.raises(UserError, match="must be above 0 and at most 1"):
+    with pytest.raises(UserError, match="above 0 and at most 1"):
         Trainable.of_flag(f"last-blocks:{share}")
 
 
@@ -60,11 +61,14 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         Trainable.of_flag("names:head.weight").names(tied)
 
 
-def test_adapters_are_only_planned() -> None:
+def test_a_models_adapters_train() -> None:
+    adapted = replace(CONFIG, lora=LoraConfig(rank=2, targets=("wo",)))
+    wanted = {f"blocks.{layer}.wo_lora_{part}" for layer in range(5) for part in "ab"}
+    assert Trainable().names(adapted) == wanted
+    assert Trainable().is_part(adapted)
+    assert not Trainable().is_part(CONFIG)
     with pytest.raises(UserError, match=r"'adapters:0\.1' is none of"):
         Trainable.of_flag("adapters:0.1")
-    planned = Trainable.of_flag("adapters:0.1", adapters=True)
-    assert planned == Trainable(kind=TrainableKind.ADAPTERS, share=0.1)
 
 
 @pytest.mark.parametrize("text", ["all", "last-blocks:0.0625", "names:*.wq,head.norm"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from model.config import RecomputeConfig, flops_per_token
+from model.lora_config import LoraConfig, targets_of
 from paro.planning.search.planner import Estimator
 from paro.planning.search.search_space import Materialize, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
@@ -27,16 +28,21 @@ def test_all_that_trains_is_counted_as_in_a_training(materialize: Materialize) -
     assert estimate.mfu == pytest.approx(per_device / estimate.seconds / DEVICE.peak_flops)
 
 
-@pytest.mark.parametrize("kind", [TrainableKind.LAST_BLOCKS, TrainableKind.ADAPTERS])
-def test_what_is_not_computed_does_not_count(kind: TrainableKind) -> None:
-    given = workload(trainable=Trainable(kind=kind, share=0.25))
+@pytest.mark.parametrize(
+    ("trainable", "lora"),
+    [
+        (Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.25), None),
+        (Trainable(), LoraConfig(rank=4, targets=targets_of("all-linear"))),
+    ],
+)
+def test_what_is_not_computed_does_not_count(trainable: Trainable, lora: LoraConfig | None) -> None:
+    given = workload(replace(SMALL, lora=lora), trainable=trainable)
     assert 0 < mfu(given) <= DEVICE.sustained_flops / DEVICE.peak_flops
     estimator = Estimator(given)
     computing = estimator.costs(given.candidate(given.strategy("III"))).computing
     everything = Estimator(workload()).costs(given.candidate(given.strategy("III"))).computing
     assert everything.flops / 3 < computing.flops < everything.flops
-    if kind is TrainableKind.LAST_BLOCKS:
-        trained = given.trainable.names(given.model)
-        of_token = flops_per_token(given.model, given.seq_length, trained, causal=False)
-        # The planner counts the first trained block's gradients of its input, too.
-        assert computing.flops == pytest.approx(of_token * computing.batch.num_tokens, rel=0.1)
+    trained = trainable.names(given.model)
+    of_token = flops_per_token(given.model, given.seq_length, trained, causal=False)
+    # The planner counts the first trained block's gradients of its input, too, and not adapters.
+    assert computing.flops == pytest.approx(of_token * computing.batch.num_tokens, rel=0.1)
