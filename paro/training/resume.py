@@ -224,6 +224,7 @@ class Saver:
 
     def _common(self, state: TrainState) -> dict[str, Any]:
         config, training = self._config, self._training
+        lora = config.model.lora
         return {
             "model": _model_fields(config),
             "max_position_embeddings": config.model.max_position_embeddings,
@@ -239,8 +240,8 @@ class Saver:
             "has_moments": not config.checkpoint.no_save_optim,
             "strategy": config.strategy.name,
             "world_size": training.control.world.size,
-            "trainable": str(config.trainable),
-            "lora": None if config.model.lora is None else asdict(config.model.lora),
+            "trainable": str(config.trainable) if lora is None else "adapters",
+            "lora": None if lora is None else asdict(lora),
             "base": self._base,
             "arguments": recorded_arguments(config),
         }
