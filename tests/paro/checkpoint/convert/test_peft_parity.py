@@ -19,6 +19,7 @@ from tests.paro.checkpoint.convert.folders import logits_of, some_tokens
 from tests.paro.training.test_base import started, trained
 from tools.convert_checkpoint import main as convert
 
+pytestmark = pytest.mark.verify  # importing peft takes seconds
 STEPS = 20
 FLAGS = f"--adam-eps 1e-6 --global-batch-size 4 --micro-batch-size 2 --train-iters {STEPS}"
 
