@@ -7,7 +7,6 @@ from pathlib import Path
 from paro.checkpoint.boxes import PARAM
 from paro.checkpoint.directory import Base, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
-from paro.checkpoint.metadata import read_metadata
 from paro.errors import UserError
 
 
@@ -25,6 +24,9 @@ def as_base(directory: Path) -> Base | None:
 
 def stored_parameters(directory: Path) -> frozenset[str]:
     """The parameters that an iteration's folder holds itself."""
+    # Imported here because DCP takes half a second.
+    from paro.checkpoint.metadata import read_metadata
+
     names = read_metadata(directory).state_dict_metadata
     return frozenset(name.removeprefix(f"{PARAM}.") for name in names if name.startswith(PARAM))
 
