@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from data.loader import Datasets
 from data.waits import Wait
@@ -38,6 +38,7 @@ from paro.report.watchdog import WatchConfig, Watchdog
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.changed_flags import order_record
 from paro.training.dry_run import run_dry
+from paro.training.local_copies import LocalCopies, local_copies
 from paro.training.loop import Loop, Saving
 from paro.training.memory_check import check_memory
 from paro.training.placement import (
@@ -75,7 +76,9 @@ def main() -> None:
             watchdog.begins("claiming the folder of --save", 0)
             # Before anything is read or written there.
             with claim_of(config, control, watchdog) as claim:
-                run(config, control, claim, watchdog)
+                log = Log(rank=world.rank, world_size=world.size)
+                with local_copies(config, control, log) as copies:
+                    run(config, control, claim, copies, watchdog)
 
 
 @contextmanager
@@ -113,7 +116,13 @@ def watchdog_of(args: Namespace, world: World) -> Watchdog:
     )
 
 
-def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watchdog) -> None:
+def run(
+    config: RunConfig,
+    control: Control,
+    claim: Claim | None,
+    copies: LocalCopies | None,
+    watchdog: Watchdog,
+) -> None:
     """Builds all parts of the run, logs what was built, then trains or only evaluates."""
     only_evaluate = config.train.skip_train
     terminal = Terminal()
@@ -128,11 +137,13 @@ def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watc
     bytes_before = resident_bytes(control.device)
     training, placement = build(config, control, log)
 
+    resumed = copies.recover(training) if copies is not None else None
     with control.raise_on_all_ranks():
-        has_load = config.checkpoint.load is not None
-        resumed = load_run(config, training, log) if has_load else FROM_NOTHING
-    loaded = resumed.state
-    state = loaded or start_state(config)
+        if resumed is None:
+            has_load = config.checkpoint.load is not None
+            resumed = load_run(config, training, log) if has_load else FROM_NOTHING
+    state = resumed.state or start_state(config)
+    loaded = None if resumed.from_copies else resumed.state
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples for every checkpoint
     watchdog.begins("opening the data sets and the report", state.iteration)
@@ -157,12 +168,16 @@ def run(config: RunConfig, control: Control, claim: Claim | None, watchdog: Watc
             is_ours=(lambda: True) if claim is None else claim.is_ours,
         )
     report.start({"precision": config.precision.describe(), "memory": memory.describe()})
+    order = order_record(config, datasets)
+    if copies is not None:
+        copies.begin(training, order, resumed.base)
     loop = Loop(
         training,
         state,
         sources,
         report,
-        saving=saving_of(config, training, facts, log, resumed, datasets, claim),
+        saving=saving_of(config, training, facts, log, resumed, order, claim),
+        copies=copies,
         forecast=forecast_of(memory, bytes_before),
         observers=observers,
     )
@@ -278,7 +293,7 @@ def saving_of(
     facts: RunFacts,
     log: Log,
     resumed: Resumed,
-    datasets: Datasets,
+    order: Mapping[str, Any],
     claim: Claim | None,
 ) -> Saving | None:
     """How and when the run is saved, or None; what was loaded from --save is not saved again."""
@@ -297,7 +312,7 @@ def saving_of(
         log,
         claim,
         progress=progress,
-        order=order_record(config, datasets),
+        order=order,
         resumed=resumed,
     )
     return Saving(

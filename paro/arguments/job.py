@@ -118,6 +118,14 @@ def add_checkpointing_args(parser: ArgumentParser) -> None:
         help="continue without the optimizer's moments; loss scale and schedules restart too")
     add("--use-checkpoint-args", action="store_true",
         help="take the model's sizes from --load, and the tokenizer where no flag gives one")
+    add("--non-persistent-ckpt-type", choices=("local",),
+        help="local: also copy the states to the node's memory while training, so that a run that "
+        "is started again by torchrun or in the same allocation recovers from there, and what a "
+        "lost node held from the nodes that hold it too; --paro-survive has this on")
+    add("--non-persistent-local-ckpt-dir", metavar="DIR",
+        help="where on every node; default: /dev/shm")
+    add("--non-persistent-save-interval", type=int, metavar="N",
+        help="copy every N iterations; default: every one")
 
 
 def add_logging_args(parser: ArgumentParser) -> None:

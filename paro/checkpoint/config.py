@@ -29,6 +29,9 @@ class CheckpointConfig:
     use_checkpoint_args: bool = False
     override_opt_param_scheduler: bool = False
     use_checkpoint_opt_param_scheduler: bool = False
+    non_persistent_ckpt_type: str | None = None  # or "local"
+    non_persistent_local_ckpt_dir: str | None = None  # None: /dev/shm
+    non_persistent_save_interval: int | None = None  # None: every iteration
 
     def __post_init__(self) -> None:
         for flag, value in (

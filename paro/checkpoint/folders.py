@@ -10,12 +10,15 @@ from paro.distributed.control import Control
 from paro.errors import UserError, reading, writing
 
 
-def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]:
+def ranks_by_folder(
+    root: Path, control: Control, *, blame: str = ""
+) -> tuple[tuple[int, ...], ...]:
     """The ranks, grouped by the folder that they see under this path; collective.
 
     Every rank creates a temporary marker file and looks for those of the others. Raises
-    `UserError` if two ranks see each other's files differently.
+    `UserError` if two ranks see each other's files differently. `blame` names the folder's flag.
     """
+    blame = blame or f"--save {root}"
     rank, size = control.world.rank, control.world.size
     if size == 1:
         return ((0,),)
@@ -27,11 +30,11 @@ def ranks_by_folder(root: Path, control: Control) -> tuple[tuple[int, ...], ...]
 
     mark = root / mark_of(rank)
     try:
-        with control.raise_on_all_ranks(), writing(f"--save {root}"):
+        with control.raise_on_all_ranks(), writing(blame):
             root.mkdir(parents=True, exist_ok=True)
             mark.touch()
         # All markers exist: the block above ends once all ranks have left it.
-        with control.raise_on_all_ranks(), reading(f"--save {root}"):
+        with control.raise_on_all_ranks(), reading(blame):
             names = {path.name for path in root.iterdir()}
         seen = tuple(other for other in range(size) if mark_of(other) in names)
         # Also a barrier: no marker is removed before every rank has listed the folder.

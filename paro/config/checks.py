@@ -68,6 +68,7 @@ def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
         ),
         ("--save-interval", checkpoint.save_interval, 1),
         ("--save-retain-interval", checkpoint.save_retain_interval, 1),
+        ("--non-persistent-save-interval", checkpoint.non_persistent_save_interval, 1),
         ("--ckpt-step", checkpoint.ckpt_step, 0),
     ):
         if value is not None and value < least:
@@ -75,6 +76,25 @@ def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
     minutes = train.exit_duration_in_mins
     if minutes is not None and not 0.0 < minutes < math.inf:
         raise UserError(f"--exit-duration-in-mins {minutes} must be a positive number")
+
+
+def check_local_copies(checkpoint: CheckpointConfig, sharding: ShardingConfig) -> None:
+    """`UserError` for flags of local copies without any, or a restart that would not continue."""
+    is_local = checkpoint.non_persistent_ckpt_type == "local"
+    if not (is_local or sharding.survive):
+        for flag, value in (
+            ("--non-persistent-local-ckpt-dir", checkpoint.non_persistent_local_ckpt_dir),
+            ("--non-persistent-save-interval", checkpoint.non_persistent_save_interval),
+        ):
+            if value is not None:
+                raise UserError(f"{flag} needs --non-persistent-ckpt-type local")
+        return
+    if checkpoint.save is not None and not checkpoint.continues:
+        flag = "--non-persistent-ckpt-type local" if is_local else "--paro-survive"
+        raise UserError(
+            f"{flag} is for a command that continues when it is started again: give --load "
+            f"{checkpoint.save}, the folder of --save"
+        )
 
 
 def check_load(checkpoint: CheckpointConfig) -> None:

@@ -26,6 +26,7 @@ from paro.config.checks import (
     check_collective,
     check_intervals,
     check_load,
+    check_local_copies,
     check_profile,
     check_rotation,
     check_save,
@@ -92,6 +93,14 @@ class RunConfig:
     notices: tuple[str, ...]  # log lines for the start: flags without effect, choices of auto
     # The namespace, only to be recorded; values of --use-checkpoint-args and ranks filled in.
     given: Mapping[str, Any] = field(compare=False, repr=False)
+
+    @property
+    def local_copies_interval(self) -> int | None:
+        """Every how many iterations the states are copied to the node's memory; None: never."""
+        flags = self.checkpoint
+        if flags.non_persistent_ckpt_type is None and not self.sharding.survive:
+            return None
+        return flags.non_persistent_save_interval or 1
 
     @classmethod
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
@@ -160,6 +169,7 @@ class RunConfig:
         )
         check_sequence(self.model, self.data)
         check_intervals(self.train, self.checkpoint)
+        check_local_copies(self.checkpoint, self.sharding)
         check_profile(self.profile, self.report, self.checkpoint)
         if not self.launch.dry_run:  # they concern the machine that trains
             check_load(self.checkpoint)

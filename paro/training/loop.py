@@ -19,6 +19,7 @@ from paro.report.observer import Observer
 from paro.report.rank_times import RankTimes
 from paro.report.record import IterationRecord
 from paro.report.report import Report
+from paro.training.local_copies import LocalCopies
 from paro.training.replicas import check_replicas
 from paro.training.step import (
     Reasons,
@@ -109,6 +110,7 @@ class Loop:
         report: Report,
         *,
         saving: Saving | None,
+        copies: LocalCopies | None = None,
         forecast: MemoryForecast,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -117,6 +119,7 @@ class Loop:
         self._sources = sources
         self._report = report
         self._saving = saving
+        self._copies = copies
         self._observers = observers
         self._forecast = forecast
         self._is_first = True
@@ -143,6 +146,8 @@ class Loop:
         last = last_iteration(config, self.training.batches, self.state)
         while self.state.iteration < last and reason is None:
             result = self._iteration()
+            if self._copies is not None:
+                self._copies.start(self.state)
             every = config.check_weight_hash_across_dp_replicas_interval
             if every is not None and self.state.iteration % every == 0:
                 check_replicas(self.training, iteration=self.state.iteration)
@@ -158,6 +163,8 @@ class Loop:
         else:
             self._evaluate_at_end()
         self._end()
+        if self._copies is not None and (reason is None or self._saving is not None):
+            self._copies.discard()
         return reason is None
 
     def _begin(self, what: str) -> None:
@@ -246,6 +253,8 @@ class Loop:
         back = "nothing is saved: there was no --save"
         if self._saving is not None:
             back = self._saving.way_back(state)
+        if self._copies is not None:
+            self._copies.discard()  # a restart from them would end here again
         raise RunError(f"{reason}{where}; {back}")
 
     def _held(self) -> dict[str, int]:
@@ -329,6 +338,9 @@ class Loop:
             self._saving.save(self.state)
 
     def _reasons(self) -> Reasons:
+        if self._copies is not None:
+            with self.training.timers.measure("non-persistent-save"):
+                self._copies.wait()  # see [Note: generations]
         return Reasons(
             signalled=self._signal.received is not None,
             late=self._out_of_time(),

@@ -16,6 +16,7 @@ from paro.checkpoint.boxes import PARAM, boxed_states
 from paro.checkpoint.claim import Claim
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import (
+    Base,
     newest_good,
     next_earlier,
     read_common,
@@ -128,7 +129,7 @@ class Saver:
             self._root,
             state.iteration,
             states,
-            self._common(state),
+            common_record(config, training, state, order=self._order, base=self._base),
             ranks=self._ranks,
             log=self._log.log0,
         )
@@ -222,29 +223,37 @@ class Saver:
         self._log.log0(f"{message}; training continues (--on-save-failure continue)")
         return False
 
-    def _common(self, state: TrainState) -> dict[str, Any]:
-        config, training = self._config, self._training
-        lora = config.model.lora
-        return {
-            "model": _model_fields(config),
-            "max_position_embeddings": config.model.max_position_embeddings,
-            "init_method_std": config.model.init_method_std,
-            "tokenizer": asdict(config.tokenizer),
-            "vocab_size": config.vocab_size,
-            "state": asdict(state),
-            "schedule": asdict(config.schedule),
-            "dynamic_loss_scale": config.loss_scale.dynamic,
-            "global_batch_size": config.batches.global_batch_size,
-            "order": self._order,
-            "num_optimizer_steps": training.optimizer.num_steps,
-            "has_moments": not config.checkpoint.no_save_optim,
-            "strategy": config.strategy.name,
-            "world_size": training.control.world.size,
-            "trainable": str(config.trainable) if lora is None else "adapters",
-            "lora": None if lora is None else asdict(lora),
-            "base": self._base,
-            "arguments": recorded_arguments(config),
-        }
+
+def common_record(
+    config: RunConfig,
+    training: Training,
+    state: TrainState,
+    *,
+    order: Mapping[str, Any] | None,
+    base: Base | None,
+) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors, as JSON."""
+    lora = config.model.lora
+    return {
+        "model": _model_fields(config),
+        "max_position_embeddings": config.model.max_position_embeddings,
+        "init_method_std": config.model.init_method_std,
+        "tokenizer": asdict(config.tokenizer),
+        "vocab_size": config.vocab_size,
+        "state": asdict(state),
+        "schedule": asdict(config.schedule),
+        "dynamic_loss_scale": config.loss_scale.dynamic,
+        "global_batch_size": config.batches.global_batch_size,
+        "order": order,
+        "num_optimizer_steps": training.optimizer.num_steps,
+        "has_moments": not config.checkpoint.no_save_optim,
+        "strategy": config.strategy.name,
+        "world_size": training.control.world.size,
+        "trainable": str(config.trainable) if lora is None else "adapters",
+        "lora": None if lora is None else asdict(lora),
+        "base": base,
+        "arguments": recorded_arguments(config),
+    }
 
 
 def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Control) -> None:
@@ -316,7 +325,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     elif flags.finetune:
         log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
     else:
-        state = _state_of(common, config, log)
+        state = state_of(common, config, log, f"--load {flags.load}")
     return Resumed(state, base)
 
 
@@ -329,10 +338,9 @@ def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: L
         log.log0(line)
 
 
-def _state_of(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainState:
+def state_of(common: Mapping[str, Any], config: RunConfig, log: Log, source: str) -> TrainState:
     """The state to continue from; --no-load-optim restarts the schedule and the loss scale."""
-    what = f"--load {config.checkpoint.load}: state in common.json"
-    saved: TrainState = conform(common.get("state"), TrainState, what)
+    saved: TrainState = conform(common.get("state"), TrainState, f"{source}: state in common.json")
     if not (config.loss_scale.dynamic and common.get("dynamic_loss_scale", True)):
         saved = replace(saved, loss_scale=start_loss_scale(config.loss_scale))
     config.batches.check_from(saved.consumed_train_samples)

@@ -17,10 +17,11 @@ class Resumed(NamedTuple):
 
     state: TrainState | None = None  # to continue from; None: iteration 0
     base: Base | None = None  # of the checkpoints to save; None: they are complete
+    from_copies: bool = False  # from local copies, not from --load
 
     def saved_iteration(self, config: RunConfig) -> int | None:
         """The iteration that was loaded from --save, and is not saved again."""
-        if self.state is None or not config.checkpoint.continues:
+        if self.state is None or self.from_copies or not config.checkpoint.continues:
             return None
         return self.state.iteration
 

@@ -166,11 +166,14 @@ JOB_RULES = (
         "--no-use-tokenizer-model-from-checkpoint-args "
         "--disable-use-tokenizer-model-from-checkpoint-args",
     ),
+    *refused(_FEWER, "--non-persistent-global-ckpt-dir"),
+    *ignored(
+        "what ranks of a node hold alike is copied once, each writes a part",
+        "--non-persistent-local-ckpt-algo",
+    ),
     *refused(
-        _FEWER,
-        "--non-persistent-save-interval --non-persistent-ckpt-type "
-        "--non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir "
-        "--non-persistent-local-ckpt-algo --replication --replication-jump --replication-factor",
+        "--paro-survive N has the states on N nodes more, and nothing is sent for it",
+        "--replication --replication-jump --replication-factor",
     ),
     *refused("give it as --load, with --finetune", "--pretrained-checkpoint"),
     *refused("--ckpt-step chooses the iteration to resume from", "--override-ckpt-iteration"),

@@ -1,0 +1,186 @@
+"""The folder of a job's local copies on a node: private, locked, and emptied after a good end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from paro.checkpoint.folders import ranks_by_folder
+from paro.checkpoint.local.generation import DATA, RECORD
+from paro.distributed.control import Control
+from paro.distributed.world import read_job_id, read_rendezvous_id
+from paro.errors import UserError, writing
+
+MEMORY = Path("/dev/shm")
+FLAG = "--non-persistent-local-ckpt-dir"
+
+_LOCK = "lock"
+# Of a job that ended without emptying its folder: so long the same command may still recover.
+_LEFTOVER_SECONDS = 3600.0
+_LOCK_SECONDS = 10.0  # a killed process with much memory ends slowly
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFolder:
+    """An open folder, and the ranks of its node."""
+
+    path: Path
+    control: Control
+    near_ranks: tuple[int, ...]  # those that see this folder, including this rank
+
+    @property
+    def is_first(self) -> bool:
+        return self.control.world.rank == self.near_ranks[0]
+
+    def records(self) -> list[Path]:
+        """The records of all generations here, in the same order on all ranks of the node."""
+        return sorted(self.path.glob(f"*{RECORD}"))
+
+    def remove_share(self, unwanted: Callable[[str], bool]) -> None:
+        """Removes an equal share of the copies whose file names are `unwanted`.
+
+        All ranks of the node call it. Each makes room before it takes as much.
+        """
+        paths = [path for path in self._files() if unwanted(path.name)]
+        index = self.near_ranks.index(self.control.world.rank)
+        for path in paths[index :: len(self.near_ranks)]:
+            path.unlink(missing_ok=True)
+
+    def remove(self, unwanted: Callable[[str], bool]) -> None:
+        """Removes all copies whose file names are `unwanted`; one rank of the node calls it."""
+        for path in self._files():
+            if unwanted(path.name):
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.path.glob("rank-*"))
+
+    def discard(self) -> None:
+        """Removes the folder; another rank may do the same."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextmanager
+def local_folder(
+    base: Path | None, control: Control, log: Callable[[str], None]
+) -> Iterator[LocalFolder]:
+    """This node's folder of the job under `base`, /dev/shm by default, locked; collective.
+
+    Raises `UserError` on all ranks if another job has it or others could read it. Removes what
+    dead jobs of the same user left there long ago. After an error the folder is kept: the same
+    command, or torchrun, starts again and recovers.
+    """
+    path = (base or MEMORY) / _name()
+    blame = f"{FLAG} {path.parent}"
+    with control.raise_on_all_ranks(name_rank=True), writing(blame):
+        _make_private(path)
+    near = ranks_by_folder(path, control, blame=blame)
+    (mine,) = (ranks for ranks in near if control.world.rank in ranks)
+    folder = LocalFolder(path, control, mine)
+    lock: int | None = None
+    with control.raise_on_all_ranks(), writing(blame):
+        if folder.is_first:
+            lock = _lock(path / _LOCK, time.monotonic() + _LOCK_SECONDS)
+            if lock is None:
+                raise UserError(
+                    f"{path} holds the local copies of another run with the same job ID on this "
+                    f"node: give torchrun a --rdzv-id of its own, or another {FLAG}"
+                )
+            for line in _remove_leftovers(path):
+                log(line)
+    if not _is_in_memory(path):
+        log(f"local copies are in {path}, which is no memory: they cost time of a disk")
+    try:
+        yield folder
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def check_room(folder: LocalFolder, num_bytes: int) -> None:
+    """Raises `UserError` on all ranks unless the node has room for `num_bytes` of its ranks."""
+    with folder.control.raise_on_all_ranks(), writing(f"{FLAG} {folder.path.parent}"):
+        # What is there of an earlier start is removed before its room is taken.
+        old = sum(path.stat().st_blocks * 512 for path in folder.path.glob(f"*{DATA}"))
+        free = shutil.disk_usage(folder.path).free + old
+        if num_bytes > free:
+            raise UserError(
+                f"two generations of local copies take {num_bytes / 1e9:,.2f} GB of a node and "
+                f"{folder.path.parent} has {free / 1e9:,.2f} GB: mount it larger, give another "
+                f"{FLAG}, or spread the optimizer state over more ranks with --paro-strategy"
+            )
+
+
+def _name() -> str:
+    """Names user, job and node; the job is torchrun's --rdzv-id or SLURM's."""
+    job = read_rendezvous_id() or read_job_id() or "none"
+    words = (str(os.getuid()), job, socket.gethostname())
+    return "-".join(("paro", *map(_as_file_name, words)))
+
+
+def _as_file_name(word: str) -> str:
+    """The word with only characters of file names; a changed one gets a digest."""
+    plain = re.sub(r"[^A-Za-z0-9_.]", "_", word)[:64]
+    return plain if plain == word else f"{plain}_{sha256(word.encode()).hexdigest()[:8]}"
+
+
+def _make_private(path: Path) -> None:
+    """Makes the folder, or checks that it is the user's and closed to all others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UserError(f"{path} is no folder of yours: remove it, or give another {FLAG}")
+    if found.st_mode & 0o077:
+        raise UserError(f"{path} is open to other users: chmod 700 it, or remove it")
+
+
+def _lock(path: Path, deadline: float) -> int | None:
+    """A descriptor that holds the lock until it is closed, as it is when its process dies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                return None
+        time.sleep(0.1)
+
+
+def _remove_leftovers(own: Path) -> Iterator[str]:
+    """Removes folders of this user's jobs on this node that ended long ago; a line for each."""
+    for path in own.parent.glob(f"paro-{os.getuid()}-*-{_as_file_name(socket.gethostname())}"):
+        if path == own:
+            continue
+        with suppress(OSError):
+            written = max(found.stat().st_mtime for found in (path, *path.iterdir()))
+            lock = _lock(path / _LOCK, 0.0) if time.time() - written > _LEFTOVER_SECONDS else None
+            if lock is not None:
+                shutil.rmtree(path)
+                os.close(lock)
+                yield f"removed the local copies in {path}: their job has ended"
+
+
+def _is_in_memory(path: Path) -> bool:
+    """Whether the folder is in a tmpfs or ramfs."""
+    best, kind = "", ""
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").split("\n"):
+        _, _, rest = line.partition(" ")
+        mount, _, tail = rest.partition(" ")
+        inside = mount == "/" or f"{path}/".startswith(f"{mount}/")
+        if mount and inside and len(mount) >= len(best):
+            best, kind = mount, tail.split(" ")[0]
+    return kind in ("tmpfs", "ramfs")

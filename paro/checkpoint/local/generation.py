@@ -1,0 +1,213 @@
+"""A rank's local copies: files of node memory that hold its states after one iteration each."""
+
+# A rank writes its generations into two slots in turn, so that a process that dies at any instant
+# leaves one whole. A slot is a data file, allocated once and mapped, and a record: a small file
+# that is removed before the data are overwritten and renamed into place after them. The pages of a
+# file in memory survive their writer, so nothing is synced. Records and data have checksums.
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from paro.checkpoint.boxes import BoxedState
+from paro.checkpoint.local.regions import Region
+from paro.errors import UserError
+from paro.layout import Shape
+from paro.untrusted.checksum import crc32
+from paro.untrusted.regular_file import RegularFile, read_bytes
+from paro.untrusted.schema import Count, conform, parse_json
+
+NUM_SLOTS = 2
+RECORD, DATA = ".json", ".data"
+
+_FORMAT = 1
+_ALIGN = 64  # bytes: regions of any element type begin at multiples of it
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRegion:
+    """A region of a state and where its values begin in the data file."""
+
+    state: str  # as in checkpoints: exp_avg.<parameter>
+    dtype: Literal["float32", "bfloat16", "float16"]
+    corner: tuple[Count, ...]
+    extent: tuple[Count, ...]
+    offset: Count  # bytes
+
+    @property
+    def region(self) -> Region:
+        return Region(self.corner, self.extent)
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.extent) * _TYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What one rank held after one iteration."""
+
+    format: Literal[1]
+    iteration: Count
+    rank: Count
+    flags: dict[str, str]  # of the run, to recognize another run's
+    regions: list[StoredRegion]
+    checksums: list[Count]  # of the regions
+    common: dict[str, Any]  # what a checkpoint has in common.json
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A record that was read, and its data file, which is unverified."""
+
+    path: Path  # of the data
+    record: Record
+
+    @classmethod
+    def read(cls, path: Path) -> Generation:
+        """The generation whose record is at `path`; `UserError` if it is damaged."""
+        checksum, _, body = read_bytes(path).partition(b"\n")
+        if checksum != _sum_line(body):
+            raise UserError(f"{path} is damaged: its checksum is wrong")
+        record: Record = conform(parse_json(body, dict, str(path)), Record, str(path))
+        if len(record.checksums) != len(record.regions):
+            raise UserError(f"{path} is damaged: checksums are missing")
+        return cls(path.with_suffix(DATA), record)
+
+    def check(self) -> None:
+        """Raises `UserError` unless all data are as they were written."""
+        file = RegularFile(self.path)
+        for index in range(len(self.record.regions)):
+            self._read(file, index)
+
+    def values(self, index: int) -> Tensor:
+        """The values of region `index`, verified."""
+        stored = self.record.regions[index]
+        content = self._read(RegularFile(self.path), index)
+        flat = torch.frombuffer(bytearray(content), dtype=_TYPES[stored.dtype])
+        return flat.view(stored.extent)
+
+    def _read(self, file: RegularFile, index: int) -> bytes:
+        stored = self.record.regions[index]
+        if stored.offset + stored.num_bytes > file.size:
+            raise UserError(f"{self.path} is damaged: it is truncated")
+        content = file.read(stored.offset, stored.num_bytes)
+        if crc32(content) != self.record.checksums[index]:
+            raise UserError(f"{self.path} is damaged: the checksum of {stored.state} is wrong")
+        return content
+
+
+class GenerationWriter:
+    """Writes the states of one rank into two slots in turn; a slot is allocated at its first use.
+
+    `states` are views of shards that keep their storage.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str,
+        rank: int,
+        states: Mapping[str, BoxedState],
+        flags: Mapping[str, str],
+    ) -> None:
+        self._stem = folder / name
+        self._sources = [
+            values for state in states.values() for values in state.rectangles.values()
+        ]
+        self._regions, self.num_bytes = _placed(states)
+        # The same in every record, so serialized once.
+        self._constant = json.dumps(
+            {
+                "format": _FORMAT,
+                "rank": rank,
+                "flags": dict(flags),
+                "regions": [asdict(region) for region in self._regions],
+            }
+        )[:-1]
+        self._slots: dict[int, list[Tensor]] = {}
+        self.num_written = 0
+
+    def write(
+        self, iteration: int, common: Mapping[str, Any], copy: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        """Overwrites the older generation; `copy(target, source)` returns when target is filled."""
+        slot = self.num_written % NUM_SLOTS
+        record = Path(f"{self._stem}.{slot}{RECORD}")
+        targets = self._slots.get(slot)
+        if targets is None:
+            targets = self._slots[slot] = self._allocate(Path(f"{self._stem}.{slot}{DATA}"))
+        record.unlink(missing_ok=True)
+        checksums = []
+        for target, source in zip(targets, self._sources, strict=True):
+            copy(target, source)
+            checksums.append(crc32(target.view(-1).view(torch.uint8).numpy()))
+        changing = {"iteration": iteration, "checksums": checksums, "common": dict(common)}
+        body = f"{self._constant}, {json.dumps(changing)[1:]}".encode()
+        written = record.with_suffix(".new")
+        written.write_bytes(_sum_line(body) + b"\n" + body)
+        os.replace(written, record)
+        self.num_written += 1
+
+    def _allocate(self, path: Path) -> list[Tensor]:
+        """A mapped file for one generation; its regions as tensors, pinned where CUDA is used."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # All pages now: a full file system is an error here, and SIGBUS in a mapped page.
+            os.posix_fallocate(descriptor, 0, max(1, self.num_bytes))
+            room = torch.frombuffer(
+                mmap.mmap(descriptor, max(1, self.num_bytes)), dtype=torch.uint8
+            )
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        if any(source.is_cuda for source in self._sources):
+            status = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.numel(), 0)
+            assert int(status) == 0, f"cudaHostRegister: {status}"
+        return [
+            room[stored.offset : stored.offset + stored.num_bytes]
+            .view(_TYPES[stored.dtype])
+            .view(stored.extent)
+            for stored in self._regions
+        ]
+
+
+def _placed(states: Mapping[str, BoxedState]) -> tuple[list[StoredRegion], int]:
+    placed, offset = [], 0
+    for name, state in states.items():
+        for corner, values in state.rectangles.items():
+            stored = StoredRegion(
+                state=name,
+                dtype=_NAMES[state.dtype],  # type: ignore[arg-type]
+                corner=corner,
+                extent=_shape(values),
+                offset=offset,
+            )
+            placed.append(stored)
+            offset += -(-stored.num_bytes // _ALIGN) * _ALIGN
+    return placed, offset
+
+
+def _shape(values: Tensor) -> Shape:
+    return tuple(values.shape)
+
+
+def _sum_line(body: bytes) -> bytes:
+    return f"{crc32(body):08x}".encode()

@@ -1,0 +1,351 @@
+"""Recovers the states of all ranks from the local copies of all nodes."""
+
+# Ranks agree on the newest iteration of which every region that any rank needs is held by somebody.
+# A rank takes what its own node holds; the rest comes point to point from the ranks of other nodes,
+# each from the holder that sends least. Holders are found by region: strategy, number of ranks and
+# nodes may differ from those of the run that wrote.
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paro.checkpoint.boxes import BoxedState
+from paro.checkpoint.local.folder import LocalFolder
+from paro.checkpoint.local.generation import Generation
+from paro.checkpoint.local.regions import Region, overlap, remainder
+from paro.errors import RunError, UserError
+from paro.untrusted.checksum import crc32
+
+_IN_FLIGHT = 4  # messages of a rank, each at most one region of about 16 MiB
+_SUM_BYTES = 8
+
+
+class Want(NamedTuple):
+    """A region of a state that a rank needs and its own node does not hold."""
+
+    state: str
+    region: Region
+
+
+class Offer(NamedTuple):
+    """A part of another rank's want that this rank can send."""
+
+    wanted_by: int
+    number: int  # in the wants of that rank
+    region: Region
+
+
+class Message(NamedTuple):
+    """A region of a state on its way from one rank to another."""
+
+    source: int
+    target: int
+    state: str
+    region: Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What was recovered: the contents of common.json, and bytes of all ranks by where from."""
+
+    iteration: int
+    common: Mapping[str, Any]
+    own_node_bytes: int
+    other_nodes_bytes: int
+
+
+def recover(
+    folder: LocalFolder,
+    states: Mapping[str, BoxedState],
+    flags: Mapping[str, str],
+    *,
+    newer_than: int,
+    log: Callable[[str], None],
+) -> Recovered | None:
+    """Fills `states` in place from the newest iteration that all ranks together hold; collective.
+
+    None, with a line for each reason, if there is none after `newer_than`; the states are
+    unchanged then. Copies of another run, whose `flags` differ, are removed. `log` is called on
+    every rank.
+    """
+    found, notes = _generations_here(folder, flags)
+    everyone = folder.control.gather((sorted({g.record.iteration for g in found}), notes))
+    for line in dict.fromkeys(line for _, lines in everyone for line in lines):
+        log(line)
+    iterations = sorted({each for own, _ in everyone for each in own}, reverse=True)
+    for iteration in iterations:
+        if iteration <= newer_than:
+            log(f"local copies end at iteration {iterations[0]}: the checkpoint is as new")
+            break
+        holders = _Holders(folder, [g for g in found if g.record.iteration == iteration], log)
+        plan = _plan(folder, states, holders)
+        if isinstance(plan, Want):
+            log(
+                f"  passing over iteration {iteration} of the local copies: no node that is left "
+                f"holds {plan.state} at {list(plan.region.corner)}"
+            )
+            continue
+        common = next(
+            common for common in folder.control.gather(holders.common_of_node()) if common
+        )
+        own = _fill_from_node(states, holders)
+        other = _exchange(folder, states, holders, plan)
+        own_bytes, other_bytes = folder.control.sum([float(own), float(other)])
+        _keep_only(folder, holders.of_node)
+        return Recovered(
+            iteration=iteration,
+            common=common,
+            own_node_bytes=int(own_bytes),
+            other_nodes_bytes=int(other_bytes),
+        )
+    if iterations and iterations[0] > newer_than:
+        log("no iteration of the local copies is whole: the run continues from --load")
+    folder.control.barrier()  # all have read
+    _keep_only(folder, ())
+    return None
+
+
+def _keep_only(folder: LocalFolder, generations: Sequence[Generation]) -> None:
+    """Removes all other copies of this node, after all ranks have agreed on these."""
+    kept = {generation.path.stem for generation in generations}
+    if folder.is_first:
+        folder.remove(lambda name: name.rsplit(".", 1)[0] not in kept)
+
+
+def _generations_here(
+    folder: LocalFolder, flags: Mapping[str, str]
+) -> tuple[list[Generation], list[str]]:
+    """The readable generations of this node that are this run's, and lines about the others."""
+    found, notes = [], []
+    for path in folder.records():
+        try:
+            generation = Generation.read(path)
+        except UserError as error:
+            notes.append(f"  passing over local copies: {error}")
+            continue
+        there = generation.record.flags
+        changed = [name for name in {**flags, **there} if flags.get(name) != there.get(name)]
+        if changed:
+            flag = changed[0].replace("_", "-")
+            notes.append(
+                f"local copies in {folder.path} are of a run with other flags (--{flag}): not used"
+            )
+        else:
+            found.append(generation)
+    return found, notes
+
+
+class _Holders:
+    """The verified regions of one iteration on this node; collective to make.
+
+    Each rank of the node verifies, and sends from, an equal share of the generations.
+    """
+
+    def __init__(
+        self, folder: LocalFolder, found: Sequence[Generation], log: Callable[[str], None]
+    ) -> None:
+        near, rank = folder.near_ranks, folder.control.world.rank
+        mine, damaged = [], {}
+        for generation in found[near.index(rank) :: len(near)]:
+            try:
+                generation.check()
+            except UserError as error:
+                damaged[generation.path.name] = str(error)
+            else:
+                mine.append(generation)
+        everyone = folder.control.gather(damaged)
+        for line in dict.fromkeys(line for one in everyone for line in one.values()):
+            log(f"  passing over local copies: {line}")
+        bad = {name for other in near for name in everyone[other]}
+        self.of_node = [generation for generation in found if generation.path.name not in bad]
+        self._of_node = _by_state(self.of_node)
+        self._mine = _by_state(mine)
+
+    def common_of_node(self) -> Mapping[str, Any] | None:
+        """What is common to all ranks, if this node has a whole record."""
+        return self.of_node[0].record.common if self.of_node else None
+
+    def on_node(self, want: Want) -> Iterator[tuple[Region, Generation, int]]:
+        """The parts of a want that the node holds, each with its generation and index."""
+        return _parts(self._of_node, want)
+
+    def of_this_rank(self, want: Want) -> Iterator[tuple[Region, Generation, int]]:
+        """The parts of a want that this rank sends."""
+        return _parts(self._mine, want)
+
+
+_ByState = Mapping[str, Sequence[tuple[Generation, int]]]
+
+
+def _by_state(generations: Sequence[Generation]) -> _ByState:
+    found: dict[str, list[tuple[Generation, int]]] = defaultdict(list)
+    for generation in generations:
+        for index, stored in enumerate(generation.record.regions):
+            found[stored.state].append((generation, index))
+    return found
+
+
+def _parts(held: _ByState, want: Want) -> Iterator[tuple[Region, Generation, int]]:
+    """Disjoint parts of a want; each region that is held twice counts once."""
+    left = [want.region]
+    for generation, index in held.get(want.state, ()):
+        stored = generation.record.regions[index].region
+        if len(stored.corner) != len(want.region.corner):
+            continue
+        rest = []
+        for region in left:
+            part = overlap(region, stored)
+            if part is not None:
+                yield part, generation, index
+            rest += [region] if part is None else remainder(region, [part])
+        left = rest
+
+
+def _wants(states: Mapping[str, BoxedState]) -> Iterator[tuple[Want, Tensor]]:
+    """Every region that this rank needs, and the tensor to fill."""
+    for name, state in states.items():
+        for corner, values in state.rectangles.items():
+            yield Want(name, Region(corner, tuple(values.shape))), values
+
+
+def _plan(
+    folder: LocalFolder, states: Mapping[str, BoxedState], holders: _Holders
+) -> list[Message] | Want:
+    """The messages of all ranks, the same on all of them; or a want that nobody can serve."""
+    missing = [
+        Want(want.state, region)
+        for want, _ in _wants(states)
+        for region in remainder(want.region, [part for part, _, _ in holders.on_node(want)])
+    ]
+    wants: list[list[Want]] = folder.control.gather(missing)
+    offers: list[list[Offer]] = folder.control.gather(
+        [
+            Offer(rank, index, part)
+            for rank, of_rank in enumerate(wants)
+            if rank not in folder.near_ranks
+            for index, want in enumerate(of_rank)
+            for part, _, _ in holders.of_this_rank(want)
+        ]
+    )
+    return assign(wants, offers)
+
+
+def assign(
+    wants: Sequence[Sequence[Want]], offers: Sequence[Sequence[Offer]]
+) -> list[Message] | Want:
+    """Who sends what: each part of a want from the holder that sends least so far."""
+    by_want: dict[tuple[int, int], list[tuple[int, Region]]] = defaultdict(list)
+    for source, of_source in enumerate(offers):
+        for offer in of_source:
+            by_want[offer.wanted_by, offer.number].append((source, offer.region))
+    load = [0] * len(offers)
+    messages = []
+    for target, of_target in enumerate(wants):
+        for index, want in enumerate(of_target):
+            left = [want.region]
+            for source, region in sorted(
+                by_want[target, index], key=lambda offer: (load[offer[0]], offer[0])
+            ):
+                parts = [part for one in left if (part := overlap(one, region)) is not None]
+                left = [rest for one in left for rest in remainder(one, parts)]
+                for part in parts:
+                    messages.append(Message(source, target, want.state, part))
+                    load[source] += part.numel
+            if left:
+                return Want(want.state, left[0])
+    return messages
+
+
+def _fill_from_node(states: Mapping[str, BoxedState], holders: _Holders) -> int:
+    """Copies what this node holds into the states; returns the bytes."""
+    num_bytes = 0
+    for want, values in _wants(states):
+        for part, generation, index in holders.on_node(want):
+            stored = generation.record.regions[index]
+            source = generation.values(index)[part.within(stored.region)]
+            values[part.within(want.region)].copy_(source)
+            num_bytes += source.numel() * source.element_size()
+    return num_bytes
+
+
+def _exchange(
+    folder: LocalFolder,
+    states: Mapping[str, BoxedState],
+    holders: _Holders,
+    messages: Sequence[Message],
+) -> int:
+    """Sends and receives this rank's messages; returns the bytes received.
+
+    All ranks go through the messages in the same order with at most `_IN_FLIGHT` open: the first
+    that is not complete is open on both its ranks, so they cannot wait for each other in a circle.
+    """
+    rank = folder.control.world.rank
+    targets: dict[str, list[tuple[Want, Tensor]]] = defaultdict(list)
+    for want, values in _wants(states):
+        targets[want.state].append((want, values))
+    open_ends: list[Callable[[], int]] = []
+    received = 0
+    for message in messages:
+        if rank not in (message.source, message.target):
+            continue
+        if len(open_ends) == _IN_FLIGHT:
+            received += open_ends.pop(0)()
+        end = _send if rank == message.source else _receive
+        open_ends.append(end(folder, message, holders, targets[message.state]))
+    return received + sum(end() for end in open_ends)
+
+
+def _send(
+    folder: LocalFolder, message: Message, holders: _Holders, _: Sequence[tuple[Want, Tensor]]
+) -> Callable[[], int]:
+    (part, generation, index), *_rest = holders.of_this_rank(Want(message.state, message.region))
+    assert part == message.region, f"{message} is {part} here"
+    whole = generation.record.regions[index].region
+    values = generation.values(index)[part.within(whole)].contiguous()
+    content = torch.empty(values.nbytes + _SUM_BYTES, dtype=torch.uint8)
+    content[:-_SUM_BYTES] = values.view(-1).view(torch.uint8)
+    checksum = crc32(content[:-_SUM_BYTES].numpy())
+    content[-_SUM_BYTES:] = torch.frombuffer(
+        bytearray(checksum.to_bytes(_SUM_BYTES, "little")), dtype=torch.uint8
+    )
+    work = dist.isend(content, message.target, group=folder.control.group)
+    assert work is not None, "this rank is in the group"
+
+    def end() -> int:
+        work.wait()
+        assert content.numel() > 0, "kept until it is sent"
+        return 0
+
+    return end
+
+
+def _receive(
+    folder: LocalFolder, message: Message, _: _Holders, targets: Sequence[tuple[Want, Tensor]]
+) -> Callable[[], int]:
+    want, values = next(
+        (want, values)
+        for want, values in targets
+        if overlap(want.region, message.region) == message.region
+    )
+    num_bytes = message.region.numel * values.element_size()
+    content = torch.empty(num_bytes + _SUM_BYTES, dtype=torch.uint8)
+    work = dist.irecv(content, message.source, group=folder.control.group)
+    assert work is not None, "this rank is in the group"
+
+    def end() -> int:
+        work.wait()
+        checksum = int.from_bytes(content[-_SUM_BYTES:].numpy().tobytes(), "little")
+        if crc32(content[:-_SUM_BYTES].numpy()) != checksum:
+            raise RunError(f"{message.state} from rank {message.source} was changed on its way")
+        part = content[:-_SUM_BYTES].view(values.dtype).view(message.region.extent)
+        values[message.region.within(want.region)].copy_(part)
+        return num_bytes
+
+    return end

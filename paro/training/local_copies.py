@@ -1,0 +1,178 @@
+"""Local copies of a run: written to the node's memory beside training, and recovered from."""
+
+# [Note: generations]
+# The copy of an iteration is written while the next one computes, and is whole before its rank
+# takes part in the sum that decides about the next update. So a rank that has updated its states
+# twice knows that every rank has a whole copy of the iteration in between: with two generations
+# each, all ranks have one iteration in common at any instant.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paro.checkpoint.background import Background
+from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.directory import Base, common_of, newest_whole
+from paro.checkpoint.local.folder import LocalFolder, check_room, local_folder
+from paro.checkpoint.local.generation import NUM_SLOTS, GenerationWriter
+from paro.checkpoint.local.recovery import recover
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.errors import StorageError
+from paro.quantities import size_text
+from paro.report.log import Log
+from paro.training.resume import common_record, state_of
+from paro.training.resumed import Resumed
+from paro.training.step import Training, TrainState
+
+# They are the launcher's, and may differ after a restart with fewer or more nodes.
+_RANKS = ("world_size", "ranks_per_node")
+
+
+class LocalCopies:
+    """The local copies of this rank; every method but `start` and `wait` is collective."""
+
+    def __init__(self, config: RunConfig, folder: LocalFolder, log: Log) -> None:
+        assert config.local_copies_interval is not None, "local copies are off"
+        self._config = config
+        self._interval = config.local_copies_interval
+        self._folder = folder
+        self._log = log
+        self._background = Background()
+        # The files of an earlier start are kept until this one has a generation on all ranks.
+        self._start = f"-{folder.control.gather(time.time_ns())[0]:x}"
+        self._has_older = False
+        self._writer: GenerationWriter | None = None
+        self._record: Callable[[TrainState], Mapping[str, Any]] | None = None
+        self._copy = _Copier(folder.control.device)
+
+    def recover(self, training: Training) -> Resumed | None:
+        """Fills the run from the newest iteration that the nodes hold; None: from --load.
+
+        Copies that are no newer than the checkpoint of --load are not used.
+        """
+        begin, control = time.monotonic(), self._folder.control
+        newest = control.gather(_newest_saved(self._config))[0]
+        found = recover(
+            self._folder,
+            boxed_states(training.optimizer.flat_shards()),
+            _flags(self._config),
+            newer_than=newest,
+            log=self._log.log0,
+        )
+        if found is None:
+            return None
+        with training.traffic.paused():
+            training.optimizer.loaded(num_steps=int(found.common["num_optimizer_steps"]))
+        training.exposure.take()  # waits while loading belong to no step
+        self._has_older = True
+        self._log.log0(
+            f"  recovered iteration {found.iteration} from local copies: "
+            f"{size_text(found.own_node_bytes)} from the ranks' own nodes, "
+            f"{size_text(found.other_nodes_bytes)} from other nodes, in "
+            f"{time.monotonic() - begin:.2f} s"
+        )
+        state = state_of(found.common, self._config, self._log, "local copies")
+        return Resumed(state, found.common["base"], from_copies=True)
+
+    def begin(self, training: Training, order: Mapping[str, Any] | None, base: Base | None) -> None:
+        """Prepares the files; raises `UserError` on all ranks unless their nodes have room."""
+        control, near = self._folder.control, self._folder.near_ranks
+        states = boxed_states(training.optimizer.flat_shards(), writers=near)
+        rank = control.world.rank
+        self._writer = GenerationWriter(
+            self._folder.path,
+            name=f"rank-{rank:05d}{self._start}",
+            rank=rank,
+            states=states,
+            flags=_flags(self._config),
+        )
+        everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
+        num_bytes = sum(everywhere[each] for each in near)
+        check_room(self._folder, num_bytes)
+        self._record = partial(common_record, self._config, training, order=order, base=base)
+        every = "every iteration" if self._interval == 1 else f"every {self._interval} iterations"
+        self._log.log0(
+            f"> local copies: {every}, two generations, {size_text(num_bytes)} of memory on this "
+            f"node, in {self._folder.path}"
+        )
+
+    def start(self, state: TrainState) -> None:
+        """Starts to copy the states of an iteration if a copy is due."""
+        if state.iteration % self._interval != 0:
+            return
+        assert self._writer is not None, "begin comes first"
+        assert self._record is not None, "begin comes first"
+        if self._has_older and self._writer.num_written:
+            # All ranks have taken part in a sum since they wrote a generation.
+            self._folder.remove_share(lambda name: self._start not in name)
+            self._has_older = False
+        self._copy.updated()
+        job = partial(self._writer.write, state.iteration, self._record(state), self._copy)
+        self._background.start(job)
+
+    def wait(self) -> None:
+        """Waits until the last copy is whole; raises what made it fail, on this rank alone."""
+        failure = self._background.wait()
+        if isinstance(failure, OSError):
+            raise StorageError(f"local copies in {self._folder.path}: {failure}") from failure
+        if failure is not None:
+            raise failure
+
+    def discard(self) -> None:
+        """Removes the copies: after a good end, or where they lead to the same bad one."""
+        self.wait()
+        self._folder.control.barrier()
+        if self._folder.is_first:
+            self._folder.discard()
+
+
+@contextmanager
+def local_copies(config: RunConfig, control: Control, log: Log) -> Iterator[LocalCopies | None]:
+    """Holds the folder of local copies in the block; None for a run without them; collective."""
+    if config.local_copies_interval is None or config.train.skip_train:
+        yield None
+        return
+    base = config.checkpoint.non_persistent_local_ckpt_dir
+    with local_folder(None if base is None else Path(base), control, log.log0) as folder:
+        yield LocalCopies(config, folder, log)
+
+
+def _flags(config: RunConfig) -> dict[str, str]:
+    """What the copies of another run differ in."""
+    return {name: str(value) for name, value in config.given.items() if name not in _RANKS}
+
+
+def _newest_saved(config: RunConfig) -> int:
+    """The newest whole iteration in the folder from which the run continues, or -1."""
+    load = config.checkpoint.load
+    if load is None or not config.checkpoint.continues or config.checkpoint.ckpt_step is not None:
+        return -1
+    directory = newest_whole(load)
+    return -1 if directory is None else int(common_of(directory)["iteration"])
+
+
+class _Copier:
+    """Copies shards to the host from the thread that writes; on CUDA by a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def updated(self) -> None:
+        """The training thread has queued the update that the next copies have to see."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def __call__(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):  # nothing without one
+            target.copy_(source, non_blocking=self._stream is not None)
+        if self._stream is not None:
+            self._stream.synchronize()
