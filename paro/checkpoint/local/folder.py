@@ -47,14 +47,15 @@ class LocalFolder:
         return sorted(self.path.glob(f"*{RECORD}"))
 
     def remove_share(self, unwanted: Callable[[str], bool]) -> None:
-        """Removes an equal share of the copies whose file names are `unwanted`.
+        """Removes a share of the copies whose file names are `unwanted`: those of a few ranks.
 
-        All ranks of the node call it. Each makes room before it takes as much.
+        All ranks of the node call it, at different times. Each makes room before it takes as much.
         """
-        paths = [path for path in self._files() if unwanted(path.name)]
         index = self.near_ranks.index(self.control.world.rank)
-        for path in paths[index :: len(self.near_ranks)]:
-            path.unlink(missing_ok=True)
+        for path in self._files():
+            written_by = int(path.name.split("-")[1])
+            if unwanted(path.name) and written_by % len(self.near_ranks) == index:
+                path.unlink(missing_ok=True)
 
     def remove(self, unwanted: Callable[[str], bool]) -> None:
         """Removes all copies whose file names are `unwanted`; one rank of the node calls it."""
@@ -130,7 +131,7 @@ def _name() -> str:
 
 def _as_file_name(word: str) -> str:
     """The word with only characters of file names; a changed one gets a digest."""
-    plain = re.sub(r"[^A-Za-z0-9_.]", "_", word)[:64]
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", word)[:64]
     return plain if plain == word else f"{plain}_{sha256(word.encode()).hexdigest()[:8]}"
 
 

@@ -143,7 +143,7 @@ class GenerationWriter:
         self.num_written = 0
 
     def write(
-        self, iteration: int, common: Mapping[str, Any], copy: Callable[[Tensor, Tensor], None]
+        self, iteration: int, common: Mapping[str, Any], copy: Callable[[Tensor, Tensor], object]
     ) -> None:
         """Overwrites the older generation; `copy(target, source)` returns when target is filled."""
         slot = self.num_written % NUM_SLOTS

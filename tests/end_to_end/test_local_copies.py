@@ -1,0 +1,124 @@
+"""A run that is started again recovers from local copies, as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from paro.checkpoint.local import folder
+from paro.strategy import legal_letters
+from tests.end_to_end.test_training import RUN, Ended, mistake, read_metrics, run_main
+from tests.helpers.ranks import run_ranks
+
+ROTATED = "--paro-materialize rotate"
+# By strategy and flags: whether a run on two nodes survives the loss of one.
+CASES = {"III": True, "IIG": False, f"III {ROTATED}": True}
+
+
+def run_on_nodes(words: list[str], per_node: int, nodes: tuple[int, ...]) -> Ended:
+    """Runs the script on this rank, whose node's name follows from its rank."""
+    rank = int(os.environ["RANK"])
+    local = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+    name = f"node{nodes[rank // per_node]}"
+    with (
+        mock.patch.dict(os.environ, local),
+        mock.patch.object(folder.socket, "gethostname", return_value=name),
+    ):
+        return run_main(words)
+
+
+def start(
+    root: Path, *flags: object, ranks: int = 4, nodes: tuple[int, ...] = (0, 1), exits: str = "3"
+) -> list[Ended]:
+    """One start of the run; with local copies it leaves unsaved after every third iteration."""
+    words = [*RUN, "--train-iters", 8, "--paro-group-size", 2, "--exit-interval", exits]
+    words += ["--non-persistent-local-ckpt-dir", root / "memory", *flags]
+    words += ["--metrics-file", root / "metrics.jsonl"]
+    command = [str(word) for word in words]
+    return run_ranks(run_on_nodes, ranks, command, 2, nodes, init=False)
+
+
+def results(path: Path) -> list[tuple[Any, ...]]:
+    names = ("iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate")
+    return [tuple(line[name] for name in names) for line in read_metrics(path)]
+
+
+def check_recovers(root: Path, flags: str, survives: bool) -> None:
+    words = f"--non-persistent-ckpt-type local --paro-strategy {flags}".split()
+    straight = start(root / "straight", *words, exits="100")
+    assert [ended.mistake for ended in straight] == [None] * 4
+    assert list((root / "straight" / "memory").iterdir()) == [], "emptied after a good end"
+    run = root / "run"
+    first = start(run, *words)
+    assert "> local copies: every iteration" in first[0].printed
+    # All processes have died; both nodes are there.
+    second = start(run, *words)
+    assert "recovered iteration 3 from local copies" in second[0].printed
+    assert "0 bytes from other nodes" in second[0].printed
+    # Node 0 has gone with its memory: a new one has come, and the ranks have changed their nodes.
+    (lost,) = (run / "memory").glob("*-node0")
+    shutil.rmtree(lost)
+    third = start(run, *words, nodes=(1, 2))
+    assert [ended.mistake for ended in third] == [None] * 4
+    assert ("recovered iteration 6" in third[0].printed) == survives
+    if survives:
+        assert "0 bytes from other nodes" not in third[0].printed
+        assert results(run / "metrics.jsonl") == results(root / "straight" / "metrics.jsonl")
+        assert list((run / "memory").glob("*-node[12]")) == []
+    else:
+        assert "no iteration of the local copies is whole" in third[0].printed
+        assert "passing over iteration 6" in third[0].printed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("flags", CASES)
+def test_recovers_bit_for_bit(tmp_path: Path, flags: str) -> None:
+    check_recovers(tmp_path, flags, CASES[flags])
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [*legal_letters(), "2,2,4", "1,2,2", "2,4,4"])
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_every_strategy_recovers(tmp_path: Path, strategy: str, precision: str) -> None:
+    optimizer = strategy[-1]
+    check_recovers(tmp_path, f"{strategy} {precision}", optimizer not in "G4")
+
+
+@pytest.mark.ranks
+def test_nodes_leave_and_return_and_the_batches_stay_the_same(tmp_path: Path) -> None:
+    flags = ["--non-persistent-ckpt-type", "local", "--paro-strategy", "III"]
+    start(tmp_path / "straight", *flags, exits="100")
+    run = tmp_path / "run"
+    start(run, *flags)
+    (lost,) = (run / "memory").glob("*-node0")
+    shutil.rmtree(lost)
+    assert "recovered iteration 3" in start(run, *flags, ranks=2, nodes=(1,))[0].printed
+    assert "recovered iteration 6" in start(run, *flags, nodes=(0, 1))[0].printed
+    for one, other in zip(
+        results(run / "metrics.jsonl"),
+        results(tmp_path / "straight" / "metrics.jsonl"),
+        strict=True,
+    ):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_survival_turns_the_copies_on(tmp_path: Path) -> None:
+    printed = start(tmp_path, "--paro-survive", "1", "--paro-strategy", "III")[0].printed
+    assert "> local copies: every iteration, two generations, " in printed
+
+
+def test_flags_that_contradict_are_one_line(tmp_path: Path) -> None:
+    alone = ["--train-iters", "2", "--mock-data", "--non-persistent-save-interval", "3"]
+    assert "needs --non-persistent-ckpt-type local" in mistake(alone)
+    on = [*alone, "--non-persistent-ckpt-type", "local"]
+    assert f"give --load {tmp_path}" in mistake([*on, "--save", str(tmp_path)])
+    assert "--non-persistent-save-interval 0 must be at least 1" in mistake(
+        [*on, "--non-persistent-save-interval", "0"]
+    )

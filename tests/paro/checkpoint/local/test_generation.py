@@ -1,0 +1,131 @@
+"""Generations: what is written is read, damage is found, a crash leaves one whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.local.generation import DATA, RECORD, Generation, GenerationWriter
+from paro.errors import UserError
+from tests.paro.checkpoint.toy_run import NNN, make_shards, true_state
+
+FLAGS = {"seed": "1"}
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+def make_writer(folder: Path) -> GenerationWriter:
+    states = boxed_states(make_shards(NNN, 1, filled=True), writers=range(4))
+    return GenerationWriter(folder, name="rank-00001-a", rank=1, states=states, flags=FLAGS)
+
+
+def test_a_generation_holds_the_values(tmp_path: Path) -> None:
+    make_writer(tmp_path).write(7, {"state": 3}, copy)
+    (path,) = tmp_path.glob(f"*{RECORD}")
+    generation = Generation.read(path)
+    generation.check()
+    record = generation.record
+    assert (record.iteration, record.rank, record.common) == (7, 1, {"state": 3})
+    assert record.flags == FLAGS
+    assert len(record.regions) > 10
+    for index, stored in enumerate(record.regions):
+        kind, _, name = stored.state.partition(".")
+        index_of = tuple(slice(a, a + n) for a, n in zip(stored.corner, stored.extent, strict=True))
+        assert torch.equal(generation.values(index), true_state(kind, name)[index_of])
+    assert {stored.dtype for stored in record.regions} == {"float32", "bfloat16"}
+
+
+def test_two_generations_are_kept_and_files_reused(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    for iteration in range(1, 6):
+        writer.write(iteration, {}, copy)
+        found = sorted(Generation.read(path).record.iteration for path in records(tmp_path))
+        assert found == [iteration - 1, iteration][iteration == 1 :]
+    assert len(list(tmp_path.iterdir())) == 4
+    assert sum(path.stat().st_size for path in tmp_path.glob(f"*{DATA}")) == 2 * writer.num_bytes
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob(f"*{DATA}"))
+
+
+def test_a_write_that_ends_early_leaves_the_one_before(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    for iteration in (1, 2):
+        writer.write(iteration, {}, copy)
+    seen = 0
+
+    def die(target: Tensor, source: Tensor) -> None:
+        nonlocal seen
+        seen += 1
+        target.fill_(1.0)
+        if seen == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        writer.write(3, {}, die)
+    (path,) = records(tmp_path)
+    generation = Generation.read(path)
+    assert generation.record.iteration == 2
+    generation.check()
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    make_writer(tmp_path).write(7, {"state": 3}, copy)
+    (path,) = records(tmp_path)
+    data = path.with_suffix(DATA)
+    whole = {each: each.read_bytes() for each in (path, data)}
+    generation, random = Generation.read(path), Random(0)
+    held = [
+        byte
+        for stored in generation.record.regions
+        for byte in range(stored.offset, stored.offset + stored.num_bytes)
+    ]
+    for number in range(60):
+        damaged = path if number % 2 else data
+        content = bytearray(whole[damaged])
+        place = random.randrange(len(content)) if damaged is path else random.choice(held)
+        content[place] ^= 1 << random.randrange(8)
+        damaged.write_bytes(content)
+        with pytest.raises(UserError, match=re.escape(str(tmp_path))):
+            Generation.read(path).check()
+        damaged.write_bytes(whole[damaged])
+    os.truncate(data, len(whole[data]) // 2)
+    with pytest.raises(UserError, match="truncated"):
+        generation.check()
+    data.unlink()
+    with pytest.raises(UserError, match="No such file"):
+        generation.check()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format", 2),
+        ("iteration", -1),
+        ("checksums", [1]),
+        ("regions", [{"state": "x"}]),
+        ("flags", []),
+    ],
+)
+def test_a_record_with_wrong_fields_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    from paro.untrusted.checksum import crc32
+
+    make_writer(tmp_path).write(7, {}, copy)
+    (path,) = records(tmp_path)
+    record = json.loads(path.read_bytes().partition(b"\n")[2]) | {field: value}
+    body = json.dumps(record).encode()
+    path.write_bytes(f"{crc32(body):08x}\n".encode() + body)
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        Generation.read(path)
+
+
+def records(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{RECORD}"))
