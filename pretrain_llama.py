@@ -24,6 +24,7 @@ from paro.distributed.rendezvous import refusals_are_shared
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_job_id, world_or_alone
 from paro.errors import RunError, UserError
+from paro.report.config import ReportConfig
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
 from paro.report.log_line import arguments_block
@@ -128,20 +129,14 @@ def run(
     terminal = Terminal()
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
     log = log_of(control, terminal, one_speaker=is_live)
-    report_config = config.report.without_records() if only_evaluate else config.report
     with control.raise_on_all_ranks():
-        check_login(report_config, log)
-    arguments = recorded_arguments(config)
-    log.log0(arguments_block(arguments))
+        check_login(report_config(config), log)
+    log.log0(arguments_block(recorded_arguments(config)))
     watchdog.begins("building and loading the model", 0)
     bytes_before = resident_bytes(control.device)
     training, placement = build(config, control, log)
 
-    resumed = copies.recover(training) if copies is not None else None
-    with control.raise_on_all_ranks():
-        if resumed is None:
-            has_load = config.checkpoint.load is not None
-            resumed = load_run(config, training, log) if has_load else FROM_NOTHING
+    resumed = resume(config, training, copies, log)
     state = resumed.state or start_state(config)
     loaded = None if resumed.from_copies else resumed.state
     if only_evaluate:
@@ -153,21 +148,10 @@ def run(
         log.log0(line)
     sources = build_sources(config, datasets, training, state)
 
-    memory = predict_memory(config, training)
-    facts = run_facts(config, training, predicted_bytes(memory), state=state)
     with control.raise_on_all_ranks():
         watchdog.open_heartbeat(config.watch)
         observers = (watchdog, *profilers_of(config, log, training))
-        report = open_report(
-            report_config,
-            facts,
-            log,
-            device=training.device,
-            start_iteration=state.iteration,
-            arguments=arguments,
-            is_ours=(lambda: True) if claim is None else claim.is_ours,
-        )
-    report.start({"precision": config.precision.describe(), "memory": memory.describe()})
+    report, facts = start_report(config, training, state, claim, log, bytes_before)
     order = order_record(config, datasets)
     if copies is not None:
         copies.begin(training, order, resumed.base)
@@ -178,7 +162,6 @@ def run(
         report,
         saving=saving_of(config, training, facts, log, resumed, order, claim),
         copies=copies,
-        forecast=forecast_of(memory, bytes_before),
         observers=observers,
     )
     report.is_live = is_live
@@ -187,6 +170,46 @@ def run(
             facts, title=title_of(config), placement=placement, bytes_before=bytes_before
         )
     train(loop, report, config, control)
+
+
+def resume(config: RunConfig, training: Training, copies: LocalCopies | None, log: Log) -> Resumed:
+    """Fills the run from local copies, else from --load; what it begins with."""
+    recovered = copies.recover(training) if copies is not None else None
+    if recovered is not None:
+        return recovered
+    with training.control.raise_on_all_ranks():
+        return FROM_NOTHING if config.checkpoint.load is None else load_run(config, training, log)
+
+
+def start_report(
+    config: RunConfig,
+    training: Training,
+    state: TrainState,
+    claim: Claim | None,
+    log: Log,
+    bytes_before: int,
+) -> tuple[Report, RunFacts]:
+    """Opens the report and logs what its numbers depend on; collective."""
+    memory = predict_memory(config, training)
+    facts = run_facts(config, training, predicted_bytes(memory), state=state)
+    with training.control.raise_on_all_ranks():
+        report = open_report(
+            report_config(config),
+            facts,
+            log,
+            device=training.device,
+            start_iteration=state.iteration,
+            arguments=recorded_arguments(config),
+            is_ours=(lambda: True) if claim is None else claim.is_ours,
+        )
+    report.forecast = forecast_of(memory, bytes_before)
+    report.start({"precision": config.precision.describe(), "memory": memory.describe()})
+    return report, facts
+
+
+def report_config(config: RunConfig) -> ReportConfig:
+    """What is reported, and where; a run that only evaluates leaves no records."""
+    return config.report.without_records() if config.train.skip_train else config.report
 
 
 def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> None:

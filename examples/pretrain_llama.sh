@@ -21,10 +21,24 @@ torchrun)
     DISTRIBUTED_ARGS=(
         --nproc-per-node "$GPUS_PER_NODE"
         --nnodes "$NNODES"
-        --node-rank "${NODE_RANK:-0}"
-        --master-addr "${MASTER_ADDR:-localhost}"
-        --master-port "${MASTER_PORT:-6000}"
     )
+    if [[ -z ${SURVIVE:-} ]]; then
+        DISTRIBUTED_ARGS+=(
+            --node-rank "${NODE_RANK:-0}"
+            --master-addr "${MASTER_ADDR:-localhost}"
+            --master-port "${MASTER_PORT:-6000}"
+        )
+    else
+        # Nodes meet again after a failure, and continue from memory: docs/recovery.md.
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+        DISTRIBUTED_ARGS+=(
+            --rdzv-backend c10d
+            --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-6000}"
+            --rdzv-id "${RUN_ID:-llama-$MODEL}"
+            --local-addr "${LOCAL_ADDR:-$(hostname)}"
+            --max-restarts "${MAX_RESTARTS:-10}"
+        )
+    fi
     LAUNCHER=(torchrun "${DISTRIBUTED_ARGS[@]}")
     ;;
 srun)
@@ -187,6 +201,14 @@ EVAL_AND_LOGGING_ARGS=(
     --metrics-file "$CHECKPOINT_PATH/metrics.jsonl"
 )
 
+RECOVERY_ARGS=()
+if [[ -n ${SURVIVE:-} ]]; then
+    RECOVERY_ARGS=(
+        --paro-survive "$SURVIVE"
+        --non-persistent-ckpt-type local # with SURVIVE=0 the failure of a rank is still survived
+    )
+fi
+
 DRY_RUN_ARGS=()
 if [[ -n ${DRY_RUN:-} ]]; then
     LAUNCHER=(python)
@@ -205,4 +227,5 @@ exec "${LAUNCHER[@]}" pretrain_llama.py \
     "${RECOMPUTE_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
     "${EVAL_AND_LOGGING_ARGS[@]}" \
+    "${RECOVERY_ARGS[@]}" \
     "${DRY_RUN_ARGS[@]}"

@@ -119,13 +119,13 @@ def add_checkpointing_args(parser: ArgumentParser) -> None:
     add("--use-checkpoint-args", action="store_true",
         help="take the model's sizes from --load, and the tokenizer where no flag gives one")
     add("--non-persistent-ckpt-type", choices=("local",),
-        help="local: also copy the states to the node's memory while training, so that a run that "
-        "is started again by torchrun or in the same allocation recovers from there, and what a "
-        "lost node held from the nodes that hold it too; --paro-survive has this on")
+        help="local: also copy the states to the node's memory while training; a run that torchrun "
+        "restarts recovers from there, and the states of a lost node from other nodes that hold "
+        "them; on with --paro-survive")
     add("--non-persistent-local-ckpt-dir", metavar="DIR",
-        help="where on every node; default: /dev/shm")
+        help="the folder for local copies on every node; default: /dev/shm")
     add("--non-persistent-save-interval", type=int, metavar="N",
-        help="copy every N iterations; default: every one")
+        help="make local copies every N iterations; default: 1")
 
 
 def add_logging_args(parser: ArgumentParser) -> None:

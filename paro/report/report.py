@@ -94,6 +94,7 @@ class Report:
         self.config = config
         self.view: View | None = None  # set on the rank that draws
         self.is_live = False
+        self.forecast: MemoryForecast | None = None  # set where memory is logged
         self._facts = facts
         self._device = device
         self._records = records
@@ -184,10 +185,12 @@ class Report:
         self._dashboards.write(scalars, iteration=iteration, samples=samples)
         self._records.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
 
-    def memory(self, *, iteration: int, forecast: MemoryForecast) -> None:
+    def memory(self, *, iteration: int) -> None:
         """Prints measured and predicted memory, on the first rank."""
-        rank = self.log.rank
-        self.log.log0(memory_line(self._device, rank=rank, iteration=iteration, forecast=forecast))
+        if self.forecast is not None:
+            device, rank = self._device, self.log.rank
+            line = memory_line(device, rank=rank, iteration=iteration, forecast=self.forecast)
+            self.log.log0(line)
 
     def interrupted(self) -> None:
         """Keeps the view and a launcher's output at a signal from overwriting each other."""

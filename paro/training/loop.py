@@ -14,7 +14,7 @@ from data.loader import Batch
 from paro.errors import RunError, StorageError
 from paro.optim.finite import not_finite
 from paro.optim.step_checks import Expectation, Verdict, reason_to_stop
-from paro.report.memory import MemoryForecast, allocator_bytes
+from paro.report.memory import allocator_bytes
 from paro.report.observer import Observer
 from paro.report.rank_times import RankTimes
 from paro.report.record import IterationRecord
@@ -111,7 +111,6 @@ class Loop:
         *,
         saving: Saving | None,
         copies: LocalCopies | None = None,
-        forecast: MemoryForecast,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.training = training
@@ -121,7 +120,6 @@ class Loop:
         self._saving = saving
         self._copies = copies
         self._observers = observers
-        self._forecast = forecast
         self._is_first = True
         self._times = RankTimes()  # since the last log line
         self._num_timed = 0
@@ -146,12 +144,12 @@ class Loop:
         last = last_iteration(config, self.training.batches, self.state)
         while self.state.iteration < last and reason is None:
             result = self._iteration()
-            if self._copies is not None:
-                self._copies.start(self.state)
             every = config.check_weight_hash_across_dp_replicas_interval
             if every is not None and self.state.iteration % every == 0:
                 check_replicas(self.training, iteration=self.state.iteration)
             self._evaluate_if_due()
+            if self._copies is not None:  # after what an evaluation changes in the state
+                self._copies.start(self.state)
             if self._saving is not None and self._saving.is_due(self.state.iteration):
                 self._save()
             reason = self._reason_to_leave(result)
@@ -229,7 +227,7 @@ class Loop:
         interval = self._report.config.log_memory_interval
         # After the first iteration every buffer has been allocated once.
         if self._is_first or (interval and state.iteration % interval == 0):
-            self._report.memory(iteration=state.iteration, forecast=self._forecast)
+            self._report.memory(iteration=state.iteration)
         self._is_first = False
         self._stop_if_wrong(result)
         return result

@@ -55,6 +55,7 @@ FENCED = r"^```\w*\n(.*?)^```$"
 TORCHRUN_FLAGS = {
     "--standalone",
     "--rdzv-backend",
+    "--rdzv-endpoint",
     "--nproc-per-node",
     "--nnodes",
     "--node-rank",

@@ -29,7 +29,7 @@ from tools.train_tokenizer import main as train_tokenizer
 QUICK = (
     ("Train on your own text", "Damaged files"),
     ("Continue from a Hugging Face model", "Convert between formats"),
-    ("Launch on a cluster",),
+    ("Launch on a cluster", "Survive the loss of a node"),
     ("Compare runs",),
     ("Launch",),
     ("Plan a run",),

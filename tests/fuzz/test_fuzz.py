@@ -49,6 +49,8 @@ READERS = {
     "paro.checkpoint.convert.torch_file": "megatron",
     "paro.checkpoint.directory": "tracker",
     "paro.checkpoint.lease": "lease",
+    "paro.checkpoint.local.generation": "tests/paro/checkpoint/local/test_generation.py",
+    "paro.checkpoint.local.recovery": "tests/paro/checkpoint/local/test_recovery.py",
     "paro.checkpoint.manifest": "records",
     "paro.checkpoint.metadata": "checkpoint",
     "paro.checkpoint.owner": "lease",

@@ -78,6 +78,7 @@ TRAIN = "--train-data-path corpus"
 VALID = f"{TRAIN} --valid-data-path corpus"
 LORA = "--lora-rank 2"
 KEEP = "--use-checkpoint-opt_param-scheduler"
+LOCAL = "--non-persistent-ckpt-type local"
 SAVE = "--save new --save-interval 2"
 COSINE = "--weight-decay-incr-style cosine"
 RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay"
@@ -135,6 +136,8 @@ CASES = {
     "eval_global_batch_size": ((), "", "--eval-global-batch-size 64"),
     "eval_micro_batch_size": ((), "", "--eval-micro-batch-size 4"),
     "merge_file": ((), f"{GPT2} --merge-file a", f"{GPT2} --merge-file b"),
+    "non_persistent_local_ckpt_dir": ((), LOCAL, f"{LOCAL} --non-persistent-local-ckpt-dir x"),
+    "non_persistent_save_interval": ((), LOCAL, f"{LOCAL} --non-persistent-save-interval 2"),
     "null_tokenizer_eod_id": ((), "", "--null-tokenizer-eod-id 5"),
     "padded_vocab_size": ((), "", "--padded-vocab-size 2000"),
     "profile_ranks": ((), "", "--profile-ranks 1 2"),
@@ -265,11 +268,13 @@ PRODUCT = ("pretrain_llama", "paro", "model", "data")
 # Functions that fill, check, record or compare fields do not use them.
 NO_USE = (
     *("paro.arguments", "paro.config", "paro.training.changed_flags"),
-    "paro.training.resume.Saver._common",
+    "paro.training.resume.common_record",
 )
 # Exceptions: the field itself decides the values of others, or whether the run may start.
 DECIDES = {
     "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",
+    "checkpoint.non_persistent_ckpt_type": "paro.config.run.RunConfig.local_copies_interval",
+    "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.local_copies_interval",
     "checkpoint.use_checkpoint_args": "paro.config.run.RunConfig.from_args",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
     "launch.ranks_per_node": "paro.config.run.take_world",
@@ -294,7 +299,8 @@ RUNS = (
     "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2",
     # Continues it with a learning rate at which the loss becomes non-finite.
     f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data "
-    "--train-iters 9 --lr 1e30 --load saved --override-opt_param-scheduler",
+    "--train-iters 9 --lr 1e30 --load saved --override-opt_param-scheduler "
+    "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir memory",
     f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model files/tokenizer.json "
     "--mock-data --train-iters 1 --lr 1 --dry-run --world-size 8",
 )

@@ -154,7 +154,8 @@ def measure(rounds: int, folder: Path) -> list[Cost]:
             console=Console(file=nowhere, force_terminal=True, width=120),
         )
         sources = build_sources(config, build_data(config), training, state)
-        loop = Loop(training, state, sources, bare, saving=None, forecast=forecast)
+        loop = Loop(training, state, sources, bare, saving=None)
+        bare.forecast = full.forecast = forecast
         bare.prepare(full)
         loop.run()
         full.close()

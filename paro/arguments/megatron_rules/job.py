@@ -168,11 +168,11 @@ JOB_RULES = (
     ),
     *refused(_FEWER, "--non-persistent-global-ckpt-dir"),
     *ignored(
-        "what ranks of a node hold alike is copied once, each writes a part",
+        "the ranks of a node that hold the same shard each copy a part of it",
         "--non-persistent-local-ckpt-algo",
     ),
     *refused(
-        "--paro-survive N has the states on N nodes more, and nothing is sent for it",
+        "--paro-survive N keeps every state on N more nodes, from which a run recovers",
         "--replication --replication-jump --replication-factor",
     ),
     *refused("give it as --load, with --finetune", "--pretrained-checkpoint"),

@@ -144,10 +144,10 @@ def test_zeros_and_the_norm_of_parameters_have_megatrons_tags(
 
 def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     report = make(ReportConfig())
-    forecast = MemoryForecast(
+    report.forecast = MemoryForecast(
         predicted_bytes=2**21, reserved_bytes=2**21, states_bytes=2**20, bytes_before=0
     )
-    report.memory(iteration=1, forecast=forecast)
+    report.memory(iteration=1)
     report.validation(iteration=9, samples=72, lm_loss=1.0, data_set="test")
     text = capsys.readouterr().out
     assert "model states: 1.0 | predicted peak: 2.0" in text

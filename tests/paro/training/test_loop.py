@@ -18,7 +18,6 @@ from paro.distributed.world import World
 from paro.errors import RunError
 from paro.optim.optimizer import ParoOptimizer
 from paro.report.log import Log
-from paro.report.memory import MemoryForecast
 from paro.report.observer import Observer
 from paro.report.record import IterationRecord
 from paro.report.report import open_report
@@ -78,9 +77,6 @@ def run_loop(
         report,
         saving=Saving(
             write=lambda at: run.saved.append(at.iteration) is None, interval=save_interval
-        ),
-        forecast=MemoryForecast(
-            predicted_bytes=1, reserved_bytes=1, states_bytes=1, bytes_before=0
         ),
         observers=observers,
     ).run()
