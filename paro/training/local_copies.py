@@ -86,7 +86,8 @@ class LocalCopies:
     def begin(self, training: Training, order: Mapping[str, Any] | None, base: Base | None) -> None:
         """Prepares the files; raises `UserError` on all ranks unless their nodes have room."""
         control, near = self._folder.control, self._folder.near_ranks
-        states = boxed_states(training.optimizer.flat_shards(), writers=near)
+        optimizer = training.optimizer
+        states = boxed_states(optimizer.flat_shards(), writers=near)
         rank = control.world.rank
         self._writer = GenerationWriter(
             self._folder.path,
@@ -94,6 +95,7 @@ class LocalCopies:
             rank=rank,
             states=states,
             flags=_flags(self._config),
+            constant=states.keys() - boxed_states(optimizer.flat_shards(frozen=False)).keys(),
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
@@ -127,6 +129,10 @@ class LocalCopies:
         if failure is not None:
             raise failure
 
+    def settle(self) -> None:
+        """Waits until the last copy has ended, whole or not; it waits for no other rank."""
+        self._background.wait()
+
     def discard(self) -> None:
         """Removes the copies: after a good end, or where they lead to the same bad one."""
         self.wait()
@@ -143,7 +149,11 @@ def local_copies(config: RunConfig, control: Control, log: Log) -> Iterator[Loca
         return
     base = config.checkpoint.non_persistent_local_ckpt_dir
     with local_folder(None if base is None else Path(base), control, log.log0) as folder:
-        yield LocalCopies(config, folder, log)
+        copies = LocalCopies(config, folder, log)
+        try:
+            yield copies
+        finally:
+            copies.settle()  # while the folder is locked
 
 
 def _flags(config: RunConfig) -> dict[str, str]:

@@ -17,7 +17,8 @@ from tests.helpers.ranks import run_ranks
 
 ROTATED = "--paro-materialize rotate"
 # By strategy and flags: whether a run on two nodes survives the loss of one.
-CASES = {"III": True, "IIG": False, f"III {ROTATED}": True}
+PARTIAL = "--trainable last-blocks:0.5"
+CASES = {"III": True, "IIG": False, f"III {ROTATED}": True, f"III {PARTIAL}": True}
 
 
 def run_on_nodes(words: list[str], per_node: int, nodes: tuple[int, ...]) -> Ended:

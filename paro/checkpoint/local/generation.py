@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,10 +110,18 @@ class Generation:
         return content
 
 
+class _Slot(NamedTuple):
+    """A mapped file as tensors, and the checksums of what was copied into it."""
+
+    targets: list[Tensor]
+    checksums: list[int | None]
+
+
 class GenerationWriter:
     """Writes the states of one rank into two slots in turn; a slot is allocated at its first use.
 
-    `states` are views of shards that keep their storage.
+    `states` are views of shards that keep their storage; those named in `constant` never change,
+    and are copied into each slot once.
     """
 
     def __init__(
@@ -124,10 +132,13 @@ class GenerationWriter:
         rank: int,
         states: Mapping[str, BoxedState],
         flags: Mapping[str, str],
+        constant: Collection[str] = (),
     ) -> None:
         self._stem = folder / name
         self._sources = [
-            values for state in states.values() for values in state.rectangles.values()
+            (values, name in constant)
+            for name, state in states.items()
+            for values in state.rectangles.values()
         ]
         self._regions, self.num_bytes = _placed(states)
         # The same in every record, so serialized once.
@@ -139,7 +150,7 @@ class GenerationWriter:
                 "regions": [asdict(region) for region in self._regions],
             }
         )[:-1]
-        self._slots: dict[int, list[Tensor]] = {}
+        self._slots: dict[int, _Slot] = {}
         self.num_written = 0
 
     def write(
@@ -148,15 +159,18 @@ class GenerationWriter:
         """Overwrites the older generation; `copy(target, source)` returns when target is filled."""
         slot = self.num_written % NUM_SLOTS
         record = Path(f"{self._stem}.{slot}{RECORD}")
-        targets = self._slots.get(slot)
-        if targets is None:
-            targets = self._slots[slot] = self._allocate(Path(f"{self._stem}.{slot}{DATA}"))
+        held = self._slots.get(slot)
+        if held is None:
+            path = Path(f"{self._stem}.{slot}{DATA}")
+            held = self._slots[slot] = _Slot(self._allocate(path), [None] * len(self._sources))
         record.unlink(missing_ok=True)
-        checksums = []
-        for target, source in zip(targets, self._sources, strict=True):
+        for index, (source, is_constant) in enumerate(self._sources):
+            if is_constant and held.checksums[index] is not None:
+                continue
+            target = held.targets[index]
             copy(target, source)
-            checksums.append(crc32(target.view(-1).view(torch.uint8).numpy()))
-        changing = {"iteration": iteration, "checksums": checksums, "common": dict(common)}
+            held.checksums[index] = crc32(target.view(-1).view(torch.uint8).numpy())
+        changing = {"iteration": iteration, "checksums": held.checksums, "common": dict(common)}
         body = f"{self._constant}, {json.dumps(changing)[1:]}".encode()
         written = record.with_suffix(".new")
         written.write_bytes(_sum_line(body) + b"\n" + body)
@@ -178,7 +192,7 @@ class GenerationWriter:
             raise
         finally:
             os.close(descriptor)
-        if any(source.is_cuda for source in self._sources):
+        if any(source.is_cuda for source, _ in self._sources):
             status = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.numel(), 0)
             assert int(status) == 0, f"cudaHostRegister: {status}"
         return [

@@ -56,6 +56,30 @@ def test_two_generations_are_kept_and_files_reused(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob(f"*{DATA}"))
 
 
+def test_what_is_constant_is_copied_once_into_each(tmp_path: Path) -> None:
+    states = boxed_states(make_shards(NNN, 1, filled=True), writers=range(4))
+    constant = {name for name in states if name.startswith("param.")}
+    writer = GenerationWriter(
+        tmp_path, name="rank-00001-a", rank=1, states=states, flags=FLAGS, constant=constant
+    )
+    copied = 0
+
+    def count(target: Tensor, source: Tensor) -> None:
+        nonlocal copied
+        copied += source.nbytes
+        copy(target, source)
+
+    num_constant, num_all = (
+        sum(values.nbytes for name in names for values in states[name].rectangles.values())
+        for names in (constant, states)
+    )
+    for iteration in range(1, 5):
+        writer.write(iteration, {}, count)
+    assert copied == 4 * num_all - 2 * num_constant
+    for path in records(tmp_path):
+        Generation.read(path).check()
+
+
 def test_a_write_that_ends_early_leaves_the_one_before(tmp_path: Path) -> None:
     writer = make_writer(tmp_path)
     for iteration in (1, 2):
