@@ -76,8 +76,9 @@ def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
     """A legal strategy from letters, degrees or a common name; else `UserError` with advice."""
     check_group_size(world_size, group_size)
     spelled = NAMED_STRATEGIES.get(text.lower(), text)
-    if "," in spelled:
-        return _from_degrees(spelled, world_size, group_size)
+    degrees = degrees_of(spelled)
+    if degrees is not None:
+        return _from_degrees(spelled, degrees, world_size, group_size)
     letters = spelled.upper()
     if len(letters) != 3 or any(letter not in LETTERS for letter in letters):
         raise UserError(
@@ -95,15 +96,25 @@ def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
     return Strategy(name=letters, params=params, grads=grads, optim=optim)
 
 
-def _from_degrees(text: str, world_size: int, group_size: int) -> Strategy:
+def degrees_of(text: str) -> tuple[int, int, int] | None:
+    """The degrees of params, grads and optimizer state as given; None for letters and names."""
+    if "," not in text:
+        return None
     try:
-        degrees = tuple(int(part) for part in text.split(","))
+        degrees = [int(part) for part in text.split(",")]
     except ValueError:
-        degrees = ()
-    if len(degrees) != 3 or min(degrees, default=0) < 1:
+        degrees = []
+    if len(degrees) != 3 or min(degrees) < 1:
         raise UserError(
             f"{FLAG} {text!r} is unknown: degrees are three positive numbers, params,grads,optim"
         )
+    params, grads, optim = degrees
+    return params, grads, optim
+
+
+def _from_degrees(
+    text: str, degrees: tuple[int, int, int], world_size: int, group_size: int
+) -> Strategy:
     params, grads, optim = degrees
     for state, degree in zip(("params", "grads", "optim"), degrees, strict=True):
         if world_size % degree != 0:

@@ -121,7 +121,7 @@ def add_checkpointing_args(parser: ArgumentParser) -> None:
     add("--non-persistent-ckpt-type", choices=("local",),
         help="local: also copy the states to the node's memory while training; a run that torchrun "
         "restarts recovers from there, and the states of a lost node from other nodes that hold "
-        "them; on with --paro-survive")
+        "them; on with --paro-survive and --paro-elastic")
     add("--non-persistent-local-ckpt-dir", metavar="DIR",
         help="the folder for local copies on every node; default: /dev/shm")
     add("--non-persistent-save-interval", type=int, metavar="N",

@@ -252,6 +252,10 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         help="keep every parameter, master and moment on so many nodes more than one, so that the "
         "others still hold all when they are lost at once: --paro-strategy auto chooses only such "
         "strategies, and others are refused; 0: no demand")
+    add("--paro-elastic", action="store_true",
+        help="a restart may have fewer or more nodes (torchrun --nnodes MIN:MAX): degrees that do "
+        "not fit are replaced by the finest that do and that --paro-survive accepts, which then "
+        "concerns the nodes that are left; turns local copies on, as --paro-survive does")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
 

@@ -81,7 +81,7 @@ def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
 def check_local_copies(checkpoint: CheckpointConfig, sharding: ShardingConfig) -> None:
     """`UserError` for flags of local copies without any, or a restart that would not continue."""
     is_local = checkpoint.non_persistent_ckpt_type == "local"
-    if not (is_local or sharding.survive):
+    if not (is_local or sharding.needs_local_copies):
         for flag, value in (
             ("--non-persistent-local-ckpt-dir", checkpoint.non_persistent_local_ckpt_dir),
             ("--non-persistent-save-interval", checkpoint.non_persistent_save_interval),
@@ -90,7 +90,8 @@ def check_local_copies(checkpoint: CheckpointConfig, sharding: ShardingConfig) -
                 raise UserError(f"{flag} needs --non-persistent-ckpt-type local")
         return
     if checkpoint.save is not None and not checkpoint.continues:
-        flag = "--non-persistent-ckpt-type local" if is_local else "--paro-survive"
+        needed_by = "--paro-elastic" if sharding.elastic else "--paro-survive"
+        flag = "--non-persistent-ckpt-type local" if is_local else needed_by
         raise UserError(
             f"{flag} is for a command that continues when it is started again: give --load "
             f"{checkpoint.save}, the folder of --save"

@@ -27,7 +27,8 @@ from paro.planning.search.search_space import (
 from paro.planning.search.trainable import Trainable
 from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
-from paro.strategy import FLAG, Strategy
+from paro.quantities import count_text
+from paro.strategy import FLAG, Strategy, degrees_of
 
 AUTO = "auto"
 
@@ -114,6 +115,44 @@ def choose_strategy(workload: Workload) -> tuple[Strategy, Sequence[str]]:
     if found.best is None:
         raise UserError(f"{FLAG} {AUTO}: {why_nothing_fits(workload, found)}")
     return found.best.candidate.strategy, describe(found)
+
+
+def adapt_to_nodes(
+    text: str, survive: int, *, world_size: int, group_size: int, ranks_per_node: int
+) -> tuple[str, int, tuple[str, ...]]:
+    """For --paro-elastic: strategy and survival for the nodes there are, and log lines about them.
+
+    Letters stay. Degrees that do not fit, or do not survive, become the finest that do and keep
+    those of parameters and gradients at most as they were; more than all nodes but one cannot be
+    lost.
+    """
+    num_nodes = -(-world_size // ranks_per_node)
+    lines, possible = [], min(survive, num_nodes - 1)
+    if possible < survive:
+        lines.append(
+            f"--paro-elastic: with {count_text(num_nodes, 'node')} left, --paro-survive "
+            f"{survive} is {possible}"
+        )
+    degrees = degrees_of(text)
+    if degrees is None:
+        return text, possible, tuple(lines)
+
+    def kept(strategy: Strategy) -> int:
+        found = survival(strategy, world_size=world_size, ranks_per_node=ranks_per_node)
+        return min(found.nodes, possible)
+
+    fitting = [
+        strategy
+        for strategy in legal_strategies(world_size, group_size)
+        if strategy.params <= degrees[0] and strategy.grads <= degrees[1]
+    ]
+    as_given = any(s.degrees == degrees and kept(s) == possible for s in fitting)
+    if not as_given:
+        best = max(fitting, key=lambda s: (kept(s), s.optim, s.grads, s.params))
+        text_now = ",".join(map(str, best.degrees))
+        lines.append(f"--paro-elastic: {FLAG} {text} is {text_now} on {world_size} ranks")
+        text = text_now
+    return text, possible, tuple(lines)
 
 
 def check_survival(

@@ -38,6 +38,7 @@ from paro.config.model import output_layer_notice, take_model
 from paro.config.plan import (
     AUTO,
     RankDevice,
+    adapt_to_nodes,
     case_of,
     check_survival,
     choose_strategy,
@@ -98,7 +99,7 @@ class RunConfig:
     def local_copies_interval(self) -> int | None:
         """Every how many iterations the states are copied to the node's memory; None: never."""
         flags = self.checkpoint
-        if flags.non_persistent_ckpt_type is None and not self.sharding.survive:
+        if flags.non_persistent_ckpt_type is None and not self.sharding.needs_local_copies:
             return None
         return flags.non_persistent_save_interval or 1
 
@@ -112,7 +113,8 @@ class RunConfig:
         if checkpoint.use_checkpoint_args:
             args, lines = _with_saved_args(args, common)
             notices = (*notices, *lines)
-        sharding, strategy = _take_sharding(args, world)
+        sharding, strategy, adapted = _take_sharding(args, world)
+        notices = (*notices, *adapted)
         batches = _take_batches(args, world, checkpoint)
         train = _take_train(args, batches)
         data = _take_data(args)
@@ -213,14 +215,26 @@ def _take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
     return config_type(**{name: getattr(args, name) for name in named}, **derived)
 
 
-def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strategy | None]:
-    """How states are sharded; the strategy is None if the planner is to choose it."""
+def _take_sharding(
+    args: Namespace, world: World
+) -> tuple[ShardingConfig, Strategy | None, tuple[str, ...]]:
+    """How states are sharded, and log lines; without a strategy if the planner is to choose it."""
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
     text = args.paro_strategy
     if text is None:
         zero1 = args.use_distributed_optimizer
         text = DISTRIBUTED_OPTIMIZER_STRATEGY if zero1 else DEFAULT_STRATEGY
+    survive: int = args.paro_survive
+    lines: tuple[str, ...] = ()
+    if args.paro_elastic:
+        text, survive, lines = adapt_to_nodes(
+            text,
+            survive,
+            world_size=world.size,
+            group_size=group_size,
+            ranks_per_node=world.ranks_per_node,
+        )
     strategy = None
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
@@ -237,10 +251,11 @@ def _take_sharding(args: Namespace, world: World) -> tuple[ShardingConfig, Strat
         prefetch_units=args.paro_prefetch_units,
         materialize=args.paro_materialize,
         rotate_in_place=args.paro_rotate_in_place,
-        survive=args.paro_survive,
+        survive=survive,
+        elastic=args.paro_elastic,
         machine=take_machine(args.paro_machine, world, group_size),
     )
-    return sharding, strategy
+    return sharding, strategy, lines
 
 
 def _take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) -> BatchSchedule:

@@ -20,6 +20,7 @@ class ShardingConfig:
     materialize: str = "gather"  # or "rotate": how ranks get the parameters they compute with
     rotate_in_place: bool = False
     survive: int = 0  # nodes that may be lost at once with every state still held
+    elastic: bool = False  # whether a restart may have fewer or more nodes
 
     def __post_init__(self) -> None:
         if self.collective == "auto" and self.machine is None:
@@ -33,3 +34,8 @@ class ShardingConfig:
             raise UserError(f"--paro-survive {self.survive} is negative; 0 demands nothing")
         if self.prefetch_units < 0:
             raise UserError(f"--paro-prefetch-units {self.prefetch_units} is negative; 0 is off")
+
+    @property
+    def needs_local_copies(self) -> bool:
+        """Whether local copies are on without a flag of their own."""
+        return self.survive > 0 or self.elastic

@@ -93,7 +93,7 @@ def test_every_strategy_recovers(tmp_path: Path, strategy: str, precision: str) 
 
 @pytest.mark.ranks
 def test_nodes_leave_and_return_and_the_batches_stay_the_same(tmp_path: Path) -> None:
-    flags = ["--non-persistent-ckpt-type", "local", "--paro-strategy", "III"]
+    flags = ["--paro-survive", "1", "--paro-elastic", "--paro-strategy", "1,1,2"]
     start(tmp_path / "straight", *flags, exits="100")
     run = tmp_path / "run"
     start(run, *flags)

@@ -33,7 +33,12 @@ _LAST_OUTPUT_SECONDS = 2.0
 
 # `ip netns exec` gives a process its own mount namespace. torch looks up the name of every address
 # that it connects to and warns if there is none.
-_WITH_HOSTS = '[ ! -e /etc/hosts ] || mount --bind "$1" /etc/hosts; shift; exec "$@"'
+_WITH_HOSTS = """\
+echo "$1" > /proc/sys/kernel/hostname
+[ ! -e /etc/hosts ] || mount --bind "$2" /etc/hosts
+shift 2
+exec "$@"
+"""
 _GIVE_NIC = 'GLOO_SOCKET_IFNAME=nic$LOCAL_RANK exec "$@"'
 
 _PR_SET_PDEATHSIG = 1
@@ -90,7 +95,7 @@ def _run(spec: ClusterSpec, argv: Sequence[str], env: Mapping[str, str], folder:
 
 
 def _node_command(spec: ClusterSpec, node: int, argv: Sequence[str], folder: Path) -> list[str]:
-    """torchrun in a node's namespace, with every rank's own NIC in its environment."""
+    """torchrun in a node's namespace."""
     torchrun = [sys.executable, "-P", str(Path(__file__).with_name("node.py"))]
     flags = {
         "--nnodes": spec.nodes,
@@ -101,14 +106,22 @@ def _node_command(spec: ClusterSpec, node: int, argv: Sequence[str], folder: Pat
         "--local-addr": address(node, 0),
         "--log-dir": folder / str(node),
     }
+    torchrun += (f"{flag}={value}" for flag, value in flags.items())
+    torchrun += ("--no-python", *rank_command(spec, argv))
+    return within_node(spec, node, folder / "hosts", torchrun)
+
+
+def rank_command(spec: ClusterSpec, argv: Sequence[str]) -> list[str]:
+    """A script as torchrun starts it, with every rank's own NIC in its environment."""
     rank = [sys.executable, "-u", *argv]
-    if spec.nics > 1:
-        rank = ["sh", "-c", _GIVE_NIC, "rank", *rank]
+    return rank if spec.nics == 1 else ["sh", "-c", _GIVE_NIC, "rank", *rank]
+
+
+def within_node(spec: ClusterSpec, node: int, hosts: Path, command: Sequence[str]) -> list[str]:
+    """A command in a node's namespaces, with the node's host name and the names in `hosts`."""
     return [
-        *("ip", "netns", "exec", spec.node(node)),
-        *("sh", "-c", _WITH_HOSTS, "node", str(folder / "hosts"), *torchrun),
-        *(f"{flag}={value}" for flag, value in flags.items()),
-        *("--no-python", *rank),
+        *("ip", "netns", "exec", spec.node(node), "unshare", "--uts"),
+        *("sh", "-ec", _WITH_HOSTS, "node", spec.node(node), str(hosts), *command),
     ]
 
 
@@ -135,11 +148,11 @@ def _start(node: int, command: list[str], env: Mapping[str, str]) -> subprocess.
         stderr=pipe,
         env=dict(env),
         start_new_session=True,  # so that a terminal's Ctrl-C arrives once, forwarded from here
-        preexec_fn=_end_with_parent,
+        preexec_fn=end_with_parent,
     )
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """If `run` is killed, torchrun gets SIGTERM and ends its ranks."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -170,3 +170,37 @@ def test_where_nothing_that_rotates_survives_it_is_said() -> None:
     flags = "--global-batch-size 64 --paro-group-size 4 --paro-materialize rotate"
     with pytest.raises(UserError, match=r"rotate: leave that out$"):
         configured(f"{flags} --paro-strategy GGG --paro-survive 3", world)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "survive", "degrees", "lines"),
+    [
+        (8, "2,2,4", 1, (2, 2, 4), ()),
+        (6, "2,2,4", 1, (2, 2, 2), ("2,2,4 is 2,2,2 on 6 ranks",)),
+        (4, "2,2,4", 1, (2, 2, 2), ("2,2,4 is 2,2,2 on 4 ranks",)),
+        (2, "2,2,4", 1, (2, 2, 2), ("1 node left", "2,2,4 is 2,2,2")),
+        (6, "1,1,4", 1, (1, 1, 2), ("1,1,4 is 1,1,2",)),
+        (6, "2,2,4", 0, (2, 2, 6), ("2,2,4 is 2,2,6",)),
+        (6, "NII", 2, (1, 2, 2), ()),
+        (2, "NII", 2, (1, 2, 2), ("with 1 node left, --paro-survive 2 is 0",)),
+    ],
+)
+def test_an_elastic_run_adapts_to_the_nodes(
+    ranks: int, strategy: str, survive: int, degrees: tuple[int, ...], lines: tuple[str, ...]
+) -> None:
+    world = World(rank=0, size=ranks, local_rank=0, ranks_per_node=2)
+    flags = f"--global-batch-size 96 --paro-survive {survive} --paro-strategy {strategy}"
+    config = configured(f"{flags} --paro-elastic", world)
+    assert config.strategy.degrees == degrees
+    said = [line for line in config.notices if line.startswith("--paro-elastic: ")]
+    assert len(said) == len(lines)
+    assert all(part in line for part, line in zip(lines, said, strict=True))
+    assert config.local_copies_interval == 1
+    if lines and strategy != "NII":
+        with pytest.raises(UserError):
+            configured(flags, world)
+
+
+def test_an_elastic_run_names_degrees_that_are_no_degrees() -> None:
+    with pytest.raises(UserError, match="degrees are three positive numbers"):
+        configured("--paro-elastic --paro-strategy 2,2,x")

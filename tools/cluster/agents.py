@@ -1,0 +1,126 @@
+"""Elastic torchrun agents, one in each node of a cluster, that can be lost and started again."""
+
+# `run` in launch.py starts one script and ends it as a whole. Here every node has its own agent,
+# its own host name, and a rendezvous (c10d) in which agents may leave and return.
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.cluster.launch import end_with_parent, hosts_file, rank_command, within_node
+from tools.cluster.processes import RUN_VARIABLE, end_processes
+from tools.cluster.spec import ClusterSpec, address, nic
+
+# The ports of the rendezvous, one after the other: a new one when its own node was lost.
+_PORT = 29500
+# A lost agent is noticed after interval * attempts; torchrun's defaults are 5 s and 3.
+_KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+
+
+class Agents:
+    """The agents of one training; `argv` is the script with its arguments."""
+
+    def __init__(
+        self, spec: ClusterSpec, argv: Sequence[str], folder: Path, *, env: Mapping[str, str]
+    ) -> None:
+        self.spec = spec
+        self.least = spec.nodes  # how many nodes it takes to train
+        self._argv = argv
+        self._folder = folder
+        self._env = {"OMP_NUM_THREADS": "1", **os.environ, **env, RUN_VARIABLE: spec.name}
+        # Else the ranks meet at the store of the first agent, which may have been lost.
+        self._env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._rendezvous = 0
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        (folder / "hosts").write_text(hosts_file(spec), encoding="utf-8")
+
+    def start(self, node: int) -> None:
+        """Starts the agent of a node, which joins the others."""
+        assert node not in self.running(), f"node {node} has an agent"
+        log = (self._folder / f"node{node}.log").open("ab")
+        flags = {
+            "--nnodes": f"{self.least}:{self.spec.nodes}",
+            "--nproc-per-node": self.spec.ranks_per_node,
+            "--rdzv-backend": "c10d",
+            "--rdzv-endpoint": f"{address(0, 0)}:{_PORT + self._rendezvous}",
+            "--rdzv-id": self.spec.name,
+            "--rdzv-conf": f"{_KEEP_ALIVE},is_host={int(node == 0)}",
+            "--local-addr": address(node, 0),
+            "--max-restarts": 1000,
+        }
+        command = within_node(
+            self.spec,
+            node,
+            self._folder / "hosts",
+            [
+                *(sys.executable, "-m", "torch.distributed.run"),
+                *(f"{flag}={value}" for flag, value in flags.items()),
+                *("--no-python", *rank_command(self.spec, self._argv)),
+            ],
+        )
+        with log:
+            self._agents[node] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**self._env, "GLOO_SOCKET_IFNAME": nic(0)},
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    def start_all(self) -> None:
+        """Starts the agents of all nodes that have none, with a new rendezvous."""
+        self._rendezvous += 1
+        for node in range(self.spec.nodes):
+            if node not in self.running():
+                self.start(node)
+
+    def running(self) -> set[int]:
+        """The nodes whose agent runs."""
+        return {node for node, agent in self._agents.items() if agent.poll() is None}
+
+    def ended_well(self) -> bool:
+        """Whether all agents have ended with status 0."""
+        return all(agent.poll() == 0 for agent in self._agents.values())
+
+    def ranks(self) -> dict[int, int]:
+        """The process of every rank that runs, by rank."""
+        found = {}
+        for agent in self._agents.values():
+            for pid in _children(agent.pid):
+                rank = _rank_of(pid)
+                if rank is not None:
+                    found[rank] = pid
+        return found
+
+    def lose(self, node: int) -> None:
+        """Kills all processes of a node at once."""
+        end_processes([self.spec.node(node)], started_by_run=self.spec.name)
+        self._agents[node].wait()
+
+    def end(self) -> None:
+        """Ends all that is left."""
+        end_processes(map(self.spec.node, range(self.spec.nodes)), started_by_run=self.spec.name)
+        for agent in self._agents.values():
+            agent.wait()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except OSError:
+        return []
+
+
+def _rank_of(pid: int) -> int | None:
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    ranks = [int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")]
+    return ranks[0] if ranks else None
