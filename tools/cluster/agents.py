@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.cluster.launch import end_with_parent, hosts_file, rank_command, within_node
@@ -22,16 +22,24 @@ _KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=
 
 
 class Agents:
-    """The agents of one training; `argv` is the script with its arguments."""
+    """The agents of one training; `argv` is the script with its arguments.
+
+    With `least_nodes` it trains with so many, by default with all.
+    """
 
     def __init__(
-        self, spec: ClusterSpec, argv: Sequence[str], folder: Path, *, env: Mapping[str, str]
+        self,
+        spec: ClusterSpec,
+        argv: Sequence[str],
+        folder: Path,
+        *,
+        least_nodes: int | None = None,
     ) -> None:
         self.spec = spec
-        self.least = spec.nodes  # how many nodes it takes to train
+        self._least_nodes = least_nodes or spec.nodes
         self._argv = argv
         self._folder = folder
-        self._env = {"OMP_NUM_THREADS": "1", **os.environ, **env, RUN_VARIABLE: spec.name}
+        self._env = {"OMP_NUM_THREADS": "1", **os.environ, RUN_VARIABLE: spec.name}
         # Else the ranks meet at the store of the first agent, which may have been lost.
         self._env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._rendezvous = 0
@@ -43,7 +51,7 @@ class Agents:
         assert node not in self.running(), f"node {node} has an agent"
         log = (self._folder / f"node{node}.log").open("ab")
         flags = {
-            "--nnodes": f"{self.least}:{self.spec.nodes}",
+            "--nnodes": f"{self._least_nodes}:{self.spec.nodes}",
             "--nproc-per-node": self.spec.ranks_per_node,
             "--rdzv-backend": "c10d",
             "--rdzv-endpoint": f"{address(0, 0)}:{_PORT + self._rendezvous}",

@@ -1,0 +1,1 @@
+"""Parts of the study of recovery: trainings that lose ranks and nodes at chosen points."""

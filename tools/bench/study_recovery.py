@@ -1,0 +1,295 @@
+"""Kills ranks and whole nodes of trainings in an emulated cluster, and measures their recovery."""
+
+# What must hold: every loss that is ever printed is that of the undisturbed training, at most one
+# printed iteration is computed again after a failure, nothing is left at the end, and no rank opens
+# the folder of another node. Baselines: checkpoints on disk at their best interval, and none.
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: the repository root is not on sys.path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from data.atomic_file import replacing
+from tools.bench.recovery.cases import CASES, ITERATIONS, Case
+from tools.bench.recovery.watched import Watched
+from tools.cluster.lifecycle import cluster
+from tools.shared.command_line import Parser, status_of
+
+DESCRIPTION = """\
+Kills random ranks and whole nodes of trainings in an emulated cluster (needs root), inside updates,
+all-gathers, copies, saves and recoveries too. Every kill is added to --json, so that a study can be
+stopped and continued.
+
+  python tools/bench/study_recovery.py --json recovery.json --folder runs/recovery
+"""
+_START_SECONDS = 300.0
+_RECOVERY_SECONDS = 400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One failure and what it cost; seconds are from the kill to the next new iteration."""
+
+    case: str
+    kind: str
+    where: int  # the rank or node
+    seconds: float
+    computed_again: int  # iterations that had been printed
+    recovered: int | None  # iteration from memory
+    recovery_seconds: float | None  # of that: agreeing, reading, sending
+    step_seconds: float  # of the undisturbed training
+    load: float  # of the machine before it
+
+
+class Study:
+    """The kills so far, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        found = json.loads(path.read_text()) if path.exists() else {}
+        self.undisturbed: dict[str, list[list[str]]] = found.get("undisturbed", {})
+        self.step_seconds: dict[str, float] = found.get("step_seconds", {})
+        self.failures = [Failure(**each) for each in found.get("failures", [])]
+        self.complaints: list[str] = found.get("complaints", [])
+        self.num_compared: int = found.get("losses_compared", 0)
+
+    def save(self) -> None:
+        content = {
+            "undisturbed": self.undisturbed,
+            "step_seconds": self.step_seconds,
+            "losses_compared": self.num_compared,
+            "complaints": self.complaints,
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+        with replacing(self._path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+    def of(self, case: Case, kind: str | None = None) -> list[Failure]:
+        failures = [failure for failure in self.failures if failure.case == case.name]
+        return [failure for failure in failures if kind is None or failure.kind == kind]
+
+    def wanted(self, case: Case) -> list[str]:
+        """The kinds of failures that are missing, rarest first."""
+        missing = {kind: count - len(self.of(case, kind)) for kind, count in case.kinds.items()}
+        return sorted((k for k, left in missing.items() if left > 0), key=lambda k: -missing[k])
+
+
+@dataclass(slots=True)
+class Disturbed:
+    """One training of a case while it is disturbed."""
+
+    study: Study
+    case: Case
+    training: Watched
+    draw: random.Random
+
+    def failures(self) -> Iterator[Failure]:
+        """Causes failures until the training has ended or there are enough."""
+        training, begun = self.training, 3
+        training.agents.start_all()
+        while self._reaches(begun):
+            kinds = self.study.wanted(self.case)
+            if not kinds or training.newest() > ITERATIONS - 6:
+                return
+            failure = self._fail(self.draw.choice(kinds[:3]))
+            if failure is None:
+                return
+            yield failure
+            begun = training.newest() + 2
+        raise TimeoutError(f"{self.case.name}: no progress: {training.text()[-3000:]}")
+
+    def _reaches(self, iteration: int) -> bool:
+        training = self.training
+        return training.wait_until(lambda: training.newest() >= iteration, _START_SECONDS)
+
+    def _fail(self, kind: str) -> Failure | None:
+        training, case, study = self.training, self.case, self.study
+        load = os.getloadavg()[0]
+        num_seen, known = len(training.recoveries()), training.newest()
+        where = self._strike(kind)
+        if where is None:
+            return None
+        struck = time.monotonic()
+        training.look()
+        known = max(known, training.newest())
+        before = len(training.seen)
+        self._bring_back(kind, where)
+        if not training.wait_until(lambda: training.newest() > known, _RECOVERY_SECONDS):
+            study.complaints.append(f"{case.name}: no iteration after {kind} at {where}")
+            study.save()
+            raise TimeoutError(f"{case.name}, {kind}: {training.text()[-3000:]}")
+        after = training.seen[before:]
+        recoveries = training.recoveries()
+        recovered, seconds = recoveries[-1] if len(recoveries) > num_seen else (None, None)
+        return Failure(
+            case=case.name,
+            kind=kind,
+            where=where,
+            seconds=next(seen.at for seen in after if seen.iteration > known) - struck,
+            computed_again=len({seen.iteration for seen in after if seen.iteration <= known}),
+            recovered=recovered,
+            recovery_seconds=seconds,
+            step_seconds=study.step_seconds[case.name],
+            load=load,
+        )
+
+    def _strike(self, kind: str) -> int | None:
+        """Kills as `kind` says; the rank or node, or None if the training ended before."""
+        training, spec = self.training, self.training.agents.spec
+        rank = self.draw.randrange(spec.nodes * spec.ranks_per_node)
+        node = rank // spec.ranks_per_node
+        what, _, point = kind.partition(" in ")
+        if point:
+            first = point == "recovery"
+            training.set_gate(point, rank, skip=self.draw.randrange(self.case.skips(point)))
+            if first:  # of two failures
+                training.signal_rank((rank + 1) % (spec.nodes * spec.ranks_per_node))
+            reached = training.reaches_gate(_RECOVERY_SECONDS)
+            if not reached:
+                training.open_gate()
+                return None
+        else:
+            time.sleep(self.draw.uniform(0.0, 2.0 * self.study.step_seconds[self.case.name]))
+        if not training.agents.running():
+            return None
+        if what == "node":
+            training.lose_node(node)
+        elif what == "stop":
+            training.signal_rank(rank, signal.SIGSTOP)
+        else:
+            training.signal_rank(rank)
+        training.open_gate()
+        return node if what == "node" else rank
+
+    def _bring_back(self, kind: str, where: int) -> None:
+        """A lost node returns with empty memory; without its rendezvous all start again."""
+        training = self.training
+        agents = training.agents
+        if not kind.startswith("node"):
+            return
+        if where == 0:
+            training.wait_until(lambda: not agents.running(), _RECOVERY_SECONDS)
+            agents.start_all()
+        elif self.case.least_nodes < agents.spec.nodes:
+            known = training.newest()
+            training.wait_until(lambda: training.newest() > known, _RECOVERY_SECONDS)
+            agents.start(where)
+        else:
+            agents.start(where)
+
+
+def undisturbed(case: Case, study: Study, folder: Path) -> None:
+    """Trains a case once without a failure, for its losses and the time of a step."""
+    if case.name in study.undisturbed:
+        return
+    with cluster(case.spec) as made:
+        training = Watched(made.spec, case.flags(folder), folder)
+        try:
+            training.agents.start_all()
+            training.wait_until(lambda: not training.agents.running(), 3600.0)
+            if not training.agents.ended_well():
+                raise RuntimeError(training.text()[-3000:])
+        finally:
+            training.agents.end()
+    times = [seen.at for seen in training.seen]
+    steps = sorted(later - sooner for sooner, later in itertools.pairwise(times))
+    study.step_seconds[case.name] = steps[len(steps) // 2]
+    study.undisturbed[case.name] = [[seen.loss, seen.grad_norm] for seen in training.seen]
+    study.save()
+
+
+def judge(case: Case, study: Study, training: Watched) -> None:
+    """Compares every loss that was printed, and looks for what is left."""
+    truth = study.undisturbed[case.name]
+    for seen in training.seen:
+        want = truth[seen.iteration - 1]
+        study.num_compared += 1
+        if not case.agrees([seen.loss, seen.grad_norm], want):
+            study.complaints.append(
+                f"{case.name}: iteration {seen.iteration} is {seen.loss} {seen.grad_norm}, "
+                f"undisturbed {want}"
+            )
+    if {seen.iteration for seen in training.seen} != set(range(1, ITERATIONS + 1)):
+        study.complaints.append(f"{case.name}: iterations are missing")
+    study.complaints += [f"{case.name}: {left} is left" for left in training.left_over()]
+    study.save()
+
+
+def disturb(case: Case, study: Study, folder: Path, draw: random.Random) -> None:
+    """Trains a case once, with failures."""
+    with cluster(case.spec) as made:
+        training = Watched(made.spec, case.flags(folder), folder, least_nodes=case.least_nodes)
+        try:
+            for failure in Disturbed(study, case, training, draw).failures():
+                study.failures.append(failure)
+                study.save()
+                print(json.dumps(asdict(failure)), flush=True)
+            training.wait_until(lambda: not training.agents.running(), 3600.0)
+            if not training.agents.ended_well():
+                study.complaints.append(f"{case.name}: failed: {training.text()[-1000:]}")
+            judge(case, study, training)
+        finally:
+            training.agents.end()
+
+
+def execute(args: argparse.Namespace) -> int:
+    study, draw = Study(args.json), random.Random(time.time_ns())
+    cases = [case for case in CASES if args.cases is None or case.name in args.cases.split(",")]
+    deadline = time.monotonic() + 60.0 * args.minutes
+    for case in cases:
+        undisturbed(case, study, args.folder)
+    for case in cases:
+        while study.wanted(case) and time.monotonic() < deadline:
+            disturb(case, study, args.folder, draw)
+    print(json.dumps(summary(study), indent=1))
+    return 1 if study.complaints else 0
+
+
+def summary(study: Study) -> dict[str, Any]:
+    """Figures by case."""
+    found: dict[str, Any] = {"complaints": study.complaints, "losses": study.num_compared}
+    for case in CASES:
+        failures = study.of(case)
+        if failures:
+            found[case.name] = {
+                "failures": len(failures),
+                "computed again, at most": max(f.computed_again for f in failures),
+            }
+    return found
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="study_recovery.py",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--json", type=Path, required=True, metavar="FILE", help="figures; continued if it exists")
+    add("--folder", type=Path, required=True, metavar="DIR", help="of the trainings; is emptied")
+    add("--cases", metavar="NAMES", help="only these, with commas between them")
+    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    return status_of("study_recovery.py", lambda: execute(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
