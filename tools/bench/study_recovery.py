@@ -17,16 +17,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.atomic_file import replacing
 from tools.bench.recovery.cases import CASES, ITERATIONS, Case
+from tools.bench.recovery.failures import Failure, Study, plot, tables
+from tools.bench.recovery.steady import measure
 from tools.bench.recovery.watched import Watched
 from tools.cluster.lifecycle import cluster
 from tools.shared.command_line import Parser, status_of
+from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
 Kills random ranks and whole nodes of trainings in an emulated cluster (needs root), inside updates,
@@ -37,54 +38,6 @@ stopped and continued.
 """
 _START_SECONDS = 300.0
 _RECOVERY_SECONDS = 400.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """One failure and what it cost; seconds are from the kill to the next new iteration."""
-
-    case: str
-    kind: str
-    where: int  # the rank or node
-    seconds: float
-    computed_again: int  # iterations that had been printed
-    recovered: int | None  # iteration from memory
-    recovery_seconds: float | None  # of that: agreeing, reading, sending
-    step_seconds: float  # of the undisturbed training
-    load: float  # of the machine before it
-
-
-class Study:
-    """The kills so far, in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        found = json.loads(path.read_text()) if path.exists() else {}
-        self.undisturbed: dict[str, list[list[str]]] = found.get("undisturbed", {})
-        self.step_seconds: dict[str, float] = found.get("step_seconds", {})
-        self.failures = [Failure(**each) for each in found.get("failures", [])]
-        self.complaints: list[str] = found.get("complaints", [])
-        self.num_compared: int = found.get("losses_compared", 0)
-
-    def save(self) -> None:
-        content = {
-            "undisturbed": self.undisturbed,
-            "step_seconds": self.step_seconds,
-            "losses_compared": self.num_compared,
-            "complaints": self.complaints,
-            "failures": [asdict(failure) for failure in self.failures],
-        }
-        with replacing(self._path) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
-
-    def of(self, case: Case, kind: str | None = None) -> list[Failure]:
-        failures = [failure for failure in self.failures if failure.case == case.name]
-        return [failure for failure in failures if kind is None or failure.kind == kind]
-
-    def wanted(self, case: Case) -> list[str]:
-        """The kinds of failures that are missing, rarest first."""
-        missing = {kind: count - len(self.of(case, kind)) for kind, count in case.kinds.items()}
-        return sorted((k for k, left in missing.items() if left > 0), key=lambda k: -missing[k])
 
 
 @dataclass(slots=True)
@@ -246,6 +199,8 @@ def disturb(case: Case, study: Study, folder: Path, draw: random.Random) -> None
 
 
 def execute(args: argparse.Namespace) -> int:
+    if args.plot is not None:
+        check_can_draw(args.plot)
     study, draw = Study(args.json), random.Random(time.time_ns())
     cases = [case for case in CASES if args.cases is None or case.name in args.cases.split(",")]
     deadline = time.monotonic() + 60.0 * args.minutes
@@ -254,21 +209,15 @@ def execute(args: argparse.Namespace) -> int:
     for case in cases:
         while study.wanted(case) and time.monotonic() < deadline:
             disturb(case, study, args.folder, draw)
-    print(json.dumps(summary(study), indent=1))
+    for case in cases if args.steady else ():
+        if case.own_flags and case.name not in study.steady:
+            study.steady[case.name] = measure(case, args.folder)
+            study.save()
+    print(tables(study))
+    print(f"{study.num_compared:,} losses compared; complaints: {study.complaints or 'none'}")
+    if args.plot is not None:
+        plot(study, args.plot)
     return 1 if study.complaints else 0
-
-
-def summary(study: Study) -> dict[str, Any]:
-    """Figures by case."""
-    found: dict[str, Any] = {"complaints": study.complaints, "losses": study.num_compared}
-    for case in CASES:
-        failures = study.of(case)
-        if failures:
-            found[case.name] = {
-                "failures": len(failures),
-                "computed again, at most": max(f.computed_again for f in failures),
-            }
-    return found
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -282,6 +231,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, required=True, metavar="FILE", help="figures; continued if it exists")
     add("--folder", type=Path, required=True, metavar="DIR", help="of the trainings; is emptied")
     add("--cases", metavar="NAMES", help="only these, with commas between them")
+    add("--steady", action="store_true", help="also measure what copies cost; on a quiet machine")
+    add("--plot", type=Path, metavar="FILE", help="draw the figures (png, svg, pdf)")
     add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
     return parser
 

@@ -58,15 +58,16 @@ class Case:
             nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=INTER, name="recovery"
         )
 
-    def flags(self, folder: Path) -> list[str]:
-        """The flags of pretrain_llama.py."""
+    def flags(self, folder: Path, own_flags: str | None = None) -> list[str]:
+        """The flags of pretrain_llama.py; `own_flags` instead of the case's."""
+        own_flags = self.own_flags if own_flags is None else own_flags
         batch = 2 * self.nodes * self.ranks_per_node
         if self.least_nodes < self.nodes:
             batch = 2 * math.lcm(*range(self.least_nodes, self.nodes + 1)) * self.ranks_per_node
         flags = [*MODEL.split(), "--global-batch-size", str(batch)]
         flags += ["--paro-strategy", self.strategy, "--paro-group-size", str(self.ranks_per_node)]
-        flags += [*self.own_flags.split()]
-        if self.own_flags:
+        flags += own_flags.split()
+        if own_flags:
             flags += ["--non-persistent-local-ckpt-dir", str(folder / "memory")]
         if self.save_interval is not None:
             checkpoints = str(folder / "checkpoints")

@@ -1,0 +1,132 @@
+"""The failures of a study of recovery, in a file, and the tables and the picture of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from data.atomic_file import replacing
+from tools.bench.recovery.cases import CASES, Case
+from tools.shared.picture import drawing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One failure and what it cost; seconds are from the kill to the next new iteration."""
+
+    case: str
+    kind: str
+    where: int  # the rank or node
+    seconds: float
+    computed_again: int  # iterations that had been printed
+    recovered: int | None  # iteration from memory
+    recovery_seconds: float | None  # of that: agreeing, reading, sending
+    step_seconds: float  # of the undisturbed training
+    load: float  # of the machine before it
+
+
+class Study:
+    """What was measured so far, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        found = json.loads(path.read_text()) if path.exists() else {}
+        self.undisturbed: dict[str, list[list[str]]] = found.get("undisturbed", {})
+        self.step_seconds: dict[str, float] = found.get("step_seconds", {})
+        self.failures = [Failure(**each) for each in found.get("failures", [])]
+        self.steady: dict[str, dict[str, float]] = found.get("steady", {})
+        self.complaints: list[str] = found.get("complaints", [])
+        self.num_compared: int = found.get("losses_compared", 0)
+
+    def save(self) -> None:
+        content = {
+            "undisturbed": self.undisturbed,
+            "step_seconds": self.step_seconds,
+            "losses_compared": self.num_compared,
+            "complaints": self.complaints,
+            "steady": self.steady,
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+        with replacing(self._path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+    def of(self, case: Case, kind: str | None = None) -> list[Failure]:
+        failures = [failure for failure in self.failures if failure.case == case.name]
+        return [failure for failure in failures if kind is None or failure.kind == kind]
+
+    def wanted(self, case: Case) -> list[str]:
+        """The kinds of failures that are missing, those that miss most first."""
+        missing = {kind: count - len(self.of(case, kind)) for kind, count in case.kinds.items()}
+        return sorted((k for k, left in missing.items() if left > 0), key=lambda k: -missing[k])
+
+
+def tables(study: Study) -> str:
+    """The figures by case, and by kind of failure, as Markdown."""
+    return "\n".join((*_by_case(study), "", *_by_kind(study), "", *_steady(study)))
+
+
+def _by_case(study: Study) -> list[str]:
+    lines = [
+        "| training | failures | computed again, at most | s to the next new iteration: median, "
+        "most | recovery: median s | in steps, at most |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        failures = study.of(case)
+        if not failures:
+            continue
+        seconds = [failure.seconds for failure in failures]
+        from_memory = [f for f in failures if f.recovery_seconds is not None]
+        own = [f.recovery_seconds or 0.0 for f in from_memory]
+        steps = [(f.recovery_seconds or 0.0) / f.step_seconds for f in from_memory]
+        recovery = f"{median(own):.2f} | {max(steps):.2f}" if own else "from disk | "
+        again = max(failure.computed_again for failure in failures)
+        lines.append(
+            f"| {case.name} | {len(failures)} | {again} | {median(seconds):.1f}, "
+            f"{max(seconds):.1f} | {recovery} |"
+        )
+    return lines
+
+
+def _by_kind(study: Study) -> list[str]:
+    lines = [
+        "| failure, from memory | number | computed again, at most | s: median, most |",
+        "|---|---|---|---|",
+    ]
+    names = {case.name for case in CASES if case.own_flags}
+    kinds = dict.fromkeys(kind for case in CASES for kind in case.kinds)
+    for kind in kinds:
+        found = [f for f in study.failures if f.kind == kind and f.case in names]
+        if found:
+            seconds = [failure.seconds for failure in found]
+            again = max(failure.computed_again for failure in found)
+            lines.append(
+                f"| {kind} | {len(found)} | {again} | {median(seconds):.1f}, {max(seconds):.1f} |"
+            )
+    return lines
+
+
+def _steady(study: Study) -> list[str]:
+    lines = ["| training | a step with a copy takes | NIC bytes |", "|---|---|---|"]
+    for name, found in study.steady.items():
+        ratio, nics = found["step_ratio"] - 1.0, found["nic_bytes_ratio"] - 1.0
+        lines.append(f"| {name} | {ratio:+.1%} | {nics:+.2%} |")
+    return lines
+
+
+def plot(study: Study, path: Path) -> None:
+    """Draws the seconds from each kill to the next new iteration, by case."""
+    cases = [case for case in CASES if study.of(case)]
+    with drawing(path, 1, 1, size=(8, 0.7 * len(cases) + 1.2)) as (_, panels):
+        panel: Any = panels[0, 0]
+        panel.boxplot(
+            [[failure.seconds for failure in study.of(case)] for case in cases],
+            orientation="horizontal",
+            tick_labels=[f"{case.name} ({len(study.of(case))})" for case in cases],
+        )
+        panel.invert_yaxis()
+        panel.set(xscale="log", xlabel="seconds from a failure to the next new iteration")
+        panel.grid(alpha=0.3, which="both")
