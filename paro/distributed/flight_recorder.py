@@ -1,5 +1,8 @@
 """Enables and reads torch's flight recorder, which logs the last collectives of this process."""
 
+# torch has two recorders, with one buffer each: of NCCL's groups, and of all others. A run under
+# NCCL has groups of both kinds; its collectives of model states are in NCCL's.
+
 from __future__ import annotations
 
 import importlib
@@ -12,20 +15,24 @@ from torch.distributed import distributed_c10d
 
 FLIGHT_PREFIX = "rank_"  # file names in --flight-recorder-dir are this prefix and the rank
 
+_TIMEOUT_PREFIX = "timeout_of_rank_"
+
 # The number of recent collectives that torch keeps in memory.
 _RECORDED_COLLECTIVES = 2000
 
 
-def record_flights(folder: str) -> None:
+def record_flights(folder: str, rank: int) -> None:
     """Makes torch record collectives, and write them to `folder` if an NCCL collective times out.
 
     Variables that are already set in the environment keep their values.
     """
+    # To the name torch appends the rank in the first NCCL group that the process made. No such
+    # group has all ranks, so several ranks have the same number there.
     place = Path(folder).absolute()
     place.mkdir(parents=True, exist_ok=True)
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES)),
-        ("TORCH_FR_DUMP_TEMP_FILE", str(place / FLIGHT_PREFIX)),  # torch appends the rank
+        ("TORCH_FR_DUMP_TEMP_FILE", str(place / f"{_TIMEOUT_PREFIX}{rank}_in_group_")),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
     ):
         os.environ.setdefault(name, value)
@@ -36,7 +43,8 @@ def recorded_collectives() -> bytes | None:
     if not dist.is_initialized():
         return None
     recorders = importlib.import_module("torch._C._distributed_c10d")
-    if dist.get_backend() == "nccl":
+    backends = {backend for backend, _ in distributed_c10d._world.pg_map.values()}
+    if "nccl" in backends:
         return bytes(recorders._dump_nccl_trace())
     recorded = pickle.loads(recorders._dump_fr_trace())
     # For gloo groups torch omits the names by which its analysis tool looks up their ranks.

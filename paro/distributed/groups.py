@@ -89,8 +89,20 @@ def make_groups(
                     list(members),
                     backend=config.backend,
                     timeout=config.timeout,
+                    pg_options=None if device is None else _nccl_options(config.timeout),
                     device_id=device if rank in members else None,
                 )
                 if rank in members:
                     mine[use, run] = group
     return Groups(topology=topology, rank=rank, _by_use_and_run=mine)
+
+
+def _nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
+    """Options of one NCCL group, which keeps them.
+
+    Collectives run on the comm stream that calls them. Only grouped messages, of the rotation, run
+    on the group's own stream: with the same priority.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # otherwise torch warns that it takes the group's
+    return options

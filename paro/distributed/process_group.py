@@ -73,7 +73,7 @@ def distributed(
         device = device_for(config, world)
         if config.flight_recorder_dir is not None:
             with writing(f"--flight-recorder-dir {config.flight_recorder_dir}"):
-                record_flights(config.flight_recorder_dir)
+                record_flights(config.flight_recorder_dir, world.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Communicators on several streams share the GPU: NCCL (from 2.26) then keeps launches in
