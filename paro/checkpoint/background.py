@@ -3,45 +3,64 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from paro.checkpoint.boxes import BoxedState
+from paro.checkpoint.pinned import pin
 from paro.layout import Shape
+
+_ALIGN = 64  # bytes: values of any type begin at multiples of it
+
+_Key = tuple[str, Shape]
 
 
 class HostCopy:
     """Host buffers for what this rank writes; allocated by the first save, reused by later ones."""
 
     def __init__(self) -> None:
-        self._room: dict[tuple[str, Shape], Tensor] = {}
+        self._room: dict[_Key, Tensor] = {}
 
     def take(self, states: dict[str, BoxedState]) -> dict[str, BoxedState]:
         """A copy of the states that training does not change; overwrites the previous copy."""
-        copied: dict[str, BoxedState] = {}
-        on_gpu = False
-        for name, state in states.items():
-            rectangles = {}
-            for corner, values in state.rectangles.items():
-                room = self._room.get((name, corner))
-                if room is None:
-                    room = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-                    self._room[name, corner] = room
-                room.copy_(values, non_blocking=values.is_cuda)
-                on_gpu |= values.is_cuda
-                rectangles[corner] = room
-            copied[name] = replace(state, rectangles=rectangles)
+        sources = {
+            (name, corner): values
+            for name, state in states.items()
+            for corner, values in state.rectangles.items()
+        }
+        self._room |= _allocate({k: v for k, v in sources.items() if k not in self._room})
+        for key, values in sources.items():
+            self._room[key].copy_(values, non_blocking=values.is_cuda)
         # The next step may overwrite the shards as soon as this returns.
-        if on_gpu:
+        if any(values.is_cuda for values in sources.values()):
             torch.cuda.current_stream().synchronize()
-        return copied
+        return {
+            name: replace(
+                state, rectangles={corner: self._room[name, corner] for corner in state.rectangles}
+            )
+            for name, state in states.items()
+        }
 
     @property
     def num_bytes(self) -> int:
         return sum(room.nbytes for room in self._room.values())
+
+
+def _allocate(sources: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
+    """Host memory for the sources, in one block; page-locked if they are on a GPU."""
+    starts = [0, *accumulate(-(-values.nbytes // _ALIGN) * _ALIGN for values in sources.values())]
+    block = torch.empty(starts[-1], dtype=torch.uint8)
+    on_gpu = next((values.device for values in sources.values() if values.is_cuda), None)
+    if on_gpu is not None and block.nbytes:
+        pin(block, on_gpu)
+    return {
+        key: block[start : start + values.nbytes].view(values.dtype).view(values.shape)
+        for start, (key, values) in zip(starts, sources.items(), strict=False)
+    }
 
 
 class Background:

@@ -169,6 +169,7 @@ _SAVES = (
 _TIMES = "no order needs it: the time of this wait is told from that of the gather, which follows"
 _STAGES = "times the stages of threads' jobs"
 _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
+_COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them.
@@ -219,6 +220,18 @@ ELSEWHERE = {
     "rotation.ring Ring._exchange_ahead: leaving[number].wait()": _RING,
     "sharding.sharded_unit ShardedUnit.use: "
     "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": _TIMES,
+    **dict.fromkeys(
+        (
+            "training.local_copies LocalCopies.discard: self.wait()",
+            "training.local_copies LocalCopies.settle: self._background.wait()",
+            "training.local_copies LocalCopies.wait: self._background.wait()",
+            "training.local_copies _Copier.__call__: self._stream.synchronize()",
+            "training.local_copies _Copier.updated: "
+            "self._stream.wait_stream(torch.cuda.current_stream())",
+            "training.loop Loop._reasons: self._copies.wait()",
+        ),
+        _COPIES,
+    ),
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
     "training.loop Loop._save: self.training.model.wait_for_updated_params()": _SAVES,
     "training.resume Saver.settle: self._background.wait()": _THREAD,

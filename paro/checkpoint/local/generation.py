@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.local.regions import Region
+from paro.checkpoint.pinned import pin
 from paro.errors import UserError
 from paro.layout import Shape
 from paro.untrusted.checksum import crc32
@@ -192,9 +193,9 @@ class GenerationWriter:
             raise
         finally:
             os.close(descriptor)
-        if any(source.is_cuda for source, _ in self._sources):
-            status = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.numel(), 0)
-            assert int(status) == 0, f"cudaHostRegister: {status}"
+        on_gpu = next((source.device for source, _ in self._sources if source.is_cuda), None)
+        if on_gpu is not None:
+            pin(room, on_gpu)
         return [
             room[stored.offset : stored.offset + stored.num_bytes]
             .view(_TYPES[stored.dtype])
