@@ -3,7 +3,8 @@
 # The total is what planner, dry run and trainer compare with the device's memory:
 #
 #   allocations      the largest memory snapshot of a step (gathering.py, rotating.py)
-#   buffers          in which HO-Ring's pipeline (collectives/pipelined.py) hands pieces on
+#   buffers          in which HO-Ring's pipeline (collectives/pipelined.py) hands pieces on, and
+#                    those that flat collectives permute; each comm stream keeps its own
 #   fragmentation    a share of the two: what torch's allocator holds in addition, for rounding,
 #                    library workspaces and free blocks that are too small
 #   communicators    NCCL's buffers, once for each process group that the rank makes
@@ -76,7 +77,7 @@ class DeviceMemory:
         """The parts of the total by name, in bytes."""
         return {
             **self.allocations.parts(),
-            "pieces of ho-ring": self.buffers,
+            "buffers of collectives": self.buffers,
             "fragmentation": self.fragmentation,
             "communicators": self.communicators,
             "context": self.context,
@@ -93,7 +94,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """Of one strategy and algorithm: the process groups of a rank, and the pipeline's buffers."""
+    """Of one strategy and algorithms: the process groups of a rank, and their buffers."""
 
     num_groups: int = 0
     buffer_bytes: int = 0
@@ -146,14 +147,18 @@ def nccl_communication(
     plan = make_comm_plan(strategy, topology)
     runs = rotation_runs(strategy, topology) if rotates else spans_by_use(plan)
     groups = needed_groups(names, runs, pipelined=True)
-    largest: dict[tuple[Use, AxisSpan], int] = {}
-    if "ho-ring" in names:
-        for use, op, span, num_bytes, itemsize in _collectives(
-            strategy, topology, units, precision, rotates=rotates
-        ):
-            if has_both_links(span):
-                taken = pipeline_bytes(span, num_bytes, itemsize, pieces(op, span, num_bytes))
-                largest[use, span] = max(taken, largest.get((use, span), 0))
+    largest: dict[tuple[str, Use, AxisSpan], int] = {}
+    for use, op, span, num_bytes, itemsize in _collectives(
+        strategy, topology, units, precision, rotates=rotates
+    ):
+        taken = {}
+        if "ho-ring" in names and has_both_links(span):
+            count = pieces(op, span, num_bytes)
+            taken["ho-ring"] = pipeline_bytes(span, num_bytes, itemsize, count)
+        if "flat" in names and span and op is not Op.ALL_REDUCE:
+            taken["flat"] = num_bytes
+        for name, size in taken.items():
+            largest[name, use, span] = max(size, largest.get((name, use, span), 0))
     return Communication(
         num_groups=sum(map(len, groups.values())) + rotates,  # and the ring's own
         buffer_bytes=sum(largest.values()),

@@ -10,8 +10,8 @@
 #   transient      extra memory of the computation, of a reduction's conversion or of the update
 #
 # and the largest sum is the peak. Not counted: library workspaces, the allocator's rounding,
-# staging buffers of a backend (gloo some MB, flat collectives a whole unit), RoPE's rotations,
-# labels and loss weights (16 bytes per token).
+# buffers of collectives (device.py counts those on GPUs), RoPE's rotations, labels and loss weights
+# (16 bytes per token).
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards on a GPU are saved from and loaded to it, also with NCCL as the only process group."""
+"""Shards on a GPU are saved from and loaded to it, with and without a process group."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def nccl() -> Iterator[None]:
-    """A default group that moves only CUDA tensors."""
+def control_group() -> Iterator[None]:
+    """The default group of a run under NCCL: gloo's, which moves no CUDA tensors."""
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -50,6 +50,6 @@ def test_round_trip_without_a_process_group(tmp_path: Path) -> None:
     assert_round_trip(tmp_path)
 
 
-@pytest.mark.usefixtures("nccl")
-def test_round_trip_in_an_nccl_group(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("control_group")
+def test_round_trip_beside_a_gloo_group(tmp_path: Path) -> None:
     assert_round_trip(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from paro.collectives import wire
 from paro.collectives.choice import Pieces
+from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
@@ -121,6 +122,18 @@ def lone_pipelining_rank(
     return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1))
 
 
+def lone_flat_rank(
+    config: LlamaConfig, strategy: Strategy, topology: Topology, precision: PrecisionConfig
+) -> LoneRank:
+    """The same with flat collectives."""
+    context = _context(strategy, topology, precision, "cpu")
+    groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
+    flat = FlatCollectives(groups, InlineStreams(), ByteCounter())
+    llama = _empty_llama(config, lambda _name: True)
+    nodes = make_unit_modules(llama, llama.units(), replace(context, collectives=flat))
+    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1))
+
+
 def lone_rotating_rank(
     config: LlamaConfig,
     strategy: Strategy,
@@ -179,7 +192,7 @@ def _empty_llama(config: LlamaConfig, is_trained: Callable[[str], bool]) -> Llam
 
 def _lone(config: LlamaConfig, model: DistributedModel) -> LoneRank:
     collectives = model.context.collectives
-    assert isinstance(collectives, (NativeCollectives, PipelinedCollectives))
+    assert isinstance(collectives, (NativeCollectives, PipelinedCollectives, FlatCollectives))
     return LoneRank(
         config=config,
         model=model,

@@ -8,11 +8,13 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
+from torch import Tensor
 
 from model.config import LlamaConfig
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.pipelined import PipelinedCollectives
+from paro.collectives.wire import Wire
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import GroupConfig
@@ -33,8 +35,9 @@ from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.rotation.ring import make_ring
 from paro.strategy import legal_letters, make_comm_plan, rotation_runs, spans_by_use
+from paro.topology import AxisSpan, Use
 from tests.paro.planning.cases import DEVICE, workload
-from tests.paro.planning.lone_rank import lone_pipelining_rank, silence
+from tests.paro.planning.lone_rank import lone_flat_rank, lone_pipelining_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
 BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
@@ -131,6 +134,33 @@ def test_the_pipeline_s_buffers_are_predicted(
     predicted = communication(text, ("ho-ring",), is_trained=is_trained)
     assert held == predicted.buffer_bytes
     assert (held > 0) is (text != "IIG")  # its collectives use one kind of links
+
+
+@pytest.mark.parametrize("text", ["GGG", "IIG", "NIG", "NNN", "2,4,8"])
+def test_buffers_that_flat_collectives_permute_are_predicted(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    permuted: dict[tuple[object, ...], int] = {}
+
+    def note(name: str) -> None:
+        original = getattr(Wire, name)
+
+        def noted(self: Wire, use: Use, run: AxisSpan, whole: Tensor, *more: Tensor) -> object:
+            permuted[use, run] = max(whole.nbytes, permuted.get((use, run), 0))
+            return original(self, use, run, whole, *more)
+
+        monkeypatch.setattr(Wire, name, noted)
+
+    note("all_gather")
+    note("reduce_scatter")
+    strategy, topology = on_ranks(text, world_size=8, group_size=4)
+    rank = lone_flat_rank(TINY, strategy, topology, BF16)
+    silence(monkeypatch)
+    for _ in range(2):
+        rank.step(2)
+    predicted = communication(text, ("flat",))
+    assert sum(permuted.values()) == predicted.buffer_bytes
+    assert (predicted.buffer_bytes > 0) is (text != "NNN")  # an all-reduce permutes nothing
 
 
 def test_figures_are_the_machine_file_s_or_published_ones() -> None:
