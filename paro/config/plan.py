@@ -25,7 +25,7 @@ from paro.planning.search.search_space import (
     legal_strategies,
 )
 from paro.planning.search.trainable import Trainable
-from paro.planning.survival import Survival, check_nodes, survival
+from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.quantities import count_text
 from paro.strategy import FLAG, Strategy, degrees_of
@@ -165,20 +165,43 @@ def check_survival(
 ) -> None:
     """`UserError` unless a strategy holds every state after the losses of --paro-survive.
 
-    It names the nearest degrees that do: those of params and grads change least, then the model
-    states of a rank take least.
+    It names the nearest degrees that do.
     """
     node = sharding.ranks_per_node
     check_nodes(sharding.survive, world_size, node)
-
-    def kept_by(strategy: Strategy) -> Survival:
-        return survival(strategy, world_size=world_size, ranks_per_node=node)
-
-    kept = kept_by(strategy)
+    kept = survival(strategy, world_size=world_size, ranks_per_node=node)
     if kept.nodes >= sharding.survive:
         return
-    rotates = sharding.materialize == "rotate"
-    group_size = sharding.group_size
+    advice = "no degrees hold it with --paro-materialize rotate: leave that out"
+    found = nearest_surviving(
+        sharding.survive, sharding, strategy, model, trainable, precision, world_size
+    )
+    if found is not None:
+        degrees, more = found
+        advice = (
+            f"the nearest that holds it is {FLAG} {degrees}, with {abs(more) / 1e6:,.2f} MB "
+            f"{'more' if more >= 0 else 'less'} of model states a rank"
+        )
+    raise UserError(
+        f"--paro-survive {sharding.survive}: under {FLAG} {strategy.name} {kept.describe()}; "
+        f"{advice}"
+    )
+
+
+def nearest_surviving(
+    survive: int,
+    sharding: ShardingConfig,
+    strategy: Strategy,
+    model: LlamaConfig,
+    trainable: Trainable,
+    precision: PrecisionConfig,
+    world_size: int,
+) -> tuple[str, int] | None:
+    """The nearest degrees that survive the loss of so many nodes, and their bytes more a rank.
+
+    Those of params and grads change least, then the model states of a rank take least.
+    """
+    group_size, rotates = sharding.group_size, sharding.materialize == "rotate"
 
     def state_bytes(strategy: Strategy) -> int:
         degree = strategy.params if rotates else 1
@@ -193,7 +216,8 @@ def check_survival(
         return sum(abs(math.log(ratio)) for ratio in ratios), state_bytes(other)
 
     def holds(other: Strategy) -> bool:
-        if kept_by(other).nodes < sharding.survive:
+        node = sharding.ranks_per_node
+        if survival(other, world_size=world_size, ranks_per_node=node).nodes < survive:
             return False
         return not rotates or not rotation_infeasible_reason(
             other, model, world_size=world_size, group_size=group_size
@@ -201,15 +225,7 @@ def check_survival(
 
     holding = filter(holds, legal_strategies(world_size, group_size))
     nearest = min(holding, key=distance, default=None)
-    advice = "no degrees hold it with --paro-materialize rotate: leave that out"
-    if nearest is not None:
-        degrees = ",".join(map(str, nearest.degrees))
-        more = (state_bytes(nearest) - state_bytes(strategy)) / 1e6
-        advice = (
-            f"the nearest that holds it is {FLAG} {degrees}, with {abs(more):,.2f} MB "
-            f"{'more' if more >= 0 else 'less'} of model states a rank"
-        )
-    raise UserError(
-        f"--paro-survive {sharding.survive}: under {FLAG} {strategy.name} {kept.describe()}; "
-        f"{advice}"
-    )
+    if nearest is None:
+        return None
+    more = state_bytes(nearest) - state_bytes(strategy)
+    return ",".join(map(str, nearest.degrees)), more

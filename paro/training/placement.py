@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
+from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
 from paro.planning.machine.choice import pieces_by
@@ -18,15 +19,15 @@ from paro.planning.memory.device import (
 )
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.rotating import rotating_peak
-from paro.planning.survival import survival
+from paro.planning.survival import Survival, survival
 from paro.planning.units import MicroBatch, activations_of, units_of
 from paro.precision import BYTES_OF
-from paro.quantities import ranks_text
+from paro.quantities import count_text, ranks_text, size_text
 from paro.report.memory import MemoryForecast
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
-from paro.strategy import Strategy, effective_letters, replicated
+from paro.strategy import FLAG, Strategy, effective_letters, replicated
 from paro.topology import make_topology
 from paro.training.step import Training
 
@@ -58,7 +59,34 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     copies = f"> copies: {kept.describe()}"
     if config.sharding.survive:
         copies += f", as --paro-survive {config.sharding.survive} demands"
-    return [title, *table, copies]
+    return [title, *table, copies, *_after_a_failure(config, kept, topology.world_size)]
+
+
+def _after_a_failure(config: RunConfig, kept: Survival, world_size: int) -> list[str]:
+    """A line about local copies: what recovers from memory, and what from a checkpoint."""
+    if config.local_copies_interval is None:
+        return []
+    load = config.checkpoint.load
+    otherwise = "starts again from nothing" if load is None else f"continues from --load {load}"
+    num_nodes = -(-world_size // config.sharding.ranks_per_node)
+    line = "> after a failure of ranks the run recovers from memory"
+    if kept.nodes:
+        line += f", also without {count_text(kept.nodes, 'node')} and its memory"
+        return [f"{line}; without more it {otherwise}"]
+    line += f"; after the loss of a node's memory it {otherwise}"
+    nearest = nearest_surviving(
+        1,
+        config.sharding,
+        config.strategy,
+        config.model,
+        config.trainable,
+        config.precision,
+        world_size,
+    )
+    if num_nodes > 1 and nearest is not None:
+        degrees, more = nearest
+        line += f" ({FLAG} {degrees} survives that, for {size_text(more)} more a rank)"
+    return [line]
 
 
 def measured_units(training: Training) -> tuple[UnitSize, ...]:

@@ -57,6 +57,12 @@ def check_recovers(root: Path, flags: str, survives: bool) -> None:
     run = root / "run"
     first = start(run, *words)
     assert "> local copies: every iteration" in first[0].printed
+    if survives:
+        assert "also without 1 node and its memory; without more it starts" in first[0].printed
+    else:
+        assert "after the loss of a node's memory it starts again from nothing (--paro-s" in (
+            first[0].printed
+        )
     # All processes have died; both nodes are there.
     second = start(run, *words)
     assert "recovered iteration 3 from local copies" in second[0].printed

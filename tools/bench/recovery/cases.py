@@ -104,6 +104,15 @@ CASES = (
         precision=1e-5,
     ),
     Case(
+        name="IIG",  # a lost node held what nobody else has
+        nodes=2,
+        ranks_per_node=4,
+        strategy="IIG",
+        own_flags="--non-persistent-ckpt-type local",
+        save_interval=5,
+        kinds={"rank": 8, "node": 6},
+    ),
+    Case(
         name="III, from disk",
         nodes=2,
         ranks_per_node=4,
