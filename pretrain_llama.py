@@ -138,7 +138,7 @@ def run(
 
     resumed = resume(config, training, copies, log)
     state = resumed.state or start_state(config)
-    loaded = None if resumed.from_copies else resumed.state
+    loaded = None if resumed.recovery is not None else resumed.state
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples for every checkpoint
     watchdog.begins("opening the data sets and the report", state.iteration)
@@ -152,6 +152,8 @@ def run(
         watchdog.open_heartbeat(config.watch)
         observers = (watchdog, *profilers_of(config, log, training))
     report, facts = start_report(config, training, state, claim, log, bytes_before)
+    if (recovery := resumed.recovery) is not None:
+        report.scalars(recovery.panel(), state.iteration, state.consumed_train_samples)
     order = order_record(config, datasets)
     if copies is not None:
         copies.begin(training, order, resumed.base)

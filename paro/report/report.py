@@ -185,6 +185,10 @@ class Report:
         self._dashboards.write(scalars, iteration=iteration, samples=samples)
         self._records.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
 
+    def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
+        """Writes values to the dashboards."""
+        self._dashboards.write(values, iteration=iteration, samples=samples)
+
     def memory(self, *, iteration: int) -> None:
         """Prints measured and predicted memory, on the first rank."""
         if self.forecast is not None:

@@ -30,7 +30,7 @@ from paro.errors import StorageError
 from paro.quantities import size_text
 from paro.report.log import Log
 from paro.training.resume import common_record, state_of
-from paro.training.resumed import Resumed
+from paro.training.resumed import Recovery, Resumed
 from paro.training.step import Training, TrainState
 
 # They are the launcher's, and may differ after a restart with fewer or more nodes.
@@ -74,14 +74,15 @@ class LocalCopies:
             training.optimizer.loaded(num_steps=int(found.common["num_optimizer_steps"]))
         training.exposure.take()  # waits while loading belong to no step
         self._has_older = True
+        seconds = time.monotonic() - begin
         self._log.log0(
             f"  recovered iteration {found.iteration} from local copies: "
             f"{size_text(found.own_node_bytes)} from the ranks' own nodes, "
-            f"{size_text(found.other_nodes_bytes)} from other nodes, in "
-            f"{time.monotonic() - begin:.2f} s"
+            f"{size_text(found.other_nodes_bytes)} from other nodes, in {seconds:.2f} s"
         )
         state = state_of(found.common, self._config, self._log, "local copies")
-        return Resumed(state, found.common["base"], from_copies=True)
+        recovery = Recovery(seconds, found.own_node_bytes, found.other_nodes_bytes)
+        return Resumed(state, found.common["base"], recovery)
 
     def begin(self, training: Training, order: Mapping[str, Any] | None, base: Base | None) -> None:
         """Prepares the files; raises `UserError` on all ranks unless their nodes have room."""

@@ -12,16 +12,32 @@ from paro.config.run import RunConfig
 from paro.training.step import TrainState
 
 
+class Recovery(NamedTuple):
+    """A recovery from local copies: its time, and the bytes of all ranks by their source."""
+
+    seconds: float
+    own_node_bytes: int
+    other_nodes_bytes: int
+
+    def panel(self) -> dict[str, float]:
+        """For dashboards."""
+        return {
+            "recovery/seconds": self.seconds,
+            "recovery/bytes-from-own-nodes": float(self.own_node_bytes),
+            "recovery/bytes-from-other-nodes": float(self.other_nodes_bytes),
+        }
+
+
 class Resumed(NamedTuple):
     """What a run begins with."""
 
     state: TrainState | None = None  # to continue from; None: iteration 0
     base: Base | None = None  # of the checkpoints to save; None: they are complete
-    from_copies: bool = False  # from local copies, not from --load
+    recovery: Recovery | None = None  # None: from --load
 
     def saved_iteration(self, config: RunConfig) -> int | None:
         """The iteration that was loaded from --save, and is not saved again."""
-        if self.state is None or self.from_copies or not config.checkpoint.continues:
+        if self.state is None or self.recovery is not None or not config.checkpoint.continues:
             return None
         return self.state.iteration
 

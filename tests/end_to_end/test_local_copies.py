@@ -12,6 +12,7 @@ import pytest
 
 from paro.checkpoint.local import folder
 from paro.strategy import legal_letters
+from tests.end_to_end.test_trackers import read_tensorboard
 from tests.end_to_end.test_training import RUN, Ended, mistake, read_metrics, run_main
 from tests.helpers.ranks import run_ranks
 
@@ -102,6 +103,7 @@ def test_nodes_leave_and_return_and_the_batches_stay_the_same(tmp_path: Path) ->
     flags = ["--paro-survive", "1", "--paro-elastic", "--paro-strategy", "1,1,2"]
     start(tmp_path / "straight", *flags, exits="100")
     run = tmp_path / "run"
+    flags += ["--tensorboard-dir", str(run / "board")]
     start(run, *flags)
     (lost,) = (run / "memory").glob("*-node0")
     shutil.rmtree(lost)
@@ -113,6 +115,9 @@ def test_nodes_leave_and_return_and_the_batches_stay_the_same(tmp_path: Path) ->
         strict=True,
     ):
         assert one == pytest.approx(other, rel=1e-5)
+    scalars = read_tensorboard(run / "board")
+    assert scalars["recovery/seconds"].keys() == {3, 6}
+    assert scalars["recovery/bytes-from-other-nodes"][6] > 0.0
 
 
 @pytest.mark.ranks
