@@ -31,6 +31,7 @@ from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.planning.step.trace import chrome_trace
 from paro.report.log import print_line
+from tools.planning.failures import as_fields, expected, failures_of, failures_table
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
     as_json,
@@ -54,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: Namespace) -> None:
     check_files(args)
-    report(args, case_of(args))
+    workload = case_of(args)
+    if args.mtbf_hours is not None:
+        failures_of(args, workload)  # its mistakes, before the plan takes time
+    report(args, workload)
 
 
 def check_files(args: Namespace) -> None:
@@ -78,12 +82,19 @@ def report(args: Namespace, workload: Workload) -> None:
     print_line(front_table(found), "")
     bought = purchases(workload, found)
     print_line("what more would buy:", *purchase_lines(bought))
+    failing: dict[str, object] | None = None
+    if args.mtbf_hours is not None:
+        failures = failures_of(args, workload)
+        expectation = expected(workload, found, failures)
+        print_line("", *failures_table(failures, expectation))
+        failing = as_fields(failures, expectation)
     curves = {}
     if args.scaling is not None:
         print_line("", "the best that fits at the same batch a rank:")
         curves = scaling(workload, find_machine(args.paro_machine), args.paro_group_size)
     if args.json is not None:
-        text = json.dumps(fields_of(workload, rows, found, bought, curves), indent=1)
+        fields = fields_of(workload, rows, found, bought, curves) | {"failures": failing}
+        text = json.dumps(fields, indent=1)
         write_text(args.json, text + "\n")
     if args.plot is not None:
         draw_front(args.plot, workload, rows, found)

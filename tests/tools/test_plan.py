@@ -36,7 +36,7 @@ def planned(tmp_path: Path, flags: str = CASE) -> dict[str, Any]:
 def test_rows_hold_every_letter_strategy_best_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fields = planned(tmp_path)
+    fields = planned(tmp_path, f"{CASE} --mtbf-hours 10")
     rows = fields["rows"]
     assert sorted(row["strategy"] for row in rows) == sorted(legal_letters())
     for one, other in pairwise(rows):
@@ -56,7 +56,14 @@ def test_rows_hold_every_letter_strategy_best_first(
     fastest = min(r["step_seconds"] for r in rows if r["fits"])
     assert fields["best"]["step_seconds"] <= fastest * (1 + TIE)
     assert {row["what"] for row in fields["more"]} >= {"memory x 2", "inter bandwidth x 2"}
+    failing = fields["failures"]
+    assert failing["num_nodes"] == 2
+    assert [row["recovers_from"] for row in failing["settings"]] == ["memory", "disk", "disk"]
+    speeds = [row["tokens_per_second"] for row in failing["settings"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] < fields["best"]["tokens_per_second"]
     out = capsys.readouterr().out
+    assert "a node fails every 10 hours, one of the 2 nodes every 5.0 hours; a checkpoint" in out
     assert "* NNN needs" in out
     assert "planner: chose" in out
     assert "what more would buy" in out
@@ -164,6 +171,9 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
             "--trainable 'some' is none of all, last-blocks:SHARE, names:",
         ),
         ("--device-memory-gb 0", "--device-memory-gb 0.0 must be positive"),
+        ("--mtbf-hours 0", "--mtbf-hours 0 must be positive"),
+        ("--mtbf-hours 9 --restart-seconds -1", "--restart-seconds -1 must be positive"),
+        ("--mtbf-hours 9 --storage-gb-per-second 0", "--storage-gb-per-second 0 must be positive"),
         ("--json nowhere/plan.json", "--json nowhere/plan.json cannot be written"),
         ("--seq-length 0", "--seq-length 0 must be at least 1"),
         ("--fp16", "--fp16 and --bf16 contradict each other"),

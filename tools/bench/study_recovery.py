@@ -71,13 +71,14 @@ class Disturbed:
     def _fail(self, kind: str) -> Failure | None:
         training, case, study = self.training, self.case, self.study
         load = os.getloadavg()[0]
-        num_seen, known = len(training.recoveries()), training.newest()
+        num_seen = len(training.recoveries())
         where = self._strike(kind)
         if where is None:
             return None
         struck = time.monotonic()
-        training.look()
-        known = max(known, training.newest())
+        # What the other ranks print before they end was computed before the failure.
+        training.wait_until(training.agents.none_is_left, _RECOVERY_SECONDS)
+        known = training.newest()
         before = len(training.seen)
         self._bring_back(kind, where)
         if not training.wait_until(lambda: training.newest() > known, _RECOVERY_SECONDS):
@@ -118,6 +119,7 @@ class Disturbed:
             time.sleep(self.draw.uniform(0.0, 2.0 * self.study.step_seconds[self.case.name]))
         if not training.agents.running():
             return None
+        training.agents.note_ranks()
         if what == "node":
             training.lose_node(node)
         elif what == "stop":

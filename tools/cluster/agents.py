@@ -43,6 +43,7 @@ class Agents:
         # Else the ranks meet at the store of the first agent, which may have been lost.
         self._env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._rendezvous = 0
+        self._noted: set[int] = set()
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
         (folder / "hosts").write_text(hosts_file(spec), encoding="utf-8")
 
@@ -105,6 +106,14 @@ class Agents:
                 if rank is not None:
                     found[rank] = pid
         return found
+
+    def note_ranks(self) -> None:
+        """Notes the ranks that run, for `none_is_left`."""
+        self._noted = set(self.ranks().values())
+
+    def none_is_left(self) -> bool:
+        """Whether all ranks that were noted have ended."""
+        return not self._noted & set(self.ranks().values())
 
     def lose(self, node: int) -> None:
         """Kills all processes of a node at once."""

@@ -66,6 +66,28 @@ def make_parser() -> Parser:
     add_lora_args(parser)
     add_recompute_args(parser)
     add_mixed_precision_args(parser)
+    add = parser.add_argument_group("failing nodes").add_argument
+    add(
+        "--mtbf-hours",
+        type=float,
+        metavar="HOURS",
+        help="also say what is expected to be trained if each node fails so often (mean time "
+        "between failures of one node), with recovery from disk and from memory",
+    )
+    add(
+        "--restart-seconds",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="from a failure until states are read: noticing it, starting, building; default 120",
+    )
+    add(
+        "--storage-gb-per-second",
+        type=float,
+        default=10.0,
+        metavar="GB",
+        help="at which checkpoints are written and read, by all ranks together; default 10",
+    )
     out = parser.add_argument_group("results").add_argument
     out("--json", type=Path, metavar="FILE", help="write rows, candidates and what was found")
     out("--plot", type=Path, metavar="FILE.png", help="draw memory against time")

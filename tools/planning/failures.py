@@ -1,0 +1,137 @@
+"""What settings of a plan are expected to train while nodes fail: from disk, and from memory."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from paro.errors import UserError
+from paro.planning.goodput import Failures, Goodput, from_disk, from_memory
+from paro.planning.machine.machine import Machine, Nic
+from paro.planning.search.planner import Estimate, Estimator, SearchResult, best_that_fits
+from paro.planning.search.search_space import SearchSpace, Workload
+from paro.precision import BYTES_OF
+from paro.quantities import count_text
+
+STATE_BYTES = 12  # of a trained parameter: master and moments
+_MOST_NODES = 2  # that the settings to compare may lose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A setting, how it recovers, and the tokens a second that remain of its speed."""
+
+    setting: str
+    survives: int
+    recovers_from: str
+    goodput: float
+    checkpoint_seconds: float | None  # of work between two checkpoints; None: none is needed
+    copy_steps: int | None  # --non-persistent-save-interval
+    tokens_per_second: float
+
+
+def failures_of(args: Namespace, workload: Workload) -> Failures:
+    """The failures of --mtbf-hours and its companions; a `UserError` names the flag to change."""
+    rate = args.storage_gb_per_second * 1e9
+    if not rate > 0.0:
+        raise UserError(f"--storage-gb-per-second {args.storage_gb_per_second:g} must be positive")
+    node = workload.ranks_per_node or workload.machine.group_size
+    units = Estimator(workload).units
+    frozen = sum(unit.frozen_numel for unit in units) * BYTES_OF[workload.precision.compute]
+    trained = sum(unit.trainable_numel for unit in units) * STATE_BYTES
+    return Failures(
+        num_nodes=-(-workload.world_size // node),
+        mtbf_hours=args.mtbf_hours,
+        restart_seconds=args.restart_seconds,
+        checkpoint_seconds=(frozen + trained) / rate,
+    )
+
+
+def expected(workload: Workload, found: SearchResult, failures: Failures) -> list[Expected]:
+    """The best setting of a plan, and the best of those that survive more nodes; best first."""
+    if found.best is None:
+        return []
+    settings = [found.best]
+    for survive in range(workload.survive + 1, min(_MOST_NODES, failures.num_nodes - 1) + 1):
+        # With the micro-batch size and recomputation of the best, as for what more would buy.
+        candidate = found.best.candidate
+        space = SearchSpace(
+            micro_batch_sizes=(candidate.micro_batch_size,),
+            collectives=(candidate.collective,),
+            recomputes=(candidate.recompute,),
+        )
+        best = best_that_fits(replace(workload, survive=survive), space)
+        if best is not None and all(best.candidate != other.candidate for other in settings):
+            settings.append(best)
+    rows = [row for setting in settings for row in _rows(workload, setting, failures)]
+    return sorted(rows, key=lambda row: -row.tokens_per_second)
+
+
+def _rows(workload: Workload, setting: Estimate, failures: Failures) -> list[Expected]:
+    survives = workload.survival(setting.candidate.strategy).nodes
+    found = {"disk": from_disk(failures)}
+    if survives:
+        found["memory"] = from_memory(
+            failures,
+            survives=survives,
+            step_seconds=setting.seconds,
+            transfer_seconds=_transfer_seconds(workload, setting),
+        )
+    return [_expected(setting, survives, name, goodput) for name, goodput in found.items()]
+
+
+def _expected(setting: Estimate, survives: int, name: str, goodput: Goodput) -> Expected:
+    seconds = goodput.checkpoint_seconds
+    return Expected(
+        setting=setting.candidate.describe(),
+        survives=survives,
+        recovers_from=name,
+        goodput=goodput.share,
+        checkpoint_seconds=None if math.isinf(seconds) else seconds,
+        copy_steps=goodput.copy_steps,
+        tokens_per_second=goodput.share * setting.tokens_per_second,
+    )
+
+
+def _transfer_seconds(workload: Workload, setting: Estimate) -> float:
+    """To send a new node its ranks' states, each over its share of the links between nodes."""
+    rate = _inter_bytes_per_second(workload.machine)
+    trained = sum(unit.trainable_numel for unit in Estimator(workload).units)
+    num_bytes = trained * STATE_BYTES / setting.candidate.strategy.optim
+    return 0.0 if rate is None else num_bytes / rate
+
+
+def _inter_bytes_per_second(machine: Machine) -> float | None:
+    """Of one rank; None if the machine has no such link."""
+    if machine.inter is None:
+        return None
+    ranks = machine.group_size if machine.nic is Nic.SHARED else 1
+    return machine.inter.bits_per_second / 8 / ranks
+
+
+def failures_table(failures: Failures, rows: Sequence[Expected]) -> list[str]:
+    """The lines of a plan about failures."""
+    takes = f"a checkpoint takes {failures.checkpoint_seconds:.1f} s"
+    lines = [f"{failures.describe()} hours; {takes}:"]
+    for row in rows:
+        seconds = row.checkpoint_seconds
+        saves = "no checkpoints" if seconds is None else f"checkpoints every {_time_text(seconds)}"
+        if row.copy_steps is not None:
+            saves = f"local copies every {count_text(row.copy_steps, 'step')}, {saves}"
+        lines.append(
+            f"{row.tokens_per_second:12,.0f} tokens/s, goodput {row.goodput:.2%}, from "
+            f"{row.recovers_from}: {row.setting}; {count_text(row.survives, 'node')} may be lost; "
+            f"{saves}"
+        )
+    return lines
+
+
+def _time_text(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
+
+
+def as_fields(failures: Failures, rows: Sequence[Expected]) -> dict[str, object]:
+    """The same for --json."""
+    return {**asdict(failures), "settings": [asdict(row) for row in rows]}
