@@ -32,7 +32,7 @@ QUICK = (
     ("Launch on a cluster", "Survive the loss of a node"),
     ("Compare runs",),
     ("Launch",),
-    ("Plan a run",),
+    ("Plan a run", "Is it worth it?"),
 )
 # Sections whose commands take minutes: `make verify` runs them.
 LONG = (

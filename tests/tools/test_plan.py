@@ -58,7 +58,7 @@ def test_rows_hold_every_letter_strategy_best_first(
     assert {row["what"] for row in fields["more"]} >= {"memory x 2", "inter bandwidth x 2"}
     failing = fields["failures"]
     assert failing["num_nodes"] == 2
-    assert [row["recovers_from"] for row in failing["settings"]] == ["memory", "disk", "disk"]
+    assert sorted(row["recovers_from"] for row in failing["settings"]) == ["disk", "disk", "memory"]
     speeds = [row["tokens_per_second"] for row in failing["settings"]]
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[0] < fields["best"]["tokens_per_second"]

@@ -66,6 +66,27 @@ def make_parser() -> Parser:
     add_lora_args(parser)
     add_recompute_args(parser)
     add_mixed_precision_args(parser)
+    add_failure_args(parser)
+    out = parser.add_argument_group("results").add_argument
+    out("--json", type=Path, metavar="FILE", help="write rows, candidates and what was found")
+    out("--plot", type=Path, metavar="FILE.png", help="draw memory against time")
+    out(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write the best setting's step for chrome://tracing or Perfetto",
+    )
+    out("--timeline", type=Path, metavar="FILE.png", help="draw the same")
+    out(
+        "--scaling",
+        type=Path,
+        metavar="FILE.png",
+        help="plan for 8 ranks and more, up to 16,384, at the same batch a rank, and draw it",
+    )
+    return parser  # fmt: skip
+
+
+def add_failure_args(parser: Parser) -> None:
     add = parser.add_argument_group("failing nodes").add_argument
     add(
         "--mtbf-hours",
@@ -88,23 +109,6 @@ def make_parser() -> Parser:
         metavar="GB",
         help="at which checkpoints are written and read, by all ranks together; default 10",
     )
-    out = parser.add_argument_group("results").add_argument
-    out("--json", type=Path, metavar="FILE", help="write rows, candidates and what was found")
-    out("--plot", type=Path, metavar="FILE.png", help="draw memory against time")
-    out(
-        "--trace",
-        type=Path,
-        metavar="FILE.json",
-        help="write the best setting's step for chrome://tracing or Perfetto",
-    )
-    out("--timeline", type=Path, metavar="FILE.png", help="draw the same")
-    out(
-        "--scaling",
-        type=Path,
-        metavar="FILE.png",
-        help="plan for 8 ranks and more, up to 16,384, at the same batch a rank, and draw it",
-    )
-    return parser  # fmt: skip
 
 
 def case_of(args: Namespace) -> Workload:
