@@ -22,9 +22,9 @@ from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 
 
-def formula(strategy: str, group_size: int) -> Sent:
-    """Bytes that all ranks of two groups send in a step."""
-    size = 2 * group_size
+def formula(strategy: str, group_size: int, nodes: int = 2) -> Sent:
+    """Bytes that all ranks send in a step; a group is a node."""
+    size = nodes * group_size
     letters, _, way = strategy.partition("+")
     words = f"{FLAGS} --paro-strategy {letters} --global-batch-size {2 * size}"
     world = World(size=size, ranks_per_node=group_size)
@@ -45,24 +45,28 @@ def check(
     folder: Path,
     *,
     group_size: int,
+    nodes: int = 2,
     printed: tuple[str, ...] = (),
-) -> None:
-    """Compares `collectives` with the formula; `printed` are gloo's own, which are only printed."""
+) -> dict[str, float]:
+    """Compares `collectives` with the formula; `printed` are gloo's own, which are only printed.
+
+    Returns the bytes of all NICs in a step, by strategy and collective.
+    """
     figures = folder / "bytes.json"
     script = ROOT / "tests/tools/cluster/nic_bytes.py"
-    spec = ClusterSpec(nodes=2, ranks_per_node=group_size, inter="1gbit", name="nic-bytes")
-    with cluster(spec) as two_nodes:
+    spec = ClusterSpec(nodes=nodes, ranks_per_node=group_size, inter="1gbit", name="nic-bytes")
+    with cluster(spec) as made:
         names = ",".join((*collectives, *printed))
-        words = [str(script), str(figures), ",".join(strategies), names]
-        assert run(two_nodes, words) == 0
+        words = [str(script), str(figures), "/".join(strategies), names]
+        assert run(made, words) == 0
     found = json.loads(figures.read_text(encoding="utf-8"))
     assert 1.0 < found["calibration"] < 1.10
     for strategy in strategies:
         for collective in printed:
             sent = found[f"{strategy} {collective}"]["nics"] / STEPS
-            ratio = sent / formula(strategy, group_size).inter
+            ratio = sent / formula(strategy, group_size, nodes).inter
             print(f"{strategy} {collective}: NICs {ratio:.4f} of the formula")
-        wanted = formula(strategy, group_size)
+        wanted = formula(strategy, group_size, nodes)
         for collective in collectives:
             row = found[f"{strategy} {collective}"]
             if collective in ("h-ring", "ho-ring"):
@@ -76,6 +80,7 @@ def check(
             print(f"{strategy} {collective}: NICs {ratio:.4f} of what was counted")
             assert ratio == pytest.approx(found["calibration"], rel=0.02), (strategy, collective)
             assert ratio < 1.10
+    return {name: row["nics"] / STEPS for name, row in found.items() if name[:5] != "calib"}
 
 
 @pytest.mark.root
@@ -92,3 +97,15 @@ def test_nics_count_what_the_formula_says_for_all(tmp_path: Path) -> None:
     ways = [f"{letters}+{way}" for letters in ("III", "IIG") for way in ("rotate", "in-place")]
     check(tuple(ways), ("ho-ring",), tmp_path, group_size=4)
     check(legal_letters(), ("ring", "ho-ring"), tmp_path, group_size=4, printed=("native", "flat"))
+
+
+@pytest.mark.verify
+@pytest.mark.root
+@pytest.mark.ranks
+def test_more_copies_of_optimizer_shards_send_not_one_byte_more(tmp_path: Path) -> None:
+    strategies = ("2,2,2", "2,2,4", "2,2,8")  # on 4, on 2 and on 1 of 4 nodes
+    nics = check(strategies, ("ho-ring",), tmp_path, group_size=2, nodes=4)
+    sent = {formula(strategy, 2, 4).inter for strategy in strategies}
+    assert len(sent) == 1
+    print({name: f"{size / sent.copy().pop():.4f} of the formula" for name, size in nics.items()})
+    assert max(nics.values()) / min(nics.values()) < 1.01

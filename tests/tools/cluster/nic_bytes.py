@@ -102,7 +102,7 @@ def main() -> None:
         "calibration": calibrate(control, size - 1, all_nics),
         "calibration_inside": calibrate(control, 1, all_loopbacks),
     }
-    for strategy in strategies.split(","):
+    for strategy in strategies.split("/"):
         for collective in collectives.split(","):
             found[f"{strategy} {collective}"] = measure(strategy, collective, control)
             if rank == 0:
