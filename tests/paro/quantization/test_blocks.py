@@ -1,0 +1,120 @@
+"""Codes of 4 and 8 bits: their bytes, their errors, the same bits always, and the transform."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paro.quantization import blocks
+from paro.quantization.blocks import decode, encode, hadamard
+from paro.quantization.formats import BlockFormat
+
+FORMATS = [BlockFormat(bits=bits, block=block) for bits in (4, 8) for block in (128, 2048)]
+SIZES = [1, 31, 32, 33, 127, 128, 2047, 2048, 2049, 5000]
+
+
+def encoded(values: Tensor, form: BlockFormat) -> Tensor:
+    out = torch.zeros(form.num_bytes(values.numel()), dtype=torch.uint8)
+    encode(values, form, out)
+    return out
+
+
+def decoded(octets: Tensor, form: BlockFormat, numel: int) -> Tensor:
+    whole = torch.full((numel,), torch.nan)
+    for place, values in decode(octets, form, numel):
+        whole[place] = values
+    return whole
+
+
+def values_of(numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+
+
+@pytest.mark.parametrize(
+    ("bits", "block", "numel", "num_bytes"),
+    [
+        (4, 2048, 1, 4 + 16),  # codes are padded to 32
+        (4, 2048, 2048, 4 + 1024),
+        (4, 2048, 2049, 8 + 1024 + 16),
+        (8, 2048, 2049, 8 + 2048 + 32),
+        (4, 128, 1280, 40 + 640),  # 4.25 bits an element
+    ],
+)
+def test_bytes_are_scales_and_codes(bits: int, block: int, numel: int, num_bytes: int) -> None:
+    assert BlockFormat(bits=bits, block=block).num_bytes(numel) == num_bytes
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_the_error_is_at_most_half_a_level_of_the_block(form: BlockFormat) -> None:
+    for numel in SIZES:
+        values = values_of(numel)
+        error = (decoded(encoded(values, form), form, numel) - values).abs()
+        for begin in range(0, numel, form.block):
+            level = float(values[begin : begin + form.block].abs().max()) / form.top
+            found = float(error[begin : begin + form.block].max())
+            assert found <= 0.5 * level * (1 + 1e-5), f"{found} for levels of {level}"
+            tail = numel - begin
+            assert tail < 100 or found > 0.3 * level, "there are more levels than asked for"
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_whole_levels_come_back_exactly_with_both_signs(form: BlockFormat) -> None:
+    levels = torch.arange(-form.top, form.top + 1, dtype=torch.float32) * 0.25
+    assert torch.equal(decoded(encoded(levels, form), form, levels.numel()), levels)
+    assert torch.equal(decoded(encoded(-levels, form), form, levels.numel()), -levels)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_zeros_and_the_smallest_numbers(form: BlockFormat) -> None:
+    for value in (0.0, 1e-45, 1e-44, 3e38):
+        values = torch.full((70,), value)
+        back = decoded(encoded(values, form), form, 70)
+        assert back.isfinite().all()
+        assert ((back - values).abs() <= values).all()
+    assert not decoded(encoded(torch.zeros(70), form), form, 70).any()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_chunks_and_threads_change_no_bit(
+    form: BlockFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = values_of(9001)
+    expected, threads = encoded(values, form), torch.get_num_threads()
+    monkeypatch.setattr(blocks, "_CHUNK", 2048)
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(encoded(values, form), expected)
+        in_chunks = decoded(expected, form, values.numel())
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.undo()
+    assert torch.equal(in_chunks, decoded(expected, form, values.numel()))
+
+
+def test_bf16_values_are_coded_in_float32() -> None:
+    form = FORMATS[0]
+    values = values_of(300).bfloat16()
+    assert torch.equal(encoded(values, form), encoded(values.float(), form))
+
+
+def test_the_transform_is_its_own_inverse_times_32_and_spreads_a_peak() -> None:
+    values = values_of(100)
+    twice = hadamard(hadamard(values))
+    assert twice.numel() == 128
+    assert torch.allclose(twice[:100] / 32, values, atol=1e-6)
+    assert not twice[100:].any() or float(twice[100:].abs().max()) < 1e-4
+    peak = torch.zeros(32)
+    peak[5] = 3.0
+    assert torch.equal(hadamard(peak).abs(), torch.full((32,), 3.0))
+    signs = torch.stack([hadamard(row) for row in torch.eye(32)])
+    assert torch.equal(signs @ signs.T, 32 * torch.eye(32))
+
+
+def test_the_transform_lowers_the_error_of_values_with_peaks() -> None:
+    form, values = BlockFormat(bits=4, block=128), values_of(4096)
+    values[::128] *= 30
+    plain = decoded(encoded(values, form), form, values.numel())
+    spread = decoded(encoded(hadamard(values), form), form, values.numel())
+    errors = [float((back - values).norm()) for back in (plain, hadamard(spread) / 32)]
+    assert errors[1] < 0.6 * errors[0], errors
