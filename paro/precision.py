@@ -5,17 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paro.errors import UserError
+from paro.quantization.formats import EXACT_BITS
 
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes by name; master parameters and Adam moments are always fp32."""
+    """Dtypes by name; master parameters and Adam moments are always fp32.
+
+    `inter_param_bits`: of updated parameters that cross groups once a step; below 16 differences
+    are sent as codes (paro/quantization/ranges.py).
+    """
 
     compute: str
     grad_reduce_in_bf16: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
+    inter_param_bits: int = EXACT_BITS
 
     def __post_init__(self) -> None:
         if self.compute not in BYTES_OF:
@@ -40,7 +46,10 @@ class PrecisionConfig:
 
     def describe(self) -> str:
         """One line that describes the dtypes, printed at the start of a run."""
-        return (
+        text = (
             f"params {self.compute}, gradients are sent as {self.wire} and accumulate in "
             f"{self.accumulate}, master parameters and moments fp32"
         )
+        if self.inter_param_bits != EXACT_BITS:
+            text += f", updates of params cross groups in {self.inter_param_bits} bits"
+        return text

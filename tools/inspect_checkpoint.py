@@ -157,9 +157,9 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def _state_of(entry: Entry) -> str:
-    """param, exp_avg or exp_avg_sq; other formats have only parameters."""
+    """param, exp_avg, exp_avg_sq or sent; other formats have only parameters."""
     state = entry.name.partition(".")[0]
-    return state if state in ("param", "exp_avg", "exp_avg_sq") else "param"
+    return state if state in ("param", "exp_avg", "exp_avg_sq", "sent") else "param"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,8 +1,10 @@
 """Maps flat shards to rectangles of named parameters, which a checkpoint stores.
 
 A state is one tensor of one parameter, named `param.<name>`, `exp_avg.<name>` or
-`exp_avg_sq.<name>`, with the parameter's shape. A checkpoint stores states and rectangles of them;
-it has no units, ranks or buffer offsets, so that any strategy and world size can load it.
+`exp_avg_sq.<name>`, with the parameter's shape; where updates are sent as codes also `sent.<name>`,
+the parameter as all ranks compute with it, in the compute dtype. A checkpoint stores states and
+rectangles of them; it has no units, ranks or buffer offsets, so that any strategy and world size
+can load it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from paro.checkpoint.planners import MISMATCH, BoxLoadPlanner, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
-from paro.sharding.buffers import FlatShard
+from paro.sharding.buffers import SENT, FlatShard
 
 State = TypeVar("State")
 
@@ -126,6 +126,11 @@ def _load_iteration(
         if not has_adapters(common, wanted.lora, directory):
             # Adapters keep their initial values; nothing else has moments.
             present = {n: state for n, state in _parameters(states).items() if not is_adapter(n)}
+        present = {
+            name: state
+            for name, state in present.items()
+            if not _is_sent(name) or name in metadata.state_dict_metadata
+        }
         if common.get("has_moments") is False and len(_parameters(present)) < len(present):
             raise UserError(
                 f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
@@ -149,10 +154,12 @@ def _load_iteration(
     with ranks.raise_on_all_ranks():
         for reader, plan, planner in reads:
             reader.read_data(plan, planner).wait()
-    new = states.keys() - present.keys()
-    for name in new - _parameters(states).keys():  # moments, maybe filled from a damaged one
-        for values in states[name].rectangles.values():
-            values.zero_()
+    for name in states.keys() - present.keys():
+        for corner, values in states[name].rectangles.items():
+            if _is_sent(name):  # the run that saved sent its parameters exactly
+                values.copy_(states[PARAM + name.removeprefix(SENT)].rectangles[corner])
+            elif name not in _parameters(states):  # moments, maybe filled from a damaged one
+                values.zero_()
     return common
 
 
@@ -172,7 +179,12 @@ def _planned(
 
 
 def _parameters(states: dict[str, State]) -> dict[str, State]:
-    return {name: state for name, state in states.items() if name.startswith(f"{PARAM}.")}
+    kinds = (f"{PARAM}.", f"{SENT}.")
+    return {name: state for name, state in states.items() if name.startswith(kinds)}
+
+
+def _is_sent(name: str) -> bool:
+    return name.startswith(f"{SENT}.")
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

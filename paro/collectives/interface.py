@@ -53,7 +53,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
-        """Queues local work after a reduction over `run`, on the comm stream of its last job."""
+        """Queues local work after a collective over `run`, on a comm stream of reductions."""
 
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""

@@ -34,6 +34,7 @@ from paro.config.checks import (
     check_trackers,
     flags_without_effect,
 )
+from paro.config.inter_bits import inter_bits_notices
 from paro.config.model import output_layer_notice, take_model
 from paro.config.plan import (
     AUTO,
@@ -112,13 +113,12 @@ class RunConfig:
         common = saved_common(checkpoint)
         if checkpoint.use_checkpoint_args:
             args, lines = _with_saved_args(args, common)
-            notices = (*notices, *lines)
+            notices += lines
         sharding, strategy, adapted = _take_sharding(args, world)
-        notices = (*notices, *adapted)
+        notices += adapted
         batches = _take_batches(args, world, checkpoint)
         train = _take_train(args, batches)
-        data = _take_data(args)
-        tokenizer = _take_tokenizer(args)
+        data, tokenizer = _take_data(args), _take_tokenizer(args)
         built = build_tokenizer(tokenizer)
         model, precision = take_model(args, built.vocab_size), _take_precision(args)
         trainable = Trainable.of_flag(args.trainable)
@@ -133,7 +133,8 @@ class RunConfig:
                 seq_length=data.seq_length, device=device,
             )  # fmt: skip
             strategy, reasons = choose_strategy(workload)
-            notices = (*notices, *reasons)
+            notices += tuple(reasons)
+        notices += inter_bits_notices(precision, sharding.group_size, strategy, world.size)
         config = cls(
             model=model,
             trainable=trainable,
@@ -298,7 +299,15 @@ def _take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
             )
     if train_iters < 1:
         raise UserError(f"--train-iters {train_iters} leaves nothing to train: give 1 or more")
-    return _take(TrainConfig, args, train_iters=train_iters)
+    warmup = args.paro_inter_bits_warmup_iters
+    if warmup is not None and warmup < 0:
+        raise UserError(f"--paro-inter-bits-warmup-iters {warmup} is negative; 0 is no warm-up")
+    return _take(
+        TrainConfig,
+        args,
+        train_iters=train_iters,
+        inter_bits_warmup_samples=None if warmup is None else batches.samples_after(warmup),
+    )
 
 
 def _take_schedule(
@@ -364,7 +373,9 @@ def _take_precision(args: Namespace) -> PrecisionConfig:
     if args.fp16 and args.bf16:
         raise UserError("--fp16 and --bf16 contradict each other: give one of them")
     compute = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
-    return _take(PrecisionConfig, args, compute=compute)
+    return _take(
+        PrecisionConfig, args, compute=compute, inter_param_bits=args.paro_inter_param_bits
+    )
 
 
 def _take_loss_scale(args: Namespace) -> LossScaleConfig:

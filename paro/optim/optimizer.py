@@ -19,7 +19,7 @@ from torch import Tensor
 from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import IMPLEMENTATIONS, AdamW, find_apex
-from paro.sharding.buffers import FlatShard
+from paro.sharding.buffers import SENT, FlatShard
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
 
@@ -85,7 +85,7 @@ class UnitOptimizer:
             if part.start < part.stop
         ]
 
-    def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
+    def update(self, *, lr: float, weight_decay: float, factor: float, exact_params: bool) -> None:
         """One AdamW step on the gradients times `factor`; queues the all-gather of the result."""
         grad = self.unit.optim_grad
         if factor != 1.0:
@@ -93,7 +93,10 @@ class UnitOptimizer:
         grad_fp32 = grad.float()
         for part, decays, adamw in self._adamws:
             adamw.step(grad_fp32[part], lr=lr, weight_decay=weight_decay if decays else 0.0)
-        self.write_params()
+        if self.unit.coded_update is None or exact_params:
+            self.write_params()
+        else:
+            self.unit.gather_differences(self.master)
 
     def set_num_steps(self, num_steps: int) -> None:
         """Sets the number of updates in the moments, for bias correction."""
@@ -177,8 +180,19 @@ class ParoOptimizer:
         )
 
     @torch.no_grad()
-    def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
-        """Updates with gradients times `unscale`, whose global norm is `grad_norm`, clipped."""
+    def step(
+        self,
+        *,
+        lr: float,
+        weight_decay: float,
+        grad_norm: float,
+        unscale: float,
+        exact_params: bool = False,
+    ) -> None:
+        """Updates with gradients times `unscale`, whose global norm is `grad_norm`, clipped.
+
+        With `exact_params` updated parameters are not sent as codes, whatever the flags say.
+        """
         assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
         factor = unscale
         if self.config.clip_grad > 0.0:
@@ -186,12 +200,18 @@ class ParoOptimizer:
         self.num_steps += 1
         with torch.profiler.record_function("paro/update"):
             for part in self._parts:
-                part.update(lr=lr, weight_decay=weight_decay, factor=factor)
+                part.update(
+                    lr=lr, weight_decay=weight_decay, factor=factor, exact_params=exact_params
+                )
 
     # Saving and loading #
 
     def flat_shards(self, *, frozen: bool = True) -> Iterator[FlatShard]:
-        """This rank's shards of all checkpointed state; `frozen` parameters have no master."""
+        """This rank's shards of all checkpointed state; `frozen` parameters have no master.
+
+        Where updates are sent as codes, the parameters as sent differ from the masters and are a
+        state of their own.
+        """
         context = self.model.context
         topology = context.topology
 
@@ -203,6 +223,9 @@ class ParoOptimizer:
         for part in self._parts:
             unit = part.unit
             states = {"param": part.master, "exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq}
+            if unit.coded_update is not None:
+                unit.wait_for_updated_params()
+                states[SENT] = unit.optim_param
             for state, values in states.items():
                 yield FlatShard(
                     layout=unit.layout,
@@ -229,7 +252,10 @@ class ParoOptimizer:
         self.num_steps = num_steps
         for part in self._parts:
             part.set_num_steps(num_steps)
-            part.write_params()
+            if part.unit.coded_update is None:
+                part.write_params()
+            else:  # loaded, and not the rounded masters
+                part.unit.gather_updated()
         self.model.wait_for_updated_params()
 
     # Memory #

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paro.distributed.byte_counter import Sent
-from paro.layout import Shape, make_layout, whole_box
+from paro.layout import Shape, UnitLayout, decays, make_layout, whole_box
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.quantization.ranges import RangeCodes, codes_of_updates
 from paro.strategy import Strategy, make_comm_plan, replicated
 from paro.topology import Axis, Link, Topology
 
@@ -38,6 +39,9 @@ class UnitSize:
     gathered_for_backward: bool = True  # in addition to its gather for forward
     reductions_per_micro_batch: int = 1
     replicated: bool = False  # params and grads are whole on every rank, under any strategy
+    # Of the trainable buffer: its equal slices, and matrices are before this element of each.
+    num_slices: int = 1
+    matrix_stop: int = 0
 
     @property
     def numel(self) -> int:
@@ -79,27 +83,35 @@ def size_units(
     for unit in units:
         for name in (unit.name, *unit.borrows):
             num_gathers[name] += 2 if in_backward[unit.name] else 1
-    return tuple(
-        UnitSize(
-            name=unit.name,
-            trainable_numel=_padded_numel(
-                {name: shape for name, shape in unit.shapes.items() if is_trained(name)}, world_size
-            ),
-            frozen_numel=_padded_numel(
-                {name: shape for name, shape in unit.shapes.items() if not is_trained(name)},
+
+    def size(unit: UnitShapes) -> UnitSize:
+        trainable, frozen = (
+            layout_of(
+                {name: shape for name, shape in unit.shapes.items() if is_trained(name) is trained},
                 world_size,
-            ),
+            )
+            for trained in (True, False)
+        )
+        return UnitSize(
+            name=unit.name,
+            trainable_numel=trainable.numel,
+            frozen_numel=frozen.numel,
             gathers_per_micro_batch=num_gathers[unit.name],
             borrows=unit.borrows,
             gathered_for_backward=in_backward[unit.name],
+            matrix_stop=trainable.decayed_stop,
         )
-        for unit in units
+
+    return tuple(map(size, units))
+
+
+def layout_of(shapes: Mapping[str, Shape], world_size: int) -> UnitLayout:
+    """The layout of a flat buffer of whole parameters."""
+    return make_layout(
+        [whole_box(name, shape) for name, shape in shapes.items()],
+        decayed=frozenset(name for name, shape in shapes.items() if decays(shape)),
+        world_size=world_size,
     )
-
-
-def _padded_numel(shapes: Mapping[str, Shape], world_size: int) -> int:
-    boxes = [whole_box(name, shape) for name, shape in shapes.items()]
-    return make_layout(boxes, decayed=frozenset(), world_size=world_size).numel
 
 
 def traffic_per_step(
@@ -118,7 +130,8 @@ def traffic_per_step(
     compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
     sent = dict.fromkeys(Link, 0)
     for unit in units:
-        plan = make_comm_plan(strategy_of(unit, strategy), topology)
+        own = strategy_of(unit, strategy)
+        plan = make_comm_plan(own, topology)
         gathered = unit.numel * unit.gathers_per_micro_batch * num_micro_batches
         trained = unit.trainable_numel
         reduced = trained * unit.reductions_per_micro_batch * num_micro_batches
@@ -127,11 +140,50 @@ def traffic_per_step(
             (plan.reduce, reduced * wire),
             (plan.step_reduce, trained * wire),
             (plan.replicas, 2 * trained * wire),  # two passes
-            (plan.gather_updated, trained * compute),
+            (plan.gather_updated, updated_bytes(unit, own, topology, precision)),
         ):
             for axis in span:
                 sent[axis.link] += _sent_along(axis, num_bytes)
     return Sent(sent[Link.INTRA], sent[Link.INTER])
+
+
+def updated_bytes(
+    unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
+) -> int:
+    """Bytes of the whole unit's updated parameters as they are sent."""
+    codes = codes_of(unit, strategy, topology, precision)
+    if codes is None:
+        return unit.trainable_numel * BYTES_OF[precision.compute]
+    return codes.range_bytes * strategy.optim
+
+
+def code_bytes(
+    strategy: Strategy, topology: Topology, units: Iterable[UnitSize], precision: PrecisionConfig
+) -> int:
+    """Bytes of a rank's buffers of encoded updates, which stay allocated."""
+    total = 0
+    for unit in units:
+        own = strategy_of(unit, strategy)
+        codes = codes_of(unit, own, topology, precision)
+        total += 0 if codes is None else codes.range_bytes * (own.optim // own.params)
+    return total
+
+
+def codes_of(
+    unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
+) -> RangeCodes | None:
+    """How a unit's updated parameters are encoded; None if they are sent exactly."""
+    if not unit.trainable_numel:
+        return None
+    return codes_of_updates(
+        bits=precision.inter_param_bits,
+        gather_updated=make_comm_plan(strategy, topology).gather_updated,
+        optim=strategy.optim,
+        numel=unit.trainable_numel,
+        num_slices=unit.num_slices,
+        matrix_stop=unit.matrix_stop,
+        exact_bytes=BYTES_OF[precision.compute],
+    )
 
 
 def strategy_of(unit: UnitSize, strategy: Strategy) -> Strategy:

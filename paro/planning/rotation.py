@@ -18,7 +18,7 @@ from model.config import (
     attention_norms,
     parameter_shapes,
 )
-from paro.layout import Shape, halves_of, make_layout, make_sliced_layout, whole_box
+from paro.layout import Shape, UnitLayout, halves_of, make_layout, make_sliced_layout, whole_box
 from paro.planning.cost_model import UnitSize
 from paro.strategy import FLAG, Strategy
 
@@ -99,13 +99,13 @@ def rotating_units_of(
         reductions[use.unit] = reductions.get(use.unit, 0) + 1
         uses[use.unit] = use
 
-    def numel(use: _Use, half: int | None, *, trained: bool) -> int:
+    def layout(use: _Use, half: int | None, *, trained: bool) -> UnitLayout:
         own: dict[str, Shape] = {n: shapes[n] for n in use.matrices if is_trained(n) is trained}
         if not own:
-            return 0
+            return UnitLayout((), 0, 0)
         return make_sliced_layout(
             own, cuts=use.matrices, number=degree, world_size=world_size, half=half
-        ).numel
+        )
 
     def halves(use: _Use) -> tuple[int | None, ...]:
         if not in_place:
@@ -117,10 +117,12 @@ def rotating_units_of(
         UnitSize(
             name=name if half is None else f"{name} {half + 1}/2",
             part=name,
-            trainable_numel=numel(use, half, trained=True),
-            frozen_numel=numel(use, half, trained=False),
+            trainable_numel=(trainable := layout(use, half, trained=True)).numel,
+            frozen_numel=layout(use, half, trained=False).numel,
             gathers_per_micro_batch=passes[name],
             reductions_per_micro_batch=reductions[name],
+            num_slices=trainable.num_slices,
+            matrix_stop=trainable.decayed_stop,
         )
         for name, use in uses.items()
         for half in halves(use)

@@ -17,11 +17,14 @@ from paro.quantization.formats import PAD, BlockFormat
 _CHUNK = 1 << 20  # elements; a multiple of every block
 
 
-def encode(values: Tensor, form: BlockFormat, out: Tensor) -> None:
-    """Writes the codes and scales of `values`, a 1-D tensor, to the bytes `out`."""
+def encode(values: Tensor, form: BlockFormat, out: Tensor, *, minus: Tensor | None = None) -> None:
+    """Writes the codes and scales of `values` - `minus`, 1-D tensors, to the bytes `out`."""
     scales, codes = _parts(out, form, values.numel())
     for begin, end in _chunks(values.numel()):
-        blocks = _in_blocks(values[begin:end].float(), form.block)
+        chunk = values[begin:end].float()
+        if minus is not None:
+            chunk = chunk - minus[begin:end].float()
+        blocks = _in_blocks(chunk, form.block)
         scale = blocks.abs().amax(1) / form.top
         scale = torch.where(scale == 0, 1.0, scale)  # all zero, or below what float32 can divide by
         first = begin // form.block

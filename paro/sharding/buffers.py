@@ -10,6 +10,8 @@ from torch import Tensor
 
 from paro.layout import UnitLayout
 
+SENT = "sent"  # the state of parameters as they were sent, where those differ from the masters
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatShard:
@@ -18,7 +20,7 @@ class FlatShard:
     layout: UnitLayout
     start: int  # index of values[0] in the unit's flat buffer
     values: Tensor  # 1-D
-    state: str  # "param", "exp_avg" or "exp_avg_sq"
+    state: str  # "param", "exp_avg", "exp_avg_sq" or SENT
     rank: int = 0
     replicas: Sequence[int] = (0,)  # the ranks that hold this range, including this one
 

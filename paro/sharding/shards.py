@@ -12,7 +12,10 @@ from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import UnitLayout
+from paro.quantization.formats import EXACT_BITS
+from paro.quantization.ranges import codes_of_updates
 from paro.sharding.buffers import Ledger
+from paro.sharding.coded_update import CodedUpdate
 from paro.strategy import CommPlan, Strategy
 from paro.topology import Topology
 
@@ -30,6 +33,7 @@ class ShardingContext:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     accumulate_dtype: torch.dtype
+    inter_param_bits: int = EXACT_BITS  # of updated parameters that cross groups
     ledger: Ledger
     exposure: Exposure
 
@@ -57,9 +61,23 @@ class UnitShards:
             dtype=context.accumulate_dtype,
             device=device,
         )
+        self.coded_update = self._coded_update() if trainable else None
         self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
         self._updated: Event = DONE
         self._reduced: Event = DONE
+
+    def _coded_update(self) -> CodedUpdate | None:
+        context, layout = self.context, self.layout
+        codes = codes_of_updates(
+            bits=context.inter_param_bits,
+            gather_updated=context.comm_plan.gather_updated,
+            optim=context.strategy.optim,
+            numel=layout.numel,
+            num_slices=layout.num_slices,
+            matrix_stop=layout.decayed_stop,
+            exact_bytes=context.compute_dtype.itemsize,
+        )
+        return None if codes is None else CodedUpdate(codes, self.param_shard, self.param_start)
 
     # Ranges #
 
@@ -100,6 +118,16 @@ class UnitShards:
             self._updated = self.context.collectives.all_gather(
                 self.param_shard, self.context.comm_plan.gather_updated
             )
+
+    def gather_differences(self, master: Tensor) -> None:
+        """Queues the same as codes of what the master has and the parameters do not have yet."""
+        coded, run = self.coded_update, self.context.comm_plan.gather_updated
+        assert coded is not None, f"{self.name} has no codes"
+        place = (self.optim_start - self.param_start) // master.numel()
+        coded.encode(master, self.optim_param, place)
+        with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
+            gathered = self.context.collectives.all_gather(coded.encoded, run)
+            self._updated = self.context.collectives.run_after(run, coded.apply, after=gathered)
 
     def wait_for_updated_params(self) -> None:
         self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)

@@ -128,6 +128,7 @@ def _spread(
         compute_dtype=TORCH_TYPES[config.precision.compute],
         reduce_dtype=TORCH_TYPES[config.precision.wire],
         accumulate_dtype=TORCH_TYPES[config.precision.accumulate],
+        inter_param_bits=config.precision.inter_param_bits,
         ledger=Ledger(),
         exposure=exposure,
     )
@@ -142,8 +143,7 @@ def _spread(
         traffic=traffic,
         group_config=None if is_planned else group_config,
     )
-    in_place = sharding.rotate_in_place
-    parts = cut_into_parts(model, model.units(), context, ring, in_place=in_place)
+    parts = cut_into_parts(model, model.units(), context, ring, in_place=sharding.rotate_in_place)
     return RotatedModel(model, parts, ring, timers)
 
 

@@ -8,7 +8,12 @@ from functools import partial
 
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
-from paro.planning.cost_model import UnitSize, describe_placement, model_state_bytes
+from paro.planning.cost_model import (
+    UnitSize,
+    code_bytes,
+    describe_placement,
+    model_state_bytes,
+)
 from paro.planning.machine.choice import pieces_by
 from paro.planning.memory.device import (
     Communication,
@@ -98,6 +103,8 @@ def measured_units(training: Training) -> tuple[UnitSize, ...]:
             frozen_numel=0 if unit.trainable else unit.layout.numel,
             gathers_per_micro_batch=0,  # only sizes are used here
             replicated=isinstance(training.model, RotatedModel) and isinstance(unit, ShardedUnit),
+            num_slices=unit.layout.num_slices,
+            matrix_stop=unit.layout.decayed_stop,
         )
         for unit in training.model.units
     )
@@ -149,28 +156,29 @@ def predict_peak(config: RunConfig, world_size: int, device_type: str) -> Device
     """The same before anything is built."""
     machine = config.sharding.machine
     overheads = Overheads.of(None if machine is None else machine.device, device_type)
-    communication = Communication()
-    if device_type == "cuda":
-        communication = _nccl_communication(config, world_size)
+    communication = _communication(config, world_size, device_type)
     snapshot = _peak_snapshot(config, world_size, device_type)
     return overheads.added_to(snapshot, communication)
 
 
-def _nccl_communication(config: RunConfig, world_size: int) -> Communication:
-    sharding = config.sharding
-    return nccl_communication(
-        config.strategy,
-        make_topology(
-            world_size=world_size,
-            group_size=sharding.group_size,
-            degrees=config.strategy.degrees,
-        ),
-        _units(config, world_size, config.trained),
-        config.precision,
-        algorithms_of(sharding.collective, sharding.machine),
-        pieces_by(sharding.machine),
-        rotates=sharding.materialize == "rotate",
+def _communication(config: RunConfig, world_size: int, device_type: str) -> Communication:
+    sharding, strategy = config.sharding, config.strategy
+    units = _units(config, world_size, config.trained)
+    topology = make_topology(
+        world_size=world_size, group_size=sharding.group_size, degrees=strategy.degrees
     )
+    found = Communication()
+    if device_type == "cuda":
+        found = nccl_communication(
+            strategy,
+            topology,
+            units,
+            config.precision,
+            algorithms_of(sharding.collective, sharding.machine),
+            pieces_by(sharding.machine),
+            rotates=sharding.materialize == "rotate",
+        )
+    return replace(found, code_bytes=code_bytes(strategy, topology, units, config.precision))
 
 
 def _peak_snapshot(config: RunConfig, world_size: int, device_type: str) -> MemorySnapshot:

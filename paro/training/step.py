@@ -245,6 +245,7 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
             weight_decay=training.schedule.weight_decay_at(state.scheduled_samples),
             grad_norm=grad_norm,
             unscale=unscale,
+            exact_params=_warms_up(training, state),
         )
 
 
@@ -263,6 +264,14 @@ def _drops_of(training: Training, step: int) -> Callable[[int, int], dict[str, A
         return {"drops": Drops(seed, step, tuple(range(first, first + size)))}
 
     return drops
+
+
+def _warms_up(training: Training, state: TrainState) -> bool:
+    """Whether nothing is sent as codes yet."""
+    samples = training.config.inter_bits_warmup_samples
+    if samples is None:
+        return state.scheduled_samples < training.schedule.config.lr_warmup_samples
+    return state.scheduled_samples < samples
 
 
 def _forward_backward(

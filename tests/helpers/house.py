@@ -26,6 +26,7 @@ PURE = (
     "paro.distributed.byte_counter",
     *("paro.optim.loss_scale", "paro.optim.lr_schedule", "paro.optim.step_checks"),
     "paro.planning",
+    *("paro.quantization.formats", "paro.quantization.ranges"),
     "model.config",
     "model.lora_config",
 )

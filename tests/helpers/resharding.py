@@ -41,16 +41,18 @@ class Setting:
     group_size: int
     strategy: str
     collective: str = "native"
+    more: str = ""  # flags
 
     def __str__(self) -> str:
         groups = f"{self.world_size // self.group_size}x{self.group_size}"
-        return f"{self.strategy} on {groups} by {self.collective}"
+        return f"{self.strategy} on {groups} by {self.collective}{self.more and ' '}{self.more}"
 
     def flags(self) -> list[str]:
         return [
             *FLAGS.split(),
             *("--paro-strategy", self.strategy, "--paro-group-size", str(self.group_size)),
             *("--paro-collective", self.collective),
+            *self.more.split(),
         ]
 
 

@@ -22,6 +22,7 @@ FLAT = "--paro-collective flat"
 AUTO = "AUTO"  # in flags: an algorithm chosen for every call
 FOLDER = "FOLDER"  # in flags: a folder of the ranks, made for the run
 SAVED = f"--save {FOLDER}"
+CODES = "--paro-inter-param-bits 4 --bf16 --hidden-size 60 --ffn-hidden-size 151 --vocab-size 211"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,10 @@ CAUGHT = {
     "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
+    "optim.optimizer ParoOptimizer.flat_shards: unit.wait_for_updated_params()": (
+        "IIG",
+        f"{CODES} {SAVED}",
+    ),
     "rotation.rotating_unit RotatingUnit._shift_in_place: exposure.wait(kind, moved)": (
         "IIG",
         IN_PLACE,
@@ -148,6 +153,7 @@ CAUGHT = {
     "self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)": ("IIG", ""),
     "sharding.shards UnitShards.wait_for_updated_params: "
     "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": ("IIG", ""),
+    "sharding.shards UnitShards.gather_differences: after=gathered": ("IIG", CODES),
     "sharding.shards UnitShards._sum_over_world: after=event": ("IIG", ""),
     "sharding.shards UnitShards._sum_over_world: after=event #2": ("IIG", ""),
     "sharding.shards UnitShards.wait_reduced: "

@@ -52,6 +52,7 @@ RENAMED = {
     **dict.fromkeys(("recompute_activations", "recompute_granularity"), "model.recompute"),
     **dict.fromkeys(("recompute_method", "recompute_modules"), "model.recompute"),
     "recompute_num_layers": "model.recompute",
+    "paro_inter_bits_warmup_iters": "train.inter_bits_warmup_samples",
     "use_distributed_optimizer": "strategy",
     "weight_decay": "schedule.start_weight_decay",
 }

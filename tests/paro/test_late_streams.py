@@ -34,6 +34,7 @@ from tests.helpers.waits import Wait, all_waits
 from tests.paro.late_mutations import (
     AUTO,
     CAUGHT,
+    CODES,
     ELSEWHERE,
     FOLDER,
     FULL,
@@ -48,7 +49,7 @@ from tests.paro.late_mutations import (
 SEEDS = (0, 1, 2)
 FEW = (
     ("IIG", SAVED),
-    ("NIG", f"--bf16 {FULL}"),
+    ("NIG", f"{CODES} {FULL}"),
     ("GGG", HO_RING),
     ("IIG", ROTATE),
     ("IIG", IN_PLACE),
@@ -58,6 +59,7 @@ MORE = (
     *("", "--bf16", "--bf16 --recompute-granularity selective", FULL),
     *(SAVED, f"{SAVED} --async-save", HO_RING, f"{HO_RING} --bf16 {FULL}"),
     *("--paro-collective flat", AUTO, ROTATE, IN_PLACE, f"{ROTATE} --bf16 {FULL}"),
+    *(CODES, f"{CODES} {SAVED} --async-save", f"{CODES} {HO_RING}", f"{CODES} {ROTATE}"),
 )
 algorithm_of = assembly._algorithm
 
@@ -78,8 +80,8 @@ def steps_and_evaluations(
     values.append(evaluate(training, source, 2))
     values.append(train_step(training, state, source))
     if config.checkpoint.save is not None:
-        check_replicas(training, iteration=3)
         save_run(config, training)
+        check_replicas(training, iteration=3)
     return values
 
 

@@ -32,7 +32,7 @@ from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import NCCL_COLLECTIVES, Op
 from paro.collectives.spans import has_both_links, needed_groups, parts_of
 from paro.layout import ALIGN
-from paro.planning.cost_model import UnitSize, strategy_of
+from paro.planning.cost_model import UnitSize, codes_of, strategy_of, updated_bytes
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.memory.gathering import MemorySnapshot
 from paro.precision import BYTES_OF, PrecisionConfig
@@ -50,6 +50,7 @@ class DeviceMemory:
 
     allocations: MemorySnapshot
     buffers: int = 0
+    codes: int = 0
     fragmentation: int = 0
     communicators: int = 0
     context: int = 0
@@ -62,7 +63,7 @@ class DeviceMemory:
     @property
     def allocated(self) -> int:
         """What the rank's tensors take at most."""
-        return self.allocations.total + self.buffers
+        return self.allocations.total + self.buffers + self.codes
 
     @property
     def reserved(self) -> int:
@@ -78,6 +79,7 @@ class DeviceMemory:
         return {
             **self.allocations.parts(),
             "buffers of collectives": self.buffers,
+            "codes of updates": self.codes,
             "fragmentation": self.fragmentation,
             "communicators": self.communicators,
             "context": self.context,
@@ -94,10 +96,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """Of one strategy and algorithms: the process groups of a rank, and their buffers."""
+    """Of one strategy and algorithms: the process groups of a rank, and their buffers.
+
+    Those of collectives, and those of updates that are sent as codes.
+    """
 
     num_groups: int = 0
     buffer_bytes: int = 0
+    code_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +129,11 @@ class Overheads:
         )
 
     def added_to(self, allocations: MemorySnapshot, communication: Communication) -> DeviceMemory:
-        allocated = allocations.total + communication.buffer_bytes
+        allocated = allocations.total + communication.buffer_bytes + communication.code_bytes
         return DeviceMemory(
             allocations=allocations,
             buffers=communication.buffer_bytes,
+            codes=communication.code_bytes,
             fragmentation=round(self.fragmentation * allocated),
             communicators=communication.num_groups * self.communicator_bytes,
             context=self.context_bytes,
@@ -196,15 +203,20 @@ def _collectives(
 ) -> Iterator[_Collective]:
     """Every collective of the units' flat buffers, those of units of equal size once."""
     compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
-    kinds = {(unit.trainable_numel, unit.frozen_numel, unit.replicated): unit for unit in units}
+    kinds = {
+        (unit.trainable_numel, unit.frozen_numel, unit.matrix_stop, unit.replicated): unit
+        for unit in units
+    }
     for unit in kinds.values():
         own = strategy_of(unit, strategy)
         plan, numel = make_comm_plan(own, topology), unit.trainable_numel
-        reduced, updated = numel // own.grads * wire, numel // own.params * compute
+        reduced = numel // own.grads * wire
+        updated = updated_bytes(unit, own, topology, precision) // own.params
+        has_codes = codes_of(unit, own, topology, precision) is not None
         if not rotates:
             for gathered in (numel, unit.frozen_numel):
                 yield Use.GATHER, Op.ALL_GATHER, plan.gather, gathered * compute, compute
             yield Use.REDUCE, Op.REDUCE_SCATTER, plan.reduce, numel * wire, wire
         yield Use.REDUCE, Op.REDUCE_SCATTER, plan.step_reduce, reduced, wire
         yield Use.REDUCE, Op.ALL_REDUCE, plan.replicas, numel // own.optim * wire, wire
-        yield Use.GATHER, Op.ALL_GATHER, plan.gather_updated, updated, compute
+        yield Use.GATHER, Op.ALL_GATHER, plan.gather_updated, updated, 1 if has_codes else compute

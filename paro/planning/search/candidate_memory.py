@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from paro.planning.cost_model import UnitSize
+from paro.planning.cost_model import UnitSize, code_bytes
 from paro.planning.machine.choice import pieces_by
 from paro.planning.memory.device import (
     Communication,
@@ -65,22 +66,25 @@ class CandidateMemory:
         return self._peaks[key].of(candidate.strategy)
 
     def _communication_of(self, candidate: Candidate, units: Sequence[UnitSize]) -> Communication:
-        workload, rotates = self._workload, candidate.materialize.rotates
-        if workload.device_type != "cuda":
-            return Communication()
-        key = (candidate.strategy.degrees, candidate.collective, rotates)
+        workload, strategy = self._workload, candidate.strategy
+        key = (strategy.degrees, candidate.collective, candidate.materialize)
         if key not in self._communication:
-            self._communication[key] = nccl_communication(
-                candidate.strategy,
-                make_topology(
-                    world_size=workload.world_size,
-                    group_size=workload.group_size,
-                    degrees=candidate.strategy.degrees,
-                ),
-                units,
-                workload.precision,
-                algorithms_of(candidate.collective, workload.machine),
-                self._pieces,
-                rotates=rotates,
+            topology = make_topology(
+                world_size=workload.world_size,
+                group_size=workload.group_size,
+                degrees=strategy.degrees,
             )
+            found = Communication()
+            if workload.device_type == "cuda":
+                found = nccl_communication(
+                    strategy,
+                    topology,
+                    units,
+                    workload.precision,
+                    algorithms_of(candidate.collective, workload.machine),
+                    self._pieces,
+                    rotates=candidate.materialize.rotates,
+                )
+            codes = code_bytes(strategy, topology, units, workload.precision)
+            self._communication[key] = replace(found, code_bytes=codes)
         return self._communication[key]

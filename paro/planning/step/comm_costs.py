@@ -9,14 +9,20 @@ from functools import cached_property
 from math import fsum
 
 from paro.collectives.schedule import Op
-from paro.planning.cost_model import UnitSize, strategy_of
+from paro.planning.cost_model import UnitSize, codes_of, strategy_of, updated_bytes
 from paro.planning.machine.collective_time import CollectiveTimes, Phase
 from paro.planning.machine.machine import Machine
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy, make_comm_plan
 from paro.topology import AxisSpan, Topology, make_topology
 
-CostKey = tuple[int, int, bool]  # a unit's trained and frozen elements; whether it is replicated
+# A unit's trained and frozen elements, those of matrices, and whether it is replicated.
+CostKey = tuple[int, int, int, bool]
+
+# Memory traffic of an element's codes, counted in paro/quantization/blocks.py: what every operation
+# reads and writes.
+_ENCODED_BYTES = 70
+_DECODED_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,8 @@ class UnitCommCosts:
     gather_updated: tuple[Phase, ...] = ()
     accumulated_bytes: int = 0  # read and written after every reduction, in its comm stream
     converted_bytes: int = 0  # read and written to change dtype around the last reductions
+    encoded_bytes: int = 0  # read and written to encode updated parameters
+    decoded_bytes: int = 0  # the same to decode them, in a comm stream of reductions
     trainable: bool = False
 
 
@@ -123,7 +131,8 @@ class CommCosts:
             converted = 0
             if wire != accumulate and (plan.step_reduce or plan.replicas):  # before and after
                 converted = (numel // grads + numel // optim) * (wire + accumulate)
-            updated = numel // params * compute
+            updated = updated_bytes(unit, strategy, self.topology, self.precision) // params
+            codes = codes_of(unit, strategy, self.topology, self.precision)
             yield UnitCommCosts(
                 trainable=True,
                 gather=self._per_micro_batch(Op.ALL_GATHER, plan.gather, numel * compute),
@@ -133,6 +142,8 @@ class CommCosts:
                 gather_updated=phases(Op.ALL_GATHER, plan.gather_updated, updated),
                 accumulated_bytes=added if grads > 1 and not self.rotates else 0,
                 converted_bytes=converted,
+                encoded_bytes=0 if codes is None else numel // optim * _ENCODED_BYTES,
+                decoded_bytes=0 if codes is None else numel // params * _DECODED_BYTES,
             )
         if unit.frozen_numel:
             frozen = unit.frozen_numel * compute
@@ -146,7 +157,7 @@ class CommCosts:
 
 
 def kind_of(unit: UnitSize) -> CostKey:
-    return unit.trainable_numel, unit.frozen_numel, unit.replicated
+    return unit.trainable_numel, unit.frozen_numel, unit.matrix_stop, unit.replicated
 
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:

@@ -58,10 +58,16 @@ class StepThread:
     def _update(self) -> Program:
         for unit in self.costs.comm_costs.units:
             seconds = self.costs.update_seconds(unit.trainable_numel)
+            for buffer in self.buffers[unit.name]:
+                seconds += self.costs.computing.memory_seconds(buffer.costs.encoded_bytes)
             yield self._compute(seconds, f"update {unit.name}", "update")
             for buffer in self.buffers[unit.name]:
                 phases = buffer.costs.gather_updated
-                buffer.updated = self._queue("gather", "publish", f"publish {buffer.name}", phases)
+                works = self._queue("gather", "publish", f"publish {buffer.name}", phases)
+                if buffer.costs.decoded_bytes:
+                    name, stream = f"decode {buffer.name}", phases[0][0].stream
+                    works = self._copy(name, stream, buffer.costs.decoded_bytes, works)
+                buffer.updated = works
                 yield from self._wait_unless_overlapped(buffer.updated)
 
     def _finish_gradients(self) -> Program:

@@ -1,0 +1,77 @@
+"""Which elements of a unit's updated parameters are sent as codes, and in how many bytes."""
+
+# [Note: differences of parameters]
+# Between groups the owner of an optimizer range sends codes of D = master - float(p), where p is
+# the copy in the compute dtype that every holder has. Every holder, the owner too, sets
+# p = float(p) + code x scale, rounded to the compute dtype. What the codes lose stays in
+# master - p and is part of the next D: error feedback that needs no memory. A range is sent as
+#
+#   scales   float32, one for every block of its matrices' elements
+#   codes    of its matrices' elements, padded to 32
+#   exact    its other elements, as the compute dtype: norms, biases, padding
+#   padding  to the longest range of the unit, since shards of an all-gather have equal sizes
+#
+# A range with less than one block of matrices is sent exactly.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paro.quantization.formats import EXACT_BITS, BlockFormat
+from paro.topology import AxisSpan, Link
+
+_BLOCK = 2048
+_ALIGN = 16  # bytes: encoded ranges begin at multiples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeCodes:
+    """How the optimizer ranges of a unit are sent; all have `range_bytes`."""
+
+    form: BlockFormat
+    numel: int  # elements of a range
+    slice_numel: int  # elements of a slice of the unit's flat buffer, usually all
+    matrix_stop: int  # matrices are before this element of every slice
+    exact_bytes: int  # of an element that has no code
+
+    def num_coded(self, start: int) -> int:
+        """How many of the first elements of the range at `start` have codes."""
+        matrices = min(max(self.matrix_stop - start % self.slice_numel, 0), self.numel)
+        return matrices if matrices >= self.form.block else 0
+
+    @property
+    def range_bytes(self) -> int:
+        """The bytes of the longest range: the first, the one where matrices end, or the last."""
+        starts = {0, self.matrix_stop // self.numel * self.numel, self.slice_numel - self.numel}
+        longest = max(self._num_bytes(start) for start in starts if start < self.slice_numel)
+        return -(-longest // _ALIGN) * _ALIGN
+
+    def _num_bytes(self, start: int) -> int:
+        coded = self.num_coded(start)
+        return self.form.num_bytes(coded) + (self.numel - coded) * self.exact_bytes
+
+
+def codes_of_updates(
+    *,
+    bits: int,
+    gather_updated: AxisSpan,
+    optim: int,
+    numel: int,
+    num_slices: int,
+    matrix_stop: int,
+    exact_bytes: int,
+) -> RangeCodes | None:
+    """The codes of a unit's updated parameters; None if they are sent exactly.
+
+    That is so if `bits` says it, if their all-gather crosses no group, or if codes save nothing.
+    """
+    if bits == EXACT_BITS or not any(axis.link is Link.INTER for axis in gather_updated):
+        return None
+    codes = RangeCodes(
+        form=BlockFormat(bits=bits, block=_BLOCK),
+        numel=numel // optim,
+        slice_numel=numel // num_slices,
+        matrix_stop=matrix_stop,
+        exact_bytes=exact_bytes,
+    )
+    return codes if codes.range_bytes < codes.numel * exact_bytes else None

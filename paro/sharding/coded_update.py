@@ -1,0 +1,56 @@
+"""Updated parameters of a unit as codes of their differences (Note: differences of parameters)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paro.quantization.blocks import decode, encode
+from paro.quantization.ranges import RangeCodes
+
+
+class CodedUpdate:
+    """The encoded optimizer ranges of a parameter shard, and their buffer, which stays allocated.
+
+    `encode` writes this rank's range; after the all-gather of `encoded`, `apply` changes the shard.
+    """
+
+    def __init__(self, codes: RangeCodes, param_shard: Tensor, start: int) -> None:
+        self._codes = codes
+        self._param_shard = param_shard
+        self._start = start  # of the shard in the unit's flat buffer
+        num_ranges = param_shard.numel() // codes.numel
+        self.encoded = torch.zeros(
+            num_ranges * codes.range_bytes, dtype=torch.uint8, device=param_shard.device
+        )
+
+    def encode(self, master: Tensor, param: Tensor, place: int) -> None:
+        """Encodes the difference between the master and the parameters of range `place`."""
+        codes, exact = self._parts(place)
+        coded = self._codes.num_coded(self._range_start(place))
+        encode(master[:coded], self._codes.form, codes, minus=param[:coded])
+        exact.copy_(master[coded:])
+
+    def apply(self) -> None:
+        """Adds the decoded differences of all ranges to the parameters."""
+        ranges = self._param_shard.view(-1, self._codes.numel)
+        for place, param in enumerate(ranges):
+            codes, exact = self._parts(place)
+            coded = self._codes.num_coded(self._range_start(place))
+            for part, difference in decode(codes, self._codes.form, coded):
+                own = param[:coded][part]
+                own.copy_(own.float() + difference)
+            param[coded:] = exact
+
+    def _range_start(self, place: int) -> int:
+        return self._start + place * self._codes.numel
+
+    def _parts(self, place: int) -> tuple[Tensor, Tensor]:
+        """The bytes of scales and codes of a range, and its exact elements."""
+        codes, size = self._codes, self._codes.range_bytes
+        whole = self.encoded[place * size : (place + 1) * size]
+        coded = codes.num_coded(self._range_start(place))
+        cut = codes.form.num_bytes(coded)
+        dtype = self._param_shard.dtype
+        stop = cut + (codes.numel - coded) * dtype.itemsize
+        return whole[:cut], whole[cut:stop].view(dtype)

@@ -1,0 +1,140 @@
+"""Runs whose updated parameters are sent as codes, recorded, and the arithmetic they must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paro.sharding.shards import UnitShards
+from paro.training.replicas import check_replicas
+from paro.training.step import Training
+from tests.helpers.training import TINY, Trained, train
+
+# Ranges of some blocks of codes on 8 ranks, and odd sizes, so that they end within parameters.
+SIZES = "--hidden-size 60 --ffn-hidden-size 151 --vocab-size 211 --num-layers 2 --bf16"
+FLAGS = f"{TINY} {SIZES} --train-iters 3 --global-batch-size 24"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update of one unit on one rank: its shards and where they are in the flat buffer."""
+
+    before: Tensor
+    after: Tensor
+    param_start: int
+    master: Tensor
+    optim_start: int
+    numel: int
+    slice_numel: int
+    matrix_stop: int
+    coded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A run on one rank: for every step the updates of all units by name."""
+
+    trained: Trained
+    steps: list[dict[str, Update]]
+
+
+def record(flags: str, group_size: int) -> Recorded:
+    """Trains on all ranks; after every update replicas must be equal."""
+    steps: list[dict[str, Update]] = []
+
+    def before(training: Training) -> None:
+        original = training.optimizer.step
+
+        def step(**arguments: float) -> None:
+            parts = training.optimizer._parts
+            old = [part.unit.param_shard.clone() for part in parts]
+            original(**arguments)
+            training.model.wait_for_updated_params()
+            check_replicas(training, iteration=len(steps))
+            steps.append(
+                {
+                    part.unit.name: _update(part.unit, param, part.master)
+                    for part, param in zip(parts, old, strict=True)
+                }
+            )
+
+        training.optimizer.step = step  # type: ignore[method-assign,assignment]
+
+    return Recorded(train(flags, group_size=group_size, before=before), steps)
+
+
+def record_all(runs: Sequence[str], group_size: int) -> list[Recorded]:
+    return [record(flags, group_size) for flags in runs]
+
+
+def _update(unit: UnitShards, before: Tensor, master: Tensor) -> Update:
+    layout = unit.layout
+    return Update(
+        before=before,
+        after=unit.param_shard.clone(),
+        param_start=unit.param_start,
+        master=master.clone(),
+        optim_start=unit.optim_start,
+        numel=layout.numel,
+        slice_numel=layout.numel // layout.num_slices,
+        matrix_stop=layout.decayed_stop,
+        coded=unit.coded_update is not None,
+    )
+
+
+def expected(updates: Sequence[Update], bits: int | None) -> Tensor:
+    """The whole parameters of a unit after an update, from all ranks' parameters and masters.
+
+    Block by block, as the note in paro/quantization/ranges.py says it; None: exactly.
+    """
+    first = updates[0]
+    params = torch.full((first.numel,), torch.nan, dtype=first.before.dtype)
+    masters = torch.full((first.numel,), torch.nan)
+    for update in updates:
+        _fill(params, update.param_start, update.before)
+        _fill(masters, update.optim_start, update.master)
+    if bits is None:
+        return masters.to(params.dtype)
+    top, size = 2 ** (bits - 1) - 1, first.master.numel()
+    result = masters.to(params.dtype)
+    for start in range(0, first.numel, size):
+        matrices = min(max(first.matrix_stop - start % first.slice_numel, 0), size)
+        for begin in range(start, start + matrices, 2048) if matrices >= 2048 else ():
+            block = slice(begin, min(begin + 2048, start + matrices))
+            old = params[block].float()
+            difference = masters[block] - old
+            scale = difference.abs().max() / top
+            if scale > 0:
+                codes = (difference / scale).round().clamp(-top, top)
+                result[block] = (old + codes * scale).to(params.dtype)
+            else:
+                result[block] = params[block]
+    return result
+
+
+def _fill(whole: Tensor, start: int, values: Tensor) -> None:
+    there = whole[start : start + values.numel()]
+    assert (there.isnan() | (there == values)).all(), "replicas differ"
+    there.copy_(values)
+
+
+def check_updates(recorded: Sequence[Recorded], bits: int | None, *, first: int = 0) -> int:
+    """Compares every unit of every rank bit for bit; returns how many updates were sent as codes.
+
+    Before step `first` everything must be sent exactly.
+    """
+    num_coded = 0
+    for step in range(len(recorded[0].steps)):
+        for name, one in recorded[0].steps[step].items():
+            updates = [rank.steps[step][name] for rank in recorded]
+            as_codes = bits if one.coded and step >= first else None
+            wanted = expected(updates, as_codes)
+            num_coded += as_codes is not None
+            for rank, update in enumerate(updates):
+                start = update.param_start
+                own = wanted[start : start + update.after.numel()]
+                assert torch.equal(update.after, own), f"{name} on rank {rank} in step {step}"
+    return num_coded

@@ -1,0 +1,229 @@
+"""Updated parameters as codes: the same bits on every holder, exact bytes, and what is left out."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.errors import UserError
+from paro.quantization.formats import BlockFormat
+from paro.quantization.ranges import RangeCodes
+from paro.sharding.coded_update import CodedUpdate
+from paro.strategy import legal_letters
+from paro.training.dry_run import plan_run
+from tests.helpers.ranks import run_ranks
+from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on, whole_states
+from tests.paro.sharding.coded_runs import FLAGS, SIZES, Recorded, check_updates, record_all
+from tests.paro.test_parity import assert_formulas
+
+FOUR = "--paro-inter-param-bits 4"
+
+
+def codes(numel: int, matrix_stop: int, *, bits: int = 4, ranges: int = 1) -> RangeCodes:
+    return RangeCodes(
+        form=BlockFormat(bits=bits, block=2048),
+        numel=numel,
+        slice_numel=numel * ranges,
+        matrix_stop=matrix_stop,
+        exact_bytes=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "num_bytes"),
+    [
+        (codes(4096, 4096), 8 + 2048 + 8),  # a multiple of 16
+        (codes(4096, 4096, bits=8), 8 + 4096 + 8),
+        (codes(4096, 4000), 8 + 2000 + 2 * 96 + 8),
+        (codes(4096, 2047), 2 * 4096),  # less than a block of matrices: all exact
+        (codes(4096, 3 * 4096 + 2048, ranges=4), 4 + 1024 + 2 * 2048 + 12),  # the last is longest
+        (codes(4096, 3 * 4096, ranges=4), 2 * 4096),  # the last has no matrices
+    ],
+)
+def test_the_bytes_of_the_longest_range(found: RangeCodes, num_bytes: int) -> None:
+    assert found.range_bytes == num_bytes
+
+
+def test_what_is_not_sent_is_sent_later() -> None:
+    """The parameters follow masters that stop changing, to within bf16's own rounding."""
+    made, generator = codes(5000, 4900), torch.Generator().manual_seed(3)
+    master = torch.randn(5000, generator=generator)
+    param = torch.zeros(5000, dtype=torch.bfloat16)
+    update = CodedUpdate(made, param, start=0)
+    left = [float(master.norm())]
+    for _ in range(6):
+        update.encode(master, param, 0)
+        update.apply()
+        left.append(float((master - param.float())[:4900].norm()))
+        assert torch.equal(param[4900:], master[4900:].bfloat16())
+    assert left[1] < 0.2 * left[0]
+    assert left[-1] < 1.5 * float((master - master.bfloat16().float()).norm())
+
+
+def runs(strategies: list[tuple[str, int, str]], micro_batch: int) -> list[str]:
+    """The flags of runs, each a strategy, bits and more flags."""
+    return [
+        f"{FLAGS} --micro-batch-size {micro_batch} --paro-strategy {strategy} "
+        f"--paro-inter-param-bits {bits} {more}"
+        for strategy, bits, more in strategies
+    ]
+
+
+def by_run(everyone: list[list[Recorded]]) -> list[list[Recorded]]:
+    return [list(run) for run in zip(*everyone, strict=True)]
+
+
+@pytest.mark.ranks
+def test_every_holder_has_the_bits_of_the_arithmetic() -> None:
+    warm = "--paro-inter-bits-warmup-iters 2"
+    cases = [
+        ("IIG", 4, ""),
+        ("NNG", 8, "--paro-collective ho-ring"),
+        ("IIG", 4, warm),
+        ("IIG", 16, ""),
+    ]
+    flags = runs(cases, 3)
+    found = by_run(run_ranks(record_all, 4, flags, 2))
+    assert check_updates(found[0], 4) == 3 * 4  # of every unit in every step
+    assert check_updates(found[1], 8) == 3 * 4
+    assert check_updates(found[2], 4, first=2) == 4
+    assert check_updates(found[3], None) == 0
+    for run in (0, 1, 3):
+        assert_formulas(found[run][0].trained, flags[run], 4, 2)
+    coded, _, warmed, exact = ([s.loss for s in run[0].trained.steps] for run in found)
+    assert warmed == exact
+    assert coded[0] == exact[0]
+    assert coded[1] != exact[1]
+
+
+@pytest.mark.ranks
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    setting = Setting(world_size=4, group_size=2, strategy="IIG", more=f"{SIZES} {FOUR}")
+    there = run_ranks(save_and_go_on, 4, setting, tmp_path, asynchronous=True)
+    here = run_ranks(load_and_go_on, 4, setting, tmp_path)
+    saved, loaded = whole_states(there), whole_states(here)
+    assert saved.keys() == loaded.keys()
+    for name, values in saved.items():
+        assert values.dtype == loaded[name].dtype
+        assert torch.equal(values, loaded[name]), name
+    sent = {name: values for name, values in saved.items() if name.startswith("sent.")}
+    assert len(sent) == len([name for name in saved if name.startswith("param.")])
+    rounded = [saved[name.replace("sent.", "param.")].bfloat16() for name in sent]
+    assert not all(map(torch.equal, sent.values(), rounded)), "nothing was left to send"
+    assert here[0].losses == there[0].losses
+
+
+LETTERS = [letters for letters in legal_letters() if letters[0] != "G" and letters[2] == "G"]
+DEGREES = ["1,2,8", "2,2,4", "2,4,8", "4,2,8", "1,1,4"]
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "group_size"), [(2, 1), (4, 2), (6, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_all_strategies(world_size: int, group_size: int, bits: int) -> None:
+    names = ("native", "flat", "ring", "h-ring", "ho-ring")
+    strategies = [*legal_letters(), *(DEGREES if world_size == 8 and group_size == 2 else ())]
+    cases = [(text, bits, f"--paro-collective {name}") for text, name in product(strategies, names)]
+    cases += [("IIG", bits, "--paro-prefetch-units 0")]
+    if group_size == 2:
+        rotate = "--paro-materialize rotate"
+        cases += [("IIG", bits, rotate), ("IIG", bits, f"{rotate} --paro-rotate-in-place")]
+    flags = runs(cases, 24 // world_size)
+    for case, line, run in zip(
+        cases, flags, by_run(run_ranks(record_all, world_size, flags, group_size, timeout=900)),
+        strict=True,
+    ):  # fmt: skip
+        num_coded = check_updates(run, bits)
+        if case[0] in LETTERS and group_size > 1:
+            assert num_coded >= 6, line
+        native = any(name in line for name in ("native", "h-ring", "ho-ring"))
+        if native and "rotate" not in line:
+            assert_formulas(run[0].trained, line, world_size, group_size)
+
+
+PAIRS = [
+    ((4, 2, "IIG", FOUR), (6, 2, "NNG", FOUR)),
+    ((6, 3, "IGG", FOUR), (4, 2, "IIG", "--paro-inter-param-bits 8")),
+    ((4, 2, "NIG", FOUR), (4, 2, "IIG", "")),
+    ((4, 2, "IIG", ""), (6, 2, "NNG", FOUR)),
+    ((4, 2, "IIG", FOUR), (8, 2, "2,2,4", FOUR)),
+]
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_resumed_on_other_ranks_and_with_other_bits(
+    tmp_path: Path, before: tuple[int, int, str, str], after: tuple[int, int, str, str]
+) -> None:
+    settings = [
+        Setting(world_size=world, group_size=group, strategy=name, more=f"{SIZES} {more}")
+        for world, group, name, more in (before, after)
+    ]
+    there = run_ranks(save_and_go_on, before[0], settings[0], tmp_path, asynchronous=False)
+    here = run_ranks(load_and_go_on, after[0], settings[1], tmp_path)
+    saved, loaded = whole_states(there), whole_states(here)
+    for name, values in loaded.items():
+        source = saved.get(name)
+        if source is None:  # saved by a run that sent exactly
+            source = saved[name.replace("sent.", "param.")].bfloat16()
+        assert torch.equal(values, source), name
+    assert here[0].losses == pytest.approx(there[0].losses, rel=5e-3)
+
+
+def configured(more: str, *, group_size: int = 2) -> RunConfig:
+    words = f"{FLAGS} --micro-batch-size 1 --paro-group-size {group_size} {more}"
+    return RunConfig.from_args(parse_args(words.split()), World(size=8, ranks_per_node=2))
+
+
+@pytest.mark.parametrize(
+    ("more", "group_size", "line"),
+    [
+        (f"{FOUR}", 8, "all 8 ranks are one group, so nothing crosses groups"),
+        (f"{FOUR} --paro-inter-bits-warmup-iters -1", 2, "-1 is negative"),
+    ],
+)
+def test_bad_input_is_one_line(more: str, group_size: int, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        configured(more, group_size=group_size)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line"),
+    [
+        ("GGG", "parameters cross groups in every micro-batch, in 16 bits; IIG sends them"),
+        ("4,4,8", "in every micro-batch, in 16 bits; IIG sends them"),
+        ("III", "no effect under III: its updated parameters are gathered inside groups"),
+        ("IIG", None),
+    ],
+)
+def test_what_stays_in_16_bits_is_said(strategy: str, line: str | None) -> None:
+    notices = configured(f"{FOUR} --paro-strategy {strategy}").notices
+    said = [notice for notice in notices if FOUR in notice]
+    assert len(said) == (line is not None)
+    assert line is None or line in said[0]
+
+
+def test_a_dry_run_counts_bytes_and_memory() -> None:
+    plans = [
+        plan_run(configured(f"{bits} --paro-strategy NNG"), World(size=8, ranks_per_node=2))
+        for bits in ("", FOUR)
+    ]
+    held = [
+        sum(
+            unit.coded_update.encoded.nbytes
+            for unit in plan.training.model.units
+            if unit.coded_update is not None
+        )
+        for plan in plans
+    ]
+    assert held[0] == 0 < held[1]
+    assert [plan.memory.codes for plan in plans] == held
+    assert plans[1].memory.total > plans[0].memory.total
