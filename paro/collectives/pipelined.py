@@ -66,7 +66,7 @@ class PipelinedCollectives(Collectives):
 
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         stream = stream_of(Use.REDUCE, group_spans("ho-ring", run, pipelined=True)[-1])
-        return self._streams.submit(stream, job)  # the last stage runs on this stream, before it
+        return self._streams.submit(stream, job, after=after)
 
     def _submit(
         self,

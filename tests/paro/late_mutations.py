@@ -117,6 +117,10 @@ CAUGHT = {
     "collectives.pipelined PipelinedCollectives.all_gather: after=after": ("IIG", HO_RING),
     "collectives.pipelined PipelinedCollectives.reduce_scatter: after=after": ("IIG", HO_RING),
     "collectives.pipelined PipelinedCollectives.all_reduce: after=after": ("IIG", HO_RING),
+    "collectives.pipelined PipelinedCollectives.run_after: after=after": (
+        "IIG",
+        f"{CODES} {HO_RING}",
+    ),
     "collectives.pipelined PipelinedCollectives._submit: after=ready": ("GGG", HO_RING),
     "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),

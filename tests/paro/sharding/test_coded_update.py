@@ -141,7 +141,7 @@ def test_all_strategies(world_size: int, group_size: int, bits: int) -> None:
         strict=True,
     ):  # fmt: skip
         num_coded = check_updates(run, bits)
-        if case[0] in LETTERS and group_size > 1:
+        if case[0] in LETTERS and group_size > 1 and "in-place" not in line:  # halves are small
             assert num_coded >= 6, line
         native = any(name in line for name in ("native", "h-ring", "ho-ring"))
         if native and "rotate" not in line:
