@@ -32,6 +32,23 @@ class Drops(NamedTuple):
     samples: tuple[int, ...]  # the number of each sample of the micro-batch in the global batch
 
 
+def drops_of(
+    config: object, *, seed: int, step: int, rank: int, num_ranks: int
+) -> Callable[[int, int], dict[str, Any]]:
+    """What the model's dropout depends on in a micro-batch of a size; nothing without dropout.
+
+    A sample's number in the global batch is the same for any number of ranks.
+    """
+    if not (isinstance(config, LlamaConfig) and config.lora and config.lora.dropout):
+        return lambda _index, _size: {}
+
+    def drops(index: int, size: int) -> dict[str, Any]:
+        first = (index * num_ranks + rank) * size
+        return {"drops": Drops(seed, step, tuple(range(first, first + size)))}
+
+    return drops
+
+
 class AdaptedBlock(nn.Module):
     """A block whose projections may have adapters."""
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from model.config import LlamaConfig
-from model.lora import Drops
+from model.lora import drops_of
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.train import TrainConfig
 from paro.distributed.byte_counter import ByteCounter, Sent
@@ -152,7 +151,14 @@ def train_step(
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
     timed = _TimedBatches(micro_batches, training.device, training.timers)
-    drops = _drops_of(training, state.iteration)
+    world, step = training.control.world, state.iteration
+    drops = drops_of(
+        training.model.model.config,
+        seed=training.config.seed,
+        step=step,
+        rank=world.rank,
+        num_ranks=world.size,
+    )
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, drops)
     _empty_cache(training, from_level=1)
     sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)
@@ -247,23 +253,6 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
             unscale=unscale,
             exact_params=_warms_up(training, state),
         )
-
-
-def _drops_of(training: Training, step: int) -> Callable[[int, int], dict[str, Any]]:
-    """What the model's dropout depends on in a micro-batch of a size; nothing without dropout.
-
-    A sample's number in the global batch is the same for any number of ranks.
-    """
-    config = training.model.model.config
-    if not (isinstance(config, LlamaConfig) and config.lora and config.lora.dropout):
-        return lambda _index, _size: {}
-    world, seed = training.control.world, training.config.seed
-
-    def drops(index: int, size: int) -> dict[str, Any]:
-        first = (index * world.size + world.rank) * size
-        return {"drops": Drops(seed, step, tuple(range(first, first + size)))}
-
-    return drops
 
 
 def _warms_up(training: Training, state: TrainState) -> bool:
