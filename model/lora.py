@@ -33,7 +33,7 @@ class Drops(NamedTuple):
 
 
 def drops_of(
-    config: object, *, seed: int, step: int, rank: int, num_ranks: int
+    config: object, seed: int, step: int, rank: int, num_ranks: int
 ) -> Callable[[int, int], dict[str, Any]]:
     """What the model's dropout depends on in a micro-batch of a size; nothing without dropout.
 

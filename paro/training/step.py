@@ -151,14 +151,8 @@ def train_step(
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
     timed = _TimedBatches(micro_batches, training.device, training.timers)
-    world, step = training.control.world, state.iteration
-    drops = drops_of(
-        training.model.model.config,
-        seed=training.config.seed,
-        step=step,
-        rank=world.rank,
-        num_ranks=world.size,
-    )
+    world, model = training.control.world, training.model.model
+    drops = drops_of(model.config, training.config.seed, state.iteration, world.rank, world.size)
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, drops)
     _empty_cache(training, from_level=1)
     sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)
