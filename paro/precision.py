@@ -14,14 +14,15 @@ BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 class PrecisionConfig:
     """Dtypes by name; master parameters and Adam moments are always fp32.
 
-    `inter_param_bits`: of updated parameters that cross groups once a step; below 16 differences
-    are sent as codes (paro/quantization/ranges.py).
+    `inter_param_bits` and `inter_grad_bits`: of updated parameters and gradients that cross groups
+    once a step; below 16 they are sent as codes (paro/quantization/ranges.py).
     """
 
     compute: str
     grad_reduce_in_bf16: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
     inter_param_bits: int = EXACT_BITS
+    inter_grad_bits: int = EXACT_BITS
 
     def __post_init__(self) -> None:
         if self.compute not in BYTES_OF:
@@ -32,6 +33,11 @@ class PrecisionConfig:
             raise UserError(
                 "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each "
                 "other: give one of them"
+            )
+        if self.accumulate_allreduce_grads_in_fp32 and self.inter_grad_bits != EXACT_BITS:
+            raise UserError(
+                "--accumulate-allreduce-grads-in-fp32 and --paro-inter-grad-bits "
+                f"{self.inter_grad_bits} contradict each other: give one of them"
             )
 
     @property
@@ -50,6 +56,10 @@ class PrecisionConfig:
             f"params {self.compute}, gradients are sent as {self.wire} and accumulate in "
             f"{self.accumulate}, master parameters and moments fp32"
         )
-        if self.inter_param_bits != EXACT_BITS:
-            text += f", updates of params cross groups in {self.inter_param_bits} bits"
+        for what, bits in (
+            ("updates of params", self.inter_param_bits),
+            ("gradients", self.inter_grad_bits),
+        ):
+            if bits != EXACT_BITS:
+                text += f", {what} cross groups in {bits} bits"
         return text

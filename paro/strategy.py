@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 from paro.errors import UserError
 from paro.quantities import count_text
-from paro.topology import AxisSpan, Topology, Use
+from paro.topology import AxisSpan, Topology, Use, split_by_link
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -180,6 +180,17 @@ def spans_by_use(comm_plan: CommPlan) -> dict[Use, frozenset[AxisSpan]]:
         Use.GATHER: frozenset({comm_plan.gather, comm_plan.gather_updated}),
         Use.REDUCE: frozenset({comm_plan.reduce, comm_plan.step_reduce, comm_plan.replicas}),
     }
+
+
+def exchange_span(comm_plan: CommPlan) -> AxisSpan:
+    """The axes between groups along which gradients are summed once a step."""
+    return split_by_link((*comm_plan.step_reduce, *comm_plan.replicas))[1]
+
+
+def exchange_groups(comm_plan: CommPlan) -> frozenset[AxisSpan]:
+    """The process groups of gradients that are sent as codes; none if none cross groups."""
+    inter = exchange_span(comm_plan)
+    return frozenset({inter, *((axis,) for axis in comm_plan.replicas)} if inter else ())
 
 
 def rotation_runs(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:

@@ -47,11 +47,12 @@ AxisSpan = tuple[Axis, ...]
 
 
 class Use(Enum):
-    """Gathers, reductions and rotations have separate comm streams, so separate groups."""
+    """Uses have separate comm streams, so separate groups; exchanges are of encoded gradients."""
 
     GATHER = "gather"
     REDUCE = "reduce"
     ROTATE = "rotate"
+    EXCHANGE = "exchange"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +124,9 @@ def axes_of(run: Sequence[Axis]) -> Axes:
     kinds = {axis.link for axis in run}
     assert kinds, "an empty run moves nothing"
     return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH
+
+
+def split_by_link(run: Sequence[Axis]) -> tuple[AxisSpan, AxisSpan]:
+    """The axes of a span inside groups, and those between them."""
+    intra = tuple(axis for axis in run if axis.link is Link.INTRA)
+    return intra, tuple(axis for axis in run if axis.link is Link.INTER)

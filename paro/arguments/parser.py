@@ -260,6 +260,10 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         help="bits in which updated parameters cross groups once a step: 16, their own type; 8 or "
         "4, codes of how much they changed, which saves half or three quarters of the bytes; norms "
         "and biases stay exact")
+    add("--paro-inter-grad-bits", type=int, choices=(16, 8, 4), default=16, metavar="BITS",
+        help="bits in which gradients cross groups once a step: 16, the type of communication; 8 "
+        "or 4, codes of their Hadamard transforms, added up in fp32; those of norms and biases "
+        "stay exact")
     add("--paro-inter-bits-warmup-iters", type=int, metavar="ITERATIONS",
         help="send 16 bits for so long at the start; default: the learning rate's warm-up")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",

@@ -84,6 +84,18 @@ class Wire:
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
 
+    def all_to_all(self, use: Use, run: AxisSpan, parts: Tensor) -> Tensor:
+        """Sends every member its row of `parts`; returns the rows received, in rank order."""
+        group = self._groups.of(use, run)
+        if dist.get_backend(group) == "gloo":
+            return self._trade(use, run, parts)
+        for member in self._members(run):
+            if member != self._rank:
+                self._traffic.add(self._link_to(member), parts[0].nbytes)
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
     def _trade(self, use: Use, run: AxisSpan, parts: Tensor) -> Tensor:
         """An all-to-all: sends every member its row; returns the rows received, in rank order."""
         members = self._members(run)

@@ -12,27 +12,35 @@ def inter_bits_notices(
     precision: PrecisionConfig, group_size: int, strategy: Strategy, world_size: int
 ) -> tuple[str, ...]:
     """Log lines for bits without effect; `UserError` where nothing crosses groups at all."""
-    bits = precision.inter_param_bits
-    if bits == EXACT_BITS:
-        return ()
-    flag = f"--paro-inter-param-bits {bits}"
-    if group_size == world_size:
-        raise UserError(
-            f"{flag}: all {world_size} ranks are one group, so nothing crosses groups: leave it "
-            "out, or give a smaller --paro-group-size"
-        )
-    if strategy.params > group_size:
-        grads = min(strategy.grads, group_size)
-        other = Strategy(name="", params=group_size, grads=grads, optim=strategy.optim)
-        letters = effective_letters(other, world_size=world_size, group_size=group_size)
-        better = letters or ",".join(map(str, other.degrees))
-        return (
-            f"{flag}: under {strategy.name} parameters cross groups in every micro-batch, in 16 "
-            f"bits; {better} sends them between groups once a step and would gain",
-        )
-    if strategy.optim <= group_size:
-        return (
-            f"{flag} has no effect under {strategy.name}: its updated parameters are gathered "
-            "inside groups",
-        )
-    return ()
+    notices: list[str] = []
+    for flag, bits, states, degree in (
+        ("--paro-inter-param-bits", precision.inter_param_bits, "parameters", strategy.params),
+        ("--paro-inter-grad-bits", precision.inter_grad_bits, "gradients", strategy.grads),
+    ):
+        if bits == EXACT_BITS:
+            continue
+        if group_size == world_size:
+            raise UserError(
+                f"{flag} {bits}: all {world_size} ranks are one group, so nothing crosses groups: "
+                "leave it out, or give a smaller --paro-group-size"
+            )
+        if degree > group_size:
+            better = _inside_groups(strategy, group_size, world_size)
+            notices.append(
+                f"{flag} {bits}: under {strategy.name} {states} cross groups in every micro-batch, "
+                f"in 16 bits; {better} sends them between groups once a step and would gain"
+            )
+        elif states == "parameters" and strategy.optim <= group_size:
+            notices.append(
+                f"{flag} {bits} has no effect under {strategy.name}: its updated parameters are "
+                "gathered inside groups"
+            )
+    return tuple(notices)
+
+
+def _inside_groups(strategy: Strategy, group_size: int, world_size: int) -> str:
+    """The strategy with params and grads sharded inside groups at most."""
+    params, grads = (min(degree, group_size) for degree in strategy.degrees[:2])
+    other = Strategy(name="", params=params, grads=grads, optim=strategy.optim)
+    letters = effective_letters(other, world_size=world_size, group_size=group_size)
+    return letters or ",".join(map(str, other.degrees))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,9 +29,11 @@ from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.quantities import count_text
-from paro.strategy import FLAG, Strategy, degrees_of
+from paro.strategy import FLAG, Strategy, check_group_size, degrees_of, parse_strategy
 
 AUTO = "auto"
+DEFAULT_STRATEGY = "IIG"
+DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 
 def take_machine(text: str | None, world: World, group_size: int) -> Machine | None:
@@ -55,6 +58,49 @@ def take_machine(text: str | None, world: World, group_size: int) -> Machine | N
             f"--paro-group-size {group_size}: choose {machine.group_size}, or one that divides it"
         )
     return machine
+
+
+def take_sharding(
+    args: Namespace, world: World
+) -> tuple[ShardingConfig, Strategy | None, tuple[str, ...]]:
+    """How states are sharded, and log lines; without a strategy if the planner is to choose it."""
+    group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
+    check_group_size(world.size, group_size)
+    text = args.paro_strategy
+    if text is None:
+        zero1 = args.use_distributed_optimizer
+        text = DISTRIBUTED_OPTIMIZER_STRATEGY if zero1 else DEFAULT_STRATEGY
+    survive: int = args.paro_survive
+    lines: tuple[str, ...] = ()
+    if args.paro_elastic:
+        text, survive, lines = adapt_to_nodes(
+            text,
+            survive,
+            world_size=world.size,
+            group_size=group_size,
+            ranks_per_node=world.ranks_per_node,
+        )
+    strategy = None
+    if text != AUTO:
+        strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
+    degrees = strategy.degrees if strategy else None
+    if args.use_distributed_optimizer and degrees != (1, 1, world.size):
+        raise UserError(
+            f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
+            f"and contradicts --paro-strategy {args.paro_strategy}: give one of them"
+        )
+    sharding = ShardingConfig(
+        group_size=group_size,
+        ranks_per_node=world.ranks_per_node,
+        collective=args.paro_collective,
+        prefetch_units=args.paro_prefetch_units,
+        materialize=args.paro_materialize,
+        rotate_in_place=args.paro_rotate_in_place,
+        survive=survive,
+        elastic=args.paro_elastic,
+        machine=take_machine(args.paro_machine, world, group_size),
+    )
+    return sharding, strategy, lines
 
 
 class RankDevice(NamedTuple):

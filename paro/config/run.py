@@ -37,13 +37,11 @@ from paro.config.checks import (
 from paro.config.inter_bits import inter_bits_notices
 from paro.config.model import output_layer_notice, take_model
 from paro.config.plan import (
-    AUTO,
     RankDevice,
-    adapt_to_nodes,
     case_of,
     check_survival,
     choose_strategy,
-    take_machine,
+    take_sharding,
 )
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
@@ -59,12 +57,9 @@ from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.report.watchdog import WatchConfig
-from paro.strategy import Strategy, check_group_size, parse_strategy
+from paro.strategy import Strategy
 
 Config = TypeVar("Config")
-
-DEFAULT_STRATEGY = "IIG"
-DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +109,7 @@ class RunConfig:
         if checkpoint.use_checkpoint_args:
             args, lines = _with_saved_args(args, common)
             notices += lines
-        sharding, strategy, adapted = _take_sharding(args, world)
+        sharding, strategy, adapted = take_sharding(args, world)
         notices += adapted
         batches = _take_batches(args, world, checkpoint)
         train = _take_train(args, batches)
@@ -214,49 +209,6 @@ def _take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
     """Fills a config from the arguments of the same names; `derived` gives the other fields."""
     named = {field.name for field in fields(config_type)} - derived.keys()  # type: ignore[arg-type]
     return config_type(**{name: getattr(args, name) for name in named}, **derived)
-
-
-def _take_sharding(
-    args: Namespace, world: World
-) -> tuple[ShardingConfig, Strategy | None, tuple[str, ...]]:
-    """How states are sharded, and log lines; without a strategy if the planner is to choose it."""
-    group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
-    check_group_size(world.size, group_size)
-    text = args.paro_strategy
-    if text is None:
-        zero1 = args.use_distributed_optimizer
-        text = DISTRIBUTED_OPTIMIZER_STRATEGY if zero1 else DEFAULT_STRATEGY
-    survive: int = args.paro_survive
-    lines: tuple[str, ...] = ()
-    if args.paro_elastic:
-        text, survive, lines = adapt_to_nodes(
-            text,
-            survive,
-            world_size=world.size,
-            group_size=group_size,
-            ranks_per_node=world.ranks_per_node,
-        )
-    strategy = None
-    if text != AUTO:
-        strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
-    degrees = strategy.degrees if strategy else None
-    if args.use_distributed_optimizer and degrees != (1, 1, world.size):
-        raise UserError(
-            f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
-            f"and contradicts --paro-strategy {args.paro_strategy}: give one of them"
-        )
-    sharding = ShardingConfig(
-        group_size=group_size,
-        ranks_per_node=world.ranks_per_node,
-        collective=args.paro_collective,
-        prefetch_units=args.paro_prefetch_units,
-        materialize=args.paro_materialize,
-        rotate_in_place=args.paro_rotate_in_place,
-        survive=survive,
-        elastic=args.paro_elastic,
-        machine=take_machine(args.paro_machine, world, group_size),
-    )
-    return sharding, strategy, lines
 
 
 def _take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) -> BatchSchedule:
@@ -374,7 +326,11 @@ def _take_precision(args: Namespace) -> PrecisionConfig:
         raise UserError("--fp16 and --bf16 contradict each other: give one of them")
     compute = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
     return _take(
-        PrecisionConfig, args, compute=compute, inter_param_bits=args.paro_inter_param_bits
+        PrecisionConfig,
+        args,
+        compute=compute,
+        inter_param_bits=args.paro_inter_param_bits,
+        inter_grad_bits=args.paro_inter_grad_bits,
     )
 
 

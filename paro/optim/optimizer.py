@@ -85,7 +85,7 @@ class UnitOptimizer:
             if part.start < part.stop
         ]
 
-    def update(self, *, lr: float, weight_decay: float, factor: float, exact_params: bool) -> None:
+    def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
         """One AdamW step on the gradients times `factor`; queues the all-gather of the result."""
         grad = self.unit.optim_grad
         if factor != 1.0:
@@ -93,7 +93,7 @@ class UnitOptimizer:
         grad_fp32 = grad.float()
         for part, decays, adamw in self._adamws:
             adamw.step(grad_fp32[part], lr=lr, weight_decay=weight_decay if decays else 0.0)
-        if self.unit.coded_update is None or exact_params:
+        if self.unit.coded_update is None or self.unit.exact:
             self.write_params()
         else:
             self.unit.gather_differences(self.master)
@@ -180,19 +180,8 @@ class ParoOptimizer:
         )
 
     @torch.no_grad()
-    def step(
-        self,
-        *,
-        lr: float,
-        weight_decay: float,
-        grad_norm: float,
-        unscale: float,
-        exact_params: bool = False,
-    ) -> None:
-        """Updates with gradients times `unscale`, whose global norm is `grad_norm`, clipped.
-
-        With `exact_params` updated parameters are not sent as codes, whatever the flags say.
-        """
+    def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
+        """Updates with gradients times `unscale`, whose global norm is `grad_norm`, clipped."""
         assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
         factor = unscale
         if self.config.clip_grad > 0.0:
@@ -200,9 +189,7 @@ class ParoOptimizer:
         self.num_steps += 1
         with torch.profiler.record_function("paro/update"):
             for part in self._parts:
-                part.update(
-                    lr=lr, weight_decay=weight_decay, factor=factor, exact_params=exact_params
-                )
+                part.update(lr=lr, weight_decay=weight_decay, factor=factor)
 
     # Saving and loading #
 

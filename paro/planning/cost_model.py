@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, decays, make_layout, whole_box
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.quantization.ranges import RangeCodes, codes_of_updates
-from paro.strategy import Strategy, make_comm_plan, replicated
-from paro.topology import Axis, Link, Topology
+from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
+from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
+from paro.topology import Axis, AxisSpan, Link, Topology, split_by_link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,13 +138,30 @@ def traffic_per_step(
         for span, num_bytes in (
             (plan.gather, gathered * compute),
             (plan.reduce, reduced * wire),
-            (plan.step_reduce, trained * wire),
-            (plan.replicas, 2 * trained * wire),  # two passes
+            *_summed(unit, own, topology, precision),
             (plan.gather_updated, updated_bytes(unit, own, topology, precision)),
         ):
             for axis in span:
                 sent[axis.link] += _sent_along(axis, num_bytes)
     return Sent(sent[Link.INTRA], sent[Link.INTER])
+
+
+def _summed(
+    unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
+) -> Iterator[tuple[AxisSpan, int]]:
+    """The spans of a step's gradient sums, with the bytes of the whole unit as it is sent."""
+    plan = make_comm_plan(strategy, topology)
+    exact = unit.trainable_numel * BYTES_OF[precision.wire]
+    codes = gradient_codes_of(unit, strategy, topology, precision)
+    if codes is None:
+        yield plan.step_reduce, exact
+        yield plan.replicas, 2 * exact  # two passes
+        return
+    intra, inter = split_by_link((*plan.step_reduce, *plan.replicas))
+    encoded = codes.range_bytes * topology.world_size
+    yield intra, exact
+    yield inter, encoded
+    yield plan.replicas, encoded
 
 
 def updated_bytes(
@@ -160,13 +177,20 @@ def updated_bytes(
 def code_bytes(
     strategy: Strategy, topology: Topology, units: Iterable[UnitSize], precision: PrecisionConfig
 ) -> int:
-    """Bytes of a rank's buffers of encoded updates, which stay allocated."""
-    total = 0
+    """Bytes of a rank's buffers of codes: of all updates, and of the largest unit's gradients."""
+    updates = gradients = 0
     for unit in units:
         own = strategy_of(unit, strategy)
         codes = codes_of(unit, own, topology, precision)
-        total += 0 if codes is None else codes.range_bytes * (own.optim // own.params)
-    return total
+        updates += 0 if codes is None else codes.range_bytes * (own.optim // own.params)
+        codes = gradient_codes_of(unit, own, topology, precision)
+        if codes is not None:
+            plan, world_size = make_comm_plan(own, topology), topology.world_size
+            pieces = 2 * (world_size // exchange_span(plan)[0].inner)  # sent and received
+            pieces += world_size // own.optim if plan.replicas else 0
+            in_fp32 = 4 * 4 * codes.numel  # the sum of a piece and its transform
+            gradients = max(gradients, pieces * codes.range_bytes + in_fp32)
+    return updates + gradients
 
 
 def codes_of(
@@ -183,6 +207,24 @@ def codes_of(
         num_slices=unit.num_slices,
         matrix_stop=unit.matrix_stop,
         exact_bytes=BYTES_OF[precision.compute],
+    )
+
+
+def gradient_codes_of(
+    unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
+) -> RangeCodes | None:
+    """How a unit's gradients are encoded; None if they are sent exactly."""
+    if not unit.trainable_numel:
+        return None
+    plan = make_comm_plan(strategy, topology)
+    return codes_of_gradients(
+        bits=precision.inter_grad_bits,
+        span=(*plan.step_reduce, *plan.replicas),
+        world_size=topology.world_size,
+        numel=unit.trainable_numel,
+        num_slices=unit.num_slices,
+        matrix_stop=unit.matrix_stop,
+        exact_bytes=BYTES_OF[precision.wire],
     )
 
 

@@ -17,13 +17,25 @@ from paro.quantization.formats import PAD, BlockFormat
 _CHUNK = 1 << 20  # elements; a multiple of every block
 
 
-def encode(values: Tensor, form: BlockFormat, out: Tensor, *, minus: Tensor | None = None) -> None:
-    """Writes the codes and scales of `values` - `minus`, 1-D tensors, to the bytes `out`."""
+def encode(
+    values: Tensor,
+    form: BlockFormat,
+    out: Tensor,
+    *,
+    minus: Tensor | None = None,
+    transforms: bool = False,
+) -> None:
+    """Writes the codes and scales of `values` - `minus`, 1-D tensors, to the bytes `out`.
+
+    `transforms`: of their Hadamard transforms.
+    """
     scales, codes = _parts(out, form, values.numel())
     for begin, end in _chunks(values.numel()):
         chunk = values[begin:end].float()
         if minus is not None:
             chunk = chunk - minus[begin:end].float()
+        if transforms:
+            chunk = hadamard(chunk)
         blocks = _in_blocks(chunk, form.block)
         scale = blocks.abs().amax(1) / form.top
         scale = torch.where(scale == 0, 1.0, scale)  # all zero, or below what float32 can divide by
@@ -56,7 +68,7 @@ def hadamard(values: Tensor) -> Tensor:
     spread = _in_blocks(values, PAD)
     half = 1
     while half < PAD:  # butterflies: sums of two, so in a fixed order
-        pairs = spread.view(-1, PAD // (2 * half), 2, half)
+        pairs = spread.view(spread.numel() // PAD, PAD // (2 * half), 2, half)
         low, high = pairs[:, :, 0], pairs[:, :, 1]
         spread = torch.stack((low + high, low - high), dim=2)
         half *= 2
@@ -82,7 +94,8 @@ def _padded(numel: int) -> int:
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:
     """The values as rows of `block` elements, with zeros appended."""
-    return pad(values, (0, -values.numel() % block)).view(-1, block)
+    padded = pad(values, (0, -values.numel() % block))
+    return padded.view(padded.numel() // block, block)
 
 
 def _pack(levels: Tensor, form: BlockFormat, out: Tensor) -> None:

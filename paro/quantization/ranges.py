@@ -1,4 +1,4 @@
-"""Which elements of a unit's updated parameters are sent as codes, and in how many bytes."""
+"""Which elements of updates and gradients are sent as codes, and in how many bytes."""
 
 # [Note: differences of parameters]
 # Between groups the owner of an optimizer range sends codes of D = master - float(p), where p is
@@ -11,7 +11,9 @@
 #   exact    its other elements, as the compute dtype: norms, biases, padding
 #   padding  to the longest range of the unit, since shards of an all-gather have equal sizes
 #
-# A range with less than one block of matrices is sent exactly.
+# A range with less than 2,048 elements of matrices is sent exactly. Gradients are sent in the same
+# form (Note: sums of codes in paro/collectives/coded.py), their exact elements in the communication
+# dtype.
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from dataclasses import dataclass
 from paro.quantization.formats import EXACT_BITS, BlockFormat
 from paro.topology import AxisSpan, Link
 
-_BLOCK = 2048
+_BLOCK_OF_UPDATES, _BLOCK_OF_GRADIENTS = 2048, 128
+_LEAST = 2048  # elements of matrices; a range with fewer has no codes
 _ALIGN = 16  # bytes: encoded ranges begin at multiples
 
 
@@ -37,7 +40,7 @@ class RangeCodes:
     def num_coded(self, start: int) -> int:
         """How many of the first elements of the range at `start` have codes."""
         matrices = min(max(self.matrix_stop - start % self.slice_numel, 0), self.numel)
-        return matrices if matrices >= self.form.block else 0
+        return matrices if matrices >= _LEAST else 0
 
     @property
     def range_bytes(self) -> int:
@@ -68,8 +71,34 @@ def codes_of_updates(
     if bits == EXACT_BITS or not any(axis.link is Link.INTER for axis in gather_updated):
         return None
     codes = RangeCodes(
-        form=BlockFormat(bits=bits, block=_BLOCK),
+        form=BlockFormat(bits=bits, block=_BLOCK_OF_UPDATES),
         numel=numel // optim,
+        slice_numel=numel // num_slices,
+        matrix_stop=matrix_stop,
+        exact_bytes=exact_bytes,
+    )
+    return codes if codes.range_bytes < codes.numel * exact_bytes else None
+
+
+def codes_of_gradients(
+    *,
+    bits: int,
+    span: AxisSpan,
+    world_size: int,
+    numel: int,
+    num_slices: int,
+    matrix_stop: int,
+    exact_bytes: int,
+) -> RangeCodes | None:
+    """The codes of a unit's gradients, summed along `span` once a step; None if exact.
+
+    A range is the piece that one rank of the world adds up.
+    """
+    if bits == EXACT_BITS or not any(axis.link is Link.INTER for axis in span):
+        return None
+    codes = RangeCodes(
+        form=BlockFormat(bits=bits, block=_BLOCK_OF_GRADIENTS),
+        numel=numel // world_size,
         slice_numel=numel // num_slices,
         matrix_stop=matrix_stop,
         exact_bytes=exact_bytes,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from paro.quantization.blocks import decode, encode
+from paro.quantization.encoded import parts_of
 from paro.quantization.ranges import RangeCodes
 
 
@@ -47,10 +48,7 @@ class CodedUpdate:
 
     def _parts(self, place: int) -> tuple[Tensor, Tensor]:
         """The bytes of scales and codes of a range, and its exact elements."""
-        codes, size = self._codes, self._codes.range_bytes
-        whole = self.encoded[place * size : (place + 1) * size]
-        coded = codes.num_coded(self._range_start(place))
-        cut = codes.form.num_bytes(coded)
-        dtype = self._param_shard.dtype
-        stop = cut + (codes.numel - coded) * dtype.itemsize
-        return whole[:cut], whole[cut:stop].view(dtype)
+        size = self._codes.range_bytes
+        octets = self.encoded[place * size : (place + 1) * size]
+        start = self._range_start(place)
+        return parts_of(octets, self._codes, start, self._param_shard.dtype)

@@ -54,9 +54,11 @@ class DistributedModel:
         self._timers = timers
         self._handles: list[RemovableHandle] = []
 
-    def begin_step(self, num_micro_batches: int) -> None:
-        """Starts a step of `num_micro_batches` micro-batches."""
+    def begin_step(self, num_micro_batches: int, *, exact: bool = False) -> None:
+        """Starts a step of `num_micro_batches` micro-batches; `exact`: it sends no codes."""
         self._assert_idle()
+        for unit in self.units:
+            unit.exact = exact
 
     def forward_backward(
         self,
@@ -109,6 +111,8 @@ class DistributedModel:
         Also removes the model's hooks: autograd keeps them alive, and they reference this object.
         """
         self.context.collectives.close()
+        if self.context.coded_reduction is not None:
+            self.context.coded_reduction.close()
         while self._handles:
             self._handles.pop().remove()
 

@@ -46,9 +46,9 @@ class ShardedModel(DistributedModel):
 
     # Called by the training loop #
 
-    def begin_step(self, num_micro_batches: int) -> None:
-        """Starts a step of `num_micro_batches` micro-batches."""
-        self._assert_idle()
+    def begin_step(self, num_micro_batches: int, *, exact: bool = False) -> None:
+        """Starts a step of `num_micro_batches` micro-batches; `exact`: it sends no codes."""
+        super().begin_step(num_micro_batches, exact=exact)
         backward = [module for module in reversed(self.modules[:-1]) if module.in_backward]
         for _ in range(num_micro_batches):
             self._upcoming.extend([*self.modules, *backward])

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paro.collectives.coded import CodedReduction
 from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import UnitLayout
 from paro.quantization.formats import EXACT_BITS
-from paro.quantization.ranges import codes_of_updates
+from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
 from paro.sharding.buffers import Ledger
 from paro.sharding.coded_update import CodedUpdate
 from paro.strategy import CommPlan, Strategy
-from paro.topology import Topology
+from paro.topology import Topology, nested_range, split_by_link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class ShardingContext:
     reduce_dtype: torch.dtype
     accumulate_dtype: torch.dtype
     inter_param_bits: int = EXACT_BITS  # of updated parameters that cross groups
+    inter_grad_bits: int = EXACT_BITS  # of gradients that cross groups once a step
+    coded_reduction: CodedReduction | None = None  # if gradients have codes
     ledger: Ledger
     exposure: Exposure
 
@@ -62,6 +65,8 @@ class UnitShards:
             device=device,
         )
         self.coded_update = self._coded_update() if trainable else None
+        self._grad_codes = self._codes_of_gradients() if trainable else None
+        self.exact = False  # nothing is sent as codes in this step
         self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
         self._updated: Event = DONE
         self._reduced: Event = DONE
@@ -78,6 +83,18 @@ class UnitShards:
             exact_bytes=context.compute_dtype.itemsize,
         )
         return None if codes is None else CodedUpdate(codes, self.param_shard, self.param_start)
+
+    def _codes_of_gradients(self) -> RangeCodes | None:
+        context, layout, comm_plan = self.context, self.layout, self.context.comm_plan
+        return codes_of_gradients(
+            bits=context.inter_grad_bits,
+            span=(*comm_plan.step_reduce, *comm_plan.replicas),
+            world_size=context.topology.world_size,
+            numel=layout.numel,
+            num_slices=layout.num_slices,
+            matrix_stop=layout.decayed_stop,
+            exact_bytes=context.reduce_dtype.itemsize,
+        )
 
     # Ranges #
 
@@ -137,6 +154,15 @@ class UnitShards:
         """Queues, after `event`, the step's gradient reduce-scatter and replica all-reduce."""
         context, comm_plan = self.context, self.context.comm_plan
         collectives, comm_dtype = context.collectives, context.reduce_dtype
+        if self._grad_codes is not None and not self.exact:
+            assert context.coded_reduction is not None, f"{self.name} has codes"
+            intra, _ = split_by_link((*comm_plan.step_reduce, *comm_plan.replicas))
+            event = collectives.reduce_scatter(self.grad_shard, intra, comm_dtype, after=event)
+            begin, end = nested_range(intra, context.rank, self.grad_shard.numel())
+            whole, start = self.grad_shard[begin:end], self.grad_start + begin
+            return context.coded_reduction.reduce(
+                whole, start, self._grad_codes, self.optim_grad, after=event
+            )
         event = collectives.reduce_scatter(
             self.grad_shard, comm_plan.step_reduce, comm_dtype, after=event
         )

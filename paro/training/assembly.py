@@ -13,9 +13,10 @@ from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.coded import CodedReduction, make_coded_reduction
 from paro.config.run import RunConfig
 from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import make_comm_streams
+from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig
@@ -26,6 +27,7 @@ from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.machine.choice import choice_by, pieces_by
 from paro.planning.machine.files import machine_to_json
+from paro.quantization.formats import EXACT_BITS
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
 from paro.rotation.partition import cut_into_parts
@@ -36,8 +38,13 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_unit_modules
-from paro.strategy import make_comm_plan, rotation_runs, spans_by_use
-from paro.topology import AxisSpan, Use, make_topology
+from paro.strategy import (
+    exchange_span,
+    make_comm_plan,
+    rotation_runs,
+    spans_by_use,
+)
+from paro.topology import AxisSpan, Topology, Use, make_topology
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
 
@@ -101,12 +108,9 @@ def _spread(
     if is_planned:
         runs = dict.fromkeys(Use, frozenset[AxisSpan]())
     exposure = Exposure(topology, on_streams=device.type == "cuda" and backend == "nccl")
+    overlap = sharding.prefetch_units > 0
     streams = make_comm_streams(
-        device,
-        overlap=sharding.prefetch_units > 0,
-        backend=backend,
-        note=exposure.note,
-        name=exposure.name,
+        device, overlap=overlap, backend=backend, note=exposure.note, name=exposure.name
     )
     group_config = GroupConfig(timeout=config.runtime.timeout, backend=backend, device=device)
     collectives = make_collectives(
@@ -118,6 +122,7 @@ def _spread(
         traffic=traffic,
         group_config=group_config,
     )
+    made = None if is_planned else group_config
     context = ShardingContext(
         topology=topology,
         rank=rank,
@@ -129,6 +134,8 @@ def _spread(
         reduce_dtype=TORCH_TYPES[config.precision.wire],
         accumulate_dtype=TORCH_TYPES[config.precision.accumulate],
         inter_param_bits=config.precision.inter_param_bits,
+        inter_grad_bits=config.precision.inter_grad_bits,
+        coded_reduction=_coded_reduction(config, topology, rank, streams, traffic, made),
         ledger=Ledger(),
         exposure=exposure,
     )
@@ -141,10 +148,33 @@ def _spread(
         rank=rank,
         streams=streams,
         traffic=traffic,
-        group_config=None if is_planned else group_config,
+        group_config=made,
     )
     parts = cut_into_parts(model, model.units(), context, ring, in_place=sharding.rotate_in_place)
     return RotatedModel(model, parts, ring, timers)
+
+
+def _coded_reduction(
+    config: RunConfig,
+    topology: Topology,
+    rank: int,
+    streams: CommStreams,
+    traffic: ByteCounter,
+    group_config: GroupConfig | None,
+) -> CodedReduction | None:
+    """The sums of gradients between groups, if they are sent as codes."""
+    comm_plan = make_comm_plan(config.strategy, topology)
+    if config.precision.inter_grad_bits == EXACT_BITS or not exchange_span(comm_plan):
+        return None
+    return make_coded_reduction(
+        comm_plan,
+        topology=topology,
+        rank=rank,
+        streams=streams,
+        traffic=traffic,
+        exact_dtype=TORCH_TYPES[config.precision.wire],
+        group_config=group_config,
+    )
 
 
 def _algorithm(config: RunConfig, control: Control) -> AlgorithmChoice:

@@ -153,6 +153,7 @@ def train_step(
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     world, model = training.control.world, training.model.model
     drops = drops_of(model.config, training.config.seed, state.iteration, world.rank, world.size)
+    training.model.begin_step(num_micro_batches, exact=_warms_up(training, state))
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, drops)
     _empty_cache(training, from_level=1)
     sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)
@@ -245,7 +246,6 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
             weight_decay=training.schedule.weight_decay_at(state.scheduled_samples),
             grad_norm=grad_norm,
             unscale=unscale,
-            exact_params=_warms_up(training, state),
         )
 
 
@@ -266,7 +266,6 @@ def _forward_backward(
 ) -> Tensor:
     """This rank's weighted loss, a float32 scalar; afterwards all gradients are reduced."""
     model = training.model
-    model.begin_step(num_micro_batches)
     loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
     with training.timers.measure("forward-backward"):
         for index in range(num_micro_batches):

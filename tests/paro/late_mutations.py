@@ -22,7 +22,10 @@ FLAT = "--paro-collective flat"
 AUTO = "AUTO"  # in flags: an algorithm chosen for every call
 FOLDER = "FOLDER"  # in flags: a folder of the ranks, made for the run
 SAVED = f"--save {FOLDER}"
-CODES = "--paro-inter-param-bits 4 --bf16 --hidden-size 60 --ffn-hidden-size 151 --vocab-size 211"
+CODES = (
+    "--paro-inter-param-bits 4 --paro-inter-grad-bits 4 "
+    "--bf16 --hidden-size 60 --ffn-hidden-size 151 --vocab-size 211"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ CAUGHT = {
     "collectives.auto AutoCollectives.reduce_scatter: after=after": ("IIG", AUTO),
     "collectives.auto AutoCollectives.all_reduce: after=after": ("NNI", AUTO),
     "collectives.auto AutoCollectives.run_after: after=after": ("GGG", AUTO),
+    "collectives.coded CodedReduction.reduce: after=after": ("IIG", CODES),
     "collectives.flat FlatCollectives._submit: after=after": ("IIG", FLAT),
     "collectives.native NativeCollectives.all_reduce: after=after": ("NNI", ""),
     "collectives.native NativeCollectives._submit: after=after": ("IIG", ""),
@@ -158,8 +162,10 @@ CAUGHT = {
     "sharding.shards UnitShards.wait_for_updated_params: "
     "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": ("IIG", ""),
     "sharding.shards UnitShards.gather_differences: after=gathered": ("IIG", CODES),
-    "sharding.shards UnitShards._sum_over_world: after=event": ("IIG", ""),
-    "sharding.shards UnitShards._sum_over_world: after=event #2": ("IIG", ""),
+    "sharding.shards UnitShards._sum_over_world: after=event": ("IIG", CODES),
+    "sharding.shards UnitShards._sum_over_world: after=event #2": ("IIG", CODES),
+    "sharding.shards UnitShards._sum_over_world: after=event #3": ("IIG", ""),
+    "sharding.shards UnitShards._sum_over_world: after=event #4": ("IIG", ""),
     "sharding.shards UnitShards.wait_reduced: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._reduced)": ("IIG", ""),
     "training.replicas check_replicas: training.model.wait_for_updated_params()": ("NIG", SAVED),

@@ -32,11 +32,24 @@ from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import NCCL_COLLECTIVES, Op
 from paro.collectives.spans import has_both_links, needed_groups, parts_of
 from paro.layout import ALIGN
-from paro.planning.cost_model import UnitSize, codes_of, strategy_of, updated_bytes
+from paro.planning.cost_model import (
+    UnitSize,
+    codes_of,
+    gradient_codes_of,
+    strategy_of,
+    updated_bytes,
+)
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.memory.gathering import MemorySnapshot
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.strategy import Strategy, make_comm_plan, rotation_runs, spans_by_use
+from paro.quantization.formats import EXACT_BITS
+from paro.strategy import (
+    Strategy,
+    exchange_groups,
+    make_comm_plan,
+    rotation_runs,
+    spans_by_use,
+)
 from paro.topology import AxisSpan, Topology, Use
 
 CONTEXT_BYTES = 667 * 10**6
@@ -154,6 +167,8 @@ def nccl_communication(
     plan = make_comm_plan(strategy, topology)
     runs = rotation_runs(strategy, topology) if rotates else spans_by_use(plan)
     groups = needed_groups(names, runs, pipelined=True)
+    has_codes = precision.inter_grad_bits != EXACT_BITS
+    exchange = exchange_groups(plan) if has_codes else frozenset()
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     for use, op, span, num_bytes, itemsize in _collectives(
         strategy, topology, units, precision, rotates=rotates
@@ -167,7 +182,7 @@ def nccl_communication(
         for name, size in taken.items():
             largest[name, use, span] = max(size, largest.get((name, use, span), 0))
     return Communication(
-        num_groups=sum(map(len, groups.values())) + rotates,  # and the ring's own
+        num_groups=sum(map(len, groups.values())) + len(exchange) + rotates,  # and the ring's own
         buffer_bytes=sum(largest.values()),
     )
 
@@ -217,6 +232,7 @@ def _collectives(
             for gathered in (numel, unit.frozen_numel):
                 yield Use.GATHER, Op.ALL_GATHER, plan.gather, gathered * compute, compute
             yield Use.REDUCE, Op.REDUCE_SCATTER, plan.reduce, numel * wire, wire
-        yield Use.REDUCE, Op.REDUCE_SCATTER, plan.step_reduce, reduced, wire
-        yield Use.REDUCE, Op.ALL_REDUCE, plan.replicas, numel // own.optim * wire, wire
+        if gradient_codes_of(unit, own, topology, precision) is None:
+            yield Use.REDUCE, Op.REDUCE_SCATTER, plan.step_reduce, reduced, wire
+            yield Use.REDUCE, Op.ALL_REDUCE, plan.replicas, numel // own.optim * wire, wire
         yield Use.GATHER, Op.ALL_GATHER, plan.gather_updated, updated, 1 if has_codes else compute

@@ -9,12 +9,18 @@ from functools import cached_property
 from math import fsum
 
 from paro.collectives.schedule import Op
-from paro.planning.cost_model import UnitSize, codes_of, strategy_of, updated_bytes
+from paro.planning.cost_model import (
+    UnitSize,
+    codes_of,
+    gradient_codes_of,
+    strategy_of,
+    updated_bytes,
+)
 from paro.planning.machine.collective_time import CollectiveTimes, Phase
 from paro.planning.machine.machine import Machine
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy, make_comm_plan
-from paro.topology import AxisSpan, Topology, make_topology
+from paro.topology import AxisSpan, Topology, make_topology, split_by_link
 
 # A unit's trained and frozen elements, those of matrices, and whether it is replicated.
 CostKey = tuple[int, int, int, bool]
@@ -23,6 +29,7 @@ CostKey = tuple[int, int, int, bool]
 # reads and writes.
 _ENCODED_BYTES = 70
 _DECODED_BYTES = 40
+_TRANSFORM_BYTES = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +140,48 @@ class CommCosts:
                 converted = (numel // grads + numel // optim) * (wire + accumulate)
             updated = updated_bytes(unit, strategy, self.topology, self.precision) // params
             codes = codes_of(unit, strategy, self.topology, self.precision)
+            step_reduce, replicas, traffic = self._sums_of_step(unit, strategy)
             yield UnitCommCosts(
                 trainable=True,
                 gather=self._per_micro_batch(Op.ALL_GATHER, plan.gather, numel * compute),
                 reduce=self._per_micro_batch(Op.REDUCE_SCATTER, plan.reduce, numel * wire),
-                step_reduce=phases(Op.REDUCE_SCATTER, plan.step_reduce, numel // grads * wire),
-                replicas=phases(Op.ALL_REDUCE, plan.replicas, numel // optim * wire),
+                step_reduce=step_reduce,
+                replicas=replicas,
                 gather_updated=phases(Op.ALL_GATHER, plan.gather_updated, updated),
                 accumulated_bytes=added if grads > 1 and not self.rotates else 0,
-                converted_bytes=converted,
+                converted_bytes=converted + traffic,
                 encoded_bytes=0 if codes is None else numel // optim * _ENCODED_BYTES,
                 decoded_bytes=0 if codes is None else numel // params * _DECODED_BYTES,
             )
         if unit.frozen_numel:
             frozen = unit.frozen_numel * compute
             yield UnitCommCosts(gather=self._per_micro_batch(Op.ALL_GATHER, plan.gather, frozen))
+
+    def _sums_of_step(
+        self, unit: UnitSize, strategy: Strategy
+    ) -> tuple[tuple[Phase, ...], tuple[Phase, ...], int]:
+        """The step's reduce-scatter and all-reduce, and the memory traffic of their codes."""
+        plan, phases = make_comm_plan(strategy, self.topology), self.times.phases
+        numel, wire = unit.trainable_numel, BYTES_OF[self.precision.wire]
+        codes = gradient_codes_of(unit, strategy, self.topology, self.precision)
+        if codes is None:
+            reduced, summed = numel // strategy.grads * wire, numel // strategy.optim * wire
+            return (
+                phases(Op.REDUCE_SCATTER, plan.step_reduce, reduced),
+                phases(Op.ALL_REDUCE, plan.replicas, summed),
+                0,
+            )
+        intra, inter = split_by_link((*plan.step_reduce, *plan.replicas))
+        encoded, outside = codes.range_bytes * self.topology.world_size, inter[0].inner
+        both = _ENCODED_BYTES + _DECODED_BYTES + _TRANSFORM_BYTES
+        return (
+            (
+                *phases(Op.REDUCE_SCATTER, intra, numel // strategy.grads * wire),
+                *phases(Op.REDUCE_SCATTER, inter, encoded // outside),
+            ),
+            phases(Op.ALL_GATHER, plan.replicas, encoded // strategy.optim),
+            numel // outside * both,
+        )
 
     def _per_micro_batch(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
         """A collective of every micro-batch; where weights rotate, always a pass round the ring."""

@@ -1,4 +1,4 @@
-"""Runs whose updated parameters are sent as codes, recorded, and the arithmetic they must equal."""
+"""Runs whose updates or gradients are sent as codes, recorded, and the arithmetic they equal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paro.distributed.comm_stream import Event
+from paro.quantization.blocks import hadamard
+from paro.quantization.ranges import RangeCodes
 from paro.sharding.shards import UnitShards
 from paro.training.replicas import check_replicas
 from paro.training.step import Training
@@ -138,3 +141,85 @@ def check_updates(recorded: Sequence[Recorded], bits: int | None, *, first: int 
                 own = wanted[start : start + update.after.numel()]
                 assert torch.equal(update.after, own), f"{name} on rank {rank} in step {step}"
     return num_coded
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """One sum of a unit's gradients on one rank: what it had, and its optimizer range after."""
+
+    whole: Tensor
+    start: int
+    result: Tensor
+    result_start: int
+    codes: RangeCodes
+
+
+def record_sums(runs: Sequence[str], group_size: int) -> list[tuple[Trained, list[Sum]]]:
+    """Trains without overlap; the sums of all units and steps in the order of the program."""
+    return [_record_sums(f"{flags} --paro-prefetch-units 0", group_size) for flags in runs]
+
+
+def _record_sums(flags: str, group_size: int) -> tuple[Trained, list[Sum]]:
+    sums: list[Sum] = []
+
+    def before(training: Training) -> None:
+        reduction = training.model.context.coded_reduction
+        if reduction is None:
+            return
+        original = reduction.reduce
+
+        def reduce(
+            whole: Tensor, start: int, codes: RangeCodes, result: Tensor, *, after: Event
+        ) -> Event:
+            had = whole.clone()
+            event = original(whole, start, codes, result, after=after)
+            offset = (result.data_ptr() - whole.data_ptr()) // whole.itemsize
+            sums.append(Sum(had, start, result.clone(), start + offset, codes))
+            return event
+
+        reduction.reduce = reduce  # type: ignore[method-assign]
+
+    return train(flags, group_size=group_size, before=before), sums
+
+
+def check_sums(everyone: Sequence[Sequence[Sum]], bits: int) -> int:
+    """Compares every rank's sums with the arithmetic, bit for bit; returns how many there were."""
+    for sums in zip(*everyone, strict=True):
+        codes = sums[0].codes
+        starts = {one.start + i for one in sums for i in range(0, len(one.whole), codes.numel)}
+        for start in starts:
+            pieces = [
+                one.whole[start - one.start :][: codes.numel]
+                for one in sums
+                if 0 <= start - one.start < len(one.whole)
+            ]
+            holders = [one for one in sums if 0 <= start - one.result_start < len(one.result)]
+            matrices = min(max(codes.matrix_stop - start % codes.slice_numel, 0), codes.numel)
+            coded = matrices if matrices >= 2048 else 0
+            wanted = _sum_of(pieces, coded, bits, again=len(holders) > 1)
+            assert len(pieces) > 1, "nothing crosses groups"
+            for one in holders:
+                own = one.result[start - one.result_start :][: codes.numel]
+                assert torch.equal(own, wanted), f"the sum of the elements from {start}"
+    return len(everyone[0])
+
+
+def _sum_of(pieces: Sequence[Tensor], coded: int, bits: int, *, again: bool) -> Tensor:
+    """The sum of the ranks' pieces in their order, each rounded to codes; `again`: also the sum."""
+    total, exact = torch.zeros(-(-coded // 32) * 32), torch.zeros(pieces[0].numel() - coded)
+    for piece in pieces:
+        total += _rounded(hadamard(piece[:coded].float()), bits)
+        exact += piece[coded:].bfloat16()
+    if again:
+        total, exact = _rounded(total, bits), exact.bfloat16().float()
+    return torch.cat([hadamard(total)[:coded] / 32, exact])
+
+
+def _rounded(values: Tensor, bits: int) -> Tensor:
+    top, result = 2 ** (bits - 1) - 1, torch.zeros_like(values)
+    for begin in range(0, values.numel(), 128):
+        block = values[begin : begin + 128]
+        scale = block.abs().max() / top
+        if scale > 0:
+            result[begin : begin + 128] = (block / scale).round().clamp(-top, top) * scale
+    return result

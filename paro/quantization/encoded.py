@@ -1,0 +1,19 @@
+"""The parts of an encoded range as views of its bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paro.quantization.ranges import RangeCodes
+
+
+def parts_of(
+    octets: Tensor, codes: RangeCodes, start: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The scales and codes of the range at `start`, and its exact elements, of `dtype`."""
+    assert dtype.itemsize == codes.exact_bytes, f"{dtype} is not of {codes.exact_bytes} bytes"
+    coded = codes.num_coded(start)
+    cut = codes.form.num_bytes(coded)
+    stop = cut + (codes.numel - coded) * dtype.itemsize
+    return octets[:cut], octets[cut:stop].view(dtype)
