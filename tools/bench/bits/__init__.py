@@ -1,0 +1,1 @@
+"""Parts of the study of how fewer bits between groups change the loss."""

@@ -1,0 +1,225 @@
+"""Trains the quickstart's model with fewer bits between groups, and compares the losses."""
+
+# Rounding alone must not decide: at the quickstart's learning rate of 2e-3 the order of sums
+# changes the loss by more than codes do, at 1e-3 by less than 0.0001. Every variant trains from the
+# same seeds on the same text; what is compared is the last loss on held-out text.
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+if not __package__:  # run as a script: the repository root is not on sys.path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from data.atomic_file import replacing
+from paro.errors import UserError
+from tools.shared.command_line import Parser, status_of
+from tools.shared.picture import check_can_draw, drawing
+
+DESCRIPTION = """\
+Trains the quickstart's model (4 ranks in groups of 2, bf16) with fewer bits between groups and
+compares the loss on held-out text. Needs the quickstart's text and tokenizer (make quickstart).
+Every training is added to --json, so that a study can be stopped and continued.
+
+  python tools/bench/study_bits.py --json bits.json --folder runs/bits --plot bits.png
+"""
+ROOT = Path(__file__).resolve().parents[2]
+ABLATED = "tools/bench/bits/ablated.py"
+FLAGS = (
+    "--distributed-backend gloo --paro-strategy IIG --paro-group-size 2 --num-layers 6 "
+    "--hidden-size 256 --num-attention-heads 4 --seq-length 256 "
+    "--untie-embeddings-and-output-weights --micro-batch-size 4 --global-batch-size 16 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 "
+    "--adam-beta2 0.95 --bf16 --split 95,5,0 --num-workers 0 --log-interval 5 --eval-iters 10 "
+    "--tokenizer-type SentencePieceTokenizer --peak-tflops 1"
+)
+LONG = 1000  # iterations of the long trainings
+SHORT, SEEDS = 240, (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Bits of gradients and of updates, and a part of the codes that is taken out."""
+
+    grads: int
+    params: int
+    without: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.grads}/{self.params}" + (f" without {self.without}" if self.without else "")
+
+    @property
+    def flags(self) -> list[str]:
+        bits = {"grad": self.grads, "param": self.params}
+        return [word for what, n in bits.items() for word in (f"--paro-inter-{what}-bits", str(n))]
+
+
+VARIANTS = (
+    Variant(16, 16),
+    Variant(8, 8),
+    Variant(4, 8),
+    Variant(4, 4),
+    Variant(4, 4, "transform"),
+    Variant(4, 4, "transform+blocks"),
+)
+# Variant, iterations, seed.
+Job = tuple[Variant, int, int]
+JOBS: tuple[Job, ...] = (
+    *((variant, SHORT, seed) for seed in SEEDS for variant in VARIANTS),
+    *((variant, LONG, 1) for variant in (VARIANTS[0], VARIANTS[3])),
+)
+
+
+def key_of(job: Job) -> str:
+    variant, iterations, seed = job
+    return f"{variant.name}, {iterations} iterations, seed {seed}"
+
+
+def train(job: Job, data: Path, folder: Path) -> dict[str, object]:
+    """Trains once; the losses in training and on held-out text, by iteration."""
+    variant, iterations, seed = job
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    metrics = folder / "metrics.jsonl"
+    script = [ABLATED, variant.without] if variant.without else ["pretrain_llama.py"]
+    words = [
+        *("bash", "examples/one_machine.sh", "--nproc-per-node", "4", *script),
+        *(*FLAGS.split(), *variant.flags, "--seed", str(seed), "--train-iters", str(iterations)),
+        *("--data-path", str(data / "corpus_text_document"), "--metrics-file", str(metrics)),
+        *("--tokenizer-model", str(data / "tokenizer.model")),
+        *("--eval-interval", str(iterations // 4)),
+    ]
+    begin = time.monotonic()
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(
+            words,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    if done.returncode != 0:
+        tail = (folder / "log").read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{key_of(job)} failed: {tail}")
+    record = json.loads(Path(f"{metrics}.run.json").read_text())
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {
+        "loss": [[line["iteration"], line["lm_loss"]] for line in lines],
+        "held_out": [[found["iteration"], found["lm_loss"]] for found in record["validations"]],
+        "seconds": time.monotonic() - begin,
+    }
+
+
+def last(found: dict[str, object]) -> float:
+    """The loss on held-out text after training."""
+    held_out = found["held_out"]
+    assert isinstance(held_out, list), "as `train` has it"
+    return float(held_out[-1][1])
+
+
+def table(found: dict[str, dict[str, object]]) -> str:
+    """Markdown: the held-out loss of every variant, and its difference to 16/16 by seed."""
+    lines = [
+        "| gradients/updates | iterations | seeds | held-out loss, mean | more than 16/16: mean, "
+        "by seed |",
+        "|---|---|---|---|---|",
+    ]
+    plain = VARIANTS[0]
+    for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
+        for variant in VARIANTS:
+            losses, more = [], []
+            for seed in seeds:
+                own = found.get(key_of((variant, iterations, seed)))
+                base = found.get(key_of((plain, iterations, seed)))
+                if own is not None:
+                    losses.append(last(own))
+                    more += [] if base is None else [last(own) - last(base)]
+            if losses:
+                each = ", ".join(f"{value:+.4f}" for value in more)
+                of_all = f"{mean(more):+.4f}: {each}" if more else ""
+                lines.append(
+                    f"| {variant.name} | {iterations} | {len(losses)} | {mean(losses):.4f} "
+                    f"| {of_all} |"
+                )
+    return "\n".join(lines)
+
+
+def plot(found: dict[str, dict[str, object]], path: Path) -> None:
+    """Draws held-out losses over iterations, less those of 16/16 with the same seed."""
+    with drawing(path, 1, 1, size=(7, 4.5)) as (_, panels):
+        panel = panels[0, 0]
+        for color, variant in enumerate(VARIANTS[1:]):
+            for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
+                for seed in seeds:
+                    own = found.get(key_of((variant, iterations, seed)))
+                    base = found.get(key_of((VARIANTS[0], iterations, seed)))
+                    if own is None or base is None:
+                        continue
+                    pairs = list(zip(own["held_out"], base["held_out"], strict=True))  # type: ignore[call-overload]
+                    panel.plot(
+                        [at for (at, _), _ in pairs],
+                        [loss - plain for (_, loss), (_, plain) in pairs],
+                        color=f"C{color}",
+                        marker=".",
+                        label=variant.name if (iterations, seed) == (SHORT, SEEDS[0]) else None,
+                    )
+        panel.axhline(0.0, color="black", linewidth=0.8)
+        panel.set(xlabel="iteration", ylabel="held-out loss above that of 16/16, nat")
+        panel.legend(fontsize="small", title="bits of gradients/updates")
+        panel.grid(alpha=0.3)
+
+
+def execute(args: argparse.Namespace) -> int:
+    if not (args.data / "corpus_text_document.bin").is_file():
+        raise UserError(f"--data {args.data} holds no corpus: run make quickstart first")
+    if args.plot is not None:
+        check_can_draw(args.plot)
+    found = json.loads(args.json.read_text()) if args.json.exists() else {}
+    deadline = time.monotonic() + 60.0 * args.minutes
+    for job in JOBS:
+        if key_of(job) not in found and time.monotonic() < deadline:
+            found[key_of(job)] = train(job, args.data.resolve(), args.folder)
+            with replacing(args.json) as temporary:
+                temporary.write_text(json.dumps(found) + "\n")
+            print(f"{key_of(job)}: {last(found[key_of(job)]):.4f}", flush=True)
+    print(table(found))
+    if args.plot is not None:
+        plot(found, args.plot)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="study_bits.py",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--json", type=Path, required=True, metavar="FILE", help="losses; continued if it exists")
+    add("--folder", type=Path, required=True, metavar="DIR", help="of a training; is emptied")
+    add("--data", type=Path, default=ROOT / "runs/quickstart", metavar="DIR", help="quickstart's")
+    add("--plot", type=Path, metavar="FILE", help="draw the differences (png, svg, pdf)")
+    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    return status_of("study_bits.py", lambda: execute(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
