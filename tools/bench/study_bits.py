@@ -159,7 +159,7 @@ def table(found: dict[str, dict[str, object]]) -> str:
 def plot(found: dict[str, dict[str, object]], path: Path) -> None:
     """Draws held-out losses over iterations, less those of 16/16 with the same seed."""
     with drawing(path, 1, 1, size=(7, 4.5)) as (_, panels):
-        panel = panels[0, 0]
+        panel, named = panels[0, 0], set()
         for color, variant in enumerate(VARIANTS[1:]):
             for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
                 for seed in seeds:
@@ -173,8 +173,9 @@ def plot(found: dict[str, dict[str, object]], path: Path) -> None:
                         [loss - plain for (_, loss), (_, plain) in pairs],
                         color=f"C{color}",
                         marker=".",
-                        label=variant.name if (iterations, seed) == (SHORT, SEEDS[0]) else None,
+                        label=None if variant in named else variant.name,
                     )
+                    named.add(variant)
         panel.axhline(0.0, color="black", linewidth=0.8)
         panel.set(xlabel="iteration", ylabel="held-out loss above that of 16/16, nat")
         panel.legend(fontsize="small", title="bits of gradients/updates")

@@ -1,0 +1,61 @@
+"""The study of bits: its flags are those of a run, and its table and picture of what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paro.arguments.parser import parse_args
+from tools.bench.study_bits import (
+    FLAGS,
+    JOBS,
+    LONG,
+    SEEDS,
+    SHORT,
+    VARIANTS,
+    key_of,
+    main,
+    plot,
+    table,
+)
+
+
+def found_of(above: float) -> dict[str, dict[str, object]]:
+    """Results in which every variant but the first loses `above` at the end."""
+    return {
+        key_of((variant, iterations, seed)): {
+            "held_out": [[10, 5.0], [iterations, 4.0 + seed / 100 + above * (variant.grads < 16)]]
+        }
+        for variant, iterations, seed in JOBS
+    }
+
+
+def test_the_table_compares_seed_by_seed(tmp_path: Path) -> None:
+    found = found_of(0.0125)
+    lines = table(found).splitlines()
+    assert f"| 16/16 | {SHORT} | 3 | 4.0200 | +0.0000: +0.0000, +0.0000, +0.0000 |" in lines
+    assert f"| 4/4 | {SHORT} | 3 | 4.0325 | +0.0125: +0.0125, +0.0125, +0.0125 |" in lines
+    assert f"| 4/4 | {LONG} | 1 | 4.0225 | +0.0125: +0.0125 |" in lines
+    assert len(lines) == 2 + len(VARIANTS) + 2
+    del found[key_of((VARIANTS[0], SHORT, SEEDS[0]))]
+    assert f"| 8/8 | {SHORT} | 3 | 4.0325 | +0.0125: +0.0125, +0.0125 |" in table(found)
+    plot(found, tmp_path / "bits.png")
+    assert (tmp_path / "bits.png").stat().st_size > 5_000
+
+
+def test_flags_are_those_of_a_run() -> None:
+    for variant in VARIANTS:
+        args = parse_args([*FLAGS.split(), *variant.flags, "--train-iters", "4"])
+        assert (args.paro_inter_grad_bits, args.paro_inter_param_bits) == (
+            variant.grads,
+            variant.params,
+        )
+
+
+def test_without_the_quickstart_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--json", tmp_path / "x.json", "--folder", tmp_path / "x", "--data", tmp_path]
+    assert main(list(map(str, words))) == 2
+    assert "run make quickstart first" in capsys.readouterr().err
