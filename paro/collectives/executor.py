@@ -1,12 +1,10 @@
-"""Executes schedules with point-to-point operations, on one thread or CUDA stream per level."""
+"""Executes schedules with point-to-point operations, on one thread per level or without overlap."""
 
 # [Note: two ways to carry out one schedule]
-# If every comm stream is a thread (gloo), each thread runs the steps of its level: receives are
-# posted ahead and complete in order, and the thread that receives a chunk immediately sends all
-# messages that waited for it, on any level. Messages carry tags, so any thread can send them.
-# Otherwise (CUDA streams, or no overlap) the training thread queues the steps one by one, each a
-# paired send and receive, after the steps of other levels that it depends on: with NCCL an unpaired
-# receive would block its stream, and tags are ignored.
+# With overlap every comm stream is a thread: it runs the steps of its level. Receives are posted
+# ahead and complete in order, and the thread that receives a chunk immediately sends all messages
+# that waited for it, on any level. Messages carry tags, so any thread can send them.
+# Without overlap the training thread runs the steps one by one, each a paired send and receive.
 #
 # The messages of a level are numbered consecutively across collectives; both ends get the same
 # numbers because all ranks run the same program.
@@ -117,15 +115,10 @@ class ScheduledCollectives(Collectives):
             return AllEvents(
                 [self._streams.submit(stream, job, after=after) for stream, job in pairs]
             )
-        ends: list[Event] = []
-        steps = transfer.schedule.steps
-        for index, step in enumerate(steps):
-            needed = {*step.send.after, *step.receive.after}
-            others = [ends[i] for i in sorted(needed) if steps[i].level != step.level]
-            events = AllEvents([*([after] if after else []), *others])
-            job = transfer.step_job(index)
-            ends.append(self._streams.submit(streams[step.level], job, after=events))
-        return AllEvents(ends)
+        # Without overlap a job has run when it has been submitted, that of `after` too.
+        for index, step in enumerate(transfer.schedule.steps):
+            self._streams.submit(streams[step.level], transfer.step_job(index))
+        return DONE
 
     def _transfer(
         self, op: Op, use: Use, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype

@@ -193,7 +193,6 @@ ELSEWHERE = {
     "collectives.executor ScheduledCollectives.all_gather: after=after": _MESSAGES,
     "collectives.executor ScheduledCollectives.all_reduce: after=event": _MESSAGES,
     "collectives.executor ScheduledCollectives.run_after: after=after": _MESSAGES,
-    "collectives.executor ScheduledCollectives._submit: after=events": _MESSAGES,
     "collectives.executor ScheduledCollectives._submit: after=after": _MESSAGES,
     "collectives.pipeline make_pipeline: after=index_of.get((piece, number - 1))": _PIPELINE,
     "collectives.schedule _linked: "
