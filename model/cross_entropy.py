@@ -28,6 +28,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         token_weights_T: Tensor,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        weight_VD = weight_VD.to(x_TD.dtype)
         num_tokens = x_TD.shape[0]
         chunk = loss_chunk_tokens(x_TD.device.type)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
@@ -112,18 +113,20 @@ class _SliceScores(torch.autograd.Function):
         log_norm_T = torch.empty(x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
         label_logit_T = torch.zeros_like(log_norm_T)
         local_T = labels_T - first_row
+        ctx.save_for_backward(x_TD, weight_VD, local_T, token_weights_T, log_norm_T)
+        weight_VD = weight_VD.to(x_TD.dtype)
         for part in _chunks(x_TD):
             logits_TV = (_masked(x_TD[part], token_weights_T[part]) @ weight_VD.t()).float()
             here_T, row_T = _rows(local_T[part], weight_VD.shape[0])
             label_logit_T[part] = logits_TV.gather(1, row_T[:, None]).squeeze(1) * here_T
             torch.logsumexp(logits_TV, -1, out=log_norm_T[part])
-        ctx.save_for_backward(x_TD, weight_VD, local_T, token_weights_T, log_norm_T)
         return log_norm_T, label_logit_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_VD, local_T, token_weights_T, log_norm_T = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
+        weight_VD = weight_VD.to(x_TD.dtype)
         # A token's loss is its joined log-sum-exp minus the label's logit, so both get gradients of
         # the same size. Multiply by the token's scale last, or two-byte types would underflow.
         scale_T = -grads[1]

@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+# Frozen weights may have another type than activations: a matmul converts one for as long as it
+# runs, and what is saved for backward is the weight as it is held.
+
 
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm for the CPU, where torch's own runs several operations and saves their results."""
@@ -49,7 +52,7 @@ def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
     if x_BSD.device.type == "cpu":
         out: Tensor = _RMSNorm.apply(x_BSD, scale_D, epsilon)
         return out
-    return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D, epsilon)  # one kernel
+    return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype), epsilon)  # one kernel
 
 
 class SharedNorm:
@@ -90,9 +93,9 @@ class SharedNorm:
         """Accumulates one slice's gradient of the normalized input."""
         for grad, weight in zip(grads, weights, strict=True):
             if self._grad_y_TD is None:
-                self._grad_y_TD = grad @ weight
+                self._grad_y_TD = grad @ weight.to(grad.dtype)
             else:
-                torch.addmm(self._grad_y_TD, grad, weight, out=self._grad_y_TD)
+                torch.addmm(self._grad_y_TD, grad, weight.to(grad.dtype), out=self._grad_y_TD)
 
     def input_grads(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of x and scale, as far as needed, after the last slice; None before."""
@@ -121,7 +124,7 @@ class _NormedLinears(torch.autograd.Function):
         ctx.save_for_backward(x_BSD, scale_D, *weights)
         ctx.norm = norm
         y_BSD = norm.in_forward(backward_follows=any(ctx.needs_input_grad))
-        return tuple(F.linear(y_BSD, weight) for weight in weights)
+        return tuple(F.linear(y_BSD, weight.to(y_BSD.dtype)) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,7 +166,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor) -> Tensor:
         ctx.save_for_backward(gate_BSF, up_BSF, weight_DF)
-        return F.linear(F.silu(gate_BSF).mul_(up_BSF), weight_DF)
+        return F.linear(F.silu(gate_BSF).mul_(up_BSF), weight_DF.to(gate_BSF.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -175,7 +178,7 @@ class _GatedLinear(torch.autograd.Function):
         if needs_weight:
             grad_weight = grad_TD.t() @ (silu_BSF * up_BSF).flatten(0, -2)
         if needs_gate or needs_up:
-            grad_BSF = (grad_TD @ weight_DF).view_as(gate_BSF)
+            grad_BSF = (grad_TD @ weight_DF.to(grad_TD.dtype)).view_as(gate_BSF)
             grad_up = silu_BSF.mul_(grad_BSF) if needs_up else None
             if needs_gate:
                 grad_gate = torch.ops.aten.silu_backward(grad_BSF.mul_(up_BSF), gate_BSF)
@@ -185,4 +188,26 @@ class _GatedLinear(torch.autograd.Function):
 def gated_linear(gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor) -> Tensor:
     """SwiGLU's second half: `(silu(gate) * up) @ weight.T`."""
     out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF)
+    return out
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """Saves the weight in its own type; backward converts it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_ED)
+        return F.linear(x_BSD, weight_ED.to(x_BSD.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (weight_ED,) = ctx.saved_tensors
+        return grads[0] @ weight_ED.to(grads[0].dtype), None
+
+
+def linear(x_BSD: Tensor, weight_ED: Tensor) -> Tensor:
+    """`x @ weight.T`; a weight of another type than `x` is frozen."""
+    if x_BSD.dtype == weight_ED.dtype:
+        return F.linear(x_BSD, weight_ED)
+    out: Tensor = _FrozenLinear.apply(x_BSD, weight_ED)
     return out

@@ -34,7 +34,7 @@ from model.config import (
     attention_norms,
 )
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
-from model.layers import SharedNorm, gated_linear, normed_linears, rms_norm
+from model.layers import SharedNorm, gated_linear, linear, normed_linears, rms_norm
 from model.lora import AdaptedBlock, Drops, checkpointed, gated, same
 from model.parts import SlicedPart, UnitSpec
 from model.rotary import rotate, rotations
@@ -138,7 +138,7 @@ class Block(AdaptedBlock):
         else:
             out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, lengths)
         out_BSD = out_BSNH.flatten(-2)
-        y_BSD = F.linear(out_BSD, self.wo)
+        y_BSD = linear(out_BSD, self.wo)
         (y_BSD,) = self.adapted({"wo": y_BSD}, same, (out_BSD,), drops)
         return y_BSD
 
@@ -204,7 +204,7 @@ class Head(nn.Module):
         assert weight_VD is not None, "a tied head needs the embedding's weight"
         x_BSD = rms_norm(x_BSD, self.norm, self.config.norm_epsilon)
         if labels_BS is None:
-            return F.linear(x_BSD, weight_VD)
+            return linear(x_BSD, weight_VD)
         assert token_weights_BS is not None, "a loss needs the weight of every token"
         return self.loss(x_BSD, labels_BS, token_weights_BS, weight_VD)
 
@@ -269,7 +269,7 @@ class Llama(nn.Module):
         By default a sample is one document. `positions_BS` gives each token's position within its
         document; `document_lengths` (all documents of all samples) also keeps attention within it.
         """
-        x_BSD = self.embedding(tokens_BS)
+        x_BSD = self.embedding(tokens_BS).to(self._compute_dtype)
         cos, sin = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
         if positions_BS is not None:
             cos, sin = cos[positions_BS], sin[positions_BS]
@@ -287,6 +287,11 @@ class Llama(nn.Module):
         tied_VD = self.embedding.weight if tied else None
         logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
         return logits_or_loss
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        """The type of a block's last parameter: of its adapters, if it has any."""
+        return [*self.blocks[0].parameters()][-1].dtype
 
     def units(self) -> list[UnitSpec]:
         """The units in forward order."""

@@ -23,6 +23,7 @@ class PrecisionConfig:
     accumulate_allreduce_grads_in_fp32: bool = False
     inter_param_bits: int = EXACT_BITS
     inter_grad_bits: int = EXACT_BITS
+    lora_base_dtype: str | None = None  # of parameters that adapters freeze; None: `compute`
 
     def __post_init__(self) -> None:
         if self.compute not in BYTES_OF:
@@ -39,6 +40,16 @@ class PrecisionConfig:
                 "--accumulate-allreduce-grads-in-fp32 and --paro-inter-grad-bits "
                 f"{self.inter_grad_bits} contradict each other: give one of them"
             )
+        if self.lora_base_dtype is not None and self.compute == "fp16":
+            raise UserError(
+                f"--lora-base-dtype {self.lora_base_dtype} and --fp16 contradict each other: give "
+                "one of them; either takes 2 bytes for a frozen element"
+            )
+
+    @property
+    def frozen(self) -> str:
+        """Dtype of frozen parameters, as they are held and gathered."""
+        return self.lora_base_dtype or self.compute
 
     @property
     def accumulate(self) -> str:
@@ -52,8 +63,9 @@ class PrecisionConfig:
 
     def describe(self) -> str:
         """One line that describes the dtypes, printed at the start of a run."""
+        frozen = f", frozen ones {self.frozen}" if self.frozen != self.compute else ""
         text = (
-            f"params {self.compute}, gradients are sent as {self.wire} and accumulate in "
+            f"params {self.compute}{frozen}, gradients are sent as {self.wire} and accumulate in "
             f"{self.accumulate}, master parameters and moments fp32"
         )
         for what, bits in (

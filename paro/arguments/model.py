@@ -144,6 +144,8 @@ def add_lora_args(parser: ArgumentParser) -> None:
     add("--lora-target-modules", metavar="MODULES",
         help="which projections have adapters: names of peft with commas between them, or "
         "all-linear, the seven of a block; default q_proj,v_proj")
+    add("--lora-base-dtype", choices=("bf16",),
+        help="hold and gather the frozen weights in bf16 where the adapters train in fp32")
 
 
 def add_recompute_args(parser: ArgumentParser) -> None:

@@ -82,7 +82,7 @@ def _num_query_groups(args: Namespace, heads: int) -> int:
 
 
 def _take_lora(args: Namespace) -> LoraConfig | None:
-    names = ("lora_alpha", "lora_dropout", "lora_target_modules")
+    names = ("lora_alpha", "lora_base_dtype", "lora_dropout", "lora_target_modules")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.lora_rank is None:
         for name in given:
@@ -94,6 +94,7 @@ def _take_lora(args: Namespace) -> LoraConfig | None:
             "all else is frozen; give one of them"
         )
     modules = given.pop("lora_target_modules", None)
+    given.pop("lora_base_dtype", None)  # of the precision
     detail = {name.removeprefix("lora_"): value for name, value in given.items()}
     if modules is not None:
         detail["targets"] = targets_of(modules)

@@ -128,15 +128,17 @@ def traffic_per_step(
     updated. So the first step of a run sends less.
     """
     compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
+    frozen = BYTES_OF[precision.frozen]
     sent = dict.fromkeys(Link, 0)
     for unit in units:
         own = strategy_of(unit, strategy)
         plan = make_comm_plan(own, topology)
-        gathered = unit.numel * unit.gathers_per_micro_batch * num_micro_batches
+        whole = unit.trainable_numel * compute + unit.frozen_numel * frozen
+        gathered = whole * unit.gathers_per_micro_batch * num_micro_batches
         trained = unit.trainable_numel
         reduced = trained * unit.reductions_per_micro_batch * num_micro_batches
         for span, num_bytes in (
-            (plan.gather, gathered * compute),
+            (plan.gather, gathered),
             (plan.reduce, reduced * wire),
             *_summed(unit, own, topology, precision),
             (plan.gather_updated, updated_bytes(unit, own, topology, precision)),
@@ -248,7 +250,8 @@ def model_state_bytes(
         placed = strategy_of(unit, strategy)
         # In fp32 the master is the parameter shard itself where the degrees are equal.
         has_master = precision.compute != "fp32" or placed.params != placed.optim
-        params += unit.numel // placed.params * BYTES_OF[precision.compute]
+        params += unit.trainable_numel // placed.params * BYTES_OF[precision.compute]
+        params += unit.frozen_numel // placed.params * BYTES_OF[precision.frozen]
         grads += unit.trainable_numel // placed.grads * BYTES_OF[precision.accumulate]
         optim += unit.trainable_numel // placed.optim * 4 * (3 if has_master else 2)
     return ModelStateBytes(params=params, grads=grads, optim=optim)

@@ -17,9 +17,10 @@
 # keeps only its input, blocks recomputed together keep one input; recomputing core attention saves
 # the log-sum-exp.
 # Blocks with frozen parameters are counted as if all were trained; below the first trained unit
-# nothing is kept. Adapters keep nothing. In forward, what those of gate and up add is there as well
-# as what the weights make; in backward, that of w_down computes the product of gate and up again,
-# and gradients of both before those of the weight's own product exist.
+# nothing is kept, and in the first block with adapters nothing before the first of them. Adapters
+# keep nothing. In forward, what those of gate and up add is there as well as what the weights make;
+# in backward, that of w_down computes the product of gate and up again, and gradients of both
+# before those of the weight's own product exist.
 
 from __future__ import annotations
 
@@ -126,10 +127,11 @@ def _block(
         in_forward = max(
             in_forward, residual + ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
         )
+    unkept = _before_adapters(config, batch) if layer == 0 else 0
     first = config.recompute.first_layer(layer) if config.recompute else None
     if first is None:
         return UnitActivations(
-            kept=block_activations(config, batch),
+            kept=block_activations(config, batch) - unkept,
             recomputed_from=index,
             in_forward=in_forward,
             **transients,
@@ -137,7 +139,7 @@ def _block(
     if index >= first_trained:
         first = max(first, first_trained - 1)
     kept = residual if layer == first else 0
-    recomputed = block_activations(config, batch) - kept
+    recomputed = block_activations(config, batch) - max(kept, unkept)
     return UnitActivations(
         kept=kept,
         recomputed=recomputed,
@@ -159,6 +161,20 @@ def _adapter_transient(config: LlamaConfig, batch: MicroBatch) -> int:
     return batch.num_tokens * (products + lora.rank * batch.compute_bytes) - weight
 
 
+def _before_adapters(config: LlamaConfig, batch: MicroBatch) -> int:
+    """Bytes that the first block with adapters does not keep, since nothing before them trains."""
+    targets = {*config.lora.targets} if config.lora is not None else set()
+    if not targets or targets & {"wq", "wk", "wv"}:
+        return 0
+    query, key = _attention_widths(config)
+    width = config.hidden_size + query + 2 * key
+    if "wo" not in targets:
+        width += query
+        if targets == {"w_down"}:
+            width += config.hidden_size
+    return _with_scores(config, batch, width)
+
+
 def _residual(config: LlamaConfig, batch: MicroBatch) -> int:
     """Bytes of one tensor of the residual stream's width."""
     return batch.num_tokens * config.hidden_size * batch.compute_bytes
@@ -166,13 +182,23 @@ def _residual(config: LlamaConfig, batch: MicroBatch) -> int:
 
 def block_activations(config: LlamaConfig, batch: MicroBatch) -> int:
     """Bytes that a block needs for backward, but for core attention's if that is recomputed."""
-    query = config.num_attention_heads * config.kv_channels
-    key = config.num_query_groups * config.kv_channels
+    query, key = _attention_widths(config)
     width = 2 * config.hidden_size + 2 * query + 2 * key + 2 * config.ffn_hidden_size
+    return _with_scores(config, batch, width)
+
+
+def _attention_widths(config: LlamaConfig) -> tuple[int, int]:
+    """Elements per token of all query heads, and of all key heads."""
+    query = config.num_attention_heads * config.kv_channels
+    return query, config.num_query_groups * config.kv_channels
+
+
+def _with_scores(config: LlamaConfig, batch: MicroBatch, width: int) -> int:
+    """Bytes of `width` elements per token, and of what attention and its norms keep beside them."""
     without_core = config.recompute is not None and config.recompute.core_attention
     in_fp32 = 0 if without_core else config.num_attention_heads  # log-sum-exp
     if config.qk_layernorm:
-        width += query + key
+        width += sum(_attention_widths(config))
         in_fp32 += config.num_attention_heads + config.num_query_groups
     return batch.num_tokens * (width * batch.compute_bytes + 4 * in_fp32)
 

@@ -75,7 +75,7 @@ class RotatingUnit(UnitShards):
             ]
             for index in range(ring.size)
         ]
-        compute, wire = context.compute_dtype, context.reduce_dtype
+        compute, wire = self.param_shard.dtype, context.reduce_dtype
         self._E, self._F = self._spare(numel, compute), self._spare(numel, compute)
         self._X, self._Y = self._spare(numel, wire), self._spare(numel, wire)
         self._scratch = self._spare(scratch_numel(numel, compute), compute)

@@ -4,11 +4,12 @@
 # `_U` buffers are whole; `param_shard` and `grad_shard` are this rank's shards at the degrees of
 # params and grads, and the optimizer's range of each is a view of them.
 #
-#   param_shard  always                     compute        1 / params degree
-#   param_U      gather..release            compute        whole; is param_shard at params degree 1
+#   param_shard  always                     compute*       1 / params degree
+#   param_U      gather..release            compute*       whole; is param_shard at params degree 1
 #   grad_U       first gradient..reduced    communication  whole; none at grads degree 1
 #   grad_shard   always                     accumulation   1 / grads degree
 #
+# * frozen parameters have a type of their own with --lora-base-dtype.
 # Only the training thread allocates and frees buffers; it frees one only after waiting for the
 # last job that uses it.
 
@@ -56,7 +57,7 @@ class ShardedUnit(UnitShards):
             self._param_U = ElasticBuffer(
                 numel,
                 layout=layout,
-                dtype=context.compute_dtype,
+                dtype=self.param_shard.dtype,
                 tally=context.ledger.whole_params,
                 device=device,
             )

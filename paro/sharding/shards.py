@@ -32,6 +32,7 @@ class ShardingContext:
     collectives: Collectives
     device: torch.device
     compute_dtype: torch.dtype
+    frozen_dtype: torch.dtype  # of frozen parameters, as they are held and gathered
     reduce_dtype: torch.dtype
     accumulate_dtype: torch.dtype
     inter_param_bits: int = EXACT_BITS  # of updated parameters that cross groups
@@ -57,7 +58,7 @@ class UnitShards:
         self.trainable = trainable
         strategy, numel, device = context.strategy, layout.numel, context.device
         self.param_shard = torch.zeros(
-            numel // strategy.params, dtype=context.compute_dtype, device=device
+            numel // strategy.params, dtype=param_dtype(context, trainable), device=device
         )
         self.grad_shard = torch.zeros(
             numel // strategy.grads if trainable else 0,
@@ -171,3 +172,8 @@ class UnitShards:
     def wait_reduced(self) -> None:
         self.context.exposure.wait(WaitKind.REDUCE, self._reduced)
         self._reduced = DONE
+
+
+def param_dtype(context: ShardingContext, trainable: bool) -> torch.dtype:
+    """The type in which parameters that train, or frozen ones, are held and gathered."""
+    return context.compute_dtype if trainable else context.frozen_dtype

@@ -11,7 +11,7 @@ from torch import nn
 
 from paro.layout import Shape, decays, make_layout, whole_box
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.sharding.shards import ShardingContext
+from paro.sharding.shards import ShardingContext, param_dtype
 
 
 class UnitSpec(Protocol):
@@ -117,7 +117,8 @@ def bind_empty(model: nn.Module, context: ShardingContext) -> dict[str, nn.Param
     """Replaces every parameter by an empty one that units can bind; returns these by name."""
     bound: dict[str, nn.Parameter] = {}
     for name, old in list(model.named_parameters()):
-        empty = torch.empty(0, dtype=context.compute_dtype, device=context.device)
+        dtype = param_dtype(context, old.requires_grad)
+        empty = torch.empty(0, dtype=dtype, device=context.device)
         bound[name] = nn.Parameter(empty, requires_grad=old.requires_grad)
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, bound[name])

@@ -131,6 +131,7 @@ def _spread(
         collectives=collectives,
         device=device,
         compute_dtype=TORCH_TYPES[config.precision.compute],
+        frozen_dtype=TORCH_TYPES[config.precision.frozen],
         reduce_dtype=TORCH_TYPES[config.precision.wire],
         accumulate_dtype=TORCH_TYPES[config.precision.accumulate],
         inter_param_bits=config.precision.inter_param_bits,

@@ -70,11 +70,11 @@ def _async_copy_bytes(config: RunConfig, world: World) -> int:
 def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
     """What a checkpoint takes: fp32 values, and two moments of what trains.
 
-    Frozen parameters are saved in the compute type, unless they are in its base.
+    Frozen parameters are saved in the type that they are held in, unless they are in its base.
     """
     shapes, trained = parameter_shapes(config.model), config.trained
     of_trained = 4 if config.checkpoint.no_save_optim else 12
-    of_frozen = 0 if has_base else BYTES_OF[config.precision.compute]
+    of_frozen = 0 if has_base else BYTES_OF[config.precision.frozen]
     return sum(
         math.prod(shape) * (of_trained if name in trained else of_frozen)
         for name, shape in shapes.items()

@@ -94,6 +94,25 @@ def test_gradients_are_those_of_autograd_that_keeps_everything(
 
 # Of the first block's attention a kernel computes all gradients or none, and so does the formula;
 # with matrix products, as here, torch leaves out what q, k and v do not need.
+def test_frozen_weights_in_bf16_compute_what_their_values_do(tokens_BS: Tensor) -> None:
+    config = replace(adapted(), qk_layernorm=True)
+    in_bf16, rounded = filled(config), filled(config)
+    for model in (in_bf16, rounded):
+        for name, parameter in model.named_parameters():
+            if not is_adapter(name):
+                half = parameter.data.bfloat16()
+                parameter.data = half if model is in_bf16 else half.float()
+    for first, second in zip(in_bf16(tokens_BS), rounded(tokens_BS), strict=True):
+        assert torch.equal(first, second)
+    for model in (in_bf16, rounded):
+        loss_of(model, tokens_BS).backward()
+    wanted = dict(rounded.named_parameters())
+    for name, parameter in in_bf16.named_parameters():
+        if is_adapter(name):
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, wanted[name].grad), name
+
+
 @pytest.mark.parametrize(
     "targets", ["q_proj,k_proj,v_proj", "all-linear", "down_proj", "o_proj,up_proj", "gate_proj"]
 )

@@ -103,6 +103,7 @@ CASES = {
     "llama_preset": (("num-layers",), "--num-layers 4", "--llama-preset 7B"),
     "log_progress": ((), "--save new", "--save new --log-progress"),
     "lora_alpha": ((), LORA, f"{LORA} --lora-alpha 3"),
+    "lora_base_dtype": ((), LORA, f"{LORA} --lora-base-dtype bf16"),
     "lora_dropout": ((), LORA, f"{LORA} --lora-dropout 0.1"),
     "lora_rank": ((), "", LORA),
     "lora_target_modules": ((), LORA, f"{LORA} --lora-target-modules all-linear"),

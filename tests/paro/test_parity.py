@@ -30,6 +30,7 @@ FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 TIED = "--tie-embeddings-and-output-weights"
 LAST = "--trainable last-blocks:0.5"  # blocks 1 and 2 of 3
 LORA = "--lora-rank 3 --lora-alpha 6"
+BASE_BF16 = f"{LORA} --lora-base-dtype bf16"
 DROPPING = f"{LORA} --lora-dropout 0.3 --lora-target-modules all-linear"
 MODERN = "--add-qkv-bias --qk-layernorm"
 
@@ -171,6 +172,7 @@ def test_strategies_train_as_one_process_does(
                 ("GIG", "--paro-collective flat", ()),
                 ("ING", LAST, ()),
                 ("ING", LORA, ()),
+                ("GIG", BASE_BF16, ()),
                 ("GGG", f"{DROPPING} --recompute-granularity full", ()),
                 ("NIG", f"{LAST} --recompute-granularity full", ()),
                 ("IGG", MODERN, ("blocks.0.bq", "blocks.1.wk", "blocks.2.k_norm")),
@@ -201,7 +203,7 @@ def test_variants_train_as_one_process_does(
         reference = reference_for(references, more, frozen)
         for by_rank in results:
             assert_same(by_rank[number], reference, f"{strategy} {more} {frozen}")
-            if more in (LAST, LORA):
+            if more in (LAST, LORA, BASE_BF16):
                 assert_formulas(by_rank[number], cases[number][0], world_size, group_size)
 
 

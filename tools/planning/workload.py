@@ -151,6 +151,7 @@ def case_of(args: Namespace) -> Workload:
             compute="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
             grad_reduce_in_bf16=args.grad_reduce_in_bf16,
             accumulate_allreduce_grads_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+            lora_base_dtype=args.lora_base_dtype,
         ),
         prefetch_units=args.paro_prefetch_units,
         collective=args.paro_collective,

@@ -218,7 +218,9 @@ class PeakMemory:
             if needed & live:
                 break
             live |= needed
-        return sum(self._by_name[name].numel for name in live) * BYTES_OF[self.precision.compute]
+        units = [self._by_name[name] for name in live]
+        trained = sum(unit.trainable_numel for unit in units) * BYTES_OF[self.precision.compute]
+        return trained + sum(u.frozen_numel for u in units) * BYTES_OF[self.precision.frozen]
 
     def _whole_grads(self, arrived: Sequence[int]) -> int:
         """Bytes of gradient buffers not yet freed when these units' gradients arrived, in order."""

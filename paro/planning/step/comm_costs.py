@@ -154,7 +154,7 @@ class CommCosts:
                 decoded_bytes=0 if codes is None else numel // params * _DECODED_BYTES,
             )
         if unit.frozen_numel:
-            frozen = unit.frozen_numel * compute
+            frozen = unit.frozen_numel * BYTES_OF[self.precision.frozen]
             yield UnitCommCosts(gather=self._per_micro_batch(Op.ALL_GATHER, plan.gather, frozen))
 
     def _sums_of_step(

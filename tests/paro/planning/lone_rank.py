@@ -176,6 +176,7 @@ def _context(
         collectives=collectives,
         device=torch.device(device),
         compute_dtype=TYPES[precision.compute],
+        frozen_dtype=TYPES[precision.frozen],
         reduce_dtype=TYPES[precision.wire],
         accumulate_dtype=TYPES[precision.accumulate],
         ledger=Ledger(),

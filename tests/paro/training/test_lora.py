@@ -76,6 +76,18 @@ def test_adapters_begin_on_a_model_without_them(base: Path) -> None:
             assert torch.equal(ours[name].values, shard.values)
 
 
+def test_frozen_weights_in_bf16_are_resumed_as_they_were(base: Path, tmp_path: Path) -> None:
+    words = f"{LORA} --lora-base-dtype bf16"
+    for more in ("", "--save-frozen"):
+        out = tmp_path / f"out{more}"
+        saved = trained(f"{words} --load {base} --save {out} {more}")
+        config, again, _ = started(f"{words} --load {out}")
+        assert_equal(again, saved)
+        frozen = [s for s in saved.optimizer.flat_shards() if s.values.dtype == torch.bfloat16]
+        assert frozen
+        assert config.precision.describe().startswith("params fp32, frozen ones bf16, gradients")
+
+
 def test_adapters_saved_with_what_is_frozen_need_no_base(base: Path, tmp_path: Path) -> None:
     saved = trained(f"{LORA} --load {base} --save {tmp_path} --save-frozen")
     assert_equal(started(f"{LORA} --load {tmp_path}")[1], saved)
@@ -106,6 +118,8 @@ def test_other_adapters_are_refused(adapters: Path, words: str, told: str) -> No
         ("--lora-alpha 3", "--lora-alpha needs --lora-rank"),
         ("--lora-dropout 0.1", "--lora-dropout needs --lora-rank"),
         ("--lora-target-modules q_proj", "--lora-target-modules needs --lora-rank"),
+        ("--lora-base-dtype bf16", "--lora-base-dtype needs --lora-rank"),
+        ("--lora-rank 2 --lora-base-dtype bf16 --fp16", "bf16 and --fp16 contradict each other"),
         ("--lora-rank 2 --trainable last-blocks:0.5", "contradict each other: with adapters"),
         ("--lora-rank 21", "--lora-rank 21 is above the 20 of wq, a matrix of 20 x 20"),
         ("--lora-rank 2 --paro-materialize rotate --paro-strategy III", "rotate has no adapters"),

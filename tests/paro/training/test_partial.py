@@ -20,6 +20,7 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.precision import BYTES_OF
 from paro.report.log import Log
 from paro.training.assembly import build_data, build_training
 from paro.training.memory_check import checkpoint_bytes
@@ -29,6 +30,7 @@ from tests.helpers.training import TINY, run_steps, save_run
 
 FLAGS = f"{TINY} --train-iters 2 --global-batch-size 2"
 LAST = "--trainable last-blocks:0.34"  # block 2 of 3
+ADAPTERS = "--lora-rank 4 --lora-target-modules all-linear"
 
 
 def configured(words: str) -> RunConfig:
@@ -47,8 +49,16 @@ def alive_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("part", [LAST, "--lora-rank 4 --lora-target-modules all-linear"])
-@pytest.mark.parametrize("words", ["", "--bf16"])
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("", LAST),
+        ("--bf16", LAST),
+        ("", ADAPTERS),
+        ("--bf16", ADAPTERS),
+        ("", f"{ADAPTERS} --lora-base-dtype bf16"),
+    ],
+)
 def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(
     words: str, part: str
 ) -> None:
@@ -58,10 +68,10 @@ def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(
     training = built(config)
     run_steps(config, training, build_data(config))
     held = alive_bytes() - before
-    shapes, of_frozen = parameter_shapes(config.model), 2 if words else 4
+    shapes, of_frozen = parameter_shapes(config.model), BYTES_OF[config.precision.frozen]
     frozen = sum(math.prod(shapes[name]) for name in shapes.keys() - config.trained)
     trained = sum(math.prod(shapes[name]) for name in config.trained)
-    of_trained = of_frozen + 4 + 12 - (0 if words else 4)  # in fp32 no master of its own
+    of_trained = 2 + 4 + 12 if words else 4 + 4 + 8  # in fp32 no master of its own
     assert held == pytest.approx(of_trained * trained + of_frozen * frozen, rel=0.02)
     assert training.optimizer.model_state_bytes() == pytest.approx(held, rel=0.02)
 

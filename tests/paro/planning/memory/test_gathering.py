@@ -18,6 +18,7 @@ from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
 FP32 = PrecisionConfig(compute="fp32")
+BASE_BF16 = replace(FP32, lora_base_dtype="bf16")
 BF16 = PrecisionConfig(compute="bf16")
 ALL_BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 RUNS_OF_TWO = RecomputeConfig(granularity="full", num_layers=2)
@@ -138,6 +139,27 @@ CASES = {
         config=replace(SMALL, lora=LoraConfig(rank=4)),
         precision=FP32,
         batch_size=8,
+        at="backward",
+    ),
+    "adapters of the MLP": Workload(
+        strategy="GGG",
+        config=replace(SMALL, lora=LoraConfig(rank=4, targets=targets_of("gate_proj"))),
+        precision=FP32,
+        batch_size=8,
+        at="backward",
+    ),
+    "adapters of attention's output beside frozen weights in bf16": Workload(
+        strategy="GGG",
+        config=replace(SMALL, lora=LoraConfig(rank=4, targets=targets_of("o_proj"))),
+        precision=BASE_BF16,
+        batch_size=8,
+        at="backward",
+    ),
+    "frozen weights in bf16 that outweigh activations": Workload(
+        strategy="GGG",
+        config=replace(WIDE, lora=LoraConfig(rank=4, targets=targets_of("down_proj"))),
+        precision=BASE_BF16,
+        batch_size=1,
         at="backward",
     ),
     "whole units and gradients": Workload(
