@@ -104,8 +104,7 @@ def _spread(
     rotates = sharding.materialize == "rotate"
     comm_plan = make_comm_plan(strategy, topology)
     runs = rotation_runs(strategy, topology) if rotates else spans_by_use(comm_plan)
-    is_planned = device.type == "meta"
-    if is_planned:
+    if is_planned := device.type == "meta":
         runs = dict.fromkeys(Use, frozenset[AxisSpan]())
     exposure = Exposure(topology, on_streams=device.type == "cuda" and backend == "nccl")
     overlap = sharding.prefetch_units > 0
