@@ -196,7 +196,7 @@ def _internevo() -> Iterator[Figure]:
         )  # fmt: skip
 
 
-LIMIT_GB = 62.0
+LIMIT_GB = 64.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
