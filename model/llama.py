@@ -35,7 +35,7 @@ from model.config import (
 )
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.layers import SharedNorm, gated_linear, linear, normed_linears, rms_norm
-from model.lora import AdaptedBlock, Drops, checkpointed, gated, same
+from model.lora import AdaptedBlock, Drops, adapted_part, checkpointed, gated, same
 from model.parts import SlicedPart, UnitSpec
 from model.rotary import rotate, rotations
 
@@ -269,7 +269,9 @@ class Llama(nn.Module):
         By default a sample is one document. `positions_BS` gives each token's position within its
         document; `document_lengths` (all documents of all samples) also keeps attention within it.
         """
-        x_BSD = self.embedding(tokens_BS).to(self._compute_dtype)
+        x_BSD = self.embedding(tokens_BS)
+        if self.config.lora is not None:  # frozen weights may be held in fewer bits
+            x_BSD = x_BSD.to([*self.blocks[0].parameters()][-1].dtype)
         cos, sin = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
         if positions_BS is not None:
             cos, sin = cos[positions_BS], sin[positions_BS]
@@ -287,11 +289,6 @@ class Llama(nn.Module):
         tied_VD = self.embedding.weight if tied else None
         logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
         return logits_or_loss
-
-    @property
-    def _compute_dtype(self) -> torch.dtype:
-        """The type of a block's last parameter: of its adapters, if it has any."""
-        return [*self.blocks[0].parameters()][-1].dtype
 
     def units(self) -> list[UnitSpec]:
         """The units in forward order."""
@@ -313,7 +310,7 @@ class Llama(nn.Module):
             UnitSpec(
                 name=f"blocks.{layer}",
                 module=block,
-                parts=(attention, _MLP),
+                parts=(adapted_part(attention, self.config), adapted_part(_MLP, self.config)),
                 recomputed=self._is_recomputed(layer),
             )
             for layer, block in enumerate(self.blocks)

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from model.config import LlamaConfig
 from model.layers import rms_norm
 from model.lora_config import down_name, up_name
+from model.parts import SlicedPart
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _MIX = (-4658895280553007687, -7723592293110705685)  # of SplitMix64
@@ -49,6 +51,13 @@ def drops_of(
     return drops
 
 
+class Columns(NamedTuple):
+    """Where a slice of a weight's columns begins, and how many the weight has."""
+
+    first: int
+    number: int
+
+
 class AdaptedBlock(nn.Module):
     """A block whose projections may have adapters."""
 
@@ -56,6 +65,7 @@ class AdaptedBlock(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
+        self.starts: dict[str, int] = {}  # of weights that are slices: the first row or column
 
     def make_adapters(self) -> None:
         """Adds the adapters' parameters; call it after those of the projections."""
@@ -82,30 +92,41 @@ class AdaptedBlock(nn.Module):
         if not names:
             return tuple(outputs.values())
         run = checkpointed if torch.is_grad_enabled() else _called
-        added = run(partial(self._low_rank, names, make_input, drops), *sources)
+        slices = {name: (self.starts.get(name, 0), outputs[name].shape[-1]) for name in names}
+        added = run(partial(self._low_rank, slices, make_input, drops), *sources)
         for name, low in zip(names, added, strict=True):
             outputs[name] = low.add_(outputs[name])  # which frees the other
         return tuple(outputs.values())
 
     def _low_rank(
         self,
-        names: Sequence[str],
+        slices: Mapping[str, tuple[int, int]],
         make_input: Callable[..., Tensor],
         drops: Drops | None,
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
-        """`scaling * up @ down @ dropout(input)` for each of the weights."""
+        """`scaling * up @ down @ dropout(input)` for each of the weights.
+
+        `slices` are the first row or column of each, and its number of rows. Of a slice of rows
+        this is the part of the output, of one of columns a partial sum.
+        """
         lora, x_BSD = self.config.lora, make_input(*sources)
         assert lora is not None, "no adapters"
         made = []
-        for name in names:
-            in_BSD = x_BSD
+        for name, (first, rows) in slices.items():
+            in_BSD, columns = x_BSD, x_BSD.shape[-1]
+            down_RD, up_ER = getattr(self, down_name(name)), getattr(self, up_name(name))
+            if columns < down_RD.shape[1]:
+                down_RD = down_RD[:, first : first + columns]
+            elif rows < up_ER.shape[0]:
+                up_ER = up_ER[first : first + rows]
             if drops is not None and lora.dropout > 0.0:
                 full = f"blocks.{self.layer}.{name}"
-                dropped = ~keep_mask(x_BSD.shape, lora.dropout, drops, full, x_BSD.device)
+                whole = getattr(self, down_name(name)).shape[1]
+                of = Columns(first, whole) if columns < whole else None
+                dropped = ~keep_mask(x_BSD.shape, lora.dropout, drops, full, x_BSD.device, of)
                 in_BSD = x_BSD.masked_fill(dropped, 0.0).mul_(1.0 / (1.0 - lora.dropout))
-            low_BSR = F.linear(in_BSD, getattr(self, down_name(name)))
-            made.append(F.linear(low_BSR, getattr(self, up_name(name))).mul_(lora.scaling))
+            made.append(F.linear(F.linear(in_BSD, down_RD), up_ER).mul_(lora.scaling))
         return tuple(made)
 
     def normed(self, scale: str, x_BSD: Tensor) -> Tensor:
@@ -122,10 +143,27 @@ def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
     return F.silu(gate_BSF) * up_BSF
 
 
+def adapted_part(part: SlicedPart, config: LlamaConfig) -> SlicedPart:
+    """A part of a block whose slices read the adapters of its weights whole."""
+    if config.lora is None:
+        return part
+    targets = [name for name in part.cuts if name in config.lora.targets]
+    adapters = [of(name) for name in targets for of in (down_name, up_name)]
+    return replace(part, replicated=(*part.replicated, *adapters), of_starts=True)
+
+
 def keep_mask(
-    shape: torch.Size, dropout: float, drops: Drops, name: str, device: torch.device
+    shape: torch.Size,
+    dropout: float,
+    drops: Drops,
+    name: str,
+    device: torch.device,
+    columns: Columns | None = None,
 ) -> Tensor:
-    """Which elements are kept: a hash of seed, parameter name, step, sample and element."""
+    """Which elements are kept: a hash of seed, parameter name, step, sample and element.
+
+    If the last dim is only some of the `columns`, elements have their numbers in all of them.
+    """
     assert len(drops.samples) == shape[0], f"{len(drops.samples)} sample numbers for {shape}"
     numel, threshold = shape[1:].numel(), round(dropout * 2**_BITS)
     kept = torch.empty(shape[0], numel, dtype=torch.bool, device=device)
@@ -133,7 +171,11 @@ def keep_mask(
         key = _key(drops, name, sample)
         for first in range(0, numel, _AT_ONCE):  # 64 bits an element are too many for all at once
             last = min(first + _AT_ONCE, numel)
-            mixed = torch.arange(first + 1, last + 1, device=device).mul_(_GOLDEN).add_(key)
+            mixed = torch.arange(first, last, device=device)
+            if columns is not None:
+                line, column = mixed // shape[-1], mixed % shape[-1]
+                mixed = line.mul_(columns.number).add_(column).add_(columns.first)
+            mixed.add_(1).mul_(_GOLDEN).add_(key)
             for shift, factor in zip((30, 27), _MIX, strict=True):
                 mixed = mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(factor)
             mixed.bitwise_xor_(_shifted(mixed, 31))

@@ -22,6 +22,7 @@ class SlicedPart:
     replicated: tuple[str, ...] = ()  # parameters that every slice reads whole
     join: Callable[..., Tensor]
     of_rows: bool = False  # whether the module's `first_row` is set to the slice's first row
+    of_starts: bool = False  # whether `starts` of the module gets where the slices of weights begin
     shares: int | None = None  # indivisible shares, if it can only be cut between them
 
 

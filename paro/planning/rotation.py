@@ -18,6 +18,7 @@ from model.config import (
     attention_norms,
     parameter_shapes,
 )
+from model.lora_config import down_name, up_name
 from paro.layout import Shape, UnitLayout, halves_of, make_layout, make_sliced_layout, whole_box
 from paro.planning.cost_model import UnitSize
 from paro.strategy import FLAG, Strategy
@@ -29,7 +30,7 @@ class _Use:
 
     unit: str
     matrices: Mapping[str, int]  # and biases: name to the dim along which it is cut
-    norms: tuple[str, ...]  # that it reads whole
+    norms: tuple[str, ...]  # and adapters: what it reads whole
     shares: int | None = None  # it can only be cut between these (query groups)
     returns: bool = True  # backward reads them
     recomputed: bool = False
@@ -43,10 +44,6 @@ def rotation_infeasible_reason(
     They rotate only inside groups, and only if every rank of the ring gets a slice of each matrix.
     """
     degree = strategy.params
-    if config.lora is not None:
-        return (
-            "--paro-materialize rotate has no adapters: leave --lora-rank out, or gather parameters"
-        )
     if not 1 < degree == strategy.grads <= group_size:
         return (
             "--paro-materialize rotate needs params and grads sharded over the same 2 or more "
@@ -173,7 +170,9 @@ def _uses(config: LlamaConfig) -> list[_Use]:
                 _Use(
                     unit=f"blocks.{layer}.{part}",
                     matrices=named(f"blocks.{layer}", cuts),
-                    norms=tuple(f"blocks.{layer}.{norm}" for norm in norms),
+                    norms=tuple(
+                        f"blocks.{layer}.{name}" for name in (*norms, *_adapters_of(cuts, config))
+                    ),
                     shares=config.num_query_groups if part == "attention" else None,
                     recomputed=recomputed,
                 )
@@ -181,6 +180,11 @@ def _uses(config: LlamaConfig) -> list[_Use]:
     holder = "embedding" if config.tie_embeddings_and_output_weights else "head"
     uses.append(_Use(unit=holder, matrices=named(holder, VOCABULARY_CUTS), norms=("head.norm",)))
     return uses
+
+
+def _adapters_of(weights: Iterable[str], config: LlamaConfig) -> Iterable[str]:
+    targets = config.lora.targets if config.lora is not None else ()
+    return (of(name) for name in weights if name in targets for of in (down_name, up_name))
 
 
 def units_by_part(units: Iterable[UnitSize]) -> dict[str, list[UnitSize]]:

@@ -50,6 +50,9 @@ class PartSpec(Protocol):
     def of_rows(self) -> bool: ...
 
     @property
+    def of_starts(self) -> bool: ...
+
+    @property
     def shares(self) -> int | None: ...
 
 
@@ -163,6 +166,11 @@ class RotatingPart:
         self._parameters.update(leaves)
         if self.spec.of_rows:
             self.module.first_row = unit.first_row(position[1])  # type: ignore[assignment]
+        if self.spec.of_starts:
+            starts: dict[str, int] = self.module.starts  # type: ignore[assignment]
+            for name, first in unit.starts(position[1]).items():
+                attribute = self._plan.attributes[name]
+                starts[attribute] = first[self.spec.cuts[attribute]]
 
     def _make_leaves(
         self, unit: RotatingUnit, position: Position, slot: Tensor

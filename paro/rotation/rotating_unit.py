@@ -174,6 +174,11 @@ class RotatingUnit(UnitShards):
             for piece in self._pieces[index]
         }
 
+    def starts(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Where the boxes of this step's slice begin in their whole parameters, by name."""
+        pieces = self._pieces[self._ring.home_of(step)]
+        return {piece.box.name: piece.box.start for piece in pieces}
+
     def first_row(self, step: int) -> int:
         """The index in the whole parameter of the first row of this step's slice."""
         return self._pieces[self._ring.home_of(step)][0].box.start[0]

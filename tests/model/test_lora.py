@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.config import LlamaConfig, flops_per_token, parameter_shapes
 from model.initialization import initial_values, initialize_whole, parameter_initializers
 from model.llama import Llama
-from model.lora import Drops, keep_mask
+from model.lora import Columns, Drops, keep_mask
 from model.lora_config import LoraConfig, is_adapter, targets_of
 from paro.errors import UserError
 
@@ -92,8 +92,15 @@ def test_gradients_are_those_of_autograd_that_keeps_everything(
         assert grad.abs().sum() > 0
 
 
-# Of the first block's attention a kernel computes all gradients or none, and so does the formula;
-# with matrix products, as here, torch leaves out what q, k and v do not need.
+def test_a_slice_of_the_columns_drops_what_the_whole_drops() -> None:
+    drops = Drops(1, 2, (3, 5))
+    whole = keep_mask(torch.Size((2, 4, 12)), 0.4, drops, "w", torch.device("cpu"))
+    for first, last in ((0, 5), (5, 12)):
+        shape = torch.Size((2, 4, last - first))
+        part = keep_mask(shape, 0.4, drops, "w", torch.device("cpu"), Columns(first, 12))
+        assert torch.equal(part, whole[..., first:last])
+
+
 def test_frozen_weights_in_bf16_compute_what_their_values_do(tokens_BS: Tensor) -> None:
     config = replace(adapted(), qk_layernorm=True)
     in_bf16, rounded = filled(config), filled(config)
@@ -113,6 +120,8 @@ def test_frozen_weights_in_bf16_compute_what_their_values_do(tokens_BS: Tensor) 
             assert torch.equal(parameter.grad, wanted[name].grad), name
 
 
+# Of the first block's attention a kernel computes all gradients or none, and so does the formula;
+# with matrix products, as here, torch leaves out what q, k and v do not need.
 @pytest.mark.parametrize(
     "targets", ["q_proj,k_proj,v_proj", "all-linear", "down_proj", "o_proj,up_proj", "gate_proj"]
 )

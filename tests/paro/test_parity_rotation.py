@@ -33,6 +33,8 @@ FULL = "--recompute-granularity full"
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 BELOW = ("embedding.weight", *(f"blocks.0.{n}" for n in ("attention_norm", "wq", "wk", "wv", "wo")))
 LAST = "--trainable last-blocks:0.5"
+LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.3 --lora-target-modules"
+BASE_BF16 = "--lora-base-dtype bf16"
 MODERN = "--add-qkv-bias --qk-layernorm"
 NO_EFFECT = ("--paro", "--recompute")  # on the computation
 
@@ -88,7 +90,7 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
     expected = traffic_per_step(config.strategy, topology, units, config.precision, MICRO_BATCHES)
     for step in trained.steps[1:]:
         assert step.sent == expected, flags
-    if LAST in flags:
+    if LAST in flags or LORA in flags:
         return
     # Three passes of every matrix, two of the embedding; four of a recomputed block.
     passes = {"embedding": 5 if TIED in flags else 2, "head": 3}
@@ -151,6 +153,8 @@ def test_rings_in_groups_train_as_one_process_does(known: dict[object, Trained])
         ("IIG", f"{MODERN} {FULL}", ()),
         ("IIG", "", FROZEN),
         ("III", f"{IN_PLACE} {LAST}", ()),
+        ("IIG", f"{LORA} all-linear {FULL}", ()),
+        ("III", f"{LORA} q_proj,down_proj {IN_PLACE} {BASE_BF16}", ()),
     ]
     check(known, 4, 2, 4, cases)
 
@@ -177,6 +181,9 @@ VARIANTS: list[tuple[str, tuple[str, ...]]] = [
     ("", FROZEN),
     ("", BELOW),
     (LAST, ()),
+    (f"{LORA} all-linear {FULL}", ()),
+    (f"{LORA} q_proj,o_proj,up_proj {BASE_BF16}", ()),
+    (f"{LORA} down_proj {GROUPED} {{groups}}", ()),
 ]
 
 

@@ -93,19 +93,23 @@ class _Walk:
         yield MemorySnapshot(name="the update", states=states, transient=copied)
 
     def _forward_slices(self, part: _Part) -> int:
-        slice_bytes = self._slice(part.unit.numel, self.precision.compute)
+        slice_bytes = self._weights(part.unit)
         if self.in_place:
             return self._room(slice_bytes) + (slice_bytes if part.copies else 0)
         return slice_bytes * (2 if part.copies and self.strategy.params > 2 else 1)
 
     def _backward_slices(self, part: _Part) -> int:
-        weights = self._slice(part.unit.numel, self.precision.compute) if part.returns else 0
+        weights = self._weights(part.unit) if part.returns else 0
         grads = self._slice(part.unit.trainable_numel, self.precision.wire)
         if self.in_place:
             rooms = (self._room(weights), self._room(grads))
             shared = self.precision.compute == self.precision.wire
             return grads + (max(rooms) if shared else sum(rooms))
         return weights + 2 * grads
+
+    def _weights(self, unit: UnitSize) -> int:
+        trained = self._slice(unit.trainable_numel, self.precision.compute)
+        return trained + self._slice(unit.frozen_numel, self.precision.frozen)
 
     def _slice(self, numel: int, kind: str) -> int:
         return numel // self.strategy.params * BYTES_OF[kind]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from model.config import RecomputeConfig
-from model.lora_config import LoraConfig
 from paro.errors import UserError
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
@@ -277,6 +276,3 @@ def test_a_model_that_cannot_rotate_is_refused_with_what_could() -> None:
     odd = replace(given, model=replace(given.model, num_attention_heads=3, num_query_groups=3))
     with pytest.raises(UserError, match="cannot cut --num-attention-heads 3"):
         plan(odd)
-    lora = replace(given, model=replace(given.model, lora=LoraConfig(rank=2)))
-    with pytest.raises(UserError, match="--paro-materialize rotate has no adapters"):
-        plan(lora)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from model.config import LlamaConfig, RecomputeConfig
+from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.memory.rotating import rotating_peak
@@ -33,6 +34,7 @@ CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
     "parts of units frozen": (SMALL, keep_norms_and_embedding),
     "lower units frozen": (SMALL, upper_half),
     "tied, embedding frozen": (TIED, upper_half),
+    "adapters": (replace(SMALL, lora=LoraConfig(rank=2, targets=("wo", "w_up"))), is_adapter),
 }
 
 

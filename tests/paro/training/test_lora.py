@@ -122,7 +122,6 @@ def test_other_adapters_are_refused(adapters: Path, words: str, told: str) -> No
         ("--lora-rank 2 --lora-base-dtype bf16 --fp16", "bf16 and --fp16 contradict each other"),
         ("--lora-rank 2 --trainable last-blocks:0.5", "contradict each other: with adapters"),
         ("--lora-rank 21", "--lora-rank 21 is above the 20 of wq, a matrix of 20 x 20"),
-        ("--lora-rank 2 --paro-materialize rotate --paro-strategy III", "rotate has no adapters"),
     ],
 )
 def test_flags_that_do_not_agree(words: str, told: str) -> None:
