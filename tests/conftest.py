@@ -78,6 +78,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     purity.install()
+    # Where the plugin is missing, as it may be for `make gpu`, tests have no limit of their own.
+    config.addinivalue_line("markers", "timeout(seconds): a limit of pytest-timeout")
     unknown = must_run(config) - LACKS.keys()
     if unknown:
         raise pytest.UsageError(f"--must-run knows {', '.join(LACKS)}, not {', '.join(unknown)}")

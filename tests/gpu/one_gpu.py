@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from paro.distributed.comm_stream import CommStreams
+from paro.distributed.control import Control
 from paro.training import assembly
+from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.training import TINY, Trained, train
 
@@ -25,10 +26,14 @@ RANKS, GROUP_SIZE = 4, 2
 STEPS = f"{TINY} --train-iters 3 --global-batch-size 8"
 
 
+class NcclRefusedError(Exception):
+    """NCCL accepts only one rank on a GPU; the text is one line."""
+
+
 def on_ranks(
     function: Callable[..., Result], world_size: int, *args: Any, timeout: float
 ) -> list[Result]:
-    """`run_ranks`; a failure of one line if NCCL refuses to share a GPU."""
+    """`run_ranks`; `NcclRefusedError` if NCCL refuses to share a GPU."""
     try:
         return run_ranks(function, world_size, *args, timeout=timeout)
     except RankError as failure:
@@ -36,10 +41,9 @@ def on_ranks(
         if not refusals:
             raise
     version = ".".join(map(str, torch.cuda.nccl.version()))
-    pytest.fail(
+    raise NcclRefusedError(
         f"NCCL {version} refuses several ranks on one GPU, although each has its own NCCL_HOSTID: "
-        f"{refusals[0]}",
-        pytrace=False,
+        f"{refusals[0]}"
     )
 
 
@@ -54,11 +58,24 @@ def train_cases(backend: str, cases: Sequence[str]) -> list[Trained]:
     group_size = GROUP_SIZE if dist.is_initialized() else None
     if backend == "nccl" and dist.is_initialized():
         _share_the_gpu()
-    found = [train(flags_of(backend, more), group_size=group_size) for more in cases]
-    return [
-        replace(one, parameters={name: value.cpu() for name, value in one.parameters.items()})
-        for one in found
-    ]
+    return [_on_cpu(train(flags_of(backend, more), group_size=group_size)) for more in cases]
+
+
+def train_on_threads(device: torch.device, cases: Sequence[str]) -> list[list[Trained]]:
+    """The same on ranks that are threads of this process, on the code of NCCL ranks; by rank."""
+
+    def train_all(control: Control) -> list[Trained]:
+        return [
+            _on_cpu(train(flags_of("nccl", more), group_size=GROUP_SIZE, control=control))
+            for more in cases
+        ]
+
+    return run_rank_threads(train_all, RANKS, device)
+
+
+def _on_cpu(trained: Trained) -> Trained:
+    parameters = {name: value.cpu() for name, value in trained.parameters.items()}
+    return replace(trained, parameters=parameters)
 
 
 def _share_the_gpu() -> None:

@@ -65,11 +65,14 @@ def train(
     group_size: int | None = None,
     frozen: Collection[str] = (),
     before: Callable[[Training], None] | None = None,
+    control: Control | None = None,
 ) -> Trained:
-    """Trains on all ranks of the default group, or in one process without a group."""
+    """Trains on the ranks of `control`: by default of the default group, or a single process."""
     argv = flags.split() if isinstance(flags, str) else list(flags)
     alone = not dist.is_initialized()
     world = World() if alone else World(rank=dist.get_rank(), size=dist.get_world_size())
+    if control is not None:
+        world = control.world
     if group_size is not None:
         argv += ["--paro-group-size", str(group_size)]
     config = RunConfig.from_args(parse_args(argv), world)
@@ -77,7 +80,7 @@ def train(
         trained = tuple(name for name in parameter_shapes(config.model) if name not in frozen)
         trainable = Trainable(kind=TrainableKind.NAMES, patterns=trained)
         config = replace(config, trainable=trainable)
-    control = Control(world, device_for(config.runtime, world))
+    control = control or Control(world, device_for(config.runtime, world))
     training = build_training(config, control)
     check_placement(config, training)
     if before is not None:

@@ -117,7 +117,8 @@ def test_an_old_gpu_is_refused_before_anything_runs() -> None:
 
 
 REPORT = """<testsuites><testsuite>
-<testcase classname="tests.m" name="good"/>
+<testcase classname="tests.m" name="good">
+<properties><property name="note" value="ranks are threads"/></properties></testcase>
 <testcase classname="tests.m" name="bad">
 <failure message="assert 1 == 2&#10;more">long</failure></testcase>
 <testcase classname="tests.m" name="fp8">
@@ -134,6 +135,7 @@ def test_failures_and_skips_of_a_suite_are_lines(tmp_path: Path) -> None:
     assert found.lines == (
         "1 passed, 1 failed, 1 skipped",
         "1 skipped: needs fp8: compute capability 8.9",
+        "ranks are threads",
         "failed: tests.m::bad: assert 1 == 2",
     )
 

@@ -6,7 +6,7 @@ import importlib.util
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 
-from tools.gpu_check.running import Ended, Outcome, Runner
+from tools.gpu_check.running import ROOT, Ended, Outcome, Runner
 
 _NEEDED = ("pytest", "hypothesis")
 # Skips that no machine of today's kind can avoid; the reasons that tests give.
@@ -17,9 +17,18 @@ _MOST_FAILURES = 10  # on the page; the log has all
 def gpu_tests(runner: Runner) -> Outcome:
     """Every test that needs a GPU, but those of the other parts."""
     if runner.rehearse:
-        return _pytest(runner, "gpu-tests", ["-m", "gpu", "tests/model"])
-    words = ["-m", "gpu", "tests", "--ignore", "tests/gpu", "--must-run", "gpu"]
-    return _pytest(runner, "gpu-tests", words)
+        return _pytest(runner, "gpu-tests", ["-m", "gpu", *gpu_test_files()])
+    return _pytest(runner, "gpu-tests", ["-m", "gpu", "--must-run", "gpu", *gpu_test_files()])
+
+
+def gpu_test_files() -> list[str]:
+    """The files with tests that need a GPU; others may import packages that a machine lacks."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [
+        str(file.relative_to(ROOT))
+        for file in files
+        if file.parent.name != "gpu" and "mark.gpu" in file.read_text(encoding="utf-8")
+    ]
 
 
 def rank_tests(runner: Runner) -> Outcome:
@@ -72,9 +81,13 @@ def outcome_of(runner: Runner, ended: Ended, report: ElementTree.Element) -> Out
     num_passed = len(cases) - len(failed) - sum(skipped.values())
     lines = [f"{num_passed} passed, {len(failed)} failed, {sum(skipped.values())} skipped"]
     lines += [f"{count} skipped: {reason}" for reason, count in skipped.items()]
+    notes = [
+        found.get("value") or "" for found in report.iter("property") if found.get("name") == "note"
+    ]
+    lines += notes
     lines += [f"failed: {line}" for line in failed[:_MOST_FAILURES]]
     if ended.timed_out:
         lines.append(ended.failure or "")
-    figures = {"passed": num_passed, "failed": failed, "skipped": skipped}
+    figures = {"passed": num_passed, "failed": failed, "skipped": skipped, "notes": notes}
     passed = not (failed or wrong or ended.timed_out) and ended.status == 0 and bool(cases)
     return Outcome(passed=passed, lines=tuple(lines), figures=figures)

@@ -1,0 +1,35 @@
+"""Ranks as threads train as one process does, on the code of NCCL ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paro.distributed.control import Control
+from tests.gpu.one_gpu import flags_of
+from tests.gpu.test_ranks import HO_RING, ROTATED, compare
+from tests.helpers.rank_threads import run_rank_threads
+from tests.helpers.ranks import RankError
+from tests.helpers.training import train
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "more", ["--paro-strategy IIG", f"--paro-strategy GGG {HO_RING}", f"{ROTATED}"]
+)
+def test_threads_train_as_one_process_does(more: str) -> None:
+    alone = train(flags_of("gloo", ""))
+    flags = flags_of("nccl", more)
+    for found in run_rank_threads(lambda on: train(flags, group_size=2, control=on), 4, CPU):
+        compare(found, alone, more)
+
+
+def test_the_first_failure_ends_all() -> None:
+    def fail(control: Control) -> None:
+        if control.world.rank == 2:
+            raise ValueError("no third rank")
+        control.barrier()
+
+    with pytest.raises(RankError, match="no third rank"):
+        run_rank_threads(fail, 4, CPU)
