@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.lora_config import is_adapter
 from paro.checkpoint.base import stored_parameters
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import (
@@ -27,10 +28,14 @@ FEW = (5, *(i for i, p in enumerate(PAIRS) if p.before.world_size != p.after.wor
 pytestmark = pytest.mark.ranks
 
 
-def check(pair: Pair, root: Path, base: Path | None = None) -> None:
-    """With a `base`, of a run that trains the last block alone and begins with it."""
+LAST = "--trainable last-blocks:0.34"
+LORA = "--lora-rank 3 --lora-dropout 0.2 --lora-target-modules q_proj,down_proj"
+
+
+def check(pair: Pair, root: Path, base: Path | None = None, trains: str = LAST) -> None:
+    """With a `base`, of a run that begins with it and trains only a part."""
     before, after = pair.before, pair.after
-    part = [] if base is None else ["--trainable", "last-blocks:0.34"]
+    part = [] if base is None else trains.split()
     begin = [] if base is None else ["--load", str(base), "--finetune"]
     there = run_ranks(
         save_and_go_on,
@@ -43,7 +48,11 @@ def check(pair: Pair, root: Path, base: Path | None = None) -> None:
     here = run_ranks(load_and_go_on, after.world_size, after, root, more=part)
     if base is not None:
         names = stored_parameters(root / "iter_0000003")
-        assert {name.rpartition(".")[0] for name in names} == {"blocks.2"}
+        if trains == LAST:
+            assert {name.rpartition(".")[0] for name in names} == {"blocks.2"}
+        else:
+            assert names
+            assert all(map(is_adapter, names))
     saved, loaded = whole_states(there), whole_states(here)
     assert saved.keys() == loaded.keys()
     assert {name.partition(".")[0] for name in saved} == {"param", "exp_avg", "exp_avg_sq"}
@@ -70,14 +79,21 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_what_was_trained_and_its_base_reshard(tmp_path: Path, base: Path) -> None:
-    check(PAIRS[FEW[2]], tmp_path, base)
+@pytest.mark.parametrize("trains", [LAST, LORA], ids=["last block", "adapters"])
+def test_what_was_trained_and_its_base_reshard(tmp_path: Path, base: Path, trains: str) -> None:
+    check(PAIRS[FEW[2]], tmp_path, base, trains)
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("pair", PAIRS[:36], ids=str)
 def test_all_reshard_with_a_base(tmp_path: Path, base: Path, pair: Pair) -> None:
     check(pair, tmp_path, base)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("pair", PAIRS[36:], ids=str)
+def test_all_adapters_reshard_with_a_base(tmp_path: Path, base: Path, pair: Pair) -> None:
+    check(pair, tmp_path, base, LORA)
 
 
 @pytest.mark.verify
