@@ -240,12 +240,17 @@ class Llama(nn.Module):
         )
         self.head = Head(config)
         self._num_plain = 0  # leading blocks that backward does not reach
+        self._activations: torch.dtype | None = None  # None: as the weights
 
-    def freeze(self, is_trained: Callable[[str], bool]) -> None:
+    def freeze(
+        self, is_trained: Callable[[str], bool], *, activations: torch.dtype | None = None
+    ) -> None:
         """Freezes every parameter for whose name `is_trained` returns False.
 
-        Blocks that backward then does not reach save no activations and are not recomputed.
+        Blocks that backward then does not reach save no activations and are not recomputed. Give
+        the type of `activations` where frozen weights may have another.
         """
+        self._activations = activations
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_trained(name))
         parts = takewhile(_is_frozen, (self.embedding, *self.blocks))
@@ -270,8 +275,8 @@ class Llama(nn.Module):
         document; `document_lengths` (all documents of all samples) also keeps attention within it.
         """
         x_BSD = self.embedding(tokens_BS)
-        if self.config.lora is not None:  # frozen weights may be held in fewer bits
-            x_BSD = x_BSD.to([*self.blocks[0].parameters()][-1].dtype)
+        if self._activations is not None:
+            x_BSD = x_BSD.to(self._activations)
         cos, sin = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
         if positions_BS is not None:
             cos, sin = cos[positions_BS], sin[positions_BS]

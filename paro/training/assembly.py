@@ -66,7 +66,8 @@ def build_training(
     traffic = traffic or ByteCounter()
     with torch.device("meta"):
         model = Llama(config.model)
-    model.freeze(config.trained.__contains__)
+    compute_dtype = TORCH_TYPES[config.precision.compute]
+    model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = make_timers(config.report.timing_log_level, device)
     sharded = _spread(model, config, control, traffic, timers)
     optimizer = ParoOptimizer(sharded, config.optim)

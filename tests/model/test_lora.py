@@ -109,6 +109,7 @@ def test_frozen_weights_in_bf16_compute_what_their_values_do(tokens_BS: Tensor) 
             if not is_adapter(name):
                 half = parameter.data.bfloat16()
                 parameter.data = half if model is in_bf16 else half.float()
+    in_bf16.freeze(is_adapter, activations=torch.float32)
     for first, second in zip(in_bf16(tokens_BS), rounded(tokens_BS), strict=True):
         assert torch.equal(first, second)
     for model in (in_bf16, rounded):

@@ -116,6 +116,9 @@ def _add_task_args(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=int, default=4, help="of a rank in a step; default 4")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of compute; default bf16")
     add("--recompute", action="store_true", help="every block in backward, in all contenders")
+    add("--trainable", metavar="WHAT", help="as in the trainer: last-blocks:SHARE, names:PATTERNS")
+    add("--lora-rank", type=int, metavar="R", help="train adapters, not the weights themselves")
+    add("--lora-target-modules", metavar="NAMES", help="as in the trainer")
     add("--lr", type=float, default=1e-3, help="default 1e-3")
     add("--seed", type=int, default=1234, help="default 1234")
 
@@ -147,6 +150,9 @@ def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
         flags |= {"group-query-attention": None, "num-query-groups": args.num_query_groups}
     if args.dtype == "bf16":
         flags["bf16"] = None
+    for flag in ("trainable", "lora-rank", "lora-target-modules"):
+        if (value := getattr(args, flag.replace("-", "_"))) is not None:
+            flags[flag] = value
     if args.recompute:
         flags["recompute-granularity"] = "full"
     words = ((f"--{flag}", value) for flag, value in flags.items())

@@ -101,7 +101,7 @@ def lone_rank(
 ) -> LoneRank:
     """Builds the last rank as training does; call `silence` before it runs."""
     context = _context(strategy, topology, precision, device)
-    llama = _empty_llama(config, is_trained)
+    llama = _empty_llama(config, precision, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
     return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=prefetch_units))
 
@@ -117,7 +117,7 @@ def lone_pipelining_rank(
 ) -> LoneRank:
     """The same with ho-ring's pipelines."""
     context = _context(strategy, topology, precision, "cpu", pieces)
-    llama = _empty_llama(config, is_trained)
+    llama = _empty_llama(config, precision, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
     return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1))
 
@@ -129,7 +129,7 @@ def lone_flat_rank(
     context = _context(strategy, topology, precision, "cpu")
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
     flat = FlatCollectives(groups, InlineStreams(), ByteCounter())
-    llama = _empty_llama(config, lambda _name: True)
+    llama = _empty_llama(config, precision, lambda _name: True)
     nodes = make_unit_modules(llama, llama.units(), replace(context, collectives=flat))
     return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1))
 
@@ -146,7 +146,7 @@ def lone_rotating_rank(
 ) -> LoneRank:
     """The same with rotation."""
     context = _context(strategy, topology, precision, device)
-    llama = _empty_llama(config, is_trained)
+    llama = _empty_llama(config, precision, is_trained)
     collectives = context.collectives
     assert isinstance(collectives, NativeCollectives)
     (axis,) = topology.axes_between(1, strategy.params)
@@ -184,10 +184,12 @@ def _context(
     )
 
 
-def _empty_llama(config: LlamaConfig, is_trained: Callable[[str], bool]) -> Llama:
+def _empty_llama(
+    config: LlamaConfig, precision: PrecisionConfig, is_trained: Callable[[str], bool]
+) -> Llama:
     with torch.device("meta"):
         llama = Llama(config)
-    llama.freeze(is_trained)
+    llama.freeze(is_trained, activations=TYPES[precision.compute])
     return llama
 
 

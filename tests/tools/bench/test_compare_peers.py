@@ -93,6 +93,25 @@ def test_deepspeed_trains_alike_and_holds_what_it_promises(tmp_path: Path) -> No
     check_bytes(figures, DEEPSPEED_BYTES)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--lora-rank 4 --lora-target-modules all-linear", "ddp,fsdp2-hybrid,paro:ING"),
+        pytest.param(
+            "--trainable last-blocks:0.5",
+            "ddp,zero-redundancy,fsdp2,fsdp2-hybrid,paro:ING,paro:GGG",
+            marks=pytest.mark.verify,
+        ),
+    ],
+)
+def test_those_that_train_a_part_agree(tmp_path: Path, words: str, names: str) -> None:
+    figures, _ = run(tmp_path, names, *words.split())
+    held = {row["contender"]: row["state_bytes"] / NUM_PARAMETERS for row in figures["rows"]}
+    assert held["paro:ING"] < held["fsdp2-hybrid"], "frozen weights in fp32"
+    assert held["ddp"] < BYTES["ddp"] - 4, "frozen weights have no optimizer states"
+
+
 @pytest.mark.verify
 @pytest.mark.ranks
 def test_fp32_agrees_closely_and_is_drawn(tmp_path: Path) -> None:

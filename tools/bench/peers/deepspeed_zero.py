@@ -19,7 +19,14 @@ from torch import Tensor
 
 from data.loader import Batch
 from paro.distributed.control import Control
-from tools.bench.peers.task import Outcome, Task, adamw_settings, decay_groups, whole_model
+from tools.bench.peers.task import (
+    Outcome,
+    Task,
+    adamw_settings,
+    decay_groups,
+    trained_parameters,
+    whole_model,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +109,7 @@ class Zero:
         model = whole_model(task, control.device)
         settings: dict[str, Any] = adamw_settings(task)
         optimizer = torch.optim.AdamW(
-            decay_groups(task, model.parameters()), fused=True, **settings
+            decay_groups(task, trained_parameters(model)), fused=True, **settings
         )
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=zero_config(task, mode)

@@ -14,9 +14,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from data.loader import Batch
-from model.llama import Llama
 from paro.distributed.control import Control
-from tools.bench.peers.task import Outcome, Task, adamw_settings, decay_groups, mean_loss_weights
+from tools.bench.peers.task import (
+    Outcome,
+    Task,
+    adamw_settings,
+    decay_groups,
+    empty_model,
+    mean_loss_weights,
+    trained_parameters,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +66,7 @@ class FullySharded:
                 reduce_dtype=task.compute_dtype,
                 cast_forward_inputs=False,
             )
-        with torch.device("meta"):
-            self.model = Llama(task.model)
+        self.model = empty_model(task)
         units = [unit.module for unit in self.model.units()]
         for module in units:
             # The last unit's backward follows its forward at once.
@@ -78,7 +84,7 @@ class FullySharded:
             sharded = [cast(FSDPModule, unit) for unit in units]
             for unit, following in itertools.pairwise(sharded):
                 unit.set_modules_to_forward_prefetch([following])
-        self.parameters = list(self.model.parameters())
+        self.parameters = trained_parameters(self.model)
         self.optimizer = torch.optim.AdamW(
             decay_groups(task, self.parameters),
             fused=True,

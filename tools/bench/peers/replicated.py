@@ -19,6 +19,7 @@ from tools.bench.peers.task import (
     adamw_settings,
     decay_groups,
     mean_loss_weights,
+    trained_parameters,
     whole_model,
 )
 
@@ -83,7 +84,7 @@ class Replicated:
             gradient_as_bucket_view=True,
             bucket_cap_mb=min(DEFAULT_BUCKET_MB, unit_mb),
         )
-        self.parameters = list(model.parameters())
+        self.parameters = trained_parameters(model)
         groups = decay_groups(task, self.parameters)
         settings: dict[str, Any] = {**adamw_settings(task), "weight_decay": 0.0}
         if zero_redundancy:
@@ -116,7 +117,7 @@ class Replicated:
         return Outcome(torch.stack(losses).sum(), grad_norm)
 
     def held(self) -> Iterable[Tensor]:
-        yield from self.parameters
+        yield from self.ddp.module.parameters()
         yield from (p.grad for p in self.parameters if p.grad is not None)
         yield from self.local.held()
 

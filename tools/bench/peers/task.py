@@ -95,10 +95,17 @@ def state_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def whole_model(task: Task, device: torch.device) -> Llama:
-    """The model in the compute type with its initial weights, whole on this rank."""
+def empty_model(task: Task) -> Llama:
+    """The model on the meta device, frozen where the job does not train it."""
     with torch.device("meta"):
         model = Llama(task.model)
+    model.freeze(task.run.trained.__contains__)
+    return model
+
+
+def whole_model(task: Task, device: torch.device) -> Llama:
+    """The model in the compute type with its initial weights, whole on this rank."""
+    model = empty_model(task)
     model.to(task.compute_dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -108,15 +115,19 @@ def whole_model(task: Task, device: torch.device) -> Llama:
 
 
 def decay_groups(task: Task, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
-    """Parameter groups for AdamW: no weight decay on norms, the only vectors."""
+    """Parameter groups for AdamW: no weight decay on norms, the only vectors; none is empty."""
     everything = list(parameters)
-    return [
-        {
-            "params": [p for p in everything if (p.dim() > 1) == decays],
-            "weight_decay": task.run.schedule.start_weight_decay if decays else 0.0,
-        }
-        for decays in (True, False)
-    ]
+    groups: list[dict[str, object]] = []
+    for decays in (True, False):
+        params = [p for p in everything if (p.dim() > 1) == decays]
+        if params:
+            decay = task.run.schedule.start_weight_decay if decays else 0.0
+            groups.append({"params": params, "weight_decay": decay})
+    return groups
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def adamw_settings(task: Task) -> dict[str, object]:
