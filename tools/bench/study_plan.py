@@ -56,6 +56,14 @@ SHAPES = {
     "wide": "--num-layers 3 --hidden-size 384 --num-attention-heads 6 --ffn-hidden-size 1024 "
     "--vocab-size 2048 --seq-length 64",
 }
+_DEEPER = (
+    "--num-layers 16 --hidden-size 160 --num-attention-heads 4 --ffn-hidden-size 432 "
+    "--vocab-size 2048 --seq-length 128"
+)
+PARTIAL = {  # the paper's: a sixteenth of the blocks, and adapters of 3 parameters in 1,000
+    "sixteenth": f"{_DEEPER} --trainable last-blocks:0.0625",
+    "adapters": f"{_DEEPER} --lora-rank 2 --lora-target-modules q_proj,v_proj",
+}
 TRAIN_FLAGS = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --micro-batch-size 1 "
     "--global-batch-size 8 --train-iters 1000 --lr 1e-5"
@@ -92,13 +100,16 @@ class StudyPart:
 
     @property
     def train_flags(self) -> str:
-        return f"{SHAPES[self.shape]} --make-vocab-size-divisible-by 1 --bf16"
+        shape = {**SHAPES, **PARTIAL}[self.shape]
+        return f"{shape} --make-vocab-size-divisible-by 1 --bf16"
 
 
 def parts() -> Iterator[StudyPart]:
     for nic in NICS:
         for shape in SHAPES:
             yield StudyPart(nic=nic, shape=shape)
+    for shape in PARTIAL:
+        yield StudyPart(nic="per-rank", shape=shape)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -186,7 +197,8 @@ def take_settings(text: str | None, part: StudyPart) -> list[str]:
     if text is None:
         settings = [f"{name}@native" for name in legal_letters()]
         heads = training_config(part.train_flags, "gloo").model.num_query_groups
-        return settings if heads % RANKS_PER_NODE else [*settings, *ROTATED]
+        rotates = heads % RANKS_PER_NODE == 0 and part.shape in SHAPES
+        return [*settings, *ROTATED] if rotates else settings
     settings = text.split(",")
     world = World(size=NODES * RANKS_PER_NODE, ranks_per_node=RANKS_PER_NODE)
     for candidate in settings:
@@ -220,7 +232,7 @@ def _measure_machine(
 ) -> None:
     """Measures a part's machine file; a collective's cost during computing differs by shape."""
     names = ",".join(dict.fromkeys(parse_setting(candidate).collective for candidate in settings))
-    bench = str(TOOLS / "bench_collectives.py")
+    bench = str(TOOLS.parent / "bench_collectives.py")
     flags = ["--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"]
     flags += ["--inter-bandwidth", inter, "--nic", part.nic, "--train", part.train_flags]
     _run(made, [bench, *flags, "--machine-file", str(path)])
@@ -305,6 +317,7 @@ def case_of(part: StudyPart, machine: Machine, collective: str, count: int) -> W
         micro_batch_size=config.batches.micro_batch_size,
         global_batch_size=config.batches.micro_batch_size * machine.world_size * count,
         precision=config.precision,
+        trainable=config.trainable,
         collective=collective,
         device_type="cpu",
     )
@@ -316,8 +329,10 @@ def report(args: argparse.Namespace) -> None:
     picture = page_file.with_suffix(".png")
     check_can_draw(picture, "--folder")
     chapters = chapters_of(args.folder)
+    names = {row["shape"] for row in rows_of(args.folder)}
+    shapes = {name: flags for name, flags in (SHAPES | PARTIAL).items() if name in names}
     with replacing(page_file) as temporary:
-        temporary.write_text(page(args.folder, chapters, SHAPES), encoding="utf-8")
+        temporary.write_text(page(args.folder, chapters, shapes), encoding="utf-8")
     draw(picture, chapters)
     print(f"wrote {page_file} and {picture}")
 

@@ -43,7 +43,7 @@ Times an all-gather by ring, h-ring and ho-ring in emulated clusters whose links
   python tools/bench/study_ratios.py --json ratios.json --plot ratios.png
 """
 ALGORITHMS = ("ring", "h-ring", "ho-ring")
-BENCH = Path(__file__).resolve().parent / "bench_collectives.py"
+BENCH = Path(__file__).resolve().parents[1] / "bench_collectives.py"
 NicSetting = Literal["per-rank", "shared"]
 NICS: tuple[NicSetting, ...] = ("per-rank", "shared")
 

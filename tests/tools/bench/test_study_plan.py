@@ -99,6 +99,7 @@ def test_it_measures_what_is_missing_and_each_machine_once_a_round(
 
     def run(made: Any, argv: Sequence[str]) -> int:
         words = list(argv)
+        assert Path(words[0]).is_file()
         runs.append(words)
         if "--machine-file" in words:
             path = Path(words[words.index("--machine-file") + 1])

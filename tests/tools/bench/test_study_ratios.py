@@ -18,9 +18,13 @@ from paro.planning.machine.machine import (
     least_seconds,
 )
 from paro.topology import Axes
-from tools.bench.study_ratios import Point, Shape, main, model_seconds, point_of, table
+from tools.bench.study_ratios import BENCH, Point, Shape, main, model_seconds, point_of, table
 
 SHAPE = Shape(nodes=2, ranks_per_node=4, inter="100mbit", num_bytes=32_000_000)
+
+
+def test_the_benchmark_that_it_runs_is_there() -> None:
+    assert BENCH.is_file()
 
 
 def test_clusters_give_every_rank_the_same_share() -> None:
