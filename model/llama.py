@@ -15,29 +15,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from model.config import (
-    ATTENTION_CUTS,
-    MLP_CUTS,
-    VOCABULARY_CUTS,
-    LlamaConfig,
-    attention_cuts,
-    attention_norms,
-)
-from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
+from model.config import LlamaConfig
+from model.cross_entropy import linear_cross_entropy, slice_scores
 from model.layers import SharedNorm, gated_linear, linear, normed_linears, rms_norm
-from model.lora import AdaptedBlock, Drops, adapted_part, checkpointed, gated, same
-from model.parts import SlicedPart, UnitSpec
+from model.lora import AdaptedBlock, Drops, checkpointed, gated, same
+from model.parts import UnitSpec
 from model.rotary import rotate, rotations
+from model.slices import LOOK_UP, LOSS, block_parts
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rotated q_BSNH and k_BSKH, and v_BSKH
 
@@ -301,94 +294,26 @@ class Llama(nn.Module):
         embedding = UnitSpec(
             name="embedding",
             module=self.embedding,
-            parts=(_LOOK_UP,),
+            parts=(LOOK_UP,),
             # The embedding's backward sums gradients by token id and reads no weight.
             backward_needs_weight=False,
-        )
-        attention = replace(
-            _ATTENTION,
-            cuts=attention_cuts(self.config),
-            replicated=attention_norms(self.config),
-            shares=self.config.num_query_groups,
         )
         blocks = (
             UnitSpec(
                 name=f"blocks.{layer}",
                 module=block,
-                parts=(adapted_part(attention, self.config), adapted_part(_MLP, self.config)),
+                parts=block_parts(self.config),
                 recomputed=self._is_recomputed(layer),
             )
             for layer, block in enumerate(self.blocks)
         )
         borrows = ("embedding",) if tied else ()
-        head = UnitSpec(name="head", module=self.head, parts=(_LOSS,), borrows=borrows)
+        head = UnitSpec(name="head", module=self.head, parts=(LOSS,), borrows=borrows)
         return [embedding, *blocks, head]
 
     def _is_recomputed(self, layer: int) -> bool:
         recompute = self.config.recompute
         return recompute is not None and recompute.first_layer(layer) is not None
-
-
-def _add(_module: nn.Module, slices: Iterable[Callable[..., Tensor]], *args: Any) -> Tensor:
-    """The sum of the slices' partial results."""
-    total: Tensor | None = None
-    for run in slices:
-        partial = run(*args)
-        total = partial if total is None else total + partial
-    assert total is not None, "no slices"
-    return total
-
-
-def _add_attention(
-    block: Block,
-    slices: Iterable[Callable[..., Tensor]],
-    x_BSD: Tensor,
-    places: Places,
-    attend: Attend | None,
-) -> Tensor:
-    norm = SharedNorm(x_BSD, block.attention_norm, block.config.norm_epsilon)
-    out_BSD = _add(block, slices, x_BSD, places, attend, norm)
-    norm.release()
-    return out_BSD
-
-
-def _add_mlp(
-    block: Block, slices: Iterable[Callable[..., Tensor]], x_BSD: Tensor, drops: Drops | None
-) -> Tensor:
-    norm = SharedNorm(x_BSD, block.mlp_norm, block.config.norm_epsilon)
-    out_BSD = _add(block, slices, x_BSD, drops, norm)
-    norm.release()
-    return out_BSD
-
-
-def _join_losses(
-    _head: Head,
-    slices: Iterable[Callable[..., tuple[Tensor, Tensor]]],
-    x_BSD: Tensor,
-    labels_BS: Tensor,
-    token_weights_BS: Tensor,
-    _weight_VD: Tensor,
-) -> Tensor:
-    scores = (run(x_BSD, labels_BS, token_weights_BS) for run in slices)
-    return join_scores(scores, token_weights_BS)
-
-
-_LOOK_UP = SlicedPart(
-    method="look_up", of_slice="look_up_slice", cuts=VOCABULARY_CUTS, join=_add, of_rows=True
-)
-_ATTENTION = SlicedPart(
-    method="attention",
-    of_slice="attention",
-    cuts=ATTENTION_CUTS,
-    replicated=("attention_norm",),
-    join=_add_attention,
-)
-_MLP = SlicedPart(
-    method="mlp", of_slice="mlp", cuts=MLP_CUTS, replicated=("mlp_norm",), join=_add_mlp
-)
-_LOSS = SlicedPart(
-    method="loss", of_slice="score_slice", cuts=VOCABULARY_CUTS, join=_join_losses, of_rows=True
-)
 
 
 def _is_frozen(module: nn.Module) -> bool:

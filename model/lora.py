@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from model.config import LlamaConfig
 from model.layers import rms_norm
 from model.lora_config import down_name, up_name
-from model.parts import SlicedPart
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _MIX = (-4658895280553007687, -7723592293110705685)  # of SplitMix64
@@ -141,15 +139,6 @@ def same(x_BSD: Tensor) -> Tensor:
 def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
     """The input of SwiGLU's last projection."""
     return F.silu(gate_BSF) * up_BSF
-
-
-def adapted_part(part: SlicedPart, config: LlamaConfig) -> SlicedPart:
-    """A part of a block whose slices read the adapters of its weights whole."""
-    if config.lora is None:
-        return part
-    targets = [name for name in part.cuts if name in config.lora.targets]
-    adapters = [of(name) for name in targets for of in (down_name, up_name)]
-    return replace(part, replicated=(*part.replicated, *adapters), of_starts=True)
 
 
 def keep_mask(
