@@ -14,7 +14,7 @@ from data.waits import Wait
 from model.config import num_parameters
 from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim, claimed
-from paro.config.record import model_line, recorded_arguments, trained_lines
+from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig, take_watch, take_world
 from paro.config.settings import settings_of
 from paro.distributed.agent import end_with_agent
@@ -205,7 +205,7 @@ def start_report(
             is_ours=(lambda: True) if claim is None else claim.is_ours,
         )
     report.forecast = forecast_of(memory, bytes_before)
-    report.start({"precision": config.precision.describe(), "memory": memory.describe()})
+    report.start({"precision": precision_line(config), "memory": memory.describe()})
     return report, facts
 
 

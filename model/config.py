@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from model.lora_config import LoraConfig, down_name, up_name
 from paro.errors import UserError
 
 Shape = tuple[int, ...]
+Fp8Format = Literal["e4m3", "hybrid"]
+FP8_CAPABILITY = (8, 9)  # of GPUs, that matmuls in fp8 need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,7 @@ class LlamaConfig:
     tie_embeddings_and_output_weights: bool = False
     recompute: RecomputeConfig | None = None
     lora: LoraConfig | None = None
+    fp8_format: Fp8Format | None = None  # of the blocks' matmuls, see matmul.py
 
     def __post_init__(self) -> None:
         for name, most in _MAX.items():

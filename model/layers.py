@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from model.config import Fp8Format
+from model.matmul import Operand, input_grads, operand, outputs, weight_grad
 
 # Frozen weights may have another type than activations: a matmul converts one for as long as it
 # runs, and what is saved for backward is the weight as it is held.
@@ -89,13 +92,10 @@ class SharedNorm:
         assert self._y_BSD is not None
         return self._y_BSD.detach().flatten(0, -2)
 
-    def add_products(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    def add_products(self, grads: Sequence[Operand], weights: Iterable[Operand]) -> None:
         """Accumulates one slice's gradient of the normalized input."""
         for grad, weight in zip(grads, weights, strict=True):
-            if self._grad_y_TD is None:
-                self._grad_y_TD = grad @ weight.to(grad.dtype)
-            else:
-                torch.addmm(self._grad_y_TD, grad, weight.to(grad.dtype), out=self._grad_y_TD)
+            self._grad_y_TD = input_grads(grad, weight, total_TD=self._grad_y_TD)
 
     def input_grads(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of x and scale, as far as needed, after the last slice; None before."""
@@ -119,27 +119,35 @@ class _NormedLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, norm: SharedNorm, x_BSD: Tensor, scale_D: Tensor, *weights: Tensor
+        ctx: Any,
+        norm: SharedNorm,
+        fp8: Fp8Format | None,
+        x_BSD: Tensor,
+        scale_D: Tensor,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_BSD, scale_D, *weights)
-        ctx.norm = norm
+        ctx.norm, ctx.fp8 = norm, fp8
         y_BSD = norm.in_forward(backward_follows=any(ctx.needs_input_grad))
-        return tuple(F.linear(y_BSD, weight.to(y_BSD.dtype)) for weight in weights)
+        y = operand(y_BSD, fp8)
+        return tuple(outputs(y, operand(weight.to(y_BSD.dtype), fp8)) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BSD, scale_D, *weights = ctx.saved_tensors
-        _, needs_x, needs_scale, *needs_weights = ctx.needs_input_grad
+        _, _, needs_x, needs_scale, *needs_weights = ctx.needs_input_grad
         y_TD = ctx.norm.in_backward(x_BSD, scale_D, (needs_x, needs_scale))
-        flat_grads = [grad.flatten(0, -2) for grad in grads]
+        flat_grads = [operand(grad.flatten(0, -2), ctx.fp8, is_grad=True) for grad in grads]
+        y = operand(y_TD, ctx.fp8) if any(needs_weights) else y_TD
         grad_weights = [
-            grad.t() @ y_TD if needed else None
+            weight_grad(grad, y) if needed else None
             for grad, needed in zip(flat_grads, needs_weights, strict=True)
         ]
         if needs_x or needs_scale:
-            ctx.norm.add_products(flat_grads, weights)
-        del y_TD
-        return None, *ctx.norm.input_grads(), *grad_weights
+            cast = (operand(weight.to(y_TD.dtype), ctx.fp8) for weight in weights)
+            ctx.norm.add_products(flat_grads, cast)
+        del y, y_TD
+        return None, None, *ctx.norm.input_grads(), *grad_weights
 
 
 def normed_linears(
@@ -148,13 +156,14 @@ def normed_linears(
     epsilon: float,
     *weights: Tensor,
     norm: SharedNorm | None = None,
+    fp8: Fp8Format | None = None,
 ) -> tuple[Tensor, ...]:
     """`norm(x) @ weight.T` for each weight; of the activations only `x` is saved for backward.
 
     If the weights are one slice of several, `norm` is the norm that all slices share.
     """
     own = norm or SharedNorm(x_BSD, scale_D, epsilon)
-    outputs: tuple[Tensor, ...] = _NormedLinears.apply(own, x_BSD, scale_D, *weights)
+    outputs: tuple[Tensor, ...] = _NormedLinears.apply(own, fp8, x_BSD, scale_D, *weights)
     if norm is None:
         own.release()
     return outputs
@@ -164,50 +173,67 @@ class _GatedLinear(torch.autograd.Function):
     """Saves gate and up and recomputes their product in backward."""
 
     @staticmethod
-    def forward(ctx: Any, gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor, fp8: Fp8Format | None
+    ) -> Tensor:
         ctx.save_for_backward(gate_BSF, up_BSF, weight_DF)
-        return F.linear(F.silu(gate_BSF).mul_(up_BSF), weight_DF.to(gate_BSF.dtype))
+        ctx.fp8 = fp8
+        hidden = operand(F.silu(gate_BSF).mul_(up_BSF), fp8)
+        return outputs(hidden, operand(weight_DF.to(gate_BSF.dtype), fp8))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_BSF, up_BSF, weight_DF = ctx.saved_tensors
-        needs_gate, needs_up, needs_weight = ctx.needs_input_grad
-        grad_TD = grads[0].flatten(0, -2)
+        needs_gate, needs_up, needs_weight, _ = ctx.needs_input_grad
+        grad = operand(grads[0].flatten(0, -2), ctx.fp8, is_grad=True)
         grad_gate = grad_up = grad_weight = None
         silu_BSF = F.silu(gate_BSF)
         if needs_weight:
-            grad_weight = grad_TD.t() @ (silu_BSF * up_BSF).flatten(0, -2)
+            grad_weight = weight_grad(grad, operand((silu_BSF * up_BSF).flatten(0, -2), ctx.fp8))
         if needs_gate or needs_up:
-            grad_BSF = (grad_TD @ weight_DF.to(grad_TD.dtype)).view_as(gate_BSF)
+            weight = operand(weight_DF.to(gate_BSF.dtype), ctx.fp8)
+            grad_BSF = input_grads(grad, weight).view_as(gate_BSF)
             grad_up = silu_BSF.mul_(grad_BSF) if needs_up else None
             if needs_gate:
                 grad_gate = torch.ops.aten.silu_backward(grad_BSF.mul_(up_BSF), gate_BSF)
-        return grad_gate, grad_up, grad_weight
+        return grad_gate, grad_up, grad_weight, None
 
 
-def gated_linear(gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor) -> Tensor:
+def gated_linear(
+    gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor, fp8: Fp8Format | None = None
+) -> Tensor:
     """SwiGLU's second half: `(silu(gate) * up) @ weight.T`."""
-    out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF)
+    out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF, fp8)
     return out
 
 
-class _FrozenLinear(torch.autograd.Function):
-    """Saves the weight in its own type; backward converts it again."""
+class _Linear(torch.autograd.Function):
+    """Saves the input, if the weight trains, and the weight in its own type."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(weight_ED)
-        return F.linear(x_BSD, weight_ED.to(x_BSD.dtype))
+    def forward(ctx: Any, x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8Format | None) -> Tensor:
+        needed_x = x_BSD if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(needed_x, weight_ED)
+        ctx.fp8 = fp8
+        return outputs(operand(x_BSD, fp8), operand(weight_ED.to(x_BSD.dtype), fp8))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (weight_ED,) = ctx.saved_tensors
-        return grads[0] @ weight_ED.to(grads[0].dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_BSD, weight_ED = ctx.saved_tensors
+        grad_BSE = grads[0]
+        grad = operand(grad_BSE.flatten(0, -2), ctx.fp8, is_grad=True)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            weight = operand(weight_ED.to(grad_BSE.dtype), ctx.fp8)
+            grad_x = input_grads(grad, weight).unflatten(0, grad_BSE.shape[:-1])
+        if x_BSD is not None:
+            grad_weight = weight_grad(grad, operand(x_BSD.flatten(0, -2), ctx.fp8))
+        return grad_x, grad_weight, None
 
 
-def linear(x_BSD: Tensor, weight_ED: Tensor) -> Tensor:
+def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8Format | None = None) -> Tensor:
     """`x @ weight.T`; a weight of another type than `x` is frozen."""
-    if x_BSD.dtype == weight_ED.dtype:
+    if fp8 is None and x_BSD.dtype == weight_ED.dtype:
         return F.linear(x_BSD, weight_ED)
-    out: Tensor = _FrozenLinear.apply(x_BSD, weight_ED)
+    out: Tensor = _Linear.apply(x_BSD, weight_ED, fp8)
     return out

@@ -111,7 +111,9 @@ class Block(AdaptedBlock):
         """The attention output [B, S, D]; `norm` is shared by the slices of the weights."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         weights = self.wq, self.wk, self.wv
-        projections = normed_linears(x_BSD, self.attention_norm, epsilon, *weights, norm=norm)
+        projections = normed_linears(
+            x_BSD, self.attention_norm, epsilon, *weights, norm=norm, fp8=self.config.fp8_format
+        )
         if self.config.add_qkv_bias:
             for part, bias in zip(projections, (self.bq, self.bk, self.bv), strict=True):
                 part.add_(bias)
@@ -131,7 +133,7 @@ class Block(AdaptedBlock):
         else:
             out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, lengths)
         out_BSD = out_BSNH.flatten(-2)
-        y_BSD = linear(out_BSD, self.wo)
+        y_BSD = linear(out_BSD, self.wo, self.config.fp8_format)
         (y_BSD,) = self.adapted({"wo": y_BSD}, same, (out_BSD,), drops)
         return y_BSD
 
@@ -160,16 +162,17 @@ class Block(AdaptedBlock):
     def mlp(self, x_BSD: Tensor, drops: Drops | None, norm: SharedNorm | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
         epsilon, weights = self.config.norm_epsilon, (self.w_gate, self.w_up)
+        fp8 = self.config.fp8_format
         outputs = dict(
             zip(
                 ("w_gate", "w_up"),
-                normed_linears(x_BSD, self.mlp_norm, epsilon, *weights, norm=norm),
+                normed_linears(x_BSD, self.mlp_norm, epsilon, *weights, norm=norm, fp8=fp8),
                 strict=True,
             )
         )
         make = partial(self.normed, "mlp_norm")
         gate_BSF, up_BSF = self.adapted(outputs, make, (x_BSD,), drops)
-        y_BSD = gated_linear(gate_BSF, up_BSF, self.w_down)
+        y_BSD = gated_linear(gate_BSF, up_BSF, self.w_down, fp8)
         (y_BSD,) = self.adapted({"w_down": y_BSD}, gated, (gate_BSF, up_BSF), drops)
         return y_BSD
 

@@ -15,6 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from model.config import FP8_CAPABILITY
 from paro.errors import UserError
 from paro.quantities import count_text
 from paro.report.log import print_line
@@ -122,7 +123,11 @@ def run(args: argparse.Namespace) -> int:
     check_machine(found, args)
     args.out.mkdir(parents=True, exist_ok=True)
     results = read_results(args.out)
-    machine = Machine(device_bytes=found.bytes, host_bytes=_free_host_bytes())
+    machine = Machine(
+        device_bytes=found.bytes,
+        host_bytes=_free_host_bytes(),
+        has_fp8=args.rehearse or found.capability >= FP8_CAPABILITY,
+    )
     where = "CPU (rehearsal)" if args.rehearse else f"{args.gpus} x {found.name}"
     facts = {"machine": f"{where}, torch {found.torch}", "commit": _commit()}
     for letter in letters:

@@ -219,6 +219,10 @@ def add_mixed_precision_args(parser: ArgumentParser) -> None:
     ).add_argument
     add("--bf16", action="store_true", help="compute and communicate in bfloat16")
     add("--fp16", action="store_true", help="compute and communicate in float16, loss scaled")
+    add("--fp8-format", choices=("e4m3", "hybrid"),
+        help="matrix products of the blocks' linear layers in fp8, sums in fp32; hybrid: gradients "
+        "in e5m2. One scale per tensor, from its largest value. GPUs need compute capability 8.9; "
+        "a CPU has the rounding, not the speed. MFU counts against the peak of --bf16")
     add("--grad-reduce-in-bf16", action="store_true",
         help="accumulate gradients in bf16 too: half the memory, less exact")
     add("--accumulate-allreduce-grads-in-fp32", action="store_true",

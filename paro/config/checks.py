@@ -23,6 +23,8 @@ from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.strategy import Strategy
 
+_FP8_MULTIPLE = 16
+
 
 def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
     if data.seq_length > model.max_position_embeddings:
@@ -30,6 +32,24 @@ def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
             f"--seq-length {data.seq_length} is above --max-position-embeddings "
             f"{model.max_position_embeddings}: shorten the one or raise the other"
         )
+
+
+def check_fp8(model: LlamaConfig, data: DataConfig, micro_batch_size: int) -> None:
+    """`UserError` for sizes that a GPU's matmuls in fp8 do not take."""
+    if model.fp8_format is None:
+        return
+    for flags, size in (
+        ("--hidden-size", model.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--num-attention-heads x --kv-channels", model.num_attention_heads * model.kv_channels),
+        ("--num-query-groups x --kv-channels", model.num_query_groups * model.kv_channels),
+        ("--micro-batch-size x --seq-length", micro_batch_size * data.seq_length),
+    ):
+        if size % _FP8_MULTIPLE != 0:
+            raise UserError(
+                f"--fp8-format {model.fp8_format} needs multiples of {_FP8_MULTIPLE}: change "
+                f"{flags}, which is {size}, or leave fp8 out"
+            )
 
 
 def check_rotation(

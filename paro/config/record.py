@@ -46,6 +46,13 @@ def _recomputation(recompute: RecomputeConfig | None) -> dict[str, Any]:
     }
 
 
+def precision_line(config: RunConfig) -> str:
+    """The types of states and messages, and of matmuls in fp8, logged at the start of a run."""
+    fp8 = config.model.fp8_format
+    text = config.precision.describe()
+    return f"{text}; blocks multiply in fp8 ({fp8}, a scale per tensor)" if fp8 else text
+
+
 def model_line(config: RunConfig) -> str:
     """The model's sizes in one line, logged at the start of a run."""
     model = config.model

@@ -44,6 +44,11 @@ def rotation_infeasible_reason(
     They rotate only inside groups, and only if every rank of the ring gets a slice of each matrix.
     """
     degree = strategy.params
+    if config.fp8_format is not None:
+        return (
+            "--paro-materialize rotate has no fp8, whose scales are those of whole weights: leave "
+            "--fp8-format out, or gather parameters"
+        )
     if not 1 < degree == strategy.grads <= group_size:
         return (
             "--paro-materialize rotate needs params and grads sharded over the same 2 or more "

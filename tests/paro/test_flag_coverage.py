@@ -95,6 +95,7 @@ CASES = {
     "end_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.6"),
     "exit_on_missing_checkpoint": ((), "--load .", "--load . --exit-on-missing-checkpoint"),
     "fp16": ((), "", "--fp16"),
+    "fp8_format": ((), "", "--fp8-format hybrid"),
     "full_validation": (("mock-data",), CORPUS, f"{CORPUS} --full-validation"),
     "global_batch_size": (("global-batch-size",), "", "--global-batch-size 64"),
     "grad_reduce_in_bf16": ((), "--bf16", "--bf16 --grad-reduce-in-bf16"),

@@ -37,7 +37,8 @@ def test_a_rehearsal_runs_every_part_and_keeps_earlier_results(tmp_path: Path) -
     assert results["b"]["figures"]["passed"] > 0
     assert results["c"]["figures"]["passed"] > 0
     assert results["d"]["figures"]["bf16"]["predicted peak"] > 0
-    assert [row["contender"] for row in results["e"]["figures"]["rows"]] == ["trainer"]
+    rows = results["e"]["figures"]["rows"]
+    assert [row["contender"] for row in rows] == ["trainer", "trainer-fp8"]
     assert (folder / "profile.png").stat().st_size > 10_000
     assert results["g"]["figures"]["checkpoint"]["gb_per_second"]["save"] > 0
     assert results["h"]["lines"] == EARLIER["lines"]

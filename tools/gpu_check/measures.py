@@ -31,6 +31,7 @@ _MEMORY_CASES = {  # flags; sequences in a micro-batch; micro-batches
 }
 _MEMORY_TOLERANCE = 0.1  # as in tests/paro/planning/memory/test_gathering.py, on a GPU
 _CONTENDERS = ("ours", "ours-compiled", "trainer", "transformers-fused", "transformers-compiled")
+_FP8 = "trainer-fp8"
 _ACCUMULATED = 8
 
 
@@ -40,6 +41,7 @@ class Machine:
 
     device_bytes: int | None  # of one GPU
     host_bytes: int  # free memory
+    has_fp8: bool
 
 
 def memory(runner: Runner) -> Outcome:
@@ -92,7 +94,9 @@ def _memory_text(figures: Mapping[str, int]) -> str:
 
 def speed(runner: Runner, machine: Machine) -> Outcome:
     """MFU of this model and trainer beside transformers."""
-    names = ("trainer",) if runner.rehearse else _CONTENDERS
+    names = ["trainer"] if runner.rehearse else [*_CONTENDERS]
+    if machine.has_fp8:
+        names.append(_FP8)
     if runner.rehearse:
         shape = f"{_SMALL_SIZES} --vocab-size 512 --num-micro-batches 2 --rounds 2 --steps 1"
         shape += " --peak-tflops 0.1"
@@ -110,6 +114,8 @@ def speed(runner: Runner, machine: Machine) -> Outcome:
         return Outcome(passed=False, lines=(ended.failure or "no figures",))
     written = json.loads(file.read_text(encoding="utf-8"))
     lines = (written["task"], *map(_speed_line, written["rows"]))
+    if not machine.has_fp8:
+        lines += (f"{_FP8}: left out, it needs compute capability 8.9",)
     return Outcome(passed=ended.status == 0, lines=lines, figures=written)
 
 

@@ -111,9 +111,9 @@ def make_transformers(task: Task, *, fused: bool = False, compiled: bool = False
     return step
 
 
-def make_trainer(task: Task) -> Step:
+def make_trainer(task: Task, *more: str) -> Step:
     world = World()
-    config = RunConfig.from_args(parse_args(trainer_flags(task)), world)
+    config = RunConfig.from_args(parse_args([*trainer_flags(task), *more]), world)
     training = build_training(config, Control(world, device_for(config.runtime, world)))
     state, batches = start_state(config), itertools.repeat(task.batch)
 
@@ -167,6 +167,7 @@ CONTENDERS: dict[str, Callable[[Task], Step]] = {
     "ours": make_ours,
     "ours-compiled": lambda task: make_ours(task, compiled=True),
     "trainer": make_trainer,
+    "trainer-fp8": lambda task: make_trainer(task, "--fp8-format", "hybrid"),
     **REFERENCES,
 }
 DEFAULT = ("ours", "trainer", "transformers", "transformers-fused")

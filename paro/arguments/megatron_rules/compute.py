@@ -6,10 +6,8 @@ from paro.arguments.megatron_rules.rule import accepted, ignored, refused, value
 
 _KERNEL = "scaled-dot-product attention chooses its kernel by itself"
 _NO_FUSION = "there is no such fusion to turn off"
-_NO_FP8 = (
-    "--bf16 is the narrowest there is: leave it out; where memory was the reason, give "
-    "--paro-strategy GGG and --grad-reduce-in-bf16"
-)
+_NO_SUCH_FP8 = "fp8 has --fp8-format and --fp8-recipe tensorwise alone: leave it out"
+_NO_FP4 = "--fp8-format is the narrowest there is: leave it out"
 _STATES = "master parameters and moments are fp32"
 _LESS_MEMORY = (
     "nothing is kept in the host's memory; to free the device's give --recompute-granularity full, "
@@ -100,17 +98,23 @@ COMPUTE_RULES = (
         "matrix products are as torch has them by default: leave it out",
         "--disable-bf16-reduced-precision-matmul --batch-invariant-mode --batch-invariant-backend",
     ),
+    *values(
+        "--fp8-recipe",
+        "tensorwise",
+        "--fp8-format has a scale per tensor, from its own largest value",
+        "give tensorwise, the only recipe",
+    ),
     *refused(
-        _NO_FP8,
-        "--fp8-format --fp8-hybrid --fp8-e4m3 --fp8-param-gather --fp8-amax-history-len "
-        "--fp8-amax-compute-algo --fp8-recipe --fp8-quantizer-factory --fp8-margin --fp8-interval "
+        _NO_SUCH_FP8,
+        "--fp8-hybrid --fp8-e4m3 --fp8-param-gather --fp8-amax-history-len "
+        "--fp8-amax-compute-algo --fp8-quantizer-factory --fp8-margin --fp8-interval "
         "--no-fp8-wgrad --disable-fp8-wgrad --fp8-output-proj --first-last-layers-bf16 "
         "--num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 --keep-fp8-transpose-cache "
         "--reuse-grad-buf-for-mxfp8-param-ag --te-precision-config-file --use-kitchen-attention "
         "--kitchen-attention-backend",
     ),
     *refused(
-        _NO_FP8,
+        _NO_FP4,
         "--fp4-format --fp4-recipe --fp4-quantizer-factory --fp4-param-gather",
     ),
     # Memory.

@@ -91,7 +91,7 @@ def test_masking_between_documents_is_accepted_beside_its_twin() -> None:
         ),
         ("--context-parallel-size 2", "--recompute-granularity full"),
         ("--sequence-parallel", "--recompute-activations"),
-        ("--fp8-format hybrid", "--bf16"),
+        ("--fp4-format e2m1", "--fp8-format"),
         ("--attention-dropout 0.1", "without dropout"),
         ("--normalization LayerNorm", "RMSNorm"),
         ("--position-embedding-type learned_absolute", "rope"),

@@ -126,7 +126,7 @@ def without(*flags: str) -> list[str]:
             ["--tie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights"],
             "not allowed with argument",
         ),
-        (["--fp8-format", "hybrid"], "--fp8-format hybrid is not supported: --bf16 is"),
+        (["--fp4-format", "e2m1"], "--fp4-format e2m1 is not supported: --fp8-format is"),
         (["--dry-run"], "--dry-run needs --world-size N"),
     ],
 )
@@ -137,14 +137,14 @@ def test_a_mistake_is_one_line(argv: list[str], message: str) -> None:
 
 def test_all_mistakes_are_told_at_once() -> None:
     words = (
-        "--num-layers many --hidden-sise 64 --fp8-format hybrid --sequence-parallel --zzz 1 2 "
+        "--num-layers many --hidden-sise 64 --fp4-format e2m1 --sequence-parallel --zzz 1 2 "
         "--lr-decay-style steps --learning-rate 1e-3 --rampup-batch-size 1 --mock-data"
     )
     head, *lines = told(words.split())
     starts = [
         *("argument --num-layers:", "argument --lr-decay-style:", "argument --rampup-batch-size:"),
         *("--hidden-sise 64 is unknown", "--zzz 1 2 is unknown", "--learning-rate 1e-3 is unknown"),
-        *("--sequence-parallel is not supported", "--fp8-format hybrid is not supported"),
+        *("--sequence-parallel is not supported", "--fp4-format e2m1 is not supported"),
         *("--num-attention-heads is missing", "--seq-length is missing"),
         *("--micro-batch-size is missing", "--train-iters or --train-samples is missing"),
     ]
@@ -293,7 +293,7 @@ def test_a_mistake_in_a_file_names_file_and_key(tmp_path: Path, text: str, messa
 
 def test_all_mistakes_in_a_file_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("num-layers: [4]\nhidden_sise: 4\nfp8_format: hybrid\nsequence-parallel: false")
+    path.write_text("num-layers: [4]\nhidden_sise: 4\nfp4_format: e2m1\nsequence-parallel: false")
     lines = told([*without("--num-layers", "--hidden-size"), "--yaml-cfg", str(path), "--zzz"])
     assert [line.replace(f"--yaml-cfg {path}: ", "") for line in lines] == [
         "4 mistakes:",
@@ -302,7 +302,7 @@ def test_all_mistakes_in_a_file_are_told_at_once(tmp_path: Path) -> None:
         "  --zzz is unknown: --help lists all flags",
         lines[-1],
     ]
-    assert lines[-1].startswith("  --fp8-format hybrid is not supported")
+    assert lines[-1].startswith("  --fp4-format e2m1 is not supported")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -51,6 +51,24 @@ def test_what_cannot_rotate_is_refused_with_what_could(words: str, parts: list[s
         assert part in message, message
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--ffn-hidden-size 40", "change --ffn-hidden-size, which is 40, or leave fp8 out"),
+        ("--hidden-size 40 --kv-channels 16", "change --hidden-size, which is 40,"),
+        ("--kv-channels 2", "change --num-attention-heads x --kv-channels, which is 8,"),
+        (
+            "--group-query-attention --num-query-groups 1 --kv-channels 8",
+            "change --num-query-groups x --kv-channels, which is 8,",
+        ),
+        ("--seq-length 9", "change --micro-batch-size x --seq-length, which is 18,"),
+        ("--paro-strategy III --paro-materialize rotate", "rotate has no fp8"),
+    ],
+)
+def test_what_fp8_does_not_take(words: str, told: str) -> None:
+    assert told in refusal(f"{SMALL} --fp8-format hybrid {words}")
+
+
 def test_in_place_needs_rotation() -> None:
     assert "needs --paro-materialize rotate" in refusal(f"{SMALL} --paro-rotate-in-place")
 

@@ -387,7 +387,7 @@ def test_a_llama3_script_runs_unchanged() -> None:
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-param-gather", "--bf16"),
+        ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-param-gather", "tensorwise"),
         ("--sequence-parallel", "--recompute-activations"),
         ("--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5", "one learning rate"),
     ],

@@ -34,7 +34,7 @@ FOLDER = "tests/functional_tests/test_cases/gpt"
 CASES = {
     "gpt3_plain": SMALL,
     "gpt3_cut": f"{SMALL}  --tensor-model-parallel-size: 4\n  --zzz: 1\n  --test-mode: true\n",
-    "gpt3_odd": f"{SMALL}  --fp8-format: hybrid\n  --num-query-groups: 3\n",
+    "gpt3_odd": f"{SMALL}  --fp4-format: e2m1\n  --num-query-groups: 3\n",
     "mamba": "  --never-read: 1\n",
 }
 

@@ -1,0 +1,176 @@
+"""Matmuls in fp8: what their operands are rounded to, and that layers multiply those."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.config import FP8_CAPABILITY, Fp8Format
+from model.layers import gated_linear, linear, normed_linears, rms_norm
+from model.matmul import Scaled, check_fp8_device, input_grads, operand, outputs, weight_grad
+from paro.errors import UserError
+
+FORMATS: tuple[Fp8Format, ...] = ("e4m3", "hybrid")
+STEP = {torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3}  # largest relative rounding error
+
+
+def exact(tensor: Tensor, fp8: Fp8Format, *, is_grad: bool = False) -> Tensor:
+    """The values that a matmul sees."""
+    found = operand(tensor, fp8, is_grad=is_grad)
+    assert isinstance(found, Scaled)
+    return found.data.float() * found.scale
+
+
+def normal(*shape: int, seed: int, std: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * std
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
+def test_an_operand_is_rounded_relative_to_its_largest_value(fp8: Fp8Format, size: float) -> None:
+    tensor = normal(32, 48, seed=1) * size
+    for is_grad in (False, True):
+        found = operand(tensor, fp8, is_grad=is_grad)
+        assert isinstance(found, Scaled)
+        kind = torch.float8_e5m2 if is_grad and fp8 == "hybrid" else torch.float8_e4m3fn
+        assert found.data.dtype == kind
+        limits = torch.finfo(kind)
+        assert found.data.float().abs().max() == limits.max, "the range is not used"
+        error = (found.data.float() * found.scale - tensor).abs()
+        smallest = limits.smallest_normal * found.scale
+        assert bool((error <= STEP[kind] * tensor.abs().clamp(min=smallest)).all())
+
+
+def test_zeros_stay_and_what_is_not_finite_is_seen() -> None:
+    weight = operand(normal(16, 32, seed=2), "e4m3")
+    zeros = outputs(operand(torch.zeros(16, 32), "e4m3"), weight)
+    assert torch.equal(zeros, torch.zeros(16, 16))
+    for value in (float("inf"), float("-inf"), float("nan")):
+        x = normal(16, 32, seed=3)
+        x[3, 4] = value
+        assert not outputs(operand(x, "e4m3"), weight).isfinite().all()
+        grad = operand(x, "hybrid", is_grad=True)
+        assert not weight_grad(grad, operand(normal(16, 48, seed=4), "e4m3")).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype) -> None:
+    x, weight, grad = (
+        normal(*shape, seed=seed).to(dtype)
+        for seed, shape in enumerate(((48, 32), (64, 32), (48, 64)))
+    )
+    x8, weight8, grad8 = (
+        exact(x, "hybrid"),
+        exact(weight, "hybrid"),
+        exact(grad, "hybrid", is_grad=True),
+    )
+    args = operand(x, "hybrid"), operand(weight, "hybrid"), operand(grad, "hybrid", is_grad=True)
+    total = torch.ones(48, 32, dtype=dtype)
+    found = {
+        "outputs": (outputs(args[0], args[1]), x8 @ weight8.t()),
+        "input_grads": (input_grads(args[2], args[1]), grad8 @ weight8),
+        "added": (input_grads(args[2], args[1], total_TD=total), 1.0 + grad8 @ weight8),
+        "weight_grad": (weight_grad(args[2], args[0]), grad8.t() @ x8),
+    }
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for name, (product, wanted) in found.items():
+        assert product.dtype == dtype, name
+        assert (product.float() - wanted).abs().max() <= tolerance * wanted.abs().max(), name
+
+
+class _Rounded(torch.autograd.Function):
+    """A linear layer in fp32 with rounded operands, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        fp8: Literal["e4m3", "hybrid"],
+    ) -> Tensor:
+        ctx.rounded = exact(x, fp8), exact(weight, fp8), fp8  # type: ignore[attr-defined]
+        return exact(x, fp8) @ exact(weight, fp8).t()
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        x, weight, fp8 = ctx.rounded  # type: ignore[attr-defined]
+        grad = exact(grads[0], fp8, is_grad=True)
+        return grad @ weight, grad.t() @ x, None
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("layer", ["linear", "normed_linears", "gated_linear"])
+def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8Format) -> None:
+    x, scale = normal(32, 48, seed=1), normal(48, seed=2).exp()
+    up, first, second = (normal(*shape, seed=5) for shape in ((32, 48), (64, 48), (16, 48)))
+    leaves = {
+        "linear": (x, first),
+        "normed_linears": (x, scale, first, second),
+        "gated_linear": (x, up, first),
+    }[layer]
+
+    def found(*args: Tensor) -> tuple[Tensor, ...]:
+        if layer == "linear":
+            return (linear(args[0], args[1], fp8),)
+        if layer == "gated_linear":
+            return (gated_linear(*args, fp8),)
+        return normed_linears(args[0], args[1], 1e-5, *args[2:], fp8=fp8)
+
+    def wanted(*args: Tensor) -> tuple[Tensor, ...]:
+        if layer == "linear":
+            return (_Rounded.apply(*args, fp8),)
+        if layer == "gated_linear":
+            return (_Rounded.apply(functional.silu(args[0]) * args[1], args[2], fp8),)
+        y = rms_norm(args[0], args[1], 1e-5)
+        return tuple(_Rounded.apply(y, weight, fp8) for weight in args[2:])
+
+    results = []
+    for run in (found, wanted):
+        inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+        outs = run(*inputs)
+        torch.autograd.backward(outs, [normal(*out.shape, seed=7) for out in outs])
+        results.append([*outs, *(leaf.grad for leaf in inputs)])
+    for mine, reference in zip(*results, strict=True):
+        assert mine is not None
+        assert reference is not None
+        assert (mine - reference).abs().max() <= 1e-5 * reference.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", FORMATS)
+def test_a_gpu_multiplies_as_a_cpu_does(fp8: Fp8Format) -> None:
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("needs fp8: compute capability 8.9")
+    x, weight, grad = (
+        normal(*shape, seed=seed).bfloat16()
+        for seed, shape in enumerate(((256, 128), (192, 128), (256, 192)))
+    )
+    results = []
+    for device in ("cpu", "cuda"):
+        args = [
+            operand(tensor.to(device), fp8, is_grad=tensor is grad) for tensor in (x, weight, grad)
+        ]
+        results.append(
+            (
+                outputs(args[0], args[1]),
+                input_grads(args[2], args[1]),
+                weight_grad(args[2], args[0]),
+            )
+        )
+    for wanted, found in zip(*results, strict=True):
+        assert (found.cpu() - wanted).abs().max() <= 0.01 * wanted.abs().max()
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    check_fp8_device(None, torch.device("cuda"))
+    check_fp8_device("e4m3", torch.device("cpu"))
+    with pytest.raises(UserError, match=r"8.9 or newer, and A100 has 8.0: leave it out"):
+        check_fp8_device("e4m3", torch.device("cuda"))
