@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 
 from data.loader import Datasets
 from data.waits import Wait
+from model.attention import check_attention
 from model.config import num_parameters
+from model.matmul import check_fp8_device
 from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim, claimed
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
@@ -36,7 +38,14 @@ from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import WatchConfig, Watchdog
-from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.training.assembly import (
+    TORCH_TYPES,
+    build_data,
+    build_sources,
+    build_training,
+    run_facts,
+    start_state,
+)
 from paro.training.changed_flags import order_record
 from paro.training.dry_run import run_dry
 from paro.training.local_copies import LocalCopies, local_copies
@@ -228,8 +237,13 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     """Builds model and optimizer and logs them; also returns the lines of the placement table."""
     with control.raise_on_all_ranks(name_rank=True):
         warning = check_memory(config, control.world, control.device)
+        check_fp8_device(config.model.fp8_format, control.device)
+        kernel = check_attention(
+            config.model, TORCH_TYPES[config.precision.compute], control.device
+        )
     if warning is not None:
         log.log0(warning)
+    log.log0(f"> attention: {kernel}")
     seed_everything(config.train.seed)
     training = build_training(config, control)
     placement = placement_lines(config, training)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from model.lora_config import LoraConfig, down_name, up_name
 from paro.errors import UserError
 
 Shape = tuple[int, ...]
+AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
+ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 Fp8Format = Literal["e4m3", "hybrid"]
 FP8_CAPABILITY = (8, 9)  # of GPUs, that matmuls in fp8 need
 
@@ -95,6 +97,7 @@ class LlamaConfig:
     tie_embeddings_and_output_weights: bool = False
     recompute: RecomputeConfig | None = None
     lora: LoraConfig | None = None
+    attention_backend: AttentionBackend = "auto"  # see attention.py
     fp8_format: Fp8Format | None = None  # of the blocks' matmuls, see matmul.py
 
     def __post_init__(self) -> None:
@@ -127,6 +130,11 @@ class LlamaConfig:
                 f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "
                 f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
             )
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether attention is matrix products, which keep the scores of all pairs of tokens."""
+        return self.attention_backend in ("unfused", "local")
 
 
 def loss_chunk_tokens(device_type: str) -> int:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from model.attention import Documents, attend, documents_of
 from model.config import LlamaConfig
 from model.cross_entropy import linear_cross_entropy, slice_scores
 from model.layers import SharedNorm, gated_linear, linear, normed_linears, rms_norm
@@ -40,7 +41,7 @@ class Places(NamedTuple):
 
     cos: Tensor  # of every position's rotation, see `rotations`
     sin: Tensor
-    document_lengths: tuple[int, ...] | None = None  # of all samples; None: one per sample
+    documents: Documents | None = None  # None: one per sample
     drops: Drops | None = None  # what the dropout of adapters depends on; None: nothing is dropped
 
 
@@ -117,7 +118,7 @@ class Block(AdaptedBlock):
         if self.config.add_qkv_bias:
             for part, bias in zip(projections, (self.bq, self.bk, self.bv), strict=True):
                 part.add_(bias)
-        cos, sin, lengths, drops = places
+        cos, sin, documents, drops = places
         outputs = dict(zip(("wq", "wk", "wv"), projections, strict=True))
         make = partial(self.normed, "attention_norm")
         projections = self.adapted(outputs, make, (x_BSD,), drops)
@@ -129,35 +130,19 @@ class Block(AdaptedBlock):
         if attend is not None:
             out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH)
         elif self.recomputes_core and torch.is_grad_enabled():
-            out_BSNH = checkpointed(self._core, q_BSNH, k_BSKH, v_BSKH, lengths)
+            out_BSNH = checkpointed(self.attend, q_BSNH, k_BSKH, v_BSKH, documents)
         else:
-            out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, lengths)
+            out_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH, documents)
         out_BSD = out_BSNH.flatten(-2)
         y_BSD = linear(out_BSD, self.wo, self.config.fp8_format)
         (y_BSD,) = self.adapted({"wo": y_BSD}, same, (out_BSD,), drops)
         return y_BSD
 
-    def _core(
-        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: tuple[int, ...] | None
+    def attend(
+        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        if lengths is None or len(lengths) == len(q_BSNH):
-            return self.attend(q_BSNH, k_BSKH, v_BSKH)
-        # One call per document: this needs no mask and computes no masked scores.
-        parts = [part.flatten(0, 1).split(lengths) for part in (q_BSNH, k_BSKH, v_BSKH)]
-        outs = [
-            self.attend(*(part[None] for part in document))[0]
-            for document in zip(*parts, strict=True)
-        ]
-        return torch.cat(outs).view_as(q_BSNH)
-
-    def attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """Causal scaled dot-product attention; returns [B, S, N, H]."""
-        q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
-        grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
-        out_BNSH = F.scaled_dot_product_attention(
-            q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped
-        )
-        return out_BNSH.transpose(1, 2)
+        """Causal attention within each document; returns [B, S, N, H]."""
+        return attend(q_BSNH, k_BSKH, v_BSKH, self.config.attention_backend, documents)
 
     def mlp(self, x_BSD: Tensor, drops: Drops | None, norm: SharedNorm | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
@@ -276,7 +261,8 @@ class Llama(nn.Module):
         cos, sin = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
         if positions_BS is not None:
             cos, sin = cos[positions_BS], sin[positions_BS]
-        places = Places(cos, sin, document_lengths, drops)
+        documents = documents_of(document_lengths, len(tokens_BS), tokens_BS.device)
+        places = Places(cos, sin, documents, drops)
         run = self._group_size
         recomputes = run > 1 and torch.is_grad_enabled()
         for first in range(0, len(self.blocks), run):

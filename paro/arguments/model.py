@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from model.config import LLAMA_PRESETS, preset_name
+from model.config import ATTENTION_BACKENDS, LLAMA_PRESETS, preset_name
 from paro.optim.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
 from paro.optim.step_checks import EXIT_AFTER_SKIPPED
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+
+
+def _attention_backend(word: str) -> str:
+    return {"cudnn": "fused", "math": "unfused"}.get(word, word)
+
 
 # Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
@@ -51,6 +56,11 @@ def add_model_args(parser: ArgumentParser) -> None:
         help="add biases to queries, keys and values, as Qwen2 does; default: the preset's, or off")
     add("--qk-layernorm", action="store_true", default=None,
         help="normalize every head's query and key, as Qwen3 does; default: the preset's, or off")
+    add("--attention-backend", type=_attention_backend, choices=ATTENTION_BACKENDS, default="auto",
+        metavar="NAME",
+        help="the kernel of attention: flash; fused or cudnn; unfused, local or math, matrix "
+        "products that keep all scores; auto (the default): what torch chooses. It is tried at "
+        "the start, and logged")
     add("--norm-epsilon", type=float, metavar="EPS",
         help="added under the root of RMSNorm; default 1e-5")
     add("--init-method-std", type=float, metavar="STD",

@@ -123,6 +123,10 @@ def _block(
         "in_backward": max(residual + weight, norm_backward(config, batch) + 2 * weight),
     }
     in_forward = residual + max(residual, ffn)
+    if config.keeps_scores:  # they and their mask, then their gradients
+        scores = 4 * batch.num_tokens * config.num_attention_heads * batch.seq_length
+        in_forward = max(in_forward, residual + 2 * scores)
+        transients["in_backward"] = max(transients["in_backward"], residual + 2 * scores)
     if config.lora is not None:
         in_forward = max(
             in_forward, residual + ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
@@ -197,6 +201,11 @@ def _with_scores(config: LlamaConfig, batch: MicroBatch, width: int) -> int:
     """Bytes of `width` elements per token, and of what attention and its norms keep beside them."""
     without_core = config.recompute is not None and config.recompute.core_attention
     in_fp32 = 0 if without_core else config.num_attention_heads  # log-sum-exp
+    if config.keeps_scores and not without_core:
+        query, key = _attention_widths(config)
+        # Instead of queries, keys and values: an fp32 copy of each for every query head.
+        width -= query + 2 * key
+        in_fp32 = 3 * query + config.num_attention_heads * batch.seq_length
     if config.qk_layernorm:
         width += sum(_attention_widths(config))
         in_fp32 += config.num_attention_heads + config.num_query_groups

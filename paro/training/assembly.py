@@ -11,7 +11,6 @@ from data.loader import Batch, Datasets, MicroBatches, Samples, SplitCounts, bui
 from model.config import flops_per_token
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
-from model.matmul import check_fp8_device
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.coded import CodedReduction, make_coded_reduction
@@ -65,7 +64,6 @@ def build_training(
     """
     device = control.device
     traffic = traffic or ByteCounter()
-    check_fp8_device(config.model.fp8_format, device)
     with torch.device("meta"):
         model = Llama(config.model)
     compute_dtype = TORCH_TYPES[config.precision.compute]

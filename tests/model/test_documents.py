@@ -74,7 +74,7 @@ def masked_attention(config: LlamaConfig) -> Any:
     visible = (visible & torch.ones(S, S, dtype=torch.bool).tril())[:, None]
     repeats = config.num_attention_heads // config.num_query_groups
 
-    def core(q: Tensor, k: Tensor, v: Tensor, _lengths: object) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, _documents: object) -> Tensor:
         k, v = (part.repeat_interleave(repeats, dim=2) for part in (k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
@@ -88,7 +88,7 @@ def test_attention_alone_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(config)
     ours = model(*draw(), document_lengths=LENGTHS)
     for block in model.blocks:
-        monkeypatch.setattr(block, "_core", masked_attention(config))
+        monkeypatch.setattr(block, "attend", masked_attention(config))
     torch.testing.assert_close(ours, model(*draw()), rtol=1e-5, atol=0.0)
 
 

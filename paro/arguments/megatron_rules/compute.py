@@ -24,12 +24,6 @@ COMPUTE_RULES = (
         "give local or transformer_engine; both mean the one implementation",
     ),
     *accepted(_KERNEL, "--use-flash-attn"),
-    *values(
-        "--attention-backend",
-        "auto flash fused unfused local",
-        _KERNEL,
-        "give auto",
-    ),
     *values("--flash-attention-version", (2, 3, 4), _KERNEL, "give 2, 3 or 4, or leave it out"),
     *accepted("softmax accumulates in fp32", "--attention-softmax-in-fp32"),
     *accepted("cross-entropy runs in chunks of tokens", "--cross-entropy-loss-fusion"),

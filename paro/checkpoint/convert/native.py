@@ -48,7 +48,10 @@ from paro.untrusted.schema import conform
 
 COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
 # Fields that a run may change; common.json does not have them among the model's fields.
-FREE_FIELDS = ("recompute", "max_position_embeddings", "init_method_std", "lora", "fp8_format")
+FREE_FIELDS = (
+    *("recompute", "max_position_embeddings", "init_method_std", "lora", "fp8_format"),
+    "attention_backend",
+)
 
 
 def open_native(root: Path, iteration: int | None = None, base: str | None = None) -> Source:

@@ -104,6 +104,7 @@ def test_units_of_a_preset_hold_its_parameters() -> None:
     assert sum(unit.numel for unit in units) == 6_738_415_616
 
 
+UNFUSED = replace(SMALL, attention_backend="unfused")
 RECOMPUTE = {
     "none": None,
     "selective": RecomputeConfig(granularity="selective"),
@@ -116,7 +117,10 @@ RECOMPUTE = {
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(
     ("compute", "model"),
-    [*product(("fp32", "bf16"), (SMALL, replace(SMALL, num_query_groups=4), MODERN))],
+    [
+        *product(("fp32", "bf16"), (SMALL, replace(SMALL, num_query_groups=4), MODERN)),
+        *product(("fp32", "bf16"), (UNFUSED, replace(UNFUSED, num_query_groups=4))),
+    ],
 )
 def test_activations_are_what_autograd_saves(
     recompute: str, compute: str, model: LlamaConfig
