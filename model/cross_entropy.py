@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from model.config import loss_chunk_tokens
+from model.matmul import scale_into, sink_of
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -28,6 +29,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         token_weights_T: Tensor,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        ctx.sink = sink_of(weight_VD)
         weight_VD = weight_VD.to(x_TD.dtype)
         num_tokens = x_TD.shape[0]
         chunk = loss_chunk_tokens(x_TD.device.type)
@@ -70,9 +72,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         assert ctx.gradients is not None, "the loss was given to backward twice"
         grad_x_TD, grad_weight_VD = ctx.gradients
         ctx.gradients = None  # free them: they are large, and scaled in place below
-        for gradient in (grad_x_TD, grad_weight_VD):
-            if gradient is not None:
-                gradient.mul_(grads[0].view(1, 1))  # a 0-dim tensor would be rounded first
+        factor_11 = grads[0].view(1, 1)  # a 0-dim tensor would be rounded first
+        if grad_x_TD is not None:
+            grad_x_TD.mul_(factor_11)
+        if grad_weight_VD is not None:
+            grad_weight_VD = scale_into(grad_weight_VD, factor_11, ctx.sink)
         return grad_x_TD, grad_weight_VD, None, None
 
 

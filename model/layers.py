@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from model.config import Fp8Format
-from model.matmul import Operand, input_grads, operand, outputs, weight_grad
+from model.matmul import Operand, input_grads, operand, outputs, sink_of, weight_grad
 
 # Frozen weights may have another type than activations: a matmul converts one for as long as it
 # runs, and what is saved for backward is the weight as it is held.
@@ -92,10 +92,10 @@ class SharedNorm:
         assert self._y_BSD is not None
         return self._y_BSD.detach().flatten(0, -2)
 
-    def add_products(self, grads: Sequence[Operand], weights: Iterable[Operand]) -> None:
-        """Accumulates one slice's gradient of the normalized input."""
-        for grad, weight in zip(grads, weights, strict=True):
-            self._grad_y_TD = input_grads(grad, weight, total_TD=self._grad_y_TD)
+    def add_products(self, grads: Sequence[Operand], weights: Iterator[Operand]) -> None:
+        """Accumulates one slice's gradient of the normalized input; weights live one at a time."""
+        for grad in grads:
+            self._grad_y_TD = input_grads(grad, next(weights), total_TD=self._grad_y_TD)
 
     def input_grads(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of x and scale, as far as needed, after the last slice; None before."""
@@ -127,7 +127,7 @@ class _NormedLinears(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_BSD, scale_D, *weights)
-        ctx.norm, ctx.fp8 = norm, fp8
+        ctx.norm, ctx.fp8, ctx.sinks = norm, fp8, [*map(sink_of, weights)]
         y_BSD = norm.in_forward(backward_follows=any(ctx.needs_input_grad))
         y = operand(y_BSD, fp8)
         return tuple(outputs(y, operand(weight.to(y_BSD.dtype), fp8)) for weight in weights)
@@ -140,8 +140,8 @@ class _NormedLinears(torch.autograd.Function):
         flat_grads = [operand(grad.flatten(0, -2), ctx.fp8, is_grad=True) for grad in grads]
         y = operand(y_TD, ctx.fp8) if any(needs_weights) else y_TD
         grad_weights = [
-            weight_grad(grad, y) if needed else None
-            for grad, needed in zip(flat_grads, needs_weights, strict=True)
+            weight_grad(grad, y, sink) if needed else None
+            for grad, needed, sink in zip(flat_grads, needs_weights, ctx.sinks, strict=True)
         ]
         if needs_x or needs_scale:
             cast = (operand(weight.to(y_TD.dtype), ctx.fp8) for weight in weights)
@@ -177,7 +177,7 @@ class _GatedLinear(torch.autograd.Function):
         ctx: Any, gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor, fp8: Fp8Format | None
     ) -> Tensor:
         ctx.save_for_backward(gate_BSF, up_BSF, weight_DF)
-        ctx.fp8 = fp8
+        ctx.fp8, ctx.sink = fp8, sink_of(weight_DF)
         hidden = operand(F.silu(gate_BSF).mul_(up_BSF), fp8)
         return outputs(hidden, operand(weight_DF.to(gate_BSF.dtype), fp8))
 
@@ -189,10 +189,13 @@ class _GatedLinear(torch.autograd.Function):
         grad_gate = grad_up = grad_weight = None
         silu_BSF = F.silu(gate_BSF)
         if needs_weight:
-            grad_weight = weight_grad(grad, operand((silu_BSF * up_BSF).flatten(0, -2), ctx.fp8))
+            grad_weight = weight_grad(
+                grad, operand((silu_BSF * up_BSF).flatten(0, -2), ctx.fp8), ctx.sink
+            )
         if needs_gate or needs_up:
-            weight = operand(weight_DF.to(gate_BSF.dtype), ctx.fp8)
-            grad_BSF = input_grads(grad, weight).view_as(gate_BSF)
+            grad_BSF = input_grads(grad, operand(weight_DF.to(gate_BSF.dtype), ctx.fp8)).view_as(
+                gate_BSF
+            )
             grad_up = silu_BSF.mul_(grad_BSF) if needs_up else None
             if needs_gate:
                 grad_gate = torch.ops.aten.silu_backward(grad_BSF.mul_(up_BSF), gate_BSF)
@@ -214,7 +217,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8Format | None) -> Tensor:
         needed_x = x_BSD if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(needed_x, weight_ED)
-        ctx.fp8 = fp8
+        ctx.fp8, ctx.sink = fp8, sink_of(weight_ED)
         return outputs(operand(x_BSD, fp8), operand(weight_ED.to(x_BSD.dtype), fp8))
 
     @staticmethod
@@ -227,13 +230,13 @@ class _Linear(torch.autograd.Function):
             weight = operand(weight_ED.to(grad_BSE.dtype), ctx.fp8)
             grad_x = input_grads(grad, weight).unflatten(0, grad_BSE.shape[:-1])
         if x_BSD is not None:
-            grad_weight = weight_grad(grad, operand(x_BSD.flatten(0, -2), ctx.fp8))
+            grad_weight = weight_grad(grad, operand(x_BSD.flatten(0, -2), ctx.fp8), ctx.sink)
         return grad_x, grad_weight, None
 
 
 def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8Format | None = None) -> Tensor:
     """`x @ weight.T`; a weight of another type than `x` is frozen."""
-    if fp8 is None and x_BSD.dtype == weight_ED.dtype:
+    if fp8 is None and x_BSD.dtype == weight_ED.dtype and sink_of(weight_ED) is None:
         return F.linear(x_BSD, weight_ED)
     out: Tensor = _Linear.apply(x_BSD, weight_ED, fp8)
     return out

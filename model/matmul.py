@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -84,8 +84,67 @@ def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = Non
     return product_TD if total_TD is None else total_TD.add_(product_TD)
 
 
-def weight_grad(grad: Operand, x: Operand) -> Tensor:
-    """`grad.T @ x`, for grad [T, E] and x [T, D]."""
+class GradSink(Protocol):
+    """Where a sharding engine collects the gradient of a weight, which has it as `grad_sink`.
+
+    A weight with a sink is used once in a forward.
+    """
+
+    def open(self) -> tuple[Tensor, bool]:
+        """The buffer for the gradient, and whether to add to what it holds."""
+
+    def close(self) -> None:
+        """Says that the gradient is in the buffer."""
+
+
+def sink_of(weight: Tensor) -> GradSink | None:
+    sink: GradSink | None = getattr(weight, "grad_sink", None)
+    return sink
+
+
+def weight_grad(grad: Operand, x: Operand, sink: GradSink | None = None) -> Tensor | None:
+    """`grad.T @ x`, for grad [T, E] and x [T, D]; None if a sink has taken it."""
+    if sink is None:
+        return _weight_grad(grad, x)
+    into_ED, adds = sink.open()
+    if isinstance(grad, Tensor) and _writes_into(into_ED, grad):
+        assert isinstance(x, Tensor)
+        options: dict[str, Any] = {}
+        if into_ED.dtype != grad.dtype:
+            options["out_dtype"] = into_ED.dtype
+        if adds:
+            torch.addmm(into_ED, grad.t(), x, out=into_ED, **options)
+        else:
+            torch.mm(grad.t(), x, out=into_ED, **options)
+    elif adds:
+        into_ED.add_(_weight_grad(grad, x))
+    else:
+        into_ED.copy_(_weight_grad(grad, x))
+    sink.close()
+    return None
+
+
+def scale_into(grad: Tensor, factor: Tensor, sink: GradSink | None) -> Tensor | None:
+    """`grad * factor`, in place; or in the sink, in the same pass, and None."""
+    if sink is None:
+        return grad.mul_(factor)
+    into, adds = sink.open()
+    if adds:
+        into.addcmul_(grad, factor)
+    else:
+        torch.mul(grad, factor, out=into)
+    sink.close()
+    return None
+
+
+def _writes_into(into_ED: Tensor, grad_TE: Tensor) -> bool:
+    """Whether a matmul can write its result there: on a GPU also in fp32, from 16 bits."""
+    if into_ED.dtype == grad_TE.dtype:
+        return True
+    return into_ED.dtype == torch.float32 and grad_TE.device.type == "cuda"
+
+
+def _weight_grad(grad: Operand, x: Operand) -> Tensor:
     if isinstance(grad, Tensor):
         assert isinstance(x, Tensor)
         return grad.t() @ x

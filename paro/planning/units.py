@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from model.config import LlamaConfig, loss_chunk_tokens, unit_shapes
 from paro.planning.cost_model import UnitShapes, UnitSize, size_units
@@ -56,6 +57,8 @@ class UnitActivations:
     in_forward: int
     before_gradients: int  # in backward, until the unit's first gradient exists
     in_backward: int  # after that
+    # The same where matmuls write weight gradients into their buffers, if that differs.
+    direct: tuple[int, int] | None = None
     kept_to_the_end: int = 0  # part of `kept`: until the end of the whole backward
 
 
@@ -118,7 +121,7 @@ def _block(
     weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
     # Backward peaks at the start of the MLP: the gradients of w_down, of gate and up and of their
     # product. Gate and up are then freed, which makes room for the gradients of their producers.
-    transients = {
+    transients: dict[str, Any] = {
         "before_gradients": residual + 3 * ffn + weight + _adapter_transient(config, batch),
         "in_backward": max(residual + weight, norm_backward(config, batch) + 2 * weight),
     }
@@ -127,6 +130,11 @@ def _block(
         scores = 4 * batch.num_tokens * config.num_attention_heads * batch.seq_length
         in_forward = max(in_forward, residual + 2 * scores)
         transients["in_backward"] = max(transients["in_backward"], residual + 2 * scores)
+    elif config.lora is None:
+        transients["direct"] = (
+            residual + 2 * ffn,
+            max(residual + 3 * ffn, norm_backward(config, batch)),
+        )
     if config.lora is not None:
         in_forward = max(
             in_forward, residual + ffn * len({"w_gate", "w_up"} & {*config.lora.targets})

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from paro.distributed.timers import Timers
 from paro.sharding.shards import UnitShards
@@ -32,6 +31,12 @@ class MicroBatchState:
     last: bool = False  # whether it is the last one of its step
 
 
+class Removable(Protocol):
+    """What a hook's registration returns."""
+
+    def remove(self) -> None: ...
+
+
 class DistributedModel:
     """A model that trains and evaluates this rank's batches; its units hold this rank's shards.
 
@@ -52,7 +57,7 @@ class DistributedModel:
         self.trainable_units = [unit for unit in units if unit.trainable]
         self._state = state
         self._timers = timers
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Removable] = []
 
     def begin_step(self, num_micro_batches: int, *, exact: bool = False) -> None:
         """Starts a step of `num_micro_batches` micro-batches; `exact`: it sends no codes."""
@@ -133,7 +138,7 @@ class DistributedModel:
 
         def arrived(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            receive(gradient)
+            if gradient is not None:  # else a matmul has put it where it belongs
+                receive(gradient)
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -41,8 +42,12 @@ class ShardedModel(DistributedModel):
         self._live: list[UnitModule] = []
         self._reducing: deque[ShardedUnit] = deque()
         parameters = dict(model.named_parameters())
+        borrowed = {unit for module in modules for unit in module.needed if unit not in module.own}
         for module in modules:
             self._hook(module, parameters)
+            for unit in module.trainable():
+                if unit not in borrowed:  # its gradients have one part
+                    self._add_sinks(module, unit, parameters)
 
     # Called by the training loop #
 
@@ -92,6 +97,15 @@ class ShardedModel(DistributedModel):
                 name = span.box.name
                 self._on_gradient(parameters[name], partial(self._receive, module, unit, name))
 
+    def _add_sinks(
+        self, module: UnitModule, unit: ShardedUnit, parameters: dict[str, nn.Parameter]
+    ) -> None:
+        for span in unit.layout.spans:
+            name = span.box.name
+            sink = _Sink(self, module, unit, name)
+            parameters[name].grad_sink = sink  # type: ignore[attr-defined]
+            self._handles.append(_Removal(parameters[name]))
+
     def _before_forward(self, module: UnitModule) -> None:
         assert self._state.phase is not Phase.IDLE, f"{module.name} runs outside a step"
         self._require(module)
@@ -121,17 +135,25 @@ class ShardedModel(DistributedModel):
             self._top_up()
 
     def _receive(self, module: UnitModule, unit: ShardedUnit, name: str, gradient: Tensor) -> None:
+        self.prepare_whole_grad(unit)
+        if unit.receive(name, gradient):
+            self.reduce(module, unit)
+
+    def prepare_whole_grad(self, unit: ShardedUnit) -> None:
+        """Allocates the unit's buffer of whole gradients before the first arrives."""
         if unit.begins_whole_grad:
             # With few units, its own buffer of the last micro-batch may also still be in use.
             while unit in self._reducing or len(self._reducing) >= self._max_whole_grads:
                 self._reducing.popleft().free_whole_grad()
             unit.alloc_whole_grad()
             self._reducing.append(unit)
-        if unit.receive(name, gradient):
-            with torch.profiler.record_function(f"paro/reduce:{unit.name}"):
-                unit.reduce(last=self._state.last)
-            module.num_units_to_arrive -= 1
-            self._release_if_through(module)
+
+    def reduce(self, module: UnitModule, unit: ShardedUnit) -> None:
+        """Queues the reduction of the unit's gradients, which have all arrived."""
+        with torch.profiler.record_function(f"paro/reduce:{unit.name}"):
+            unit.reduce(last=self._state.last)
+        module.num_units_to_arrive -= 1
+        self._release_if_through(module)
 
     # Prefetch and release #
 
@@ -172,3 +194,33 @@ class ShardedModel(DistributedModel):
         for unit in module.needed:
             if unit not in shared:
                 unit.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sink:
+    """Takes a weight's gradient from the matmul that makes it: it is neither copied nor added."""
+
+    model: ShardedModel
+    module: UnitModule
+    unit: ShardedUnit
+    name: str
+
+    def open(self) -> tuple[Tensor, bool]:
+        """The buffer for the gradient, and whether to add to what it holds."""
+        self.model.prepare_whole_grad(self.unit)
+        return self.unit.grad_box(self.name)
+
+    def close(self) -> None:
+        """Says that the gradient is in the buffer."""
+        if self.unit.arrived():
+            self.model.reduce(self.module, self.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """Takes a parameter's sink away, as a hook's handle removes the hook."""
+
+    parameter: nn.Parameter
+
+    def remove(self) -> None:
+        del self.parameter.grad_sink  # type: ignore[attr-defined]

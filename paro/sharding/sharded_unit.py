@@ -141,15 +141,23 @@ class ShardedUnit(UnitShards):
         for begin, end in self.layout.gaps():
             self._grad_U.values[begin:end].zero_()
 
-    def receive(self, name: str, gradient: Tensor) -> bool:
-        """Stores or adds one parameter's gradient; True when it is the last of this backward."""
-        box = self._grad_boxes[name]
-        if self._grad_U is not None or self._fresh:
-            box.copy_(gradient)
-        else:
-            box.add_(gradient)
+    def grad_box(self, name: str) -> tuple[Tensor, bool]:
+        """The buffer for one parameter's gradient, and whether to add to what it holds."""
+        return self._grad_boxes[name], self._grad_U is None and not self._fresh
+
+    def arrived(self) -> bool:
+        """Counts a gradient that is in its box; True when it is the last of this backward."""
         self.num_arrived += 1
         return self.num_arrived == len(self._grad_boxes)
+
+    def receive(self, name: str, gradient: Tensor) -> bool:
+        """Stores or adds one parameter's gradient; True when it is the last of this backward."""
+        box, adds = self.grad_box(name)
+        if adds:
+            box.add_(gradient)
+        else:
+            box.copy_(gradient)
+        return self.arrived()
 
     def reduce(self, *, last: bool) -> None:
         """Queues the gradient reduction of this micro-batch; if `last`, also that of the step."""

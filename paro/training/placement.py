@@ -220,6 +220,7 @@ def _predict(
         activations=activations_of(config.model, batch),
         prefetch_units=config.sharding.prefetch_units,
         num_micro_batches=config.batches.most_micro_batches,
+        device_type=device_type,
     )
     return peaks.of(config.strategy)
 

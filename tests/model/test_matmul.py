@@ -174,3 +174,47 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_fp8_device("e4m3", torch.device("cpu"))
     with pytest.raises(UserError, match=r"8.9 or newer, and A100 has 8.0: leave it out"):
         check_fp8_device("e4m3", torch.device("cuda"))
+
+
+class Sink:
+    """Collects one gradient in a buffer."""
+
+    def __init__(self, buffer: Tensor, *, adds: bool) -> None:
+        self.buffer, self.adds, self.closed = buffer, adds, 0
+
+    def open(self) -> tuple[Tensor, bool]:
+        return self.buffer, self.adds
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8", [None, "hybrid"])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    ("into", "of"),
+    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+)
+def test_a_sink_gets_the_gradient(
+    into: str, of: str, fp8: Fp8Format | None, device: str, *, adds: bool
+) -> None:
+    if fp8 and device == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("needs fp8: compute capability 8.9")
+    grad, x = (
+        normal(*shape, seed=2).to(device, getattr(torch, of)) for shape in ((64, 48), (64, 32))
+    )
+    flat = torch.full((48 * 32 + 5,), 3.0, dtype=getattr(torch, into), device=device)
+    sink = Sink(flat[5:].view(48, 32), adds=adds)
+    operands = operand(grad, fp8, is_grad=True), operand(x, fp8)
+    assert weight_grad(*operands, sink) is None
+    wanted = weight_grad(*operands)
+    assert wanted is not None
+    tolerance = 1e-5 if of == "float32" else 0.1
+    error = sink.buffer.float() - wanted.float() - (3.0 if adds else 0.0)
+    assert error.abs().max() <= tolerance * wanted.abs().max()
+    assert bool((flat[:5] == 3.0).all())
+    assert sink.closed == 1

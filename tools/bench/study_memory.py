@@ -78,6 +78,7 @@ class Setting:
             activations=activations_of(model, batch),
             prefetch_units=1,
             num_micro_batches=2,
+            device_type="cuda",
         )
         return peaks.of(strategy)
 

@@ -84,6 +84,7 @@ class PeakMemory:
     activations: tuple[UnitActivations, ...]
     prefetch_units: int
     num_micro_batches: int
+    device_type: str
 
     def of(self, strategy: Strategy) -> MemorySnapshot:
         """The memory snapshot of a step with the largest total."""
@@ -123,21 +124,24 @@ class PeakMemory:
 
     def _walk(self, params_sharded: bool, grads_sharded: bool) -> Iterator[_Point]:
         """A micro-batch in the middle of a step, and the update."""
-        before = self._trained if self._repeats else ()  # units whose gradients arrived last
+        earlier = self._trained if self._repeats else ()  # units whose gradients arrived last
         for index, unit in enumerate(self.units):
             yield _Point(
                 MemorySnapshot(
                     name=f"the forward of {unit.name}",
                     states=0,
                     whole_params=self._whole_params(index, 1) if params_sharded else 0,
-                    whole_grads=self._whole_grads(before) if grads_sharded else 0,
+                    whole_grads=self._whole_grads(earlier) if grads_sharded else 0,
                     activations=self._kept(index + 1),
                     transient=self.activations[index].in_forward,
                 )
             )
-        arrived: tuple[int, ...] = before
+        arrived: tuple[int, ...] = earlier
         for index in self._backward:
             unit, own = self.units[index], self.activations[index]
+            before, after = own.before_gradients, own.in_backward
+            if own.direct is not None and self._is_direct(grads_sharded):
+                before, after = own.direct
             together = range(own.recomputed_from, index + 1)
             recomputed = sum(self.activations[i].recomputed for i in together)
             now_arrived = (*arrived, index) if unit.trainable_numel else arrived
@@ -148,11 +152,11 @@ class PeakMemory:
                 whole_params=params if params_sharded else 0,
                 whole_grads=self._whole_grads(arrived) if grads_sharded else 0,
                 activations=self._kept(index + 1) + recomputed,
-                transient=own.before_gradients,
+                transient=before,
             )
             yield _Point(backward)
             grads = self._whole_grads(now_arrived) if grads_sharded else 0
-            yield _Point(replace(backward, whole_grads=grads, transient=own.in_backward))
+            yield _Point(replace(backward, whole_grads=grads, transient=after))
             yield _Point(
                 replace(
                     backward,
@@ -166,6 +170,12 @@ class PeakMemory:
             arrived = now_arrived[-self._num_whole_grads :]
         largest = max(unit.trainable_numel for unit in self.units)
         yield _Point(MemorySnapshot(name="the update", states=0), updated=largest)
+
+    def _is_direct(self, grads_sharded: bool) -> bool:
+        """Whether a matmul can write weight gradients in the type of their buffers."""
+        precision = self.precision
+        kind = precision.wire if grads_sharded else precision.accumulate
+        return kind == precision.compute or (kind == "fp32" and self.device_type == "cuda")
 
     @property
     def _repeats(self) -> bool:

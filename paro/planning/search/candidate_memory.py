@@ -62,6 +62,7 @@ class CandidateMemory:
                 ),
                 prefetch_units=workload.prefetch_units,
                 num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
+                device_type=workload.device_type,
             )
         return self._peaks[key].of(candidate.strategy)
 

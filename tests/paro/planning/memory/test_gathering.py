@@ -256,6 +256,7 @@ def predict(workload: Workload, *, device: str) -> MemorySnapshot:
         activations=activations_of(workload.config, batch),
         prefetch_units=workload.prefetch_units,
         num_micro_batches=workload.num_micro_batches,
+        device_type=device,
     ).of(strategy)
 
 

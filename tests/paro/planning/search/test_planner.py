@@ -189,6 +189,7 @@ def test_memory_of_many_is_that_of_one(
             activations=activations_of(given.model, computing.batch),
             prefetch_units=ahead,
             num_micro_batches=3,
+            device_type=given.device_type,
         ).of(candidate.strategy)
         assert estimator.memory(candidate).total == alone.total
 
