@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paro.errors import UserError
 from paro.quantization.formats import EXACT_BITS
@@ -45,6 +45,22 @@ class PrecisionConfig:
                 f"--lora-base-dtype {self.lora_base_dtype} and --fp16 contradict each other: give "
                 "one of them; either takes 2 bytes for a frozen element"
             )
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether something may cross groups as codes."""
+        return (self.inter_param_bits, self.inter_grad_bits) != (EXACT_BITS, EXACT_BITS)
+
+    def with_inter_bits(self, bits: int) -> PrecisionConfig:
+        """The same with updated parameters and gradients in `bits` between groups."""
+        return replace(self, inter_param_bits=bits, inter_grad_bits=bits)
+
+    def describe_inter_bits(self) -> str:
+        """What crosses groups in fewer than 16 bits."""
+        if self.inter_param_bits == self.inter_grad_bits:
+            return f"gradients and updates in {self.inter_grad_bits} bits"
+        parts = (("gradients", self.inter_grad_bits), ("updates", self.inter_param_bits))
+        return " and ".join(f"{what} in {b} bits" for what, b in parts if b != EXACT_BITS)
 
     @property
     def frozen(self) -> str:

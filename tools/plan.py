@@ -17,9 +17,8 @@ from paro.errors import UserError
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
 from paro.planning.search.description import describe
+from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import (
-    Estimate,
-    Estimator,
     SearchResult,
     best_first,
     best_that_fits,

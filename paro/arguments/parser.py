@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from paro.arguments.finite import finite
+from paro.arguments.inter_bits import add_inter_bits_args
 from paro.arguments.job import (
     add_checkpointing_args,
     add_data_args,
@@ -256,18 +257,9 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         help="a restart may have fewer or more nodes (torchrun --nnodes MIN:MAX): degrees that do "
         "not fit are replaced by the finest that do and that --paro-survive accepts, which then "
         "concerns the nodes that are left; turns local copies on, as --paro-survive does")
-    add("--paro-inter-param-bits", type=int, choices=(16, 8, 4), default=16, metavar="BITS",
-        help="bits in which updated parameters cross groups once a step: 16, their own type; 8 or "
-        "4, codes of how much they changed, which saves half or three quarters of the bytes; norms "
-        "and biases stay exact")
-    add("--paro-inter-grad-bits", type=int, choices=(16, 8, 4), default=16, metavar="BITS",
-        help="bits in which gradients cross groups once a step: 16, the type of communication; 8 "
-        "or 4, codes of their Hadamard transforms, added up in fp32; those of norms and biases "
-        "stay exact")
-    add("--paro-inter-bits-warmup-iters", type=int, metavar="ITERATIONS",
-        help="send 16 bits for so long at the start; default: the learning rate's warm-up")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
+    add_inter_bits_args(parser, trains=True)
 
 
 

@@ -7,11 +7,42 @@ from paro.precision import PrecisionConfig
 from paro.quantization.formats import EXACT_BITS
 from paro.strategy import Strategy, effective_letters
 
+AUTO = "auto"
+
+
+def check_inter_bits(
+    inter_bits: str | None, precision: PrecisionConfig, group_size: int, world_size: int
+) -> None:
+    """`UserError` for bits that contradict other flags, or if nothing crosses groups at all."""
+    given = _given(precision)
+    if inter_bits == AUTO and given:
+        raise UserError(f"--paro-inter-bits auto and {given[0]} contradict each other: give one")
+    if inter_bits == AUTO and precision.accumulate_allreduce_grads_in_fp32:
+        raise UserError(
+            "--accumulate-allreduce-grads-in-fp32 and --paro-inter-bits auto contradict each "
+            "other: give one of them"
+        )
+    if group_size == world_size and (given or inter_bits == AUTO):
+        flags = given[0] if given else "--paro-inter-bits auto"
+        raise UserError(
+            f"{flags}: all {world_size} ranks are one group, so nothing crosses groups: "
+            "leave it out, or give a smaller --paro-group-size"
+        )
+
+
+def _given(precision: PrecisionConfig) -> tuple[str, ...]:
+    """The flags that ask for codes, with their values."""
+    flags = {
+        "--paro-inter-param-bits": precision.inter_param_bits,
+        "--paro-inter-grad-bits": precision.inter_grad_bits,
+    }
+    return tuple(f"{flag} {bits}" for flag, bits in flags.items() if bits != EXACT_BITS)
+
 
 def inter_bits_notices(
     precision: PrecisionConfig, group_size: int, strategy: Strategy, world_size: int
 ) -> tuple[str, ...]:
-    """Log lines for bits without effect; `UserError` where nothing crosses groups at all."""
+    """Log lines for bits without effect under a strategy."""
     notices: list[str] = []
     for flag, bits, states, degree in (
         ("--paro-inter-param-bits", precision.inter_param_bits, "parameters", strategy.params),
@@ -19,11 +50,6 @@ def inter_bits_notices(
     ):
         if bits == EXACT_BITS:
             continue
-        if group_size == world_size:
-            raise UserError(
-                f"{flag} {bits}: all {world_size} ranks are one group, so nothing crosses groups: "
-                "leave it out, or give a smaller --paro-group-size"
-            )
         if degree > group_size:
             better = _inside_groups(strategy, group_size, world_size)
             notices.append(

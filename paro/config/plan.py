@@ -16,7 +16,8 @@ from paro.planning.cost_model import merged, model_state_bytes
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
-from paro.planning.search.description import describe
+from paro.planning.search.description import bits_text, describe
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult, plan
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import (
@@ -98,6 +99,7 @@ def take_sharding(
         rotate_in_place=args.paro_rotate_in_place,
         survive=survive,
         elastic=args.paro_elastic,
+        inter_bits=args.paro_inter_bits,
         machine=take_machine(args.paro_machine, world, group_size),
     )
     return sharding, strategy, lines
@@ -122,8 +124,9 @@ def case_of(
 ) -> Workload:
     """The planner's workload for this run; `UserError` without --paro-machine."""
     if sharding.machine is None:
+        flag = FLAG if sharding.inter_bits is None else "--paro-inter-bits"
         raise UserError(
-            f"{FLAG} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
+            f"{flag} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
             "that tools/bench_collectives.py --machine-file wrote"
         )
     return Workload(
@@ -142,14 +145,21 @@ def case_of(
         ranks_per_node=sharding.ranks_per_node,
         survive=sharding.survive,
         trainable=trainable,
+        chooses_bits=sharding.inter_bits is not None,
     )
 
 
-def choose_strategy(workload: Workload) -> tuple[Strategy, Sequence[str]]:
-    """The fastest strategy that fits with all other flags as given, and log lines that explain it.
+def choose(
+    workload: Workload, strategy: Strategy | None
+) -> tuple[Strategy, PrecisionConfig, Sequence[str]]:
+    """The fastest strategy that fits, unless one is given, its bits, and lines that explain them.
 
-    `UserError` if no strategy fits.
+    All other flags are as given. `UserError` if no strategy fits.
     """
+    if strategy is not None:
+        own, other = Estimator(workload).estimate_bits(workload.candidate(strategy))
+        lines = () if other is None else (f"planner: {bits_text(own, other)}",)
+        return strategy, own.precision, lines
     found: SearchResult = plan(
         workload,
         SearchSpace(
@@ -160,7 +170,7 @@ def choose_strategy(workload: Workload) -> tuple[Strategy, Sequence[str]]:
     )
     if found.best is None:
         raise UserError(f"{FLAG} {AUTO}: {why_nothing_fits(workload, found)}")
-    return found.best.candidate.strategy, describe(found)
+    return found.best.candidate.strategy, found.best.precision, describe(found)
 
 
 def adapt_to_nodes(

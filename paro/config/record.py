@@ -28,6 +28,8 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         "group_query_attention": model.num_query_groups < model.num_attention_heads,
         "padded_vocab_size": model.vocab_size,
         "paro_group_size": config.sharding.group_size,
+        "paro_inter_grad_bits": config.precision.inter_grad_bits,
+        "paro_inter_param_bits": config.precision.inter_param_bits,
         "paro_strategy": config.strategy.name,
         "split": config.data.split_in_use,
         "vocab_size": tokenizer.vocab_size or config.vocab_size,

@@ -35,13 +35,13 @@ from paro.config.checks import (
     check_trackers,
     flags_without_effect,
 )
-from paro.config.inter_bits import inter_bits_notices
+from paro.config.inter_bits import check_inter_bits, inter_bits_notices
 from paro.config.model import output_layer_notice, take_model
 from paro.config.plan import (
     RankDevice,
     case_of,
     check_survival,
-    choose_strategy,
+    choose,
     take_sharding,
 )
 from paro.config.sharding import ShardingConfig
@@ -120,7 +120,8 @@ class RunConfig:
         trainable = Trainable.of_flag(args.trainable)
         trainable.names(model)  # refuses patterns that match no parameter
         runtime, launch = _take(RuntimeConfig, args), _take(LaunchConfig, args)
-        if strategy is None:
+        check_inter_bits(sharding.inter_bits, precision, sharding.group_size, world.size)
+        if strategy is None or sharding.inter_bits is not None:
             device = RankDevice(
                 "cpu" if runtime.distributed_backend == "gloo" else "cuda", launch.device_memory_gb
             )
@@ -128,9 +129,10 @@ class RunConfig:
                 model, batches, sharding, precision, trainable,
                 seq_length=data.seq_length, device=device,
             )  # fmt: skip
-            strategy, reasons = choose_strategy(workload)
+            strategy, precision, reasons = choose(workload, strategy)
             notices += tuple(reasons)
-        notices += inter_bits_notices(precision, sharding.group_size, strategy, world.size)
+        if sharding.inter_bits is None:
+            notices += inter_bits_notices(precision, sharding.group_size, strategy, world.size)
         config = cls(
             model=model,
             trainable=trainable,

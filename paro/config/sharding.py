@@ -21,6 +21,7 @@ class ShardingConfig:
     rotate_in_place: bool = False
     survive: int = 0  # nodes that may be lost at once with every state still held
     elastic: bool = False  # whether a restart may have fewer or more nodes
+    inter_bits: str | None = None  # auto: the planner chooses the bits between groups
 
     def __post_init__(self) -> None:
         if self.collective == "auto" and self.machine is None:

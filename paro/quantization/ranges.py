@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from paro.quantization.formats import EXACT_BITS, BlockFormat
 from paro.topology import AxisSpan, Link
 
-_BLOCK_OF_UPDATES, _BLOCK_OF_GRADIENTS = 2048, 128
+UPDATE_BLOCK, GRADIENT_BLOCK = 2048, 128  # elements
 _LEAST = 2048  # elements of matrices; a range with fewer has no codes
 _ALIGN = 16  # bytes: encoded ranges begin at multiples
 
@@ -71,7 +71,7 @@ def codes_of_updates(
     if bits == EXACT_BITS or not any(axis.link is Link.INTER for axis in gather_updated):
         return None
     codes = RangeCodes(
-        form=BlockFormat(bits=bits, block=_BLOCK_OF_UPDATES),
+        form=BlockFormat(bits=bits, block=UPDATE_BLOCK),
         numel=numel // optim,
         slice_numel=numel // num_slices,
         matrix_stop=matrix_stop,
@@ -97,7 +97,7 @@ def codes_of_gradients(
     if bits == EXACT_BITS or not any(axis.link is Link.INTER for axis in span):
         return None
     codes = RangeCodes(
-        form=BlockFormat(bits=bits, block=_BLOCK_OF_GRADIENTS),
+        form=BlockFormat(bits=bits, block=GRADIENT_BLOCK),
         numel=numel // world_size,
         slice_numel=numel // num_slices,
         matrix_stop=matrix_stop,

@@ -23,8 +23,9 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.search.description import describe, describe_launch, describe_time
-from paro.planning.search.planner import TIE, Estimate, Estimator, SearchResult
+from paro.planning.search.description import bits_text, describe, describe_launch, describe_time
+from paro.planning.search.estimator import Estimate, Estimator
+from paro.planning.search.planner import TIE, SearchResult
 from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import Workload
@@ -50,6 +51,7 @@ class PlannedRun:
     memory: DeviceMemory
     workload: Workload | None  # None unless --paro-machine names a device
     launch: Estimate | None  # on that device; None with --skip-train
+    other_bits: Estimate | None = None  # the same with 16 bits instead of codes, or the reverse
     consumed: int = 0  # training samples consumed before a resumed run
 
     @property
@@ -89,9 +91,11 @@ def plan_run(config: RunConfig, world: World) -> PlannedRun:
     device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
     training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
     memory = predict_memory(config, training)
-    workload, launch = _case(config, device), None
+    workload, launch, other_bits = _case(config, device), None, None
     if workload is not None and config.trained:
-        launch = Estimator(workload).estimate(workload.candidate(config.strategy))
+        estimator, candidate = Estimator(workload), workload.candidate(config.strategy)
+        launch, other = estimator.estimate(candidate), estimator.with_other_bits(candidate)
+        other_bits = None if other is None else estimator.estimate(other)
         # The planner models training steps only; larger evaluation micro-batches may need more.
         evaluates_more = batches.eval_micro_batch > batches.micro_batch_size
         same = launch.memory_bytes == memory.total
@@ -103,6 +107,7 @@ def plan_run(config: RunConfig, world: World) -> PlannedRun:
         memory=memory,
         workload=workload,
         launch=launch,
+        other_bits=other_bits,
         consumed=resumed_samples(config.checkpoint) if batches.step_batch_size_schedule else 0,
     )
 
@@ -198,6 +203,8 @@ def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
         yield "> steps that train nothing are not timed"
     else:
         yield f"> a step on machine {machine.name} {describe_time(launch)}"
+        if plan.other_bits is not None:
+            yield f"> {bits_text(launch, plan.other_bits)}"
         best = None if found is None else found.best
         gain = 0.0 if best is None else launch.seconds / best.seconds - 1
         if best is not None and gain > TIE:

@@ -121,6 +121,11 @@ CASES = {
     "num_query_groups": ((), "", "--num-query-groups 2 --group-query-attention"),
     "paro_collective": ((), "", "--paro-collective ho-ring"),
     "paro_group_size": ((), "", "--paro-group-size 4"),
+    "paro_inter_bits": (
+        (),
+        "--paro-machine dgx-h100",
+        "--paro-machine dgx-h100 --paro-inter-bits auto",
+    ),
     "paro_machine": ((), "", "--paro-machine machine.json"),
     "paro_rotate_in_place": (
         (),
@@ -281,6 +286,7 @@ DECIDES = {
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.local_copies_interval",
     "checkpoint.use_checkpoint_args": "paro.config.run.RunConfig.from_args",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
+    "sharding.inter_bits": "paro.config.run.RunConfig.from_args",
     "sharding.elastic": "paro.config.run.RunConfig.local_copies_interval",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",

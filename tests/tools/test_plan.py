@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from paro.planning.search.planner import TIE
+from paro.planning.search.planner import TIE, letter_rows
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
+from tests.paro.planning.cases import BF16, workload
 from tools import plan
 from tools.plan import main
+from tools.planning.tables import as_json, rows_table
 
 CASE = (
     "--llama-preset 7B --num-layers 3 --paro-machine dgx-a100-roce100 --world-size 16 "
@@ -222,3 +224,17 @@ def test_a_trillion_parameters_on_16384_ranks_need_few_simulations_and_no_torch(
     assert counts
     assert int(counts[1]) == 14880
     assert int(counts[2]) <= 14880 // 40
+
+
+def test_codes_have_a_column_and_fields() -> None:
+    exact, coded = workload(), workload(precision=BF16.with_inter_bits(4))
+    for case, has_column in ((exact, False), (coded, True)):
+        rows = letter_rows(case)
+        head = rows_table(case, rows).splitlines()[0]
+        assert ("packing s" in head) is has_column
+        fields = [as_json(case, row) for row in rows]
+        by_name = {row["strategy"]: row["packing_seconds"] for row in fields}
+        assert (by_name["IIG"] > 0) is has_column
+        assert by_name["GGG"] == 0
+        bits = {(row["inter_grad_bits"], row["inter_param_bits"]) for row in fields}
+        assert bits == {(4, 4) if has_column else (16, 16)}

@@ -29,9 +29,13 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.planning.machine.machine import Device
+from paro.planning.step.comm_costs import CODING_BYTES
 from paro.planning.step.computing import Computing
 from paro.planning.units import MicroBatch, units_of
 from paro.precision import BYTES_OF
+from paro.quantization.blocks import decode, encode
+from paro.quantization.formats import BlockFormat
+from paro.quantization.ranges import GRADIENT_BLOCK
 from paro.training.assembly import TORCH_TYPES, build_training, start_state
 from paro.training.step import Training, train_step
 from tools.shared.meters import anonymous_bytes
@@ -43,6 +47,7 @@ _WARMUP = 4  # steps that are not timed: the first steps of a process take longe
 _STEPS = 5  # timed
 _MICRO_BATCHES = 4
 _PRODUCT = 1024  # size of a square matrix, in the search for the peak
+_CODED = 1 << 20  # elements that are encoded and decoded
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine, in any container
 _PAGES = Path("/proc/self/statm")
 
@@ -81,6 +86,7 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
     if control.device.type == "cuda":  # now that the kernels of a training step are loaded
         reserved = _bytes_in_use(control.device)
     products = 2.0 * _PRODUCT**3 / clock.median(_product(config, control.device))
+    coding = _CODED * CODING_BYTES / clock.median(_coding(control.device))
     memory = min(control.gather(_memory_of_rank(control)))
     return Device(
         name=_name(control.device),
@@ -89,6 +95,7 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
         peak_flops=max(products, sustained),
         sustained_flops=sustained,
         memory_bytes_per_second=bytes_by_second,
+        coding_bytes_per_second=coding,
         step_seconds=max(0.0, one - micro_batch - updating),
         piece_seconds=piece,
         cores=cores,
@@ -193,6 +200,20 @@ def _product(config: RunConfig, device: torch.device) -> Callable[[], object]:
     kind = TORCH_TYPES[config.precision.compute]
     matrix = torch.ones(_PRODUCT, _PRODUCT, dtype=kind, device=device)
     return lambda: matrix @ matrix
+
+
+def _coding(device: torch.device) -> Callable[[], object]:
+    """Encodes gradients in 4 bits and decodes them."""
+    form = BlockFormat(bits=4, block=GRADIENT_BLOCK)
+    values = torch.linspace(-1.0, 1.0, _CODED, device=device)
+    encoded = torch.empty(form.num_bytes(_CODED), dtype=torch.uint8, device=device)
+
+    def action() -> None:
+        encode(values, form, encoded, transforms=True)
+        for _ in decode(encoded, form, _CODED):
+            pass
+
+    return action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

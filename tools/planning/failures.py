@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from paro.errors import UserError
 from paro.planning.goodput import Failures, Goodput, from_disk, from_memory
 from paro.planning.machine.machine import Machine, Nic
-from paro.planning.search.planner import Estimate, Estimator, SearchResult, best_that_fits
+from paro.planning.search.estimator import Estimate, Estimator
+from paro.planning.search.planner import SearchResult, best_that_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
 from paro.quantities import count_text

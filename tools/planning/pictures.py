@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from paro.planning.search.planner import Estimate, SearchResult
+from paro.planning.search.estimator import Estimate
+from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Workload
 from paro.planning.step.simulation import Span
 from paro.strategy import legal_letters

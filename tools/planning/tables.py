@@ -9,13 +9,15 @@ from typing import Any
 from model.config import num_parameters
 from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
-from paro.planning.search.planner import TIE, Estimate, SearchResult, best_that_fits
+from paro.planning.search.estimator import Estimate
+from paro.planning.search.planner import TIE, SearchResult, best_that_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.quantities import count_text, ranks_text
 
+PACKING = "packing s"
 HEADS = (
     "strategy", "GB", "states GB", "nodes", "s/step", "tokens/s", "MFU", "intra GB", "inter GB",
-    "waits",
+    PACKING, "waits",
 )  # fmt: skip
 
 
@@ -43,9 +45,11 @@ def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
 def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
     """One row per strategy: memory, step time, traffic and exposed communication of a rank.
 
-    Under "nodes" are those that may be lost at once with every state still held.
+    Under "nodes" are those that may be lost at once with every state still held. What codes between
+    groups take to encode and decode has a column if there are any.
     """
-    cells = [HEADS]
+    codes = any(row.coding_seconds for row in rows)
+    cells = [HEADS if codes else tuple(head for head in HEADS if head != PACKING)]
     for name, row in _alike(rows):
         states = row.memory.allocations.states / 1e9
         cells.append(
@@ -59,6 +63,7 @@ def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
                 f"{row.mfu:.1%}",
                 f"{row.sent.intra / 1e9:.2f}",
                 f"{row.sent.inter / 1e9:.2f}",
+                *((f"{row.coding_seconds:.3f}",) if codes else ()),
                 exposed_text(row),
             )
         )
@@ -187,4 +192,7 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
         "mfu": estimate.mfu,
         "intra_bytes": estimate.sent.intra,
         "inter_bytes": estimate.sent.inter,
+        "inter_grad_bits": estimate.precision.inter_grad_bits,
+        "inter_param_bits": estimate.precision.inter_param_bits,
+        "packing_seconds": estimate.coding_seconds,
     }

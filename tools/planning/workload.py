@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.config import LLAMA_PRESETS
+from paro.arguments.inter_bits import add_inter_bits_args
 from paro.arguments.model import (
     add_lora_args,
     add_mixed_precision_args,
@@ -16,6 +17,7 @@ from paro.arguments.model import (
     add_recompute_args,
 )
 from paro.collectives.schedule import COLLECTIVES
+from paro.config.inter_bits import check_inter_bits
 from paro.config.model import take_model
 from paro.errors import UserError
 from paro.planning.machine.files import find_machine
@@ -66,6 +68,7 @@ def make_parser() -> Parser:
     add_lora_args(parser)
     add_recompute_args(parser)
     add_mixed_precision_args(parser)
+    add_inter_bits_args(parser, trains=False)
     add_failure_args(parser)
     out = parser.add_argument_group("results").add_argument
     out("--json", type=Path, metavar="FILE", help="write rows, candidates and what was found")
@@ -138,8 +141,8 @@ def case_of(args: Namespace) -> Workload:
     model = take_model(args, vocab_size_of(args))
     if args.seq_length > model.max_position_embeddings:
         model = replace(model, max_position_embeddings=args.seq_length)
-    if args.fp16 and args.bf16:
-        raise UserError("--fp16 and --bf16 contradict each other: give one of them")
+    precision = precision_of(args)
+    check_inter_bits(args.paro_inter_bits, precision, group_size, world_size)
     return Workload(
         model=model,
         machine=machine,
@@ -147,19 +150,28 @@ def case_of(args: Namespace) -> Workload:
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.micro_batch_size * world_size if batch is None else batch,
-        precision=PrecisionConfig(
-            compute="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
-            grad_reduce_in_bf16=args.grad_reduce_in_bf16,
-            accumulate_allreduce_grads_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-            lora_base_dtype=args.lora_base_dtype,
-        ),
+        precision=precision,
         prefetch_units=args.paro_prefetch_units,
         collective=args.paro_collective,
         materialize=Materialize.of_flags(args.paro_materialize, args.paro_rotate_in_place),
         trainable=Trainable.of_flag(args.trainable),
         memory_bytes=memory_of(args),
         survive=args.paro_survive,
+        chooses_bits=args.paro_inter_bits is not None,
         device_type="cpu" if machine.device and machine.device.cores else "cuda",
+    )
+
+
+def precision_of(args: Namespace) -> PrecisionConfig:
+    if args.fp16 and args.bf16:
+        raise UserError("--fp16 and --bf16 contradict each other: give one of them")
+    return PrecisionConfig(
+        compute="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
+        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
+        accumulate_allreduce_grads_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        inter_param_bits=args.paro_inter_param_bits,
+        inter_grad_bits=args.paro_inter_grad_bits,
+        lora_base_dtype=args.lora_base_dtype,
     )
 
 

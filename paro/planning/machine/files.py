@@ -15,7 +15,7 @@
 #
 #      "device": {"name": "A100", "memory_bytes": 80e9, "reserved_bytes": 7e8, "peak_flops": 312e12,
 #       "sustained_flops": 150e12, "memory_bytes_per_second": 1.5e12,
-#       "communicator_bytes": 7e8, "fragmentation": 0.05},
+#       "coding_bytes_per_second": 1.2e12, "communicator_bytes": 7e8, "fragmentation": 0.05},
 #      "uneven": [{"num_groups": 1, "compute": 0.8, "intra": 1, "inter": 0.5}],
 #      "sources": {"device.peak_flops": "NVIDIA A100 data sheet, bf16 dense"}
 #

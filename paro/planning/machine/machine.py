@@ -88,6 +88,7 @@ class Device:
     peak_flops: float  # FLOP/s of the compute dtype
     sustained_flops: float  # FLOP/s of training without communication
     memory_bytes_per_second: float  # for memory-bound work: updates, sums
+    coding_bytes_per_second: float | None = None  # the same where codes are made and read
     step_seconds: float = 0.0  # per step, for any model and batch
     piece_seconds: float = 0.0  # per extra slice of a part of the model
     cores: float | None = None  # CPU ranks: cores per rank, used by compute and communication
@@ -103,6 +104,7 @@ class Device:
         name = f"device.sustained_flops of {self.peak_flops:g}"
         _check(name, self.sustained_flops, within, "positive, and no more than peak_flops")
         _check_number("device.memory_bytes_per_second", self.memory_bytes_per_second)
+        _check_number("device.coding_bytes_per_second", self.coding_bytes_per_second or 1)
         _check_number("device.step_seconds", self.step_seconds, or_zero=True)
         _check_number("device.piece_seconds", self.piece_seconds, or_zero=True)
         _check_number("device.cores", 1 if self.cores is None else self.cores)

@@ -68,7 +68,8 @@ class CandidateMemory:
 
     def _communication_of(self, candidate: Candidate, units: Sequence[UnitSize]) -> Communication:
         workload, strategy = self._workload, candidate.strategy
-        key = (strategy.degrees, candidate.collective, candidate.materialize)
+        precision = candidate.precision(workload)
+        key = (strategy.degrees, candidate.collective, candidate.materialize, precision)
         if key not in self._communication:
             topology = make_topology(
                 world_size=workload.world_size,
@@ -81,11 +82,11 @@ class CandidateMemory:
                     strategy,
                     topology,
                     units,
-                    workload.precision,
+                    precision,
                     algorithms_of(candidate.collective, workload.machine),
                     self._pieces,
                     rotates=candidate.materialize.rotates,
                 )
-            codes = code_bytes(strategy, topology, units, workload.precision)
+            codes = code_bytes(strategy, topology, units, precision)
             self._communication[key] = replace(found, code_bytes=codes)
         return self._communication[key]

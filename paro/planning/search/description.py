@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paro.planning.search.planner import TIE, Estimate, SearchResult
+from paro.planning.search.estimator import BITS_GAIN, Estimate
+from paro.planning.search.planner import TIE, SearchResult
+from paro.quantization.formats import EXACT_BITS
 
 
 def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
@@ -29,6 +31,20 @@ def describe_launch(estimate: Estimate) -> str:
     )
 
 
+def bits_text(own: Estimate, other: Estimate) -> str:
+    """What a step takes with codes between groups and with 16 bits, and if codes do not pay."""
+    exact, coded = (other, own) if own.precision.has_codes else (own, other)
+    text = (
+        f"a step takes {seconds_text(coded.seconds)} with {coded.precision.describe_inter_bits()} "
+        f"between groups, {seconds_text(exact.seconds)} with 16"
+    )
+    if coded.seconds >= exact.seconds:
+        return f"{text}: packing costs more than it saves"
+    if coded.seconds >= exact.seconds * (1 - BITS_GAIN):
+        return f"{text}: that is less than {BITS_GAIN:.0%} saved"
+    return text
+
+
 def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
     yield (
         f"planner: {chose} {best.candidate.describe()}: {seconds_text(best.seconds)} a step, MFU "
@@ -36,6 +52,10 @@ def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
         "device"
     )
     yield f"planner: because {_reason(plan, best)}"
+    if plan.other_bits is not None:
+        yield f"planner: {bits_text(best, plan.other_bits)}"
+    elif best.candidate.inter_bits == EXACT_BITS:
+        yield "planner: 16 bits: nothing that codes could shorten crosses groups"
     if plan.runner_up is None:
         yield "planner: no other strategy fits"
         return

@@ -1,11 +1,12 @@
 """Searches for the fastest candidate that fits in memory, exactly, by enumeration."""
 
 # AMSP's problem (arXiv 2311.00257v2, section IV): minimize step time under a memory limit over the
-# degrees of params, grads and optimizer state; here also over micro-batch sizes, collectives and
-# recomputation. The search space is small enough to enumerate. Bounds decide which candidates are
-# simulated (StepCosts.least_seconds never exceeds the simulated time): for the best under a limit,
-# those that may be as fast as the fastest; for the Pareto front of memory and time, those that may
-# be faster than all candidates that need less memory.
+# degrees of params, grads and optimizer state; here also over micro-batch sizes, collectives,
+# recomputation and, if allowed, the bits between groups. The search space is small enough to
+# enumerate. Bounds decide which candidates are simulated (StepCosts.least_seconds never exceeds the
+# simulated time): for the best under a limit, those that may be as fast as the fastest; for the
+# Pareto front of memory and time, those that may be faster than all candidates that need less
+# memory.
 #
 # Candidates have one order, `best_first`: those that fit, then time, then bytes between groups,
 # then memory.
@@ -14,29 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from paro.distributed.byte_counter import Sent
 from paro.errors import UserError
-from paro.planning.cost_model import UnitSize, traffic_per_step
-from paro.planning.machine.collective_time import CollectiveTimes
-from paro.planning.memory.device import DeviceMemory
-from paro.planning.search.candidate_memory import CandidateMemory
+from paro.planning.search.estimator import Estimate, Estimator, faster_bits
 from paro.planning.search.search_space import (
+    FEWEST_BITS,
     Candidate,
     Materialize,
     SearchSpace,
     Workload,
     all_candidates,
 )
-from paro.planning.step.comm_costs import CommCosts
-from paro.planning.step.computing import Computing
-from paro.planning.step.costs import StepCosts, device_of
-from paro.planning.step.passes import PassLoads
-from paro.planning.step.rotating import RotatingComputing, RotatingCosts
-from paro.planning.step.timeline import Timeline, simulate
-from paro.planning.units import MicroBatch
-from paro.precision import BYTES_OF
 from paro.strategy import legal_letters
 
 RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
@@ -52,28 +41,6 @@ _FRONT_LIMIT = 4  # times the device's memory, at which the front ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """Predicted memory, step time and traffic of one candidate."""
-
-    candidate: Candidate
-    num_micro_batches: int
-    fits: bool
-    memory: DeviceMemory
-    timeline: Timeline
-    tokens_per_second: float
-    mfu: float
-    sent: Sent
-
-    @property
-    def seconds(self) -> float:
-        return self.timeline.seconds
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.memory.total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """The result of a search."""
 
@@ -84,6 +51,7 @@ class SearchResult:
     num_candidates: int
     num_simulated: int
     device_bytes: int
+    other_bits: Estimate | None = None  # the best with 16 bits instead of codes, or the reverse
 
 
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
@@ -103,130 +71,6 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
     return tuple(found)
 
 
-class Estimator:
-    """Estimates candidates of one workload; parts that they share are computed once."""
-
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self._loads: dict[tuple[object, ...], PassLoads] = {}
-        self._computing: dict[tuple[object, ...], Computing] = {}
-        self._memory = CandidateMemory(workload)
-        self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
-
-    @cached_property
-    def units(self) -> tuple[UnitSize, ...]:
-        """The units where parameters are gathered."""
-        workload = self.workload
-        return workload.trainable.units(workload.model, world_size=workload.world_size)
-
-    def units_of(self, candidate: Candidate) -> tuple[UnitSize, ...]:
-        """The units of a candidate, with its gather, or rotation, counts."""
-        if not candidate.materialize.rotates:
-            return self.units
-        workload = self.workload
-        key = (candidate.strategy.params, candidate.materialize, candidate.recompute)
-        if key not in self._rotating_units:
-            self._rotating_units[key] = workload.trainable.units(
-                replace(workload.model, recompute=candidate.recompute),
-                world_size=workload.world_size,
-                rotated_over=candidate.strategy.params,
-                in_place=candidate.materialize.in_place,
-            )
-        return self._rotating_units[key]
-
-    def costs(self, candidate: Candidate) -> StepCosts:
-        workload = self.workload
-        loads = self._loads_of(candidate)
-        make: type[StepCosts] = RotatingCosts if candidate.materialize.rotates else StepCosts
-        return make(
-            computing=self._computing_of(candidate),
-            comm_costs=loads.comm_costs,
-            pass_loads=loads,
-            num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
-            prefetch_units=workload.prefetch_units,
-        )
-
-    def _loads_of(self, candidate: Candidate) -> PassLoads:
-        rotates = candidate.materialize.rotates
-        recompute = candidate.recompute if rotates else None  # then it sends weights once more
-        key = (candidate.strategy.degrees, candidate.collective, candidate.materialize, recompute)
-        if key not in self._loads:
-            comm_costs = CommCosts(
-                units=self.units_of(candidate),
-                strategy=candidate.strategy,
-                precision=self.workload.precision,
-                times=CollectiveTimes(self.workload.machine, candidate.collective),
-                rotates=rotates,
-                in_place=candidate.materialize.in_place,
-            )
-            max_live = 1 + self.workload.prefetch_units
-            self._loads[key] = PassLoads(comm_costs=comm_costs, max_live=max_live)
-        return self._loads[key]
-
-    def memory(self, candidate: Candidate) -> DeviceMemory:
-        """What a rank takes of its device, at the memory snapshot with the largest total."""
-        units, computing = self.units_of(candidate), self._computing_of(candidate)
-        return self._memory.of(candidate, units, computing)
-
-    def sent(self, candidate: Candidate) -> Sent:
-        """Bytes that a rank sends in a step."""
-        comm_costs = self._loads_of(candidate).comm_costs
-        return traffic_per_step(
-            candidate.strategy,
-            comm_costs.topology,
-            comm_costs.units,
-            self.workload.precision,
-            self.workload.micro_batches(candidate.micro_batch_size),
-        )
-
-    def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
-        """Memory, time and traffic of a candidate; `record` keeps the spans of every stream."""
-        workload, costs = self.workload, self.costs(candidate)
-        memory = self.memory(candidate)
-        timeline = simulate(costs, record=record)
-        tokens = workload.global_batch_size * workload.seq_length
-        flops = costs.computing.flops * costs.num_micro_batches
-        return Estimate(
-            candidate=candidate,
-            num_micro_batches=costs.num_micro_batches,
-            fits=memory.total <= workload.device_bytes,
-            memory=memory,
-            timeline=timeline,
-            tokens_per_second=tokens / timeline.seconds,
-            mfu=flops / timeline.seconds / costs.device.peak_flops,
-            sent=self.sent(candidate),
-        )
-
-    def _computing_of(self, candidate: Candidate) -> Computing:
-        rotates = candidate.materialize.rotates
-        degree = candidate.strategy.params if rotates else None
-        key = (candidate.micro_batch_size, candidate.recompute, candidate.materialize, degree)
-        if key not in self._computing:
-            self._computing[key] = self._make_computing(candidate)
-        return self._computing[key]
-
-    def _make_computing(self, candidate: Candidate) -> Computing:
-        workload = self.workload
-        model = replace(workload.model, recompute=candidate.recompute)
-        batch = MicroBatch(
-            size=candidate.micro_batch_size,
-            seq_length=workload.seq_length,
-            compute_bytes=BYTES_OF[workload.precision.compute],
-            device_type=workload.device_type,
-        )
-        device = device_of(workload.machine)
-        if not candidate.materialize.rotates:
-            return Computing(model=model, units=self.units, batch=batch, device=device)
-        return RotatingComputing(
-            model=model,
-            units=self.units,
-            batch=batch,
-            device=device,
-            rotating=self.units_of(candidate),
-            degree=candidate.strategy.params,
-        )
-
-
 def letter_rows(workload: Workload) -> tuple[Estimate, ...]:
     """Every legal letter strategy, gathered, with the other flags as given; best first."""
     return _rows(workload, (Materialize.GATHER,))
@@ -240,7 +84,7 @@ def rotated_rows(workload: Workload) -> tuple[Estimate, ...]:
 def _rows(workload: Workload, materializes: Sequence[Materialize]) -> tuple[Estimate, ...]:
     estimator = Estimator(workload)
     return best_first(
-        estimator.estimate(replace(workload.candidate(strategy), materialize=materialize))
+        estimator.estimate_bits(replace(workload.candidate(strategy), materialize=materialize))[0]
         for strategy in map(workload.strategy, legal_letters())
         for materialize in materializes
         if workload.infeasible_reason(strategy, materialize) is None
@@ -268,6 +112,7 @@ class _Search:
                 self._estimator.costs(candidate).least_seconds(),
             )
             for candidate in all_candidates(workload, search_space)
+            if candidate.inter_bits != FEWEST_BITS or self._estimator.has_codes(candidate)
         ]
         if not rows:
             reason = workload.infeasible_reason(workload.strategy("III"), workload.materialize)
@@ -290,6 +135,16 @@ class _Search:
         return [row for row in self.rows if row.memory_bytes <= self._limit]
 
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
+        """The best with 16 bits, or where codes save enough, the best with codes."""
+        coded = [row for row in rows if row.candidate.inter_bits == FEWEST_BITS]
+        exact = [row for row in rows if row.candidate.inter_bits != FEWEST_BITS]
+        return faster_bits(self._best(exact), self._best(coded))
+
+    def other_bits(self, best: Estimate | None) -> Estimate | None:
+        other = None if best is None else self._estimator.with_other_bits(best.candidate)
+        return None if other is None else self._estimator.estimate(other)
+
+    def _best(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """The first of `best_first` among the simulated candidates, all of which must fit.
 
         One that is not simulated is at most `RESOLUTION` faster, and does not win a tie.
@@ -368,4 +223,5 @@ def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchR
         num_candidates=len(search.rows),
         num_simulated=search.num_simulated,
         device_bytes=workload.device_bytes,
+        other_bits=search.other_bits(best),
     )

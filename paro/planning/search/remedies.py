@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from model.config import RecomputeConfig
-from paro.planning.search.planner import Estimator, SearchResult
+from paro.planning.search.estimator import Estimator
+from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Candidate, Materialize, Workload
 
 MOST_RANKS = 16384  # the largest world size that is tried

@@ -18,7 +18,10 @@ from paro.planning.step.costs import device_of
 from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.quantities import check_multiple
+from paro.quantization.formats import EXACT_BITS
 from paro.strategy import Strategy, effective_letters, parse_strategy
+
+FEWEST_BITS = 4  # 8 are never faster: they take as long to encode and twice as long to send
 
 
 class Materialize(Enum):
@@ -63,6 +66,7 @@ class Workload:
     device_type: str = "cuda"
     ranks_per_node: int | None = None  # None: a group of the machine is a node
     survive: int = 0  # nodes that may be lost at once with every state still held
+    chooses_bits: bool = False  # between 16 bits and `FEWEST_BITS` for what crosses groups
 
     def __post_init__(self) -> None:
         device_of(self.machine)
@@ -130,12 +134,20 @@ class Candidate:
     recompute: RecomputeConfig | None
     materialize: Materialize = Materialize.GATHER
     letters: str | None = None  # of degrees that have letters at another group size
+    inter_bits: int | None = None  # of updates and gradients between groups; None: the workload's
 
     @property
     def name(self) -> str:
-        """The strategy, and whether its weights rotate."""
+        """The strategy, whether its weights rotate, and bits that were chosen."""
         suffix = f" {self.materialize.value}" if self.materialize.rotates else ""
+        if self.inter_bits not in (None, EXACT_BITS):
+            suffix += f" {self.inter_bits}-bit"
         return self.strategy.name + suffix
+
+    def precision(self, workload: Workload) -> PrecisionConfig:
+        """The workload's, with the bits that were chosen."""
+        given = workload.precision
+        return given if self.inter_bits is None else given.with_inter_bits(self.inter_bits)
 
     def describe(self) -> str:
         """One line, with the values of the flags."""
@@ -175,8 +187,9 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
         for materialize in search_space.materializes or (workload.materialize,)
         if workload.infeasible_reason(strategy, materialize) is None
     ]
-    for (strategy, materialize), size, collective, recompute in product(
-        pairs, sizes, collectives, recomputes
+    inter_bits = (EXACT_BITS, FEWEST_BITS) if workload.chooses_bits else (None,)
+    for (strategy, materialize), size, collective, recompute, bits in product(
+        pairs, sizes, collectives, recomputes, inter_bits
     ):
         yield Candidate(
             strategy=strategy,
@@ -185,6 +198,7 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
             recompute=recompute,
             materialize=materialize,
             letters=_letters_elsewhere(strategy, workload.world_size),
+            inter_bits=bits,
         )
 
 

@@ -30,6 +30,7 @@ CostKey = tuple[int, int, int, bool]
 _ENCODED_BYTES = 70
 _DECODED_BYTES = 40
 _TRANSFORM_BYTES = 60
+CODING_BYTES = _ENCODED_BYTES + _DECODED_BYTES + _TRANSFORM_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class UnitCommCosts:
     converted_bytes: int = 0  # read and written to change dtype around the last reductions
     encoded_bytes: int = 0  # read and written to encode updated parameters
     decoded_bytes: int = 0  # the same to decode them, in a comm stream of reductions
+    coded_bytes: int = 0  # the same for the codes of gradients, in their comm stream
     trainable: bool = False
 
 
@@ -125,6 +127,12 @@ class CommCosts:
 
         return total(0), total(1), total(2)
 
+    @cached_property
+    def coding_bytes(self) -> int:
+        """Memory traffic of all codes of a step; 0 if none are sent."""
+        parts = (part for parts in self.per_unit for part in parts)
+        return sum(part.encoded_bytes + part.decoded_bytes + part.coded_bytes for part in parts)
+
     def of_unit(self, unit: UnitSize) -> Iterator[UnitCommCosts]:
         """Costs of a unit's trainable buffer and of its frozen one, if not empty."""
         compute, wire = BYTES_OF[self.precision.compute], BYTES_OF[self.precision.wire]
@@ -140,7 +148,7 @@ class CommCosts:
                 converted = (numel // grads + numel // optim) * (wire + accumulate)
             updated = updated_bytes(unit, strategy, self.topology, self.precision) // params
             codes = codes_of(unit, strategy, self.topology, self.precision)
-            step_reduce, replicas, traffic = self._sums_of_step(unit, strategy)
+            step_reduce, replicas, coded = self._sums_of_step(unit, strategy)
             yield UnitCommCosts(
                 trainable=True,
                 gather=self._per_micro_batch(Op.ALL_GATHER, plan.gather, numel * compute),
@@ -149,7 +157,8 @@ class CommCosts:
                 replicas=replicas,
                 gather_updated=phases(Op.ALL_GATHER, plan.gather_updated, updated),
                 accumulated_bytes=added if grads > 1 and not self.rotates else 0,
-                converted_bytes=converted + traffic,
+                converted_bytes=converted,
+                coded_bytes=coded,
                 encoded_bytes=0 if codes is None else numel // optim * _ENCODED_BYTES,
                 decoded_bytes=0 if codes is None else numel // params * _DECODED_BYTES,
             )
@@ -173,14 +182,13 @@ class CommCosts:
             )
         intra, inter = split_by_link((*plan.step_reduce, *plan.replicas))
         encoded, outside = codes.range_bytes * self.topology.world_size, inter[0].inner
-        both = _ENCODED_BYTES + _DECODED_BYTES + _TRANSFORM_BYTES
         return (
             (
                 *phases(Op.REDUCE_SCATTER, intra, numel // strategy.grads * wire),
                 *phases(Op.REDUCE_SCATTER, inter, encoded // outside),
             ),
             phases(Op.ALL_GATHER, plan.replicas, encoded // strategy.optim),
-            numel // outside * both,
+            numel // outside * CODING_BYTES,
         )
 
     def _per_micro_batch(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:

@@ -9,6 +9,8 @@
 #     collect a gradient    read it, write it; if it is added to an accumulator, read that too
 #     update                read the gradient twice (norm, update), read and write master and
 #                           moments, write the parameter
+#     codes                 what every operation reads and writes (comm_costs.py), at a rate of
+#                           their own
 
 from __future__ import annotations
 
@@ -26,6 +28,9 @@ from paro.planning.units import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
+# Share of the memory bandwidth at which CPU ranks make codes, where the machine file gives no rate:
+# measured 0.33 to 0.54, since codes take many small operations.
+_CODING_SHARE = 0.4
 _FIRST_GRADIENT_SHARE = 0.1  # share of a block's backward before its first gradient exists
 
 
@@ -118,6 +123,15 @@ class Computing:
     def memory_seconds(self, num_bytes: float) -> float:
         """Time of memory-bound work that reads and writes this many bytes."""
         return num_bytes / self.device.memory_bytes_per_second
+
+    def coding_seconds(self, num_bytes: float) -> float:
+        """Time to encode or decode with this memory traffic, at the machine file's rate if any."""
+        device = self.device
+        rate = device.coding_bytes_per_second
+        if rate is None:
+            share = 1.0 if device.cores is None else _CODING_SHARE
+            rate = share * device.memory_bytes_per_second
+        return num_bytes / rate
 
     def collect_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int

@@ -50,6 +50,11 @@ class StepCosts:
             self.comm_costs.strategy, self.comm_costs.precision, trainable_numel
         )
 
+    @property
+    def coding_seconds(self) -> float:
+        """A rank's time for codes in a step, wherever it is spent."""
+        return self.computing.coding_seconds(self.comm_costs.coding_bytes)
+
     def compute_seconds(self) -> float:
         """Compute time of the training thread in a step."""
         of_micro_batch = self.computing.seconds + self.collect_seconds(self.num_trained)

@@ -59,14 +59,14 @@ class StepThread:
         for unit in self.costs.comm_costs.units:
             seconds = self.costs.update_seconds(unit.trainable_numel)
             for buffer in self.buffers[unit.name]:
-                seconds += self.costs.computing.memory_seconds(buffer.costs.encoded_bytes)
+                seconds += self.costs.computing.coding_seconds(buffer.costs.encoded_bytes)
             yield self._compute(seconds, f"update {unit.name}", "update")
             for buffer in self.buffers[unit.name]:
                 phases = buffer.costs.gather_updated
                 works = self._queue("gather", "publish", f"publish {buffer.name}", phases)
                 if buffer.costs.decoded_bytes:
                     name, stream = f"decode {buffer.name}", phases[0][0].stream
-                    works = self._copy(name, stream, buffer.costs.decoded_bytes, works)
+                    works = self._code(name, stream, buffer.costs.decoded_bytes, works)
                 buffer.updated = works
                 yield from self._wait_unless_overlapped(buffer.updated)
 
@@ -85,6 +85,9 @@ class StepThread:
         if costs.converted_bytes:
             stream = (costs.step_reduce or costs.replicas)[0][0].stream
             after = self._copy(f"convert {buffer.name}", stream, costs.converted_bytes, after)
+        if costs.coded_bytes:
+            stream = (costs.step_reduce or costs.replicas)[0][0].stream
+            after = self._code(f"code {buffer.name}", stream, costs.coded_bytes, after)
         phases = (*costs.step_reduce, *costs.replicas)
         buffer.reduced = self._queue("reduce", "finish", f"finish {buffer.name}", phases, after)
         yield from self._wait_unless_overlapped(buffer.reduced)
@@ -100,9 +103,18 @@ class StepThread:
         return Compute(seconds / self.speed.compute, name, kind)
 
     def _copy(self, name: str, stream: StreamAxes, num_bytes: int, after: Works) -> Works:
-        """Queues a copy in a reduction's stream; on CPU ranks it takes processor time."""
-        busy = 1.0 if self.costs.device.cores is not None else 0.0
+        """Queues a copy in a reduction's stream."""
         seconds = self.costs.computing.memory_seconds(num_bytes)
+        return self._busy(name, stream, seconds, after)
+
+    def _code(self, name: str, stream: StreamAxes, num_bytes: int, after: Works) -> Works:
+        """Queues encoding or decoding in a reduction's stream."""
+        seconds = self.costs.computing.coding_seconds(num_bytes)
+        return self._busy(name, stream, seconds, after)
+
+    def _busy(self, name: str, stream: StreamAxes, seconds: float, after: Works) -> Works:
+        """Queues work in a reduction's stream; on CPU ranks it takes processor time."""
+        busy = 1.0 if self.costs.device.cores is not None else 0.0
         job = Job(stream=stream, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
         return self._queue("reduce", "reduce", name, ((job,),), after)
 

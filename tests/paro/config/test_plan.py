@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from paro.arguments.parser import parse_args
+from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -79,6 +80,21 @@ def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
     fitting = [row for row in rows if row.fits]
     chosen = [row for row in fitting if row.candidate.strategy.degrees == config.strategy.degrees]
     assert not chosen or chosen[0].seconds <= fitting[0].seconds * 1.01
+
+
+@pytest.mark.parametrize("strategy", ["IIG", "auto"])
+def test_bits_are_chosen_for_a_strategy_that_is_given_and_for_one_that_is_not(
+    strategy: str,
+) -> None:
+    machine = "--paro-machine dgx-a100-roce100 --num-layers 2"
+    config = configured(f"{machine} --paro-strategy {strategy} --paro-inter-bits auto")
+    bits = config.precision.inter_param_bits, config.precision.inter_grad_bits
+    assert bits == (4, 4)
+    assert any("gradients and updates in 4 bits between groups" in n for n in config.notices)
+    recorded = recorded_arguments(config)
+    assert (recorded["paro_inter_param_bits"], recorded["paro_inter_grad_bits"]) == bits
+    never = configured(f"{machine} --paro-strategy {strategy}")
+    assert not never.precision.has_codes
 
 
 @pytest.mark.parametrize(

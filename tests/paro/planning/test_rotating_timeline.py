@@ -11,7 +11,8 @@ from model.config import RecomputeConfig
 from paro.errors import UserError
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
-from paro.planning.search.planner import Estimator, letter_rows, plan, rotated_rows
+from paro.planning.search.estimator import Estimator
+from paro.planning.search.planner import letter_rows, plan, rotated_rows
 from paro.planning.search.search_space import Materialize, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.rotating import RotatingCosts

@@ -94,6 +94,9 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
         assert not math.isfinite(float(back.norm()))
 
 
+AUTO = "--paro-inter-bits auto"
+
+
 def configured(more: str, *, group_size: int = 2) -> RunConfig:
     words = f"{FLAGS} --micro-batch-size 1 --paro-group-size {group_size} {more}"
     return RunConfig.from_args(parse_args(words.split()), World(size=8, ranks_per_node=2))
@@ -104,6 +107,10 @@ def configured(more: str, *, group_size: int = 2) -> RunConfig:
     [
         (EIGHT, 8, "--paro-inter-grad-bits 8: all 8 ranks are one group"),
         (f"{EIGHT} --accumulate-allreduce-grads-in-fp32", 2, "contradict each other"),
+        (f"{EIGHT} --paro-inter-bits auto", 2, "--paro-inter-grad-bits 8 contradict each other"),
+        (AUTO, 2, "--paro-inter-bits auto plans for a machine: give --paro-machine"),
+        (AUTO, 8, "--paro-inter-bits auto: all 8 ranks are one group"),
+        (f"{AUTO} --accumulate-allreduce-grads-in-fp32", 2, "contradict each other"),
     ],
 )
 def test_bad_input_is_one_line(more: str, group_size: int, line: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paro.planning.search.planner import Estimator
+from paro.planning.search.estimator import Estimator
 from tests.helpers.ranks import ROOT
 from tools.bench.planning.figure import case_on, model_of
 from tools.bench.planning.published import feasible

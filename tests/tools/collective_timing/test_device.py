@@ -11,7 +11,7 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.machine import Machine
-from paro.planning.search.planner import Estimator
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from tools.collective_timing import device as timing
 from tools.collective_timing.device import measure_device, training_config
@@ -28,10 +28,11 @@ def alone() -> Control:
 
 def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = training_config(TINY, "gloo")
-    times = iter((1.4, 1.4 + 4 * 1.0, 0.3, 1e-9))  # 1 and 5 micro-batches, update, product
+    times = iter((1.4, 1.4 + 4 * 1.0, 0.3, 1e-9, 0.017))  # 1 and 5, update, product, codes
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     device = measure_device(config, alone(), group_size=1)
+    assert device.coding_bytes_per_second == pytest.approx(170 * 2**20 / 0.017)
     machine = Machine(name="one", source="", world_size=1, group_size=1, device=device)
     for count, seconds in ((1, 1.4), (5, 5.4)):
         case = Workload(
@@ -50,7 +51,7 @@ def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_slices_cost_what_as_many_small_models_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     config = training_config(TINY, "gloo")
-    times = iter((1.4, 5.4, 0.3, 0.9, 0.9 + 4 * 0.8, 1e-9))  # of the model, of one of 2 slices
+    times = iter((1.4, 5.4, 0.3, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9))  # of it, of a slice
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     device = measure_device(config, alone(), group_size=2)

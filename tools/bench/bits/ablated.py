@@ -34,7 +34,7 @@ def take_out(what: str) -> None:
     assert what in WITHOUT, what
     blocks.hadamard = coded.hadamard = scaled
     if what == "transform+blocks":
-        ranges._BLOCK_OF_GRADIENTS = 2048
+        ranges.GRADIENT_BLOCK = 2048
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from paro.collectives.schedule import Op
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import Job, Phase, ring_of
 from paro.planning.machine.machine import GroupSpeed
-from paro.planning.search.planner import Estimate, Estimator
+from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.search_space import Candidate, Workload
 from paro.planning.step.comm_costs import CommCosts, UnitCommCosts
 from paro.planning.step.costs import StepCosts

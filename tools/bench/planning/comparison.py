@@ -9,7 +9,8 @@ from math import log
 from statistics import median
 from typing import Any
 
-from paro.planning.search.planner import Estimator, plan
+from paro.planning.search.estimator import Estimator
+from paro.planning.search.planner import plan
 from paro.planning.search.search_space import Candidate, Materialize, SearchSpace, Workload
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.figure import with_room_for

@@ -7,7 +7,7 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.planning.machine.files import find_machine
-from paro.planning.search.planner import Estimate, Estimator
+from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.search_space import Workload
 from paro.planning.step.costs import device_of
 from paro.precision import PrecisionConfig

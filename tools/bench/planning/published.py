@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from model.lora_config import LoraConfig, targets_of
-from paro.planning.search.planner import Estimate
+from paro.planning.search.estimator import Estimate
 from paro.planning.search.search_space import Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from tools.bench.planning.figure import Figure, case_on, estimate, model_of, with_room_for

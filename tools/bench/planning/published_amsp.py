@@ -15,7 +15,8 @@ from typing import Any
 
 from model.config import LlamaConfig, parameter_shapes
 from paro.planning.machine.machine import Device
-from paro.planning.search.planner import Estimate, Estimator, best_first
+from paro.planning.search.estimator import Estimate, Estimator
+from paro.planning.search.planner import best_first
 from paro.planning.search.search_space import (
     Candidate,
     SearchSpace,

@@ -30,7 +30,7 @@ from paro.planning.memory.device import (
     nccl_communication,
 )
 from paro.planning.memory.gathering import MemorySnapshot
-from paro.planning.search.planner import Estimator
+from paro.planning.search.estimator import Estimator
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.rotation.ring import make_ring

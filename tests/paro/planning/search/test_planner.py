@@ -22,15 +22,8 @@ from paro.planning.machine.files import (
 from paro.planning.machine.machine import Measured
 from paro.planning.memory.gathering import PeakMemory
 from paro.planning.search.description import describe
-from paro.planning.search.planner import (
-    RESOLUTION,
-    TIE,
-    Estimate,
-    Estimator,
-    best_first,
-    letter_rows,
-    plan,
-)
+from paro.planning.search.estimator import Estimate, Estimator
+from paro.planning.search.planner import RESOLUTION, TIE, best_first, letter_rows, plan
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import (
     Materialize,

@@ -8,7 +8,7 @@ import pytest
 
 from model.config import RecomputeConfig, flops_per_token
 from model.lora_config import LoraConfig, targets_of
-from paro.planning.search.planner import Estimator
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Materialize, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from tests.paro.planning.cases import DEVICE, SMALL, workload

@@ -12,7 +12,7 @@ from paro.collectives.schedule import Op
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes, Job
 from paro.planning.machine.machine import GroupSpeed
-from paro.planning.search.planner import Estimator
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import StepCosts

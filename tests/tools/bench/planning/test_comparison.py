@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paro.planning.search.planner import Estimator
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT

@@ -1,0 +1,215 @@
+"""Predicts memory, step time and traffic of candidates; parts that they share are computed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from paro.distributed.byte_counter import Sent
+from paro.planning.cost_model import UnitSize, traffic_per_step
+from paro.planning.machine.collective_time import CollectiveTimes
+from paro.planning.memory.device import DeviceMemory
+from paro.planning.search.candidate_memory import CandidateMemory
+from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
+from paro.planning.step.comm_costs import CommCosts
+from paro.planning.step.computing import Computing
+from paro.planning.step.costs import StepCosts, device_of
+from paro.planning.step.passes import PassLoads
+from paro.planning.step.rotating import RotatingComputing, RotatingCosts
+from paro.planning.step.timeline import Timeline, simulate
+from paro.planning.units import MicroBatch
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.quantization.formats import EXACT_BITS
+
+BITS_GAIN = 0.02  # share of a step that rounding to fewer bits must save to be chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Predicted memory, step time and traffic of one candidate."""
+
+    candidate: Candidate
+    num_micro_batches: int
+    fits: bool
+    memory: DeviceMemory
+    timeline: Timeline
+    tokens_per_second: float
+    mfu: float
+    sent: Sent
+    precision: PrecisionConfig
+    coding_seconds: float  # a rank's time for codes in a step, exposed or not
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory.total
+
+
+def faster_bits(exact: Estimate | None, coded: Estimate | None) -> Estimate | None:
+    """The one with codes only where they save enough; None if there is neither."""
+    if exact is None or coded is None:
+        return exact or coded
+    saves = coded.seconds < exact.seconds * (1 - BITS_GAIN)
+    return coded if saves and coded.fits >= exact.fits else exact
+
+
+class Estimator:
+    """Estimates candidates of one workload; parts that they share are computed once."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self._loads: dict[tuple[object, ...], PassLoads] = {}
+        self._computing: dict[tuple[object, ...], Computing] = {}
+        self._memory = CandidateMemory(workload)
+        self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
+
+    @cached_property
+    def units(self) -> tuple[UnitSize, ...]:
+        """The units where parameters are gathered."""
+        workload = self.workload
+        return workload.trainable.units(workload.model, world_size=workload.world_size)
+
+    def units_of(self, candidate: Candidate) -> tuple[UnitSize, ...]:
+        """The units of a candidate, with its gather, or rotation, counts."""
+        if not candidate.materialize.rotates:
+            return self.units
+        workload = self.workload
+        key = (candidate.strategy.params, candidate.materialize, candidate.recompute)
+        if key not in self._rotating_units:
+            self._rotating_units[key] = workload.trainable.units(
+                replace(workload.model, recompute=candidate.recompute),
+                world_size=workload.world_size,
+                rotated_over=candidate.strategy.params,
+                in_place=candidate.materialize.in_place,
+            )
+        return self._rotating_units[key]
+
+    def costs(self, candidate: Candidate) -> StepCosts:
+        workload = self.workload
+        loads = self._loads_of(candidate)
+        make: type[StepCosts] = RotatingCosts if candidate.materialize.rotates else StepCosts
+        return make(
+            computing=self._computing_of(candidate),
+            comm_costs=loads.comm_costs,
+            pass_loads=loads,
+            num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
+            prefetch_units=workload.prefetch_units,
+        )
+
+    def _loads_of(self, candidate: Candidate) -> PassLoads:
+        rotates = candidate.materialize.rotates
+        recompute = candidate.recompute if rotates else None  # then it sends weights once more
+        precision = candidate.precision(self.workload)
+        key = (
+            candidate.strategy.degrees,
+            candidate.collective,
+            candidate.materialize,
+            recompute,
+            precision,
+        )
+        if key not in self._loads:
+            comm_costs = CommCosts(
+                units=self.units_of(candidate),
+                strategy=candidate.strategy,
+                precision=precision,
+                times=CollectiveTimes(self.workload.machine, candidate.collective),
+                rotates=rotates,
+                in_place=candidate.materialize.in_place,
+            )
+            max_live = 1 + self.workload.prefetch_units
+            self._loads[key] = PassLoads(comm_costs=comm_costs, max_live=max_live)
+        return self._loads[key]
+
+    def memory(self, candidate: Candidate) -> DeviceMemory:
+        """What a rank takes of its device, at the memory snapshot with the largest total."""
+        units, computing = self.units_of(candidate), self._computing_of(candidate)
+        return self._memory.of(candidate, units, computing)
+
+    def sent(self, candidate: Candidate) -> Sent:
+        """Bytes that a rank sends in a step."""
+        comm_costs = self._loads_of(candidate).comm_costs
+        return traffic_per_step(
+            candidate.strategy,
+            comm_costs.topology,
+            comm_costs.units,
+            candidate.precision(self.workload),
+            self.workload.micro_batches(candidate.micro_batch_size),
+        )
+
+    def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
+        """Memory, time and traffic of a candidate; `record` keeps the spans of every stream."""
+        workload, costs = self.workload, self.costs(candidate)
+        memory = self.memory(candidate)
+        timeline = simulate(costs, record=record)
+        tokens = workload.global_batch_size * workload.seq_length
+        flops = costs.computing.flops * costs.num_micro_batches
+        return Estimate(
+            candidate=candidate,
+            num_micro_batches=costs.num_micro_batches,
+            fits=memory.total <= workload.device_bytes,
+            memory=memory,
+            timeline=timeline,
+            tokens_per_second=tokens / timeline.seconds,
+            mfu=flops / timeline.seconds / costs.device.peak_flops,
+            sent=self.sent(candidate),
+            precision=candidate.precision(workload),
+            coding_seconds=costs.coding_seconds,
+        )
+
+    def has_codes(self, candidate: Candidate) -> bool:
+        """Whether something crosses groups as codes under a candidate."""
+        return self._loads_of(candidate).comm_costs.coding_bytes > 0
+
+    def with_other_bits(self, candidate: Candidate) -> Candidate | None:
+        """With 16 bits instead of codes, or with the codes that may be chosen; None: no codes."""
+        if candidate.precision(self.workload).has_codes:
+            coded, other = candidate, replace(candidate, inter_bits=EXACT_BITS)
+        elif self.workload.chooses_bits:
+            coded = other = replace(candidate, inter_bits=FEWEST_BITS)
+        else:
+            return None
+        return other if self.has_codes(coded) else None
+
+    def estimate_bits(self, candidate: Candidate) -> tuple[Estimate, Estimate | None]:
+        """A candidate with its bits, chosen where the workload allows it, and with the others."""
+        own, other = self.estimate(candidate), self.with_other_bits(candidate)
+        if other is None:
+            return own, None
+        second = self.estimate(other)
+        if not self.workload.chooses_bits:
+            return own, second
+        exact, coded = sorted((own, second), key=lambda e: e.precision.has_codes)
+        better = faster_bits(exact, coded)
+        return (coded, exact) if better is coded else (exact, coded)
+
+    def _computing_of(self, candidate: Candidate) -> Computing:
+        rotates = candidate.materialize.rotates
+        degree = candidate.strategy.params if rotates else None
+        key = (candidate.micro_batch_size, candidate.recompute, candidate.materialize, degree)
+        if key not in self._computing:
+            self._computing[key] = self._make_computing(candidate)
+        return self._computing[key]
+
+    def _make_computing(self, candidate: Candidate) -> Computing:
+        workload = self.workload
+        model = replace(workload.model, recompute=candidate.recompute)
+        batch = MicroBatch(
+            size=candidate.micro_batch_size,
+            seq_length=workload.seq_length,
+            compute_bytes=BYTES_OF[workload.precision.compute],
+            device_type=workload.device_type,
+        )
+        device = device_of(workload.machine)
+        if not candidate.materialize.rotates:
+            return Computing(model=model, units=self.units, batch=batch, device=device)
+        return RotatingComputing(
+            model=model,
+            units=self.units,
+            batch=batch,
+            device=device,
+            rotating=self.units_of(candidate),
+            degree=candidate.strategy.params,
+        )
