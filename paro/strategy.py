@@ -174,11 +174,17 @@ def make_comm_plan(strategy: Strategy, topology: Topology) -> CommPlan:
     )
 
 
-def spans_by_use(comm_plan: CommPlan) -> dict[Use, frozenset[AxisSpan]]:
-    """The axis spans of a communication plan that need process groups."""
+def spans_by_use(comm_plan: CommPlan, *, coded_gradients: bool) -> dict[Use, frozenset[AxisSpan]]:
+    """The axis spans of a communication plan that need process groups.
+
+    Gradients that cross groups as codes are first summed inside the groups.
+    """
+    reduced = {comm_plan.reduce, comm_plan.step_reduce, comm_plan.replicas}
+    if coded_gradients:
+        reduced.add(split_by_link((*comm_plan.step_reduce, *comm_plan.replicas))[0])
     return {
         Use.GATHER: frozenset({comm_plan.gather, comm_plan.gather_updated}),
-        Use.REDUCE: frozenset({comm_plan.reduce, comm_plan.step_reduce, comm_plan.replicas}),
+        Use.REDUCE: frozenset(reduced),
     }
 
 

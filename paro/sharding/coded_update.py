@@ -13,35 +13,47 @@ from paro.quantization.ranges import RangeCodes
 class CodedUpdate:
     """The encoded optimizer ranges of a parameter shard, and their buffer, which stays allocated.
 
-    `encode` writes this rank's range; after the all-gather of `encoded`, `apply` changes the shard.
+    `encode` writes this rank's range and applies it; after the all-gather of `encoded`, `apply`
+    changes the others.
     """
 
     def __init__(self, codes: RangeCodes, param_shard: Tensor, start: int) -> None:
         self._codes = codes
         self._param_shard = param_shard
         self._start = start  # of the shard in the unit's flat buffer
+        self._own: int | None = None  # the place of this rank's range
         num_ranges = param_shard.numel() // codes.numel
         self.encoded = torch.zeros(
             num_ranges * codes.range_bytes, dtype=torch.uint8, device=param_shard.device
         )
 
     def encode(self, master: Tensor, param: Tensor, place: int) -> None:
-        """Encodes the difference between the master and the parameters of range `place`."""
+        """Encodes the difference between the master and the parameters of this rank's range.
+
+        The parameters have it at once, and not after the all-gather: copies of this range for
+        checkpoints and for the node's memory wait for no other rank.
+        """
         codes, exact = self._parts(place)
         coded = self._codes.num_coded(self._range_start(place))
         encode(master[:coded], self._codes.form, codes, minus=param[:coded])
         exact.copy_(master[coded:])
+        self._add(param, place)
+        self._own = place
 
     def apply(self) -> None:
-        """Adds the decoded differences of all ranges to the parameters."""
-        ranges = self._param_shard.view(-1, self._codes.numel)
-        for place, param in enumerate(ranges):
-            codes, exact = self._parts(place)
-            coded = self._codes.num_coded(self._range_start(place))
-            for part, difference in decode(codes, self._codes.form, coded):
-                own = param[:coded][part]
-                own.copy_(own.float() + difference)
-            param[coded:] = exact
+        """Adds the decoded differences of all other ranges to the parameters."""
+        for place, param in enumerate(self._param_shard.view(-1, self._codes.numel)):
+            if place != self._own:
+                self._add(param, place)
+
+    def _add(self, param: Tensor, place: int) -> None:
+        """Adds what range `place` has as codes, and writes what it has exactly."""
+        codes, exact = self._parts(place)
+        coded = self._codes.num_coded(self._range_start(place))
+        for part, difference in decode(codes, self._codes.form, coded):
+            values = param[:coded][part]
+            values.copy_(values.float() + difference)
+        param[coded:] = exact
 
     def _range_start(self, place: int) -> int:
         return self._start + place * self._codes.numel

@@ -104,9 +104,8 @@ def _spread(
     )
     rotates = sharding.materialize == "rotate"
     comm_plan = make_comm_plan(strategy, topology)
-    runs = rotation_runs(strategy, topology) if rotates else spans_by_use(comm_plan)
-    if is_planned := device.type == "meta":
-        runs = dict.fromkeys(Use, frozenset[AxisSpan]())
+    is_planned = device.type == "meta"
+    runs = _runs(config, topology, is_planned=is_planned)
     exposure = Exposure(topology, on_streams=device.type == "cuda" and backend == "nccl")
     overlap = sharding.prefetch_units > 0
     streams = make_comm_streams(
@@ -153,6 +152,18 @@ def _spread(
     )
     parts = cut_into_parts(model, model.units(), context, ring, in_place=sharding.rotate_in_place)
     return RotatedModel(model, parts, ring, timers)
+
+
+def _runs(
+    config: RunConfig, topology: Topology, *, is_planned: bool
+) -> dict[Use, frozenset[AxisSpan]]:
+    """The axis spans that need process groups; a rank that never runs needs none."""
+    if is_planned:
+        return dict.fromkeys(Use, frozenset[AxisSpan]())
+    if config.sharding.materialize == "rotate":
+        return rotation_runs(config.strategy, topology)
+    has_codes = config.precision.inter_grad_bits != EXACT_BITS
+    return spans_by_use(make_comm_plan(config.strategy, topology), coded_gradients=has_codes)
 
 
 def _coded_reduction(

@@ -134,3 +134,25 @@ def test_flags_that_contradict_are_one_line(tmp_path: Path) -> None:
     assert "--non-persistent-save-interval 0 must be at least 1" in mistake(
         [*on, "--non-persistent-save-interval", "0"]
     )
+
+
+WIDE = "--bf16 --hidden-size 64 --ffn-hidden-size 151 --paro-inter-grad-bits 4"
+BITS = (f"III {WIDE}", f"IIG {WIDE} --paro-inter-param-bits 4")
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize("flags", BITS)
+def test_codes_between_groups_recover_bit_for_bit(tmp_path: Path, flags: str) -> None:
+    """Started again in the first steps, in 16 bits, and among those with codes."""
+    words = f"--non-persistent-ckpt-type local --paro-strategy {flags}".split()
+    words += ["--paro-inter-bits-warmup-iters", "4"]
+    start(tmp_path / "straight", *words, exits="100")
+    straight = tmp_path / "straight" / "metrics.jsonl"
+    sent = [line["inter_bytes"] for line in read_metrics(straight)]
+    assert sent[-1] < 0.5 * sent[2], "codes were sent"
+    run = tmp_path / "run"
+    start(run, *words)
+    assert "recovered iteration 3" in start(run, *words)[0].printed
+    assert "recovered iteration 6" in start(run, *words)[0].printed
+    assert results(run / "metrics.jsonl") == results(straight)

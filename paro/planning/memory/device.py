@@ -165,9 +165,11 @@ def nccl_communication(
 ) -> Communication:
     """The groups and buffers of a rank under NCCL with these algorithms; `rotates`: weights do."""
     plan = make_comm_plan(strategy, topology)
-    runs = rotation_runs(strategy, topology) if rotates else spans_by_use(plan)
-    groups = needed_groups(names, runs, pipelined=True)
     has_codes = precision.inter_grad_bits != EXACT_BITS
+    runs = spans_by_use(plan, coded_gradients=has_codes)
+    if rotates:
+        runs = rotation_runs(strategy, topology)
+    groups = needed_groups(names, runs, pipelined=True)
     exchange = exchange_groups(plan) if has_codes else frozenset()
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     for use, op, span, num_bytes, itemsize in _collectives(

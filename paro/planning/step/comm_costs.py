@@ -47,8 +47,8 @@ class UnitCommCosts:
     gather_updated: tuple[Phase, ...] = ()
     accumulated_bytes: int = 0  # read and written after every reduction, in its comm stream
     converted_bytes: int = 0  # read and written to change dtype around the last reductions
-    encoded_bytes: int = 0  # read and written to encode updated parameters
-    decoded_bytes: int = 0  # the same to decode them, in a comm stream of reductions
+    encoded_bytes: int = 0  # read and written to encode updated parameters and decode them
+    decoded_bytes: int = 0  # the same to decode other ranks', in a comm stream of reductions
     coded_bytes: int = 0  # the same for the codes of gradients, in their comm stream
     trainable: bool = False
 
@@ -148,6 +148,7 @@ class CommCosts:
                 converted = (numel // grads + numel // optim) * (wire + accumulate)
             updated = updated_bytes(unit, strategy, self.topology, self.precision) // params
             codes = codes_of(unit, strategy, self.topology, self.precision)
+            both, others = _ENCODED_BYTES + _DECODED_BYTES, numel // params - numel // optim
             step_reduce, replicas, coded = self._sums_of_step(unit, strategy)
             yield UnitCommCosts(
                 trainable=True,
@@ -159,8 +160,8 @@ class CommCosts:
                 accumulated_bytes=added if grads > 1 and not self.rotates else 0,
                 converted_bytes=converted,
                 coded_bytes=coded,
-                encoded_bytes=0 if codes is None else numel // optim * _ENCODED_BYTES,
-                decoded_bytes=0 if codes is None else numel // params * _DECODED_BYTES,
+                encoded_bytes=0 if codes is None else numel // optim * both,
+                decoded_bytes=0 if codes is None else others * _DECODED_BYTES,
             )
         if unit.frozen_numel:
             frozen = unit.frozen_numel * BYTES_OF[self.precision.frozen]

@@ -36,7 +36,8 @@ def runs(cases: list[tuple[str, int, str]], micro_batch: int) -> list[str]:
 def test_sums_have_the_bits_of_the_arithmetic() -> None:
     """Owners alone (IIG), several owners (NNN), and the first steps in 16 bits."""
     warm = "--paro-inter-bits-warmup-iters 2"
-    flags = runs([("IIG", 4, ""), ("NNN", 8, ""), ("IIG", 4, warm), ("IIG", 16, "")], 3)
+    rings = "--paro-collective ho-ring"
+    flags = runs([("IIG", 4, ""), ("NNN", 8, rings), ("IIG", 4, warm), ("IIG", 16, "")], 3)
     everyone = run_ranks(record_sums, 4, flags, 2)
     sums = [[rank[index][1] for rank in everyone] for index in range(len(flags))]
     trained = [run[0] for run in everyone[0]]

@@ -59,7 +59,9 @@ def test_what_is_not_sent_is_sent_later() -> None:
     left = [float(master.norm())]
     for _ in range(6):
         update.encode(master, param, 0)
+        sent = param.clone()
         update.apply()
+        assert torch.equal(param, sent), "the owner has its own range at once"
         left.append(float((master - param.float())[:4900].norm()))
         assert torch.equal(param[4900:], master[4900:].bfloat16())
     assert left[1] < 0.2 * left[0]

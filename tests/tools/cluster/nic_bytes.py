@@ -32,6 +32,8 @@ WAYS = {
     "": "",
     "rotate": "--paro-materialize rotate",
     "in-place": "--paro-materialize rotate --paro-rotate-in-place",
+    "4-bit": "--paro-inter-grad-bits 4 --paro-inter-param-bits 4",
+    "8-bit": "--paro-inter-grad-bits 8 --paro-inter-param-bits 8",
 }
 STEPS = 2
 CALIBRATION_BYTES = 32 << 20
@@ -67,7 +69,7 @@ def calibrate(control: Control, to: int, count: Callable[[Control], int]) -> flo
 def measure(strategy: str, collective: str, control: Control) -> dict[str, float]:
     """The bytes sent by NICs and loopbacks in some steps, and the bytes counted by the code.
 
-    A suffix of the strategy's name selects rotation.
+    A suffix of the strategy's name selects rotation, or fewer bits between groups.
     """
     world = control.world
     letters, _, way = strategy.partition("+")

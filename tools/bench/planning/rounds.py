@@ -77,6 +77,10 @@ def _median_device(devices: Sequence[Device | None]) -> Device | None:
     names = (
         "peak_flops", "sustained_flops", "memory_bytes_per_second", "step_seconds", "piece_seconds",
     )  # fmt: skip
+    rates = [device.coding_bytes_per_second for device in known]
+    coding = [rate for rate in rates if rate is not None]
     return replace(
-        known[0], **{name: median(getattr(device, name) for device in known) for name in names}
+        known[0],
+        coding_bytes_per_second=median(coding) if coding else None,
+        **{name: median(getattr(device, name) for device in known) for name in names},
     )

@@ -60,7 +60,7 @@ def num_made(text: str, names: Sequence[str], *, rotates: bool) -> int:
     runs = (
         rotation_runs(strategy, topology)
         if rotates
-        else spans_by_use(make_comm_plan(strategy, topology))
+        else spans_by_use(make_comm_plan(strategy, topology), coded_gradients=False)
     )
     choice = AlgorithmChoice(names=tuple(names), best=lambda *_: names[0], pieces=pieces_by(None))
     streams, traffic = InlineStreams(), ByteCounter()
