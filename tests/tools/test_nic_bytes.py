@@ -120,8 +120,7 @@ def test_more_copies_of_optimizer_shards_send_not_one_byte_more(tmp_path: Path) 
 @pytest.mark.root
 @pytest.mark.ranks
 def test_nics_count_what_the_formula_says_of_fewer_bits(tmp_path: Path) -> None:
-    """Gradients and updates as codes, under every strategy of which some cross groups as such."""
-    names = [letters for letters in legal_letters() if letters[1] != "G" or letters[0] != "G"]
-    strategies = tuple(f"{letters}+{bits}" for letters in names for bits in ("4-bit", "8-bit"))
-    check(strategies, ("ho-ring",), tmp_path, group_size=4, within=0.01)
-    assert formula("IIG+4-bit", 4).inter < 0.27 * formula("IIG", 4).inter
+    """Gradients and updates as codes; under III and NNN several ranks own a piece of a sum."""
+    strategies = ("IIG+4-bit", "III+4-bit", "NNN+4-bit", "IIG+8-bit")
+    check(strategies, ("ho-ring",), tmp_path, group_size=2, within=0.01)
+    assert formula("IIG+4-bit", 2).inter < 0.27 * formula("IIG", 2).inter
