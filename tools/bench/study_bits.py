@@ -167,10 +167,11 @@ def plot(found: dict[str, dict[str, object]], path: Path) -> None:
                     base = found.get(key_of((VARIANTS[0], iterations, seed)))
                     if own is None or base is None:
                         continue
-                    pairs = list(zip(own["held_out"], base["held_out"], strict=True))  # type: ignore[call-overload]
+                    # The last iteration is evaluated twice, on other samples: the second counts.
+                    losses, plain = dict(own["held_out"]), dict(base["held_out"])  # type: ignore[call-overload]
                     panel.plot(
-                        [at for (at, _), _ in pairs],
-                        [loss - plain for (_, loss), (_, plain) in pairs],
+                        list(losses),
+                        [loss - plain[at] for at, loss in losses.items()],
                         color=f"C{color}",
                         marker=".",
                         label=None if variant in named else variant.name,
