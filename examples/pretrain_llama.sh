@@ -113,10 +113,10 @@ case $MODEL in
     # two nodes, and communicates between them in every micro-batch.
     #
     #   GPUs  strategy  micro-batch  GB of a GPU
-    #     16  GGG       1            83.0
-    #     32  IIG       2            77.7
-    #     64  IIG       2            64.8
-    #    128  IIG       2            58.4
+    #     16  GGG       1            82.4
+    #     32  IIG       2            77.3
+    #     64  IIG       2            64.4
+    #    128  IIG       2            58.0
     #
     # by the predictor (DRY_RUN=1 prints it by kind), of 84.9.
     if ((NNODES * GPUS_PER_NODE < 32)); then
@@ -125,7 +125,7 @@ case $MODEL in
         STRATEGY=IIG MICRO_BATCH_SIZE=2
     fi
     # LLaMA's recipe: 4 million tokens a batch, 1.4 trillion in all. bf16 accumulators, as in the
-    # papers, save 2 bytes per parameter; without them 32 GPUs would need 94.8 GB each.
+    # papers, save 2 bytes per parameter; without them 32 GPUs would need 94.4 GB each.
     RECIPE_ARGS=(
         --micro-batch-size "$MICRO_BATCH_SIZE"
         --train-iters 333786

@@ -93,15 +93,15 @@ def test_deepspeed_trains_alike_and_holds_what_it_promises(tmp_path: Path) -> No
     check_bytes(figures, DEEPSPEED_BYTES)
 
 
+@pytest.mark.verify
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("words", "names"),
     [
         ("--lora-rank 4 --lora-target-modules all-linear", "ddp,fsdp2-hybrid,paro:ING"),
-        pytest.param(
+        (
             "--trainable last-blocks:0.5",
             "ddp,zero-redundancy,fsdp2,fsdp2-hybrid,paro:ING,paro:GGG",
-            marks=pytest.mark.verify,
         ),
     ],
 )
