@@ -1,4 +1,4 @@
-"""Trains the quickstart's model with fewer bits between groups, and compares the losses."""
+"""Trains the quickstart's model with fewer bits between groups, or in fp8; compares the losses."""
 
 # Rounding alone must not decide: at the quickstart's learning rate of 2e-3 the order of sums
 # changes the loss by more than codes do, at 1e-3 by less than 0.0001. Every variant trains from the
@@ -27,9 +27,10 @@ from tools.shared.command_line import Parser, status_of
 from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
-Trains the quickstart's model (4 ranks in groups of 2, bf16) with fewer bits between groups and
-compares the loss on held-out text. Needs the quickstart's text and tokenizer (make quickstart).
-Every training is added to --json, so that a study can be stopped and continued.
+Trains the quickstart's model (4 ranks in groups of 2, bf16) with fewer bits between groups, or
+with matrix products in fp8, and compares the loss on held-out text. Needs the quickstart's text
+and tokenizer (make quickstart). Every training is added to --json, so that a study can be stopped
+and continued.
 
   python tools/bench/study_bits.py --json bits.json --folder runs/bits --plot bits.png
 """
@@ -49,20 +50,25 @@ SHORT, SEEDS = 240, (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Bits of gradients and of updates, and a part of the codes that is taken out."""
+    """Bits of gradients and of updates, a part of the codes that is taken out, and fp8's format."""
 
     grads: int
     params: int
     without: str = ""
+    fp8: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.grads}/{self.params}" + (f" without {self.without}" if self.without else "")
+        name = f"{self.grads}/{self.params}"
+        if self.fp8:
+            name += f" in fp8 ({self.fp8})"
+        return name + (f" without {self.without}" if self.without else "")
 
     @property
     def flags(self) -> list[str]:
         bits = {"grad": self.grads, "param": self.params}
-        return [word for what, n in bits.items() for word in (f"--paro-inter-{what}-bits", str(n))]
+        flags = [word for what, n in bits.items() for word in (f"--paro-inter-{what}-bits", str(n))]
+        return [*flags, "--fp8-format", self.fp8] if self.fp8 else flags
 
 
 VARIANTS = (
@@ -72,6 +78,7 @@ VARIANTS = (
     Variant(4, 4),
     Variant(4, 4, "transform"),
     Variant(4, 4, "transform+blocks"),
+    Variant(16, 16, fp8="hybrid"),
 )
 # Variant, iterations, seed.
 Job = tuple[Variant, int, int]
