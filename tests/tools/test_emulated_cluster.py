@@ -263,7 +263,7 @@ def test_bytes_are_shown_and_reset(two_nodes: Cluster, tmp_path: Path) -> None:
     ("program", "status"),
     [
         ("sys.exit(2)", 2),
-        ("1 / 0 if rank == 3 else time.sleep(600)", 1),
+        pytest.param("1 / 0 if rank == 3 else time.sleep(600)", 1, marks=pytest.mark.verify),
     ],
 )
 def test_the_status_is_that_of_the_rank_that_failed(

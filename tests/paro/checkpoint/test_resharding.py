@@ -79,7 +79,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("trains", [LAST, LORA], ids=["last block", "adapters"])
+@pytest.mark.parametrize(
+    "trains",
+    [
+        pytest.param(LAST, id="last block", marks=pytest.mark.verify),
+        pytest.param(LORA, id="adapters"),
+    ],
+)
 def test_what_was_trained_and_its_base_reshard(tmp_path: Path, base: Path, trains: str) -> None:
     check(PAIRS[FEW[2]], tmp_path, base, trains)
 
