@@ -23,6 +23,7 @@ class PrecisionConfig:
     accumulate_allreduce_grads_in_fp32: bool = False
     inter_param_bits: int = EXACT_BITS
     inter_grad_bits: int = EXACT_BITS
+    inter_grad_error_feedback: bool = False
     lora_base_dtype: str | None = None  # of parameters that adapters freeze; None: `compute`
 
     def __post_init__(self) -> None:
@@ -40,10 +41,25 @@ class PrecisionConfig:
                 "--accumulate-allreduce-grads-in-fp32 and --paro-inter-grad-bits "
                 f"{self.inter_grad_bits} contradict each other: give one of them"
             )
+        if self.inter_grad_error_feedback:
+            self._check_error_feedback()
         if self.lora_base_dtype is not None and self.compute == "fp16":
             raise UserError(
                 f"--lora-base-dtype {self.lora_base_dtype} and --fp16 contradict each other: give "
                 "one of them; either takes 2 bytes for a frozen element"
+            )
+
+    def _check_error_feedback(self) -> None:
+        flag = "--paro-inter-grad-error-feedback"
+        if self.inter_grad_bits == EXACT_BITS:
+            raise UserError(
+                f"{flag} adds what codes of gradients lose to later ones: give "
+                "--paro-inter-grad-bits 8 or 4 too, or leave it out"
+            )
+        if self.compute == "fp16":
+            raise UserError(
+                f"{flag} and --fp16 contradict each other, because the loss scale changes: give "
+                "--bf16 instead, or leave it out"
             )
 
     @property
@@ -53,7 +69,13 @@ class PrecisionConfig:
 
     def with_inter_bits(self, bits: int) -> PrecisionConfig:
         """The same with updated parameters and gradients in `bits` between groups."""
-        return replace(self, inter_param_bits=bits, inter_grad_bits=bits)
+        feedback = self.inter_grad_error_feedback and bits != EXACT_BITS
+        return replace(
+            self,
+            inter_param_bits=bits,
+            inter_grad_bits=bits,
+            inter_grad_error_feedback=feedback,
+        )
 
     def describe_inter_bits(self) -> str:
         """What crosses groups in fewer than 16 bits."""
@@ -90,4 +112,6 @@ class PrecisionConfig:
         ):
             if bits != EXACT_BITS:
                 text += f", {what} cross groups in {bits} bits"
+        if self.inter_grad_error_feedback:
+            text += " with error feedback"
         return text

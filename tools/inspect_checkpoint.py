@@ -28,6 +28,7 @@ from paro.checkpoint.storage import check_files
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
 from paro.report.log import print_line
+from paro.sharding.buffers import GRAD_ERRORS, SENT
 from tools.shared.command_line import Parser
 from tools.shared.output import print_json
 
@@ -157,9 +158,9 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def _state_of(entry: Entry) -> str:
-    """param, exp_avg, exp_avg_sq or sent; other formats have only parameters."""
+    """The state's name; other formats have only parameters."""
     state = entry.name.partition(".")[0]
-    return state if state in ("param", "exp_avg", "exp_avg_sq", "sent") else "param"
+    return state if state in ("param", "exp_avg", "exp_avg_sq", SENT, GRAD_ERRORS) else "param"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,6 +22,10 @@ def add_inter_bits_args(parser: ArgumentParser, *, trains: bool) -> None:
         help="bits in which gradients cross groups once a step: 16, the type of communication; 8 "
         "or 4, codes of their Hadamard transforms, added up in fp32; those of norms and biases "
         "stay exact")
+    add("--paro-inter-grad-error-feedback", action="store_true",
+        help="add a moving average of what codes of gradients lost to later ones; takes a byte for "
+        "each gradient element that a rank holds, kept in checkpoints but dropped where ranks or "
+        "strategy change")
     add("--paro-inter-bits", choices=("auto",),
         help="auto: the planner chooses 4 bits for both where --paro-machine is faster with them, "
         "and 16 where packing costs more than it saves; without it the planner never chooses bits")

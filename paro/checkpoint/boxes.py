@@ -4,7 +4,8 @@ A state is one tensor of one parameter, named `param.<name>`, `exp_avg.<name>` o
 `exp_avg_sq.<name>`, with the parameter's shape; where updates are sent as codes also `sent.<name>`,
 the parameter as all ranks compute with it, in the compute dtype. A checkpoint stores states and
 rectangles of them; it has no units, ranks or buffer offsets, so that any strategy and world size
-can load it.
+can load it. Only `grad_errors.<unit>@<ranks>x<ranks of a group>@<degrees>` belongs to certain ranks
+and a strategy: others begin without it.
 """
 
 from __future__ import annotations

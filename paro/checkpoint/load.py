@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed.checkpoint import LoadPlan, Metadata
+from torch.distributed.checkpoint import LoadPlan, Metadata, TensorStorageMetadata
 
 from model.lora_config import LoraConfig, is_adapter
 from paro.checkpoint.adapters import has_adapters
@@ -22,7 +22,7 @@ from paro.checkpoint.planners import MISMATCH, BoxLoadPlanner, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
-from paro.sharding.buffers import SENT, FlatShard
+from paro.sharding.buffers import GRAD_ERRORS, SENT, FlatShard
 
 State = TypeVar("State")
 
@@ -66,7 +66,7 @@ def load_checkpoint(
         log(f"  {complaint}")
     for iteration in order:
         try:
-            common = _load_iteration(Path(directory_root), iteration, states, wanted, ranks)
+            common = _load_iteration(Path(directory_root), iteration, states, wanted, ranks, log)
         except DamagedError as error:
             text = f"{blame}: {error}"
             if wanted.iteration is not None:
@@ -111,6 +111,7 @@ def _load_iteration(
     states: dict[str, BoxedState],
     wanted: Loading,
     ranks: Ranks,
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Fills the states from one iteration, after every rank has found all that it needs."""
     with ranks.raise_on_all_ranks():
@@ -129,7 +130,7 @@ def _load_iteration(
         present = {
             name: state
             for name, state in present.items()
-            if not _is_sent(name) or name in metadata.state_dict_metadata
+            if not _may_be_missing(name) or _fits(state, metadata.state_dict_metadata.get(name))
         }
         if common.get("has_moments") is False and len(_parameters(present)) < len(present):
             raise UserError(
@@ -160,6 +161,8 @@ def _load_iteration(
                 values.copy_(states[PARAM + name.removeprefix(SENT)].rectangles[corner])
             elif name not in _parameters(states):  # moments, maybe filled from a damaged one
                 values.zero_()
+    if _has_errors(states) and not _has_errors(present):
+        log("  error feedback of gradients begins anew: none was saved by such ranks and strategy")
     return common
 
 
@@ -185,6 +188,19 @@ def _parameters(states: dict[str, State]) -> dict[str, State]:
 
 def _is_sent(name: str) -> bool:
     return name.startswith(f"{SENT}.")
+
+
+def _has_errors(names: Iterable[str]) -> bool:
+    return any(name.startswith(f"{GRAD_ERRORS}.") for name in names)
+
+
+def _may_be_missing(name: str) -> bool:
+    """Whether runs with other flags save checkpoints without this state."""
+    return _is_sent(name) or _has_errors([name])
+
+
+def _fits(state: BoxedState, saved: object) -> bool:
+    return isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == state.shape
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ _DTYPES = {
     "BFloat16Storage": torch.bfloat16,
     "HalfStorage": torch.float16,
     "DoubleStorage": torch.float64,
+    "ByteStorage": torch.uint8,
 }
 _HEADER_BYTES = 30  # of an entry in a zip file, before its name and extra field
 _NAME_LENGTH, _EXTRA_LENGTH = slice(26, 28), slice(28, 30)

@@ -7,8 +7,13 @@
 # range has several holders, the owners encode their sums once more and all-gather them, so that
 # every holder decodes the same bytes. Infinity and NaN survive: the scale of their block is not
 # finite, so neither is any value of it, and the step is skipped as always.
+#
+# With error feedback a rank adds to what it encodes a moving average of what its codes lost before,
+# one byte an element. All ranks forget it with a skipped step and every `FORGOTTEN_AFTER` steps.
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,12 +22,24 @@ from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, Event
 from paro.distributed.groups import GroupConfig, Groups, make_groups, no_groups
-from paro.quantization.blocks import decode, encode, hadamard
+from paro.quantization.blocks import decode, encode, encode_with_feedback, hadamard
 from paro.quantization.encoded import parts_of
-from paro.quantization.formats import PAD
+from paro.quantization.formats import PAD, error_bytes
 from paro.quantization.ranges import RangeCodes
 from paro.strategy import CommPlan, exchange_groups, exchange_span
 from paro.topology import AxisSpan, Topology, Use, nested_range
+
+FORGOTTEN_AFTER = 1024  # steps, as in DeepSpeed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """This rank's group's sum of gradients: what the rank adds to the total."""
+
+    values: Tensor
+    start: int  # in the unit
+    codes: RangeCodes
+    errors: Tensor | None = None  # a row for each owner: what codes have lost, added and renewed
 
 
 class CodedReduction:
@@ -45,16 +62,19 @@ class CodedReduction:
         self._replicas = replicas
         self._exact_dtype = exact_dtype  # of elements that have no code
 
-    def reduce(
-        self, whole: Tensor, start: int, codes: RangeCodes, result: Tensor, *, after: Event
-    ) -> Event:
-        """Queues the sum of `whole`, which begins at `start` of the unit, into `result`.
+    def num_pieces(self) -> int:
+        """How many pieces, one for each owner, a rank encodes of its gradients."""
+        return len(self._groups.topology.members(self._inter, self._groups.rank))
 
-        `result` is this rank's optimizer range, a part of `whole` or, with replicas, more than it.
+    def reduce(self, gradients: Contribution, result: Tensor, *, after: Event) -> Event:
+        """Queues the sum of `gradients` over the ranks into `result`.
+
+        `result` is this rank's optimizer range, a part of them or, with replicas, more.
         """
+        codes = gradients.codes
 
         def job() -> None:
-            total, exact, place = self._exchange(whole, start, codes)
+            total, exact, place = self._exchange(gradients)
             if self._replicas:
                 self._gather(total, exact, place, codes, result)
             else:
@@ -67,14 +87,16 @@ class CodedReduction:
         """Closes the process groups; the comm stream is closed with the others."""
         self._groups.close()
 
-    def _exchange(self, whole: Tensor, start: int, codes: RangeCodes) -> tuple[Tensor, Tensor, int]:
+    def _exchange(self, gradients: Contribution) -> tuple[Tensor, Tensor, int]:
         """The sum of this rank's piece, its transformed and its exact elements, and its start."""
-        rank = self._groups.rank
+        rank, whole, start = self._groups.rank, gradients.values, gradients.start
+        codes, errors = gradients.codes, gradients.errors
         members = self._groups.topology.members(self._inter, rank)
         sent = torch.zeros(len(members), codes.range_bytes, dtype=torch.uint8, device=whole.device)
-        for row, member in zip(sent, members, strict=True):
+        for index, member in enumerate(members):
             begin, end = nested_range(self._inter, member, whole.numel())
-            self._encode(whole[begin:end], start + begin, codes, row)
+            error = None if errors is None else errors[index]
+            self._encode(whole[begin:end], start + begin, codes, sent[index], error)
         received = self._wire.all_to_all(Use.EXCHANGE, self._inter, sent)
         place = start + nested_range(self._inter, rank, whole.numel())[0]
         coded = codes.num_coded(place)
@@ -87,10 +109,15 @@ class CodedReduction:
             exact += plain
         return total, exact, place
 
-    def _encode(self, values: Tensor, start: int, codes: RangeCodes, out: Tensor) -> None:
+    def _encode(
+        self, values: Tensor, start: int, codes: RangeCodes, out: Tensor, error: Tensor | None
+    ) -> None:
         octets, exact = parts_of(out, codes, start, self._exact_dtype)
         coded = codes.num_coded(start)
-        encode(values[:coded], codes.form, octets, transforms=True)
+        if error is None:
+            encode(values[:coded], codes.form, octets, transforms=True)
+        else:
+            encode_with_feedback(values[:coded], codes.form, octets, error[: error_bytes(coded)])
         exact.copy_(values[coded:])
 
     def _gather(

@@ -19,6 +19,7 @@ from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
 from paro.planning.rotation import rotation_infeasible_reason
+from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.strategy import Strategy
@@ -98,7 +99,9 @@ def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
         raise UserError(f"--exit-duration-in-mins {minutes} must be a positive number")
 
 
-def check_local_copies(checkpoint: CheckpointConfig, sharding: ShardingConfig) -> None:
+def check_local_copies(
+    checkpoint: CheckpointConfig, sharding: ShardingConfig, precision: PrecisionConfig
+) -> None:
     """`UserError` for flags of local copies without any, or a restart that would not continue."""
     is_local = checkpoint.non_persistent_ckpt_type == "local"
     if not (is_local or sharding.needs_local_copies):
@@ -109,9 +112,14 @@ def check_local_copies(checkpoint: CheckpointConfig, sharding: ShardingConfig) -
             if value is not None:
                 raise UserError(f"{flag} needs --non-persistent-ckpt-type local")
         return
+    needed_by = "--paro-elastic" if sharding.elastic else "--paro-survive"
+    flag = "--non-persistent-ckpt-type local" if is_local else needed_by
+    if precision.inter_grad_error_feedback:
+        raise UserError(
+            f"--paro-inter-grad-error-feedback and {flag} contradict each other: what a rank "
+            "remembers of its gradients nobody else holds: give one of them"
+        )
     if checkpoint.save is not None and not checkpoint.continues:
-        needed_by = "--paro-elastic" if sharding.elastic else "--paro-survive"
-        flag = "--non-persistent-ckpt-type local" if is_local else needed_by
         raise UserError(
             f"{flag} is for a command that continues when it is started again: give --load "
             f"{checkpoint.save}, the folder of --save"

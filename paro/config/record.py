@@ -29,6 +29,7 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         "padded_vocab_size": model.vocab_size,
         "paro_group_size": config.sharding.group_size,
         "paro_inter_grad_bits": config.precision.inter_grad_bits,
+        "paro_inter_grad_error_feedback": config.precision.inter_grad_error_feedback,
         "paro_inter_param_bits": config.precision.inter_param_bits,
         "paro_strategy": config.strategy.name,
         "split": config.data.split_in_use,

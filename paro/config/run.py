@@ -171,7 +171,7 @@ class RunConfig:
         check_sequence(self.model, self.data)
         check_fp8(self.model, self.data, self.batches.micro_batch_size)
         check_intervals(self.train, self.checkpoint)
-        check_local_copies(self.checkpoint, self.sharding)
+        check_local_copies(self.checkpoint, self.sharding, self.precision)
         check_profile(self.profile, self.report, self.checkpoint)
         if not self.launch.dry_run:  # they concern the machine that trains
             check_load(self.checkpoint)
@@ -335,6 +335,7 @@ def _take_precision(args: Namespace) -> PrecisionConfig:
         compute=compute,
         inter_param_bits=args.paro_inter_param_bits,
         inter_grad_bits=args.paro_inter_grad_bits,
+        inter_grad_error_feedback=args.paro_inter_grad_error_feedback,
     )
 
 

@@ -28,7 +28,8 @@ def not_finite(shards: Iterable[FlatShard], control: Control) -> str | None:
 @torch.no_grad()
 def _all_finite(shards: Iterable[FlatShard]) -> bool:
     """By the extremes of every shard: unlike a sum they cannot overflow, and they pass NaN on."""
-    extremes = [end for shard in shards if shard.values.numel() for end in shard.values.aminmax()]
+    held = (shard.values for shard in shards if shard.values.is_floating_point())
+    extremes = [end for values in held if values.numel() for end in values.aminmax()]
     return not extremes or bool(torch.stack(extremes).isfinite().all())
 
 

@@ -222,6 +222,9 @@ class ParoOptimizer:
                     rank=context.rank,
                     replicas=replicas_at(unit.context.strategy.optim),
                 )
+            errors = unit.shard_of_errors()
+            if errors is not None:
+                yield errors
         for unit in self.model.units:
             if frozen and not unit.trainable:
                 yield FlatShard(

@@ -179,8 +179,11 @@ def updated_bytes(
 def code_bytes(
     strategy: Strategy, topology: Topology, units: Iterable[UnitSize], precision: PrecisionConfig
 ) -> int:
-    """Bytes of a rank's buffers of codes: of all updates, and of the largest unit's gradients."""
-    updates = gradients = 0
+    """Bytes of a rank's buffers of codes: of all updates, and of the largest unit's gradients.
+
+    With error feedback also what the codes of all gradients have lost.
+    """
+    updates = gradients = errors = 0
     for unit in units:
         own = strategy_of(unit, strategy)
         codes = codes_of(unit, own, topology, precision)
@@ -188,11 +191,14 @@ def code_bytes(
         codes = gradient_codes_of(unit, own, topology, precision)
         if codes is not None:
             plan, world_size = make_comm_plan(own, topology), topology.world_size
-            pieces = 2 * (world_size // exchange_span(plan)[0].inner)  # sent and received
+            num_owners = world_size // exchange_span(plan)[0].inner
+            pieces = 2 * num_owners  # sent and received
             pieces += world_size // own.optim if plan.replicas else 0
+            if precision.inter_grad_error_feedback:
+                errors += num_owners * codes.error_bytes
             in_fp32 = 4 * 4 * codes.numel  # the sum of a piece and its transform
             gradients = max(gradients, pieces * codes.range_bytes + in_fp32)
-    return updates + gradients
+    return updates + gradients + errors
 
 
 def codes_of(

@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paro.quantization.formats import PAD, BlockFormat
+from paro.quantization.formats import ERROR_FORM, PAD, BlockFormat, padded
+
+_ERROR_KEPT = 0.8  # of the moving average
 
 _CHUNK = 1 << 20  # elements; a multiple of every block
 
@@ -29,34 +32,39 @@ def encode(
 
     `transforms`: of their Hadamard transforms.
     """
-    scales, codes = _parts(out, form, values.numel())
     for begin, end in _chunks(values.numel()):
         chunk = values[begin:end].float()
         if minus is not None:
             chunk = chunk - minus[begin:end].float()
         if transforms:
             chunk = hadamard(chunk)
-        blocks = _in_blocks(chunk, form.block)
-        scale = blocks.abs().amax(1) / form.top
-        scale = torch.where(scale == 0, 1.0, scale)  # all zero, or below what float32 can divide by
-        first = begin // form.block
-        scales[first : first + scale.numel()] = scale
-        levels = (blocks / scale[:, None]).round_().clamp_(-form.top, form.top).view(-1)
-        # Of the last block only the padded codes are sent, not the whole block.
-        _pack(levels[: _padded(end - begin)], form, codes[begin * form.bits // 8 :])
+        _write(chunk, form, _part(out, form, values.numel(), begin, end))
+
+
+def encode_with_feedback(values: Tensor, form: BlockFormat, out: Tensor, error: Tensor) -> None:
+    """Writes the codes of the Hadamard transforms of `values` plus the error of earlier calls.
+
+    `error` has `error_bytes(values.numel())` bytes, at first 0: the moving average of what codes
+    lost, of the transforms, in 8 bits. E <- 0.8 E + 0.2 (X - codes of X) for X = values + E: LoCo,
+    arXiv 2407.04480, with the constants of DeepSpeed.
+    """
+    for begin, end in _chunks(values.numel()):
+        stop = begin + padded(end - begin)
+        kept = _part(error, ERROR_FORM, padded(values.numel()), begin, stop)
+        earlier = _read(kept, ERROR_FORM, stop - begin)
+        chunk = hadamard(values[begin:end].float())
+        chunk += earlier
+        part = _part(out, form, values.numel(), begin, end)
+        _write(chunk, form, part)
+        chunk -= _read(part, form, stop - begin)
+        _write(earlier.lerp_(chunk, 1.0 - _ERROR_KEPT), ERROR_FORM, kept)
 
 
 def decode(encoded: Tensor, form: BlockFormat, numel: int) -> Iterator[tuple[slice, Tensor]]:
     """The `numel` float32 values of the bytes `encoded`, in chunks, each with its place."""
-    scales, codes = _parts(encoded, form, numel)
     for begin, end in _chunks(numel):
-        padded = _padded(end - begin)
-        start = begin * form.bits // 8
-        levels = _unpack(codes[start : start + padded * form.bits // 8], form)
-        blocks = _in_blocks(levels, form.block)
-        first = begin // form.block
-        blocks *= scales[first : first + blocks.shape[0], None]
-        yield slice(begin, end), blocks.view(-1)[: end - begin]
+        part = _part(encoded, form, numel, begin, end)
+        yield slice(begin, end), _read(part, form, end - begin)
 
 
 def hadamard(values: Tensor) -> Tensor:
@@ -75,21 +83,43 @@ def hadamard(values: Tensor) -> Tensor:
     return spread.view(-1)
 
 
-def _parts(encoded: Tensor, form: BlockFormat, numel: int) -> tuple[Tensor, Tensor]:
-    """The scales and the codes of an encoded range, as views."""
+class _Part(NamedTuple):
+    """The scales and the codes of a chunk, as views of an encoded range."""
+
+    scales: Tensor
+    codes: Tensor
+
+
+def _part(encoded: Tensor, form: BlockFormat, numel: int, begin: int, end: int) -> _Part:
+    """Of the elements [begin, end) of `numel`; `begin` is that of a chunk."""
     assert encoded.dtype == torch.uint8
     assert encoded.numel() == form.num_bytes(numel), f"{encoded.numel()} bytes for {numel} elements"
-    cut = form.scale_bytes(numel)
-    return encoded[:cut].view(torch.float32), encoded[cut:]
+    cut, first = form.scale_bytes(numel), begin // form.block
+    scales = encoded[:cut].view(torch.float32)[first : first + form.num_blocks(end - begin)]
+    start, length = cut + begin * form.bits // 8, padded(end - begin) * form.bits // 8
+    return _Part(scales, encoded[start : start + length])
+
+
+def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
+    """Encodes one chunk of float32 values, of which only the padded codes of a block are kept."""
+    blocks = _in_blocks(values, form.block)
+    scale = blocks.abs().amax(1) / form.top
+    scale = torch.where(scale == 0, 1.0, scale)  # all zero, or below what float32 can divide by
+    part.scales.copy_(scale)
+    levels = (blocks / scale[:, None]).round_().clamp_(-form.top, form.top).view(-1)
+    _pack(levels[: part.codes.numel() * 8 // form.bits], form, part.codes)
+
+
+def _read(part: _Part, form: BlockFormat, numel: int) -> Tensor:
+    """The first `numel` float32 values of one chunk, in memory of their own."""
+    blocks = _in_blocks(_unpack(part.codes, form), form.block)
+    blocks *= part.scales[:, None]
+    return blocks.view(-1)[:numel]
 
 
 def _chunks(numel: int) -> Iterator[tuple[int, int]]:
     for begin in range(0, numel, _CHUNK):
         yield begin, min(begin + _CHUNK, numel)
-
-
-def _padded(numel: int) -> int:
-    return -(-numel // PAD) * PAD
 
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:
@@ -99,11 +129,11 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
 
 
 def _pack(levels: Tensor, form: BlockFormat, out: Tensor) -> None:
-    """Writes whole numbers from -top to top to the first bytes of `out`; both signs are stored."""
+    """Writes whole numbers from -top to top to the bytes `out`; both signs are stored."""
     octets = (levels + (form.top + 1)).to(torch.uint8)
     if form.bits == 4:
         octets = octets[0::2] | octets[1::2] << 4
-    out[: octets.numel()] = octets
+    out.copy_(octets)
 
 
 def _unpack(octets: Tensor, form: BlockFormat) -> Tensor:

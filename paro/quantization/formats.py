@@ -37,5 +37,17 @@ class BlockFormat:
 
     def num_bytes(self, numel: int) -> int:
         """The bytes of `numel` encoded elements."""
-        padded = -(-numel // PAD) * PAD
-        return self.scale_bytes(numel) + padded * self.bits // 8
+        return self.scale_bytes(numel) + padded(numel) * self.bits // 8
+
+
+ERROR_FORM = BlockFormat(bits=8, block=128)  # of what codes of gradients have lost
+
+
+def padded(numel: int) -> int:
+    """The number of codes of `numel` elements."""
+    return -(-numel // PAD) * PAD
+
+
+def error_bytes(numel: int) -> int:
+    """The bytes that remember what codes of `numel` gradients have lost."""
+    return ERROR_FORM.num_bytes(padded(numel))

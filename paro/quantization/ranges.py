@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paro.quantization.formats import EXACT_BITS, BlockFormat
+from paro.quantization.formats import EXACT_BITS, BlockFormat, error_bytes
 from paro.topology import AxisSpan, Link
 
 UPDATE_BLOCK, GRADIENT_BLOCK = 2048, 128  # elements
@@ -41,6 +41,11 @@ class RangeCodes:
         """How many of the first elements of the range at `start` have codes."""
         matrices = min(max(self.matrix_stop - start % self.slice_numel, 0), self.numel)
         return matrices if matrices >= _LEAST else 0
+
+    @property
+    def error_bytes(self) -> int:
+        """The bytes that remember what the codes of a range have lost."""
+        return -(-error_bytes(self.numel) // _ALIGN) * _ALIGN
 
     @property
     def range_bytes(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from paro.layout import UnitLayout
 
 SENT = "sent"  # the state of parameters as they were sent, where those differ from the masters
+GRAD_ERRORS = "grad_errors"  # what codes of gradients have lost; only the same ranks can use it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class FlatShard:
     layout: UnitLayout
     start: int  # index of values[0] in the unit's flat buffer
     values: Tensor  # 1-D
-    state: str  # "param", "exp_avg", "exp_avg_sq" or SENT
+    state: str  # "param", "exp_avg", "exp_avg_sq", SENT or GRAD_ERRORS
     rank: int = 0
     replicas: Sequence[int] = (0,)  # the ranks that hold this range, including this one
 

@@ -95,6 +95,12 @@ class DistributedModel:
         for unit in self.trainable_units:
             unit.wait_reduced()
 
+    def forget_grad_errors(self) -> None:
+        """Error feedback of gradients begins anew."""
+        for unit in self.trainable_units:
+            if unit.grad_errors is not None:
+                unit.grad_errors.zero_()
+
     @torch.no_grad()
     def evaluate(
         self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any

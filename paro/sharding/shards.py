@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paro.collectives.coded import CodedReduction
+from paro.collectives.coded import CodedReduction, Contribution
 from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.layout import UnitLayout
+from paro.layout import Span, UnitLayout, whole_box
 from paro.quantization.formats import EXACT_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
-from paro.sharding.buffers import Ledger
+from paro.sharding.buffers import GRAD_ERRORS, FlatShard, Ledger
 from paro.sharding.coded_update import CodedUpdate
 from paro.strategy import CommPlan, Strategy
 from paro.topology import Topology, nested_range, split_by_link
@@ -37,6 +37,7 @@ class ShardingContext:
     accumulate_dtype: torch.dtype
     inter_param_bits: int = EXACT_BITS  # of updated parameters that cross groups
     inter_grad_bits: int = EXACT_BITS  # of gradients that cross groups once a step
+    inter_grad_error_feedback: bool = False  # what their codes lose is added to later ones
     coded_reduction: CodedReduction | None = None  # if gradients have codes
     ledger: Ledger
     exposure: Exposure
@@ -67,6 +68,7 @@ class UnitShards:
         )
         self.coded_update = self._coded_update() if trainable else None
         self._grad_codes = self._codes_of_gradients() if trainable else None
+        self.grad_errors = self._grad_errors()
         self.exact = False  # nothing is sent as codes in this step
         self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
         self._updated: Event = DONE
@@ -95,6 +97,36 @@ class UnitShards:
             num_slices=layout.num_slices,
             matrix_stop=layout.decayed_stop,
             exact_bytes=context.reduce_dtype.itemsize,
+        )
+
+    def _grad_errors(self) -> Tensor | None:
+        """What codes of gradients have lost: for every owner of a piece a row of bytes."""
+        context, codes = self.context, self._grad_codes
+        if codes is None or not context.inter_grad_error_feedback:
+            return None
+        assert context.coded_reduction is not None, f"{self.name} has codes"
+        num_pieces = context.coded_reduction.num_pieces()
+        return torch.zeros(num_pieces, codes.error_bytes, dtype=torch.uint8, device=context.device)
+
+    def shard_of_errors(self) -> FlatShard | None:
+        """What codes of gradients have lost, as checkpoints save it: no rank has another's.
+
+        Its name says which ranks and strategy it belongs to: it means nothing to others.
+        """
+        if self.grad_errors is None:
+            return None
+        context, (num_pieces, length) = self.context, self.grad_errors.shape
+        world_size, group_size = context.topology.world_size, context.topology.group_size
+        degrees = "-".join(map(str, context.strategy.degrees))
+        name = f"{self.name}@{world_size}x{group_size}@{degrees}"
+        rows = whole_box(name, (world_size * num_pieces, length))
+        return FlatShard(
+            layout=UnitLayout((Span(rows, 0),), decayed_stop=0, numel=rows.numel),
+            start=context.rank * self.grad_errors.numel(),
+            values=self.grad_errors.view(-1),
+            state=GRAD_ERRORS,
+            rank=context.rank,
+            replicas=(context.rank,),
         )
 
     # Ranges #
@@ -160,10 +192,13 @@ class UnitShards:
             intra, _ = split_by_link((*comm_plan.step_reduce, *comm_plan.replicas))
             event = collectives.reduce_scatter(self.grad_shard, intra, comm_dtype, after=event)
             begin, end = nested_range(intra, context.rank, self.grad_shard.numel())
-            whole, start = self.grad_shard[begin:end], self.grad_start + begin
-            return context.coded_reduction.reduce(
-                whole, start, self._grad_codes, self.optim_grad, after=event
+            gradients = Contribution(
+                values=self.grad_shard[begin:end],
+                start=self.grad_start + begin,
+                codes=self._grad_codes,
+                errors=self.grad_errors,
             )
+            return context.coded_reduction.reduce(gradients, self.optim_grad, after=event)
         event = collectives.reduce_scatter(
             self.grad_shard, comm_plan.step_reduce, comm_dtype, after=event
         )

@@ -135,6 +135,7 @@ def _spread(
         accumulate_dtype=TORCH_TYPES[config.precision.accumulate],
         inter_param_bits=config.precision.inter_param_bits,
         inter_grad_bits=config.precision.inter_grad_bits,
+        inter_grad_error_feedback=config.precision.inter_grad_error_feedback,
         coded_reduction=_coded_reduction(config, topology, rank, streams, traffic, made),
         ledger=Ledger(),
         exposure=exposure,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data.loader import Batch
 from model.lora import drops_of
+from paro.collectives.coded import FORGOTTEN_AFTER
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.train import TrainConfig
 from paro.distributed.byte_counter import ByteCounter, Sent
@@ -153,6 +154,8 @@ def train_step(
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     world, model = training.control.world, training.model.model
     drops = drops_of(model.config, training.config.seed, state.iteration, world.rank, world.size)
+    if state.iteration % FORGOTTEN_AFTER == 0:
+        training.model.forget_grad_errors()
     training.model.begin_step(num_micro_batches, exact=_warms_up(training, state))
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, drops)
     _empty_cache(training, from_level=1)
@@ -169,6 +172,8 @@ def train_step(
     if verdict is Verdict.FINE:
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
         state.scheduled_samples += batch_size
+    else:  # what its codes lost is of gradients that nobody applied, maybe not even finite
+        training.model.forget_grad_errors()
     _empty_cache(training, from_level=2)
     state.iteration += 1
     state.consumed_train_samples += batch_size

@@ -121,6 +121,11 @@ CASES = {
     "num_query_groups": ((), "", "--num-query-groups 2 --group-query-attention"),
     "paro_collective": ((), "", "--paro-collective ho-ring"),
     "paro_group_size": ((), "", "--paro-group-size 4"),
+    "paro_inter_grad_error_feedback": (
+        (),
+        "--paro-inter-grad-bits 4",
+        "--paro-inter-grad-bits 4 --paro-inter-grad-error-feedback",
+    ),
     "paro_inter_bits": (
         (),
         "--paro-machine dgx-h100",

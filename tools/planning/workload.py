@@ -171,6 +171,7 @@ def precision_of(args: Namespace) -> PrecisionConfig:
         accumulate_allreduce_grads_in_fp32=args.accumulate_allreduce_grads_in_fp32,
         inter_param_bits=args.paro_inter_param_bits,
         inter_grad_bits=args.paro_inter_grad_bits,
+        inter_grad_error_feedback=args.paro_inter_grad_error_feedback,
         lora_base_dtype=args.lora_base_dtype,
     )
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from paro.quantization import blocks
-from paro.quantization.blocks import decode, encode, hadamard
-from paro.quantization.formats import BlockFormat
+from paro.quantization.blocks import decode, encode, encode_with_feedback, hadamard
+from paro.quantization.formats import BlockFormat, error_bytes
 
 FORMATS = [BlockFormat(bits=bits, block=block) for bits in (4, 8) for block in (128, 2048)]
 SIZES = [1, 31, 32, 33, 127, 128, 2047, 2048, 2049, 5000]
@@ -118,3 +118,38 @@ def test_the_transform_lowers_the_error_of_values_with_peaks() -> None:
     spread = decoded(encoded(hadamard(values), form), form, values.numel())
     errors = [float((back - values).norm()) for back in (plain, hadamard(spread) / 32)]
     assert errors[1] < 0.6 * errors[0], errors
+
+
+def sent_with_feedback(values: Tensor, form: BlockFormat, times: int) -> tuple[Tensor, Tensor]:
+    """The mean of what arrives if the same values are sent so often; and what is remembered."""
+    error = torch.zeros(error_bytes(values.numel()), dtype=torch.uint8)
+    out = torch.zeros(form.num_bytes(values.numel()), dtype=torch.uint8)
+    mean = torch.zeros(-(-values.numel() // 32) * 32)
+    for _ in range(times):
+        encode_with_feedback(values, form, out, error)
+        mean += (
+            decoded(out, form, values.numel() // 32 * 32 + 32 * (values.numel() % 32 > 0)) / times
+        )
+    return hadamard(mean)[: values.numel()] / 32, error
+
+
+@pytest.mark.parametrize("numel", [31, 128, 2049, 5000])
+def test_what_codes_lose_is_sent_later(numel: int) -> None:
+    form, values = BlockFormat(bits=4, block=128), values_of(numel)
+    once, often = (sent_with_feedback(values, form, times)[0] for times in (1, 400))
+    losses = [float((found - values).norm() / values.norm()) for found in (once, often)]
+    assert losses[0] > 0.03
+    assert losses[1] < 0.05 * losses[0], losses
+
+
+def test_feedback_begins_with_the_codes_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, values = BlockFormat(bits=4, block=128), values_of(9001)
+    out, plain = (torch.zeros(form.num_bytes(9001), dtype=torch.uint8) for _ in range(2))
+    error = torch.zeros(error_bytes(9001), dtype=torch.uint8)
+    encode_with_feedback(values, form, out, error)
+    encode(values, form, plain, transforms=True)
+    assert torch.equal(out, plain)
+    whole = [sent_with_feedback(values, form, 3)]
+    monkeypatch.setattr(blocks, "_CHUNK", 2048)
+    whole.append(sent_with_feedback(values, form, 3))
+    assert all(map(torch.equal, *whole)), "chunks change what is sent or remembered"

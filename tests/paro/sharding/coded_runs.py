@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paro.collectives.coded import Contribution
 from paro.distributed.comm_stream import Event
-from paro.quantization.blocks import hadamard
+from paro.quantization.blocks import decode, hadamard
+from paro.quantization.formats import ERROR_FORM, error_bytes
 from paro.quantization.ranges import RangeCodes
 from paro.sharding.shards import UnitShards
 from paro.training.replicas import check_replicas
@@ -152,6 +154,8 @@ class Sum:
     result: Tensor
     result_start: int
     codes: RangeCodes
+    errors: Tensor | None = None  # before: a row of values for each owner's piece
+    errors_after: Tensor | None = None
 
 
 def record_sums(runs: Sequence[str], group_size: int) -> list[tuple[Trained, list[Sum]]]:
@@ -168,18 +172,31 @@ def _record_sums(flags: str, group_size: int) -> tuple[Trained, list[Sum]]:
             return
         original = reduction.reduce
 
-        def reduce(
-            whole: Tensor, start: int, codes: RangeCodes, result: Tensor, *, after: Event
-        ) -> Event:
-            had = whole.clone()
-            event = original(whole, start, codes, result, after=after)
-            offset = (result.data_ptr() - whole.data_ptr()) // whole.itemsize
-            sums.append(Sum(had, start, result.clone(), start + offset, codes))
+        def reduce(gradients: Contribution, result: Tensor, *, after: Event) -> Event:
+            whole, start, codes = gradients.values, gradients.start, gradients.codes
+            had, errors = whole.clone(), _errors(gradients)
+            event = original(gradients, result, after=after)
+            begin = start + (result.data_ptr() - whole.data_ptr()) // whole.itemsize
+            sums.append(Sum(had, start, result.clone(), begin, codes, errors, _errors(gradients)))
             return event
 
         reduction.reduce = reduce  # type: ignore[method-assign]
 
     return train(flags, group_size=group_size, before=before), sums
+
+
+def _errors(gradients: Contribution) -> Tensor | None:
+    """What codes have lost, in fp32: a row of `codes.numel` values for each owner's piece."""
+    if gradients.errors is None:
+        return None
+    numel = gradients.codes.numel
+    rows = torch.zeros(len(gradients.errors), -(-numel // 32) * 32)
+    for index, (row, octets) in enumerate(zip(rows, gradients.errors, strict=True)):
+        coded = gradients.codes.num_coded(gradients.start + index * numel)
+        whole = -(-coded // 32) * 32
+        for place, values in decode(octets[: error_bytes(coded)], ERROR_FORM, whole):
+            row[place] = values
+    return rows
 
 
 def check_sums(everyone: Sequence[Sequence[Sum]], bits: int) -> int:
@@ -188,15 +205,13 @@ def check_sums(everyone: Sequence[Sequence[Sum]], bits: int) -> int:
         codes = sums[0].codes
         starts = {one.start + i for one in sums for i in range(0, len(one.whole), codes.numel)}
         for start in starts:
-            pieces = [
-                one.whole[start - one.start :][: codes.numel]
-                for one in sums
-                if 0 <= start - one.start < len(one.whole)
-            ]
+            contributing = [one for one in sums if 0 <= start - one.start < len(one.whole)]
+            pieces = [one.whole[start - one.start :][: codes.numel] for one in contributing]
             holders = [one for one in sums if 0 <= start - one.result_start < len(one.result)]
             matrices = min(max(codes.matrix_stop - start % codes.slice_numel, 0), codes.numel)
             coded = matrices if matrices >= 2048 else 0
-            wanted = _sum_of(pieces, coded, bits, again=len(holders) > 1)
+            errors = [_error_of(one, start, coded, bits) for one in contributing]
+            wanted = _sum_of(pieces, errors, coded, bits, again=len(holders) > 1)
             assert len(pieces) > 1, "nothing crosses groups"
             for one in holders:
                 own = one.result[start - one.result_start :][: codes.numel]
@@ -204,11 +219,28 @@ def check_sums(everyone: Sequence[Sequence[Sum]], bits: int) -> int:
     return len(everyone[0])
 
 
-def _sum_of(pieces: Sequence[Tensor], coded: int, bits: int, *, again: bool) -> Tensor:
+def _error_of(one: Sum, start: int, coded: int, bits: int) -> Tensor:
+    """What the codes of a piece had lost; checks what they have lost since."""
+    whole = -(-coded // 32) * 32
+    if one.errors is None or one.errors_after is None:
+        return torch.zeros(whole)
+    row, first = (start - one.start) // one.codes.numel, start - one.start
+    before, after = one.errors[row, :whole], one.errors_after[row, :whole]
+    added = hadamard(one.whole[first : first + coded].float()) + before
+    lost = added - _rounded(added, bits)
+    for now, mean in zip(after.split(128), (0.8 * before + 0.2 * lost).split(128), strict=True):
+        assert (now - mean).abs().max() <= 0.501 * mean.abs().max() / 127
+    assert after.any() == added.any(), "nothing was lost"
+    return before
+
+
+def _sum_of(
+    pieces: Sequence[Tensor], errors: Sequence[Tensor], coded: int, bits: int, *, again: bool
+) -> Tensor:
     """The sum of the ranks' pieces in their order, each rounded to codes; `again`: also the sum."""
     total, exact = torch.zeros(-(-coded // 32) * 32), torch.zeros(pieces[0].numel() - coded)
-    for piece in pieces:
-        total += _rounded(hadamard(piece[:coded].float()), bits)
+    for piece, error in zip(pieces, errors, strict=True):
+        total += _rounded(hadamard(piece[:coded].float()) + error, bits)
         exact += piece[coded:].bfloat16()
     if again:
         total, exact = _rounded(total, bits), exact.bfloat16().float()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,16 +13,21 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.precision import PrecisionConfig
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
 from paro.strategy import legal_letters
 from paro.training.dry_run import plan_run
+from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
-from tests.paro.sharding.coded_runs import FLAGS, Sum, check_sums, record_sums
+from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on, whole_states
+from tests.helpers.training import train
+from tests.paro.sharding.coded_runs import FLAGS, SIZES, Sum, check_sums, record_sums
 from tests.paro.sharding.test_coded_update import DEGREES
 from tests.paro.test_parity import assert_formulas
 
 EIGHT = "--paro-inter-grad-bits 8"
+FEEDBACK = "--paro-inter-grad-error-feedback"
 
 
 def runs(cases: list[tuple[str, int, str]], micro_batch: int) -> list[str]:
@@ -37,7 +44,8 @@ def test_sums_have_the_bits_of_the_arithmetic() -> None:
     """Owners alone (IIG), several owners (NNN), and the first steps in 16 bits."""
     warm = "--paro-inter-bits-warmup-iters 2"
     rings = "--paro-collective ho-ring"
-    flags = runs([("IIG", 4, ""), ("NNN", 8, rings), ("IIG", 4, warm), ("IIG", 16, "")], 3)
+    cases = [("IIG", 4, ""), ("NNN", 8, rings), ("IIG", 4, warm), ("IIG", 16, "")]
+    flags = runs([*cases, ("NII", 4, FEEDBACK)], 3)
     everyone = run_ranks(record_sums, 4, flags, 2)
     sums = [[rank[index][1] for rank in everyone] for index in range(len(flags))]
     trained = [run[0] for run in everyone[0]]
@@ -45,7 +53,9 @@ def test_sums_have_the_bits_of_the_arithmetic() -> None:
     assert check_sums(sums[1], 8) == 3 * 4
     assert check_sums(sums[2], 4) == 4
     assert not any(sums[3])
-    for index in (0, 1, 3):
+    assert check_sums(sums[4], 4) == 3 * 4
+    assert all(one.errors is not None for rank in sums[4] for one in rank)
+    for index in (0, 1, 3, 4):
         assert_formulas(trained[index], flags[index], 4, 2)
     norms = [[step.grad_norm for step in one.steps] for one in trained]
     assert norms[2][:2] == norms[3][:2]
@@ -69,7 +79,9 @@ def test_all_strategies(world_size: int, group_size: int, bits: int) -> None:
         for index, text in enumerate(strategies)
     ]
     if group_size == 2:
-        cases.append(("IIG", bits, "--paro-materialize rotate"))
+        rotate = "--paro-materialize rotate"
+        cases += [("IIG", bits, rotate), ("IIG", bits, f"{rotate} {FEEDBACK}")]
+    cases += [(name, bits, FEEDBACK) for name in ("IIG", "NII", "NNN")]
     flags = runs(cases, 24 // world_size)
     everyone = run_ranks(record_sums, world_size, flags, group_size, timeout=900)
     for index, line in enumerate(flags):
@@ -95,7 +107,7 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
         assert not math.isfinite(float(back.norm()))
 
 
-AUTO = "--paro-inter-bits auto"
+AUTO, LOCAL = "--paro-inter-bits auto", "--non-persistent-ckpt-type local"
 
 
 def configured(more: str, *, group_size: int = 2) -> RunConfig:
@@ -112,11 +124,23 @@ def configured(more: str, *, group_size: int = 2) -> RunConfig:
         (AUTO, 2, "--paro-inter-bits auto plans for a machine: give --paro-machine"),
         (AUTO, 8, "--paro-inter-bits auto: all 8 ranks are one group"),
         (f"{AUTO} --accumulate-allreduce-grads-in-fp32", 2, "contradict each other"),
+        (FEEDBACK, 2, "give --paro-inter-grad-bits 8 or 4 too"),
+        (
+            f"{EIGHT} {FEEDBACK} --paro-survive 1 --paro-strategy III",
+            2,
+            "and --paro-survive contradict each other",
+        ),
+        (f"{EIGHT} {FEEDBACK} {LOCAL}", 2, f"and {LOCAL} contradict each other"),
     ],
 )
 def test_bad_input_is_one_line(more: str, group_size: int, line: str) -> None:
     with pytest.raises(UserError, match=line):
         configured(more, group_size=group_size)
+
+
+def test_feedback_needs_one_scale_of_the_loss() -> None:
+    with pytest.raises(UserError, match="and --fp16 contradict each other"):
+        PrecisionConfig(compute="fp16", inter_grad_bits=4, inter_grad_error_feedback=True)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +158,80 @@ def test_what_stays_in_16_bits_is_said(strategy: str, line: str | None) -> None:
     assert line is None or line in said[0]
 
 
-def test_a_dry_run_counts_the_buffers() -> None:
+@pytest.mark.parametrize("strategy", ["IIG", "NNN", "2,2,4"])
+def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     world = World(size=8, ranks_per_node=2)
-    codes = [
-        plan_run(configured(f"--paro-strategy IIG {more}"), world).memory.codes
-        for more in ("", EIGHT)
+    plans = [
+        plan_run(configured(f"--paro-strategy {strategy} {more}"), world)
+        for more in ("", EIGHT, f"{EIGHT} {FEEDBACK}")
     ]
+    codes = [plan.memory.codes for plan in plans]
     assert codes[0] == 0 < codes[1]
+    units = plans[2].training.model.trainable_units
+    errors = sum(unit.grad_errors.nbytes for unit in units if unit.grad_errors is not None)
+    assert codes[2] - codes[1] == errors > 0
+
+
+@pytest.mark.ranks
+def test_a_resumed_run_remembers_what_codes_lost(tmp_path: Path) -> None:
+    """The same ranks and strategy, bit for bit; others begin without it, and a line says so."""
+    more = f"{SIZES} --paro-inter-grad-bits 4 {FEEDBACK} --paro-inter-bits-warmup-iters 0"
+    setting = Setting(world_size=4, group_size=2, strategy="IIG", more=more)
+    there = run_ranks(save_and_go_on, 4, setting, tmp_path, asynchronous=True)
+    here = run_ranks(load_and_go_on, 4, setting, tmp_path)
+    saved, loaded = whole_states(there), whole_states(here)
+    errors = [name for name in saved if name.startswith("grad_errors.")]
+    assert len(errors) == 4, "one for each unit"
+    assert all(saved[name].any() for name in errors)
+    assert saved.keys() == loaded.keys()
+    for name, values in saved.items():
+        assert torch.equal(values, loaded[name]), name
+    assert here[0].losses == there[0].losses
+    other = replace(setting, strategy="NII")
+    moved = run_ranks(load_and_go_on, 4, other, tmp_path)
+    forgotten = {name: v for name, v in whole_states(moved).items() if name.startswith("grad_")}
+    assert len(forgotten) == 4
+    assert not any(values.any() for values in forgotten.values())
+    assert moved[0].losses == pytest.approx(there[0].losses, rel=5e-3)
+
+
+def forget(flags: str, group_size: int) -> list[bool]:
+    """After each step whether something is remembered; the second one's gradients are infinite."""
+    remembered: list[bool] = []
+
+    def before(training: Training) -> None:
+        begin, finish = training.model.begin_step, training.model.finish_gradients
+
+        def begin_step(num_micro_batches: int, *, exact: bool = False) -> None:
+            remembered.append(_remembers(training))
+            begin(num_micro_batches, exact=exact)
+
+        def finish_gradients() -> None:
+            finish()
+            if len(remembered) == 2:
+                training.model.trainable_units[0].optim_grad[0] = math.inf
+
+        training.model.begin_step = begin_step  # type: ignore[method-assign]
+        training.model.finish_gradients = finish_gradients  # type: ignore[method-assign]
+
+    train(flags, group_size=group_size, before=before)
+    return remembered
+
+
+def _remembers(training: Training) -> bool:
+    return all(
+        unit.grad_errors.any() for unit in training.model.units if unit.grad_errors is not None
+    )
+
+
+@pytest.mark.ranks
+def test_skipped_steps_and_time_make_ranks_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    (flags,) = runs([("IIG", 4, f"{FEEDBACK} --train-iters 5")], 12)
+    assert run_ranks(forget, 2, flags, 1)[0] == [False, True, False, True, True]
+    assert run_ranks(forget_soon, 2, flags, 1)[0] == [False, True, False, True, False]
+
+
+def forget_soon(flags: str, group_size: int) -> list[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paro.training.step.FORGOTTEN_AFTER", 4)
+        return forget(flags, group_size)
