@@ -50,24 +50,28 @@ SHORT, SEEDS = 240, (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Bits of gradients and of updates, a part of the codes that is taken out, and fp8's format."""
+    """Bits of gradients and of updates, what the codes are without or with, and fp8's format."""
 
     grads: int
     params: int
     without: str = ""
     fp8: str = ""
+    feedback: bool = False
 
     @property
     def name(self) -> str:
         name = f"{self.grads}/{self.params}"
         if self.fp8:
             name += f" in fp8 ({self.fp8})"
+        if self.feedback:
+            name += " with error feedback"
         return name + (f" without {self.without}" if self.without else "")
 
     @property
     def flags(self) -> list[str]:
         bits = {"grad": self.grads, "param": self.params}
         flags = [word for what, n in bits.items() for word in (f"--paro-inter-{what}-bits", str(n))]
+        flags += ["--paro-inter-grad-error-feedback"] if self.feedback else []
         return [*flags, "--fp8-format", self.fp8] if self.fp8 else flags
 
 
@@ -78,6 +82,7 @@ VARIANTS = (
     Variant(4, 4),
     Variant(4, 4, "transform"),
     Variant(4, 4, "transform+blocks"),
+    Variant(4, 4, feedback=True),
     Variant(16, 16, fp8="hybrid"),
 )
 # Variant, iterations, seed.

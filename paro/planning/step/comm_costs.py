@@ -31,6 +31,8 @@ _ENCODED_BYTES = 70
 _DECODED_BYTES = 40
 _TRANSFORM_BYTES = 60
 CODING_BYTES = _ENCODED_BYTES + _DECODED_BYTES + _TRANSFORM_BYTES
+# Reads the error and the codes, encodes the new error; three operations on fp32 values.
+_FEEDBACK_BYTES = 2 * _DECODED_BYTES + _ENCODED_BYTES + 3 * 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +185,14 @@ class CommCosts:
             )
         intra, inter = split_by_link((*plan.step_reduce, *plan.replicas))
         encoded, outside = codes.range_bytes * self.topology.world_size, inter[0].inner
+        feedback = _FEEDBACK_BYTES if self.precision.inter_grad_error_feedback else 0
         return (
             (
                 *phases(Op.REDUCE_SCATTER, intra, numel // strategy.grads * wire),
                 *phases(Op.REDUCE_SCATTER, inter, encoded // outside),
             ),
             phases(Op.ALL_GATHER, plan.replicas, encoded // strategy.optim),
-            numel // outside * CODING_BYTES,
+            numel // outside * (CODING_BYTES + feedback),
         )
 
     def _per_micro_batch(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
