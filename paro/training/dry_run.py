@@ -35,6 +35,7 @@ from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_training
+from paro.training.local_copies import every_text, predicted_bytes
 from paro.training.memory_check import checkpoint_bytes
 from paro.training.placement import placement_lines, predict_memory
 from paro.training.resume import base_of
@@ -356,6 +357,13 @@ def _checkpoints(plan: PlannedRun) -> Iterator[str]:
         check_overwriting(checkpoint, plan.config.train)
 
 
+def _local_copies(plan: PlannedRun) -> Iterator[str]:
+    interval = plan.config.local_copies_interval
+    if interval is not None:
+        size = size_text(predicted_bytes(plan.config, plan.training))
+        yield f"> local copies {every_text(interval)}: {size} of the memory of each node"
+
+
 def _planner(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
     """Where the launch spends its time on --paro-machine, and what would be faster there."""
     if plan.launch is None or found is None:
@@ -373,4 +381,5 @@ SECTIONS: tuple[Callable[[PlannedRun], Iterable[str]], ...] = (
     _memory,
     _data,
     _checkpoints,
+    _local_copies,
 )

@@ -102,7 +102,7 @@ class LocalCopies:
         num_bytes = sum(everywhere[each] for each in near)
         check_room(self._folder, num_bytes)
         self._record = partial(common_record, self._config, training, order=order, base=base)
-        every = "every iteration" if self._interval == 1 else f"every {self._interval} iterations"
+        every = every_text(self._interval)
         self._log.log0(
             f"> local copies: {every}, two generations, {size_text(num_bytes)} of memory on this "
             f"node, in {self._folder.path}"
@@ -142,6 +142,14 @@ class LocalCopies:
             self._folder.discard()
 
 
+def predicted_bytes(config: RunConfig, training: Training) -> int:
+    """The memory of a node that local copies take if each of its ranks copies as much as this."""
+    near = range(config.sharding.ranks_per_node)
+    states = boxed_states(training.optimizer.flat_shards(), writers=near)
+    of_rank = sum(part.nbytes for held in states.values() for part in held.rectangles.values())
+    return NUM_SLOTS * len(near) * of_rank
+
+
 @contextmanager
 def local_copies(config: RunConfig, control: Control, log: Log) -> Iterator[LocalCopies | None]:
     """Holds the folder of local copies in the block; None for a run without them; collective."""
@@ -155,6 +163,11 @@ def local_copies(config: RunConfig, control: Control, log: Log) -> Iterator[Loca
             yield copies
         finally:
             copies.settle()  # while the folder is locked
+
+
+def every_text(interval: int) -> str:
+    """How often copies are made."""
+    return "every iteration" if interval == 1 else f"every {interval} iterations"
 
 
 def _flags(config: RunConfig) -> dict[str, str]:

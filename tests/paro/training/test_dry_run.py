@@ -25,9 +25,11 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine, Measured
+from paro.quantities import size_text
 from paro.topology import Axes
 from paro.training.assembly import build_training
 from paro.training.dry_run import PlannedRun, plan_run, run_dry
+from paro.training.local_copies import predicted_bytes
 from paro.training.placement import placement_lines, predict_memory
 from tests.helpers.ranks import ROOT
 
@@ -364,3 +366,24 @@ def test_an_evaluation_counts_where_it_needs_the_most() -> None:
     assert large.allocations.states == step.allocations.states, "the optimizer's state stays"
     assert large.allocations.activations == 0, "nothing is kept for a backward"
     assert planned(f"{flags} --eval-micro-batch-size 64 --eval-iters 0").memory == step
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "bytes_of_element"),
+    [
+        ("NNI", "", 12),  # each node holds everything once
+        ("IIG", "", 6),
+        ("IIG", "--bf16 --paro-inter-param-bits 4", 7),  # also the parameters as they were sent
+    ],
+)
+def test_local_copies_take_memory_of_every_node(
+    strategy: str, more: str, bytes_of_element: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = f"--non-persistent-ckpt-type local {more} --paro-strategy {strategy}"
+    words = f"{MOCK} {local} --dry-run --world-size 8 --ranks-per-node 4"
+    plan = planned(words)
+    numel = sum(p.numel() for p in plan.training.model.model.parameters())
+    found = predicted_bytes(plan.config, plan.training)
+    assert found == pytest.approx(2 * bytes_of_element * numel, rel=0.02)
+    line = f"> local copies every iteration: {size_text(found)} of the memory of each node"
+    assert line in printed(words, capsys)
