@@ -13,6 +13,7 @@ from data.loader import Datasets
 from data.waits import Wait
 from model.attention import check_attention
 from model.config import num_parameters
+from model.fusion import usable_kernels
 from model.matmul import check_fp8_device
 from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim, claimed
@@ -238,12 +239,14 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     with control.raise_on_all_ranks(name_rank=True):
         warning = check_memory(config, control.world, control.device)
         check_fp8_device(config.model.fp8_format, control.device)
-        kernel = check_attention(
-            config.model, TORCH_TYPES[config.precision.compute], control.device
-        )
+        dtype = TORCH_TYPES[config.precision.compute]
+        kernel = check_attention(config.model, dtype, control.device)
     if warning is not None:
         log.log0(warning)
     log.log0(f"> attention: {kernel}")
+    fused = usable_kernels(config.model, dtype, control.device).line
+    if fused is not None:
+        log.log0(f"> {fused}")
     seed_everything(config.train.seed)
     training = build_training(config, control)
     placement = placement_lines(config, training)

@@ -174,19 +174,39 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor, fp8: Fp8Format | None
+        ctx: Any,
+        gate_BSF: Tensor,
+        up_BSF: Tensor,
+        weight_DF: Tensor,
+        fp8: Fp8Format | None,
+        fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(gate_BSF, up_BSF, weight_DF)
-        ctx.fp8, ctx.sink = fp8, sink_of(weight_DF)
-        hidden = operand(F.silu(gate_BSF).mul_(up_BSF), fp8)
-        return outputs(hidden, operand(weight_DF.to(gate_BSF.dtype), fp8))
+        ctx.fp8, ctx.sink, ctx.fused = fp8, sink_of(weight_DF), fused
+        if fused:
+            from model.kernels import swiglu
+
+            hidden_BSF = swiglu(gate_BSF, up_BSF)
+        else:
+            hidden_BSF = F.silu(gate_BSF).mul_(up_BSF)
+        return outputs(operand(hidden_BSF, fp8), operand(weight_DF.to(gate_BSF.dtype), fp8))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_BSF, up_BSF, weight_DF = ctx.saved_tensors
-        needs_gate, needs_up, needs_weight, _ = ctx.needs_input_grad
+        needs_gate, needs_up, needs_weight, *_ = ctx.needs_input_grad
         grad = operand(grads[0].flatten(0, -2), ctx.fp8, is_grad=True)
         grad_gate = grad_up = grad_weight = None
+        if ctx.fused and needs_gate and needs_up:
+            from model.kernels import swiglu_backward
+
+            weight = operand(weight_DF.to(gate_BSF.dtype), ctx.fp8)
+            grad_BSF = input_grads(grad, weight).view_as(gate_BSF)
+            grad_gate, grad_up, hidden_BSF = swiglu_backward(grad_BSF, gate_BSF, up_BSF)
+            if needs_weight:
+                hidden = operand(hidden_BSF.flatten(0, -2), ctx.fp8)
+                grad_weight = weight_grad(grad, hidden, ctx.sink)
+            return grad_gate, grad_up, grad_weight, None, None
         silu_BSF = F.silu(gate_BSF)
         if needs_weight:
             grad_weight = weight_grad(
@@ -199,14 +219,19 @@ class _GatedLinear(torch.autograd.Function):
             grad_up = silu_BSF.mul_(grad_BSF) if needs_up else None
             if needs_gate:
                 grad_gate = torch.ops.aten.silu_backward(grad_BSF.mul_(up_BSF), gate_BSF)
-        return grad_gate, grad_up, grad_weight, None
+        return grad_gate, grad_up, grad_weight, None, None
 
 
 def gated_linear(
-    gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor, fp8: Fp8Format | None = None
+    gate_BSF: Tensor,
+    up_BSF: Tensor,
+    weight_DF: Tensor,
+    fp8: Fp8Format | None = None,
+    *,
+    fused: bool = False,
 ) -> Tensor:
-    """SwiGLU's second half: `(silu(gate) * up) @ weight.T`."""
-    out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF, fp8)
+    """SwiGLU's second half: `(silu(gate) * up) @ weight.T`; `fused`: the product by Triton."""
+    out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF, fp8, fused)
     return out
 
 

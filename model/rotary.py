@@ -42,23 +42,32 @@ class _Rotate(torch.autograd.Function):
     """Backward applies the inverse rotation, so the input is not saved."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x_BSNH: Tensor, cos: Tensor, sin: Tensor, fused: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x_BSNH, cos, sin)
+        ctx.fused = fused
+        return _rotated(x_BSNH, cos, sin, fused=fused)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, -sin), None, None
+        return _rotated(grads[0], cos, sin, inverse=True, fused=ctx.fused), None, None, None
 
 
-def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each pair of channels (i, i + H/2) by the angle of its position."""
-    out: Tensor = _Rotate.apply(x_BSNH, cos, sin)
+def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> Tensor:
+    """Rotates each pair of channels (i, i + H/2) by its position's angle; `fused`: by Triton."""
+    out: Tensor = _Rotate.apply(x_BSNH, cos, sin, fused)
     return out
 
 
-def _rotated(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(
+    x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False, fused: bool = False
+) -> Tensor:
+    if fused:
+        from model.kernels import rotate as by_triton
+
+        return by_triton(x_BSNH, cos, sin, inverse=inverse)
+    if inverse:
+        sin = -sin
     out = torch.empty_like(x_BSNH, memory_format=torch.contiguous_format)
     torch.mul(x_BSNH, cos, out=out)
     first, second = x_BSNH.chunk(2, dim=-1)

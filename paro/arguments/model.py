@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, _ArgumentGroup
 
 from model.config import ATTENTION_BACKENDS, LLAMA_PRESETS, preset_name
 from paro.optim.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
@@ -17,6 +17,20 @@ def _attention_backend(word: str) -> str:
 
 # Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
+
+
+def _add_kernel_args(group: _ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--attention-backend", type=_attention_backend, choices=ATTENTION_BACKENDS, default="auto",
+        metavar="NAME",
+        help="the kernel of attention: flash; fused or cudnn; unfused, local or math, matrix "
+        "products that keep all scores; auto (the default): what torch chooses. It is tried at "
+        "the start, and logged")
+    add("--no-bias-swiglu-fusion", action="store_false", dest="bias_swiglu_fusion",
+        help="compute SwiGLU by torch's operations; without it a GPU does it in one pass, by a "
+        "kernel of Triton, where that works: it is tried at the start, and logged")
+    add("--no-rope-fusion", action="store_false", dest="apply_rope_fusion",
+        help="the same of the rotary embedding")
 
 
 def add_model_args(parser: ArgumentParser) -> None:
@@ -56,11 +70,7 @@ def add_model_args(parser: ArgumentParser) -> None:
         help="add biases to queries, keys and values, as Qwen2 does; default: the preset's, or off")
     add("--qk-layernorm", action="store_true", default=None,
         help="normalize every head's query and key, as Qwen3 does; default: the preset's, or off")
-    add("--attention-backend", type=_attention_backend, choices=ATTENTION_BACKENDS, default="auto",
-        metavar="NAME",
-        help="the kernel of attention: flash; fused or cudnn; unfused, local or math, matrix "
-        "products that keep all scores; auto (the default): what torch chooses. It is tried at "
-        "the start, and logged")
+    _add_kernel_args(group)
     add("--norm-epsilon", type=float, metavar="EPS",
         help="added under the root of RMSNorm; default 1e-5")
     add("--init-method-std", type=float, metavar="STD",

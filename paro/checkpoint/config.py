@@ -7,6 +7,20 @@ from pathlib import Path
 
 from paro.errors import UserError
 
+# Fields of the model that a run may change when it continues; checkpoints do not hold them.
+FREE_FIELDS = frozenset(
+    {
+        "recompute",
+        "max_position_embeddings",
+        "init_method_std",
+        "lora",
+        "attention_backend",
+        "fp8_format",
+        "bias_swiglu_fusion",
+        "apply_rope_fusion",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:

@@ -9,6 +9,7 @@ import torch
 
 from data.loader import Batch, Datasets, MicroBatches, Samples, SplitCounts, build_datasets
 from model.config import flops_per_token
+from model.fusion import usable_kernels
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from paro.collectives.api import make_collectives
@@ -65,7 +66,10 @@ def build_training(
     device = control.device
     traffic = traffic or ByteCounter()
     with torch.device("meta"):
-        model = Llama(config.model)
+        kernels = usable_kernels(
+            config.model, TORCH_TYPES[config.precision.compute], control.device
+        )
+        model = Llama(kernels.config)
     compute_dtype = TORCH_TYPES[config.precision.compute]
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = make_timers(config.report.timing_log_level, device)

@@ -14,7 +14,7 @@ from paro.checkpoint.agreement import with_claim
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import PARAM, boxed_states
 from paro.checkpoint.claim import Claim
-from paro.checkpoint.config import CheckpointConfig
+from paro.checkpoint.config import FREE_FIELDS, CheckpointConfig
 from paro.checkpoint.directory import (
     Base,
     newest_good,
@@ -37,9 +37,6 @@ from paro.training.changed_flags import order_changes, schedule_change
 from paro.training.resumed import FROM_NOTHING, Resumed, base_of
 from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
-
-# The model fields that may differ between the run that saved and the one that loads.
-_FREE_MODEL_FIELDS = ("recompute", "max_position_embeddings", "init_method_std", "lora")
 
 
 class Saver:
@@ -376,4 +373,4 @@ def _check_schedule(common: Mapping[str, Any], config: RunConfig) -> None:
 
 def _model_fields(config: RunConfig) -> dict[str, Any]:
     fields = asdict(config.model)
-    return {name: fields[name] for name in fields if name not in _FREE_MODEL_FIELDS}
+    return {name: fields[name] for name in fields if name not in FREE_FIELDS}

@@ -38,7 +38,7 @@ ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("paro.errors",): (),
     ("paro.untrusted",): ("isal", "paro.errors", "paro.untrusted"),
     PURE: PURE,
-    ("model",): ("model", "paro.errors", "paro.untrusted", "torch"),
+    ("model",): ("model", "paro.errors", "paro.untrusted", "torch", "triton"),
     ("data",): (
         *("data", "paro.errors", "paro.untrusted"),
         "numpy",
@@ -255,16 +255,18 @@ def is_named_for_its_subject(source: Source) -> Iterator[str]:
 
 
 def functions_of(source: Source) -> Iterator[tuple[Function, list[ast.arg]]]:
-    """Every function with its parameters, without self or cls."""
+    """Every function with its parameters, without self or cls; not the kernels of Triton."""
     classes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
     methods = {id(child) for node in classes for child in node.body}
     for node in ast.walk(source.tree):
         if not isinstance(node, Function):
             continue
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if "triton.jit" in decorators:
+            continue
         arguments = node.args
         parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        static = any(ast.unparse(decorator) == "staticmethod" for decorator in node.decorator_list)
-        if id(node) in methods and not static:
+        if id(node) in methods and "staticmethod" not in decorators:
             parameters = parameters[1:]
         yield node, [*parameters, *filter(None, (arguments.vararg, arguments.kwarg))]
 

@@ -86,7 +86,9 @@ RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-d
 # Flags whose effect needs more than another value of the flag: the flags to remove from SMALL,
 # the flags before, and the flags with the change.
 CASES = {
+    "apply_rope_fusion": ((), "", "--no-rope-fusion"),
     "attention_backend": ((), "", "--attention-backend math"),
+    "bias_swiglu_fusion": ((), "", "--no-bias-swiglu-fusion"),
     "base": ((), "--load .", "--load . --base elsewhere"),
     "ckpt_step": ((), "--load .", "--load . --ckpt-step 5"),
     "data_path": (("mock-data",), "--mock-data", "--data-path corpus"),

@@ -36,8 +36,7 @@ COMPUTE_RULES = (
     *accepted("there is no fused softmax to turn off", "--no-masked-softmax-fusion"),
     *accepted(
         _NO_FUSION,
-        "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion "
-        "--disable-jit-fuser",
+        "--no-bias-dropout-fusion --no-bias-gelu-fusion --disable-jit-fuser",
     ),
     *accepted("there is no such kernel to turn off", "--no-persist-layer-norm"),
     *accepted("gradients are accumulated by the unit", "--no-gradient-accumulation-fusion"),

@@ -23,6 +23,7 @@ from paro.checkpoint.adapters import adapters_of
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import as_base, open_base
 from paro.checkpoint.boxes import PARAM, BoxedState
+from paro.checkpoint.config import FREE_FIELDS
 from paro.checkpoint.convert.hugging_face import (
     CONFIG,
     companions_in,
@@ -47,11 +48,6 @@ from paro.errors import UserError
 from paro.untrusted.schema import conform
 
 COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
-# Fields that a run may change; common.json does not have them among the model's fields.
-FREE_FIELDS = (
-    *("recompute", "max_position_embeddings", "init_method_std", "lora", "fp8_format"),
-    "attention_backend",
-)
 
 
 def open_native(root: Path, iteration: int | None = None, base: str | None = None) -> Source:

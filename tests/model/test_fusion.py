@@ -1,0 +1,276 @@
+"""Triton's kernels equal torch's operations: by its interpreter, and compiled for GPUs."""
+
+# The interpreter is chosen by an environment variable when the module of kernels is imported. It
+# computes in fp32 what the kernels convert to it: all that they do.
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import model
+from model import fusion
+from model.config import LlamaConfig
+from model.fusion import usable_kernels
+from model.layers import gated_linear
+from model.llama import Llama
+from model.rotary import rotate, rotations
+from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.training import TINY, Trained, train
+
+CPU = torch.device("cpu")
+CONFIG = LlamaConfig(
+    num_layers=2,
+    hidden_size=24,
+    ffn_hidden_size=37,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=6,
+    max_position_embeddings=16,
+    vocab_size=31,
+)
+FUSED = replace(CONFIG, bias_swiglu_fusion=True, apply_rope_fusion=True)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
+
+
+@contextmanager
+def interpreter() -> Iterator[ModuleType]:
+    """The module of kernels as Triton interprets it on a CPU."""
+
+    def forget() -> None:
+        sys.modules.pop("model.kernels", None)
+        model.__dict__.pop("kernels", None)
+        usable_kernels.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(fusion, "DEVICES", {"cpu"})
+        forget()
+        try:
+            from model import kernels as imported
+
+            yield imported
+        finally:
+            forget()
+
+
+@pytest.fixture
+def interpreted() -> Iterator[ModuleType]:
+    with interpreter() as imported:
+        yield imported
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype)
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    """To the rounding of their type, relative to the largest."""
+    assert found.dtype == wanted.dtype
+    error = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+    assert error <= TOLERANCE[wanted.dtype], float(error)
+
+
+def compare(run: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+    """Values, and the gradients of the leaves that need one."""
+    found = []
+    for fused in (False, True):
+        own = [each.detach().clone().requires_grad_(each.requires_grad) for each in leaves]
+        out = run(*own, fused=fused)
+        out.backward(normal(*out.shape, seed=9, dtype=out.dtype))
+        found.append([out.detach(), *(leaf.grad for leaf in own if leaf.requires_grad)])
+    for plain, fused in zip(*found, strict=True):
+        assert_close(fused, plain)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("needed", ["gate up weight", "gate up", "up weight", "weight"])
+def test_swiglu(dtype: torch.dtype, needed: str) -> None:
+    names = ("gate", "up", "weight")
+    shapes = ((3, 5, 37), (3, 5, 37), (24, 37))
+    leaves = [
+        normal(*shape, seed=seed, dtype=dtype).requires_grad_(name in needed.split())
+        for seed, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    ]
+    compare(gated_linear, leaves)
+    strided = [normal(3, 37, 5, seed=4, dtype=dtype).transpose(1, 2).requires_grad_(), *leaves[1:]]
+    compare(gated_linear, strided)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_heads", [1, 5])
+def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
+    cos, sin = rotations(CONFIG, 7, dtype, CPU)
+    x = normal(3, 7, num_heads, 6, seed=1, dtype=dtype).requires_grad_()
+    compare(lambda x, fused: rotate(x, cos, sin, fused=fused), [x])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6], [5, 6, 0, 1, 2, 3, 4]])
+    compare(lambda x, fused: rotate(x, cos[positions], sin[positions], fused=fused), [x])
+
+
+def of_model(config: LlamaConfig, **documents: Any) -> list[Tensor]:
+    """The loss of a model and all gradients."""
+    llama = Llama(config)
+    with torch.no_grad():
+        for seed, parameter in enumerate(llama.parameters()):
+            parameter.copy_(0.3 * normal(*parameter.shape, seed=seed))
+    tokens = torch.arange(2 * 7).view(2, 7) % 31
+    loss = llama(tokens, tokens.roll(1), torch.ones(2, 7), **documents)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in llama.parameters() if p.grad is not None)]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_has_the_same_gradients(tied: bool) -> None:
+    cut = {"positions_BS": torch.arange(7).repeat(2, 1) % 4, "document_lengths": (4, 3, 4, 3)}
+    for documents in ({}, cut):
+        plain, fused = (
+            of_model(replace(config, tie_embeddings_and_output_weights=tied), **documents)
+            for config in (CONFIG, FUSED)
+        )
+        for found, wanted in zip(fused, plain, strict=True):
+            assert_close(found, wanted)
+
+
+def test_a_cpu_has_no_choice() -> None:
+    assert usable_kernels(FUSED, torch.float32, CPU) == (CONFIG, None)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_runs_is_said() -> None:
+    for dtype in TOLERANCE:
+        found = usable_kernels(FUSED, dtype, CPU)
+        assert found.config == FUSED
+        assert found.line is not None
+        assert found.line.startswith("SwiGLU and rotary embedding: Triton 3.")
+    rope = replace(FUSED, bias_swiglu_fusion=False)
+    assert usable_kernels(rope, torch.float32, CPU).config == rope
+    line = usable_kernels(CONFIG, torch.float32, CPU).line
+    assert line == "SwiGLU and rotary embedding: torch's operations, as the flags ask"
+
+
+def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with interpreter() as imported:
+        monkeypatch.setattr(imported, "swiglu", lambda gate, up: gate + up)
+        found = usable_kernels(FUSED, torch.float32, CPU)
+        assert found.config == CONFIG
+        assert found.line is not None
+        assert "because Triton fails: RuntimeError: results differ by" in found.line
+
+        def no_compiler(*_: object) -> Tensor:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify")
+
+        monkeypatch.setattr(imported, "swiglu", no_compiler)
+        usable_kernels.cache_clear()
+        found = usable_kernels(FUSED, torch.float32, CPU)
+        assert found.config == CONFIG
+        assert str(found.line).endswith("RuntimeError: Failed to find C compiler.")
+    monkeypatch.setattr(fusion, "DEVICES", {"cpu"})
+    monkeypatch.setitem(sys.modules, "triton", None)
+    found = usable_kernels(FUSED, torch.float32, CPU)
+    assert found.config == CONFIG
+    assert "ModuleNotFoundError" in str(found.line)
+    usable_kernels.cache_clear()
+
+
+SIGNATURES = {
+    "_swiglu": ("gate up out", "numel", "", {"BLOCK": 1024}),
+    "_swiglu_backward": ("grad gate up grad_gate grad_up", "numel", "", {"BLOCK": 1024}),
+    "_rotate": ("x cos sin out", "num_rows num_heads half", "sign", {"HEADS": 4, "HALF": 64}),
+}
+
+
+def compile_for(capability: int) -> None:
+    """Every kernel down to machine code, as no interpreter does: it accepts more."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compiled
+
+    from model import kernels
+
+    for name, (pointers, numbers, reals, constants) in SIGNATURES.items():
+        signature = dict.fromkeys(pointers.split(), "*bf16")
+        signature |= dict.fromkeys(numbers.split(), "i32") | dict.fromkeys(reals.split(), "fp32")
+        signature |= dict.fromkeys(constants, "constexpr")
+        places = {key: (list(signature).index(key),) for key in constants}
+        source = ASTSource(
+            getattr(kernels, name),
+            signature=signature,
+            constexprs={places[key]: value for key, value in constants.items()},
+        )
+        code = compiled(source, target=GPUTarget("cuda", capability, 32)).asm
+        assert f".target sm_{capability}" in code["ptx"]
+        assert len(code["cubin"]) > 1000
+        print(name)
+
+
+def run_on_gpu() -> None:
+    for dtype in TOLERANCE:
+        found = usable_kernels(FUSED, dtype, torch.device("cuda"))
+        assert found.config == FUSED, found.line
+        print(found.line)
+
+
+def printed(call: str, folder: Path) -> list[str]:
+    """The lines of a function of this module in a process whose Triton never interpreted."""
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"from tests.model import test_fusion; test_fusion.{call}"],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(folder)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
+    assert printed(f"compile_for({capability})", tmp_path) == list(SIGNATURES)
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_the_kernels(tmp_path: Path) -> None:
+    assert len(printed("run_on_gpu()", tmp_path)) == len(TOLERANCE)
+
+
+def train_both(runs: list[str], group_size: int) -> list[tuple[Trained, Trained]]:
+    """Each run without and with the kernels."""
+    found = []
+    for flags in runs:
+        plain = train(flags, group_size=group_size)
+        with interpreter():
+            found.append((plain, train(flags, group_size=group_size)))
+    return found
+
+
+@pytest.mark.ranks
+def test_strategies_train_to_the_same_losses() -> None:
+    flags = f"{TINY} --train-iters 2 --micro-batch-size 1 --global-batch-size 4"
+    rotated = "--paro-strategy IIG --paro-materialize rotate"
+    full = "--paro-strategy GGG --recompute-granularity full"
+    runs = [f"{flags} {more}" for more in (full, rotated)]
+    for plain, fused in run_ranks(train_both, 2, runs, 2)[0]:
+        pairs = zip(plain.steps, fused.steps, strict=True)
+        assert all(a.loss == pytest.approx(b.loss, rel=1e-5) for a, b in pairs)
+        for name, values in plain.parameters.items():
+            assert torch.allclose(values, fused.parameters[name], rtol=1e-4, atol=1e-5), name
+        assert any(not torch.equal(v, fused.parameters[n]) for n, v in plain.parameters.items())
