@@ -50,6 +50,20 @@ def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
     assert scales(run(*go_on, *after)) == [expected]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--attention-backend", "math"),
+        ("--fp8-format", "hybrid"),
+        ("--no-rope-fusion", "--no-bias-swiglu-fusion"),
+    ],
+)
+def test_kernels_and_fp8_may_change(tmp_path: Path, more: tuple[str, ...]) -> None:
+    go_on = [*RUN, "--train-iters", 3, "--save", tmp_path, "--load", tmp_path]
+    run(*go_on, "--exit-interval", 2)
+    assert len(losses(run(*go_on, *more))) == 1
+
+
 def order_lines(printed: str) -> list[str]:
     """The message about a changed order, without the ending that all messages share."""
     return re.findall(r"^(.*); reading continues after sample \d+ of", printed, re.MULTILINE)
