@@ -60,6 +60,7 @@ def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
 )
 def test_kernels_and_fp8_may_change(tmp_path: Path, more: tuple[str, ...]) -> None:
     go_on = [*RUN, "--train-iters", 3, "--save", tmp_path, "--load", tmp_path]
+    go_on += ["--ffn-hidden-size", 96]
     run(*go_on, "--exit-interval", 2)
     assert len(losses(run(*go_on, *more))) == 1
 
