@@ -27,6 +27,7 @@ from paro.distributed.rendezvous import refusals_are_shared
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_job_id, world_or_alone
 from paro.errors import RunError, UserError
+from paro.optim.adamw import choose_adamw
 from paro.report.config import ReportConfig
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
@@ -241,12 +242,13 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
         check_fp8_device(config.model.fp8_format, control.device)
         dtype = TORCH_TYPES[config.precision.compute]
         kernel = check_attention(config.model, dtype, control.device)
+        adamw = choose_adamw(config.optim.adam_implementation, control.device)
     if warning is not None:
         log.log0(warning)
     log.log0(f"> attention: {kernel}")
-    fused = usable_kernels(config.model, dtype, control.device).line
-    if fused is not None:
-        log.log0(f"> {fused}")
+    for line in (usable_kernels(config.model, dtype, control.device).line, adamw.line):
+        if line is not None:
+            log.log0(f"> {line}")
     seed_everything(config.train.seed)
     training = build_training(config, control)
     placement = placement_lines(config, training)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,8 @@ from tests.helpers import purity
 # a rank for 5 s: no name server is asked.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RES_OPTIONS"] = "attempts:0"
+if not Path("/dev/nvidia0").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 # A shell starts background jobs with SIGINT ignored; the processes of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

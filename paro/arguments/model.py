@@ -203,8 +203,10 @@ def add_regularization_args(parser: ArgumentParser) -> None:
     add("--adam-beta2", type=float, metavar="X", default=0.999,
         help="decay of the mean of their squares")
     add("--adam-eps", type=float, metavar="X", default=1e-8, help="keeps AdamW from dividing by 0")
-    add("--adam-implementation", choices=("torch", "apex"), default="torch",
-        help="torch's fused AdamW, or FusedAdam of NVIDIA's apex, where installed from its source")
+    add("--adam-implementation", choices=("auto", "torch", "triton", "apex"), default="auto",
+        help="torch's fused AdamW; Triton's, which unscales, clips, updates and casts in one pass; "
+        "FusedAdam of NVIDIA's apex, where installed from its source; auto (the default): Triton's "
+        "on a GPU where it works, which is tried at the start, and logged, else torch's")
 
 
 def add_learning_rate_args(parser: ArgumentParser) -> None:

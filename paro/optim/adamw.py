@@ -1,9 +1,11 @@
-"""AdamW on flat fp32 ranges: torch's fused kernel, or optionally NVIDIA apex's FusedAdam."""
+"""AdamW on flat fp32 ranges: torch's fused kernel, Triton's one pass, or NVIDIA apex's."""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +13,25 @@ from torch.optim.adamw import adamw
 
 from paro.errors import UserError
 
+TRITON_DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
+
 
 class AdamW(Protocol):
     """Updates one range of parameters, whose weights all decay or none; on one device, fp32."""
 
-    def step(self, grad: Tensor, *, lr: float, weight_decay: float) -> None:
-        """Updates the parameters and their moments in place."""
+    def step(
+        self,
+        grad: Tensor,
+        *,
+        lr: float,
+        weight_decay: float,
+        factor: float = 1.0,
+        copy: Tensor | None = None,
+    ) -> None:
+        """Updates the parameters and their moments in place, with the gradient times `factor`.
+
+        `copy` gets the parameters, cast. The gradient is undefined afterwards.
+        """
 
     def set_num_steps(self, num_steps: int) -> None:
         """Sets the number of updates in the moments, for bias correction; it starts at 0."""
@@ -42,12 +57,20 @@ class TorchAdamW:
         self._betas = betas
         self._eps = eps
 
-    def step(self, grad: Tensor, *, lr: float, weight_decay: float) -> None:
+    def step(
+        self,
+        grad: Tensor,
+        *,
+        lr: float,
+        weight_decay: float,
+        factor: float = 1.0,
+        copy: Tensor | None = None,
+    ) -> None:
         params, exp_avgs, exp_avg_sqs = self._state
         beta1, beta2 = self._betas
         adamw(
             params,
-            [grad],
+            [_scaled(grad, factor)],
             exp_avgs,
             exp_avg_sqs,
             max_exp_avg_sqs=[],
@@ -61,6 +84,8 @@ class TorchAdamW:
             eps=self._eps,
             maximize=False,
         )
+        if copy is not None:
+            copy.copy_(params[0])
 
     def set_num_steps(self, num_steps: int) -> None:
         self._num_steps.fill_(num_steps)
@@ -82,22 +107,84 @@ class ApexAdamW:
         self._fused_adam = find_apex()([param], lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
         self._fused_adam.state[param] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
-    def step(self, grad: Tensor, *, lr: float, weight_decay: float) -> None:
+    def step(
+        self,
+        grad: Tensor,
+        *,
+        lr: float,
+        weight_decay: float,
+        factor: float = 1.0,
+        copy: Tensor | None = None,
+    ) -> None:
         (group,) = self._fused_adam.param_groups
         group.update(lr=lr, weight_decay=weight_decay)
-        self._param.grad = grad
+        self._param.grad = _scaled(grad, factor)
         self._fused_adam.step()
         self._param.grad = None
+        if copy is not None:
+            copy.copy_(self._param)
 
     def set_num_steps(self, num_steps: int) -> None:
         (group,) = self._fused_adam.param_groups
         group["step"] = num_steps
 
 
-IMPLEMENTATIONS: dict[str, type[TorchAdamW] | type[ApexAdamW]] = {
-    "torch": TorchAdamW,
-    "apex": ApexAdamW,
-}
+def _scaled(grad: Tensor, factor: float) -> Tensor:
+    """The gradient times `factor`, in fp32; scaled in place."""
+    if factor != 1.0:
+        grad.mul_(factor)
+    return grad.float()
+
+
+class Chosen(NamedTuple):
+    """An implementation of AdamW, and a line about it."""
+
+    make: Callable[..., AdamW]
+    line: str | None = None  # None: there is no choice
+
+
+@cache
+def choose_adamw(name: str, device: torch.device) -> Chosen:
+    """The implementation of --adam-implementation; `UserError` if it was named and is not there.
+
+    `auto` is Triton's on a GPU where it works, which a small update shows, and else torch's.
+    """
+    if name == "apex":
+        find_apex()
+        return Chosen(ApexAdamW)
+    only_planned = device.type == "meta"
+    if name == "torch" or only_planned or (name == "auto" and device.type not in TRITON_DEVICES):
+        return Chosen(TorchAdamW)
+    try:
+        from paro.optim.kernels import VERSION, TritonAdamW
+
+        _compare(TritonAdamW, device)
+    except Exception as error:  # whatever Triton, its compiler or the device's driver raises
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if name == "triton":
+            raise UserError(
+                f"--adam-implementation triton does not work here: {reason}; leave it out"
+            ) from error
+        return Chosen(TorchAdamW, f"AdamW: torch's, because Triton fails: {reason}")
+    return Chosen(TritonAdamW, f"AdamW: Triton {VERSION}, one pass")
+
+
+def _compare(make: Callable[..., AdamW], device: torch.device) -> None:
+    """`RuntimeError` unless two updates are torch's, to rounding."""
+    found = []
+    for each in (TorchAdamW, make):
+        param = torch.linspace(-1.0, 1.0, 99, device=device)
+        copy = torch.zeros(99, dtype=torch.bfloat16, device=device)
+        adam = each(
+            param, torch.zeros_like(param), torch.zeros_like(param), betas=(0.9, 0.95), eps=1e-8
+        )
+        for step in (1, 2):
+            grad = torch.linspace(-step, 2.0, 99, device=device)
+            adam.step(grad, lr=0.1, weight_decay=0.1, factor=0.5, copy=copy)
+        found.append((param, copy.float()))
+    errors = [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
+    if not (errors[0] <= 1e-5 and errors[1] <= 2.0**-7):
+        raise RuntimeError(f"updates differ by {max(errors):.2g} from torch's")
 
 
 def find_apex() -> Any:

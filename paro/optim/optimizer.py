@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
-from paro.optim.adamw import IMPLEMENTATIONS, AdamW, find_apex
+from paro.optim.adamw import AdamW, choose_adamw, find_apex
 from paro.sharding.buffers import SENT, FlatShard
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
@@ -35,7 +35,7 @@ class OptimConfig:
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
-    adam_implementation: str = "torch"  # or "apex"
+    adam_implementation: str = "auto"  # or "torch", "triton", "apex"
 
     def __post_init__(self) -> None:
         for flag, beta in (("--adam-beta1", self.adam_beta1), ("--adam-beta2", self.adam_beta2)):
@@ -73,7 +73,7 @@ class UnitOptimizer:
             (
                 part,
                 decays,
-                IMPLEMENTATIONS[config.adam_implementation](
+                choose_adamw(config.adam_implementation, grad.device).make(
                     master[part],
                     self.exp_avg[part],
                     self.exp_avg_sq[part],
@@ -87,16 +87,21 @@ class UnitOptimizer:
 
     def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
         """One AdamW step on the gradients times `factor`; queues the all-gather of the result."""
-        grad = self.unit.optim_grad
-        if factor != 1.0:
-            grad.mul_(factor)
-        grad_fp32 = grad.float()
+        unit = self.unit
+        grad, sends_exactly = unit.optim_grad, unit.coded_update is None or unit.exact
+        copy = unit.optim_param if sends_exactly and not self.master_is_param else None
         for part, decays, adamw in self._adamws:
-            adamw.step(grad_fp32[part], lr=lr, weight_decay=weight_decay if decays else 0.0)
-        if self.unit.coded_update is None or self.unit.exact:
-            self.write_params()
+            adamw.step(
+                grad[part],
+                lr=lr,
+                weight_decay=weight_decay if decays else 0.0,
+                factor=factor,
+                copy=None if copy is None else copy[part],
+            )
+        if sends_exactly:
+            unit.gather_updated()
         else:
-            self.unit.gather_differences(self.master)
+            unit.gather_differences(self.master)
 
     def set_num_steps(self, num_steps: int) -> None:
         """Sets the number of updates in the moments, for bias correction."""

@@ -1,33 +1,32 @@
 """Triton's kernels equal torch's operations: by its interpreter, and compiled for GPUs."""
 
-# The interpreter is chosen by an environment variable when the module of kernels is imported. It
-# computes in fp32 what the kernels convert to it: all that they do.
-
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import model
 from model import fusion
 from model.config import LlamaConfig
 from model.fusion import usable_kernels
 from model.layers import gated_linear
 from model.llama import Llama
 from model.rotary import rotate, rotations
-from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
+from tests.helpers.triton_kernels import (
+    Signature,
+    compile_kernel,
+    interpreter,
+    run_apart,
+    skip_on_gpus,
+)
 
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(
@@ -44,31 +43,10 @@ FUSED = replace(CONFIG, bias_swiglu_fusion=True, apply_rope_fusion=True)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 
 
-@contextmanager
-def interpreter() -> Iterator[ModuleType]:
-    """The module of kernels as Triton interprets it on a CPU."""
-
-    def forget() -> None:
-        sys.modules.pop("model.kernels", None)
-        model.__dict__.pop("kernels", None)
-        usable_kernels.cache_clear()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(fusion, "DEVICES", {"cpu"})
-        forget()
-        try:
-            from model import kernels as imported
-
-            yield imported
-        finally:
-            forget()
-
-
 @pytest.fixture
-def interpreted() -> Iterator[ModuleType]:
-    with interpreter() as imported:
-        yield imported
+def interpreted() -> Iterator[None]:
+    with interpreter():
+        yield
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -164,7 +142,9 @@ def test_what_runs_is_said() -> None:
 
 
 def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with interpreter() as imported:
+    with interpreter():
+        from model import kernels as imported
+
         monkeypatch.setattr(imported, "swiglu", lambda gate, up: gate + up)
         found = usable_kernels(FUSED, torch.float32, CPU)
         assert found.config == CONFIG
@@ -180,76 +160,51 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -
         assert found.config == CONFIG
         assert str(found.line).endswith("RuntimeError: Failed to find C compiler.")
     monkeypatch.setattr(fusion, "DEVICES", {"cpu"})
-    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "model.kernels", None)
+    usable_kernels.cache_clear()
     found = usable_kernels(FUSED, torch.float32, CPU)
     assert found.config == CONFIG
     assert "ModuleNotFoundError" in str(found.line)
     usable_kernels.cache_clear()
 
 
+def pointers(names: str, *numbers: str, **others: str) -> dict[str, str]:
+    return {**dict.fromkeys(names.split(), "*bf16"), **dict.fromkeys(numbers, "i32"), **others}
+
+
+BLOCK = {"BLOCK": 1024}
 SIGNATURES = {
-    "_swiglu": ("gate up out", "numel", "", {"BLOCK": 1024}),
-    "_swiglu_backward": ("grad gate up grad_gate grad_up", "numel", "", {"BLOCK": 1024}),
-    "_rotate": ("x cos sin out", "num_rows num_heads half", "sign", {"HEADS": 4, "HALF": 64}),
+    "_swiglu": Signature(types=pointers("gate up out", "numel"), constants=BLOCK),
+    "_swiglu_backward": Signature(
+        types=pointers("grad gate up grad_gate grad_up", "numel"), constants=BLOCK
+    ),
+    "_rotate": Signature(
+        types=pointers("x cos sin out", "num_rows", "num_heads", "half", sign="fp32"),
+        constants={"HEADS": 4, "HALF": 64},
+    ),
 }
 
 
-def compile_for(capability: int) -> None:
-    """Every kernel down to machine code, as no interpreter does: it accepts more."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as compiled
-
-    from model import kernels
-
-    for name, (pointers, numbers, reals, constants) in SIGNATURES.items():
-        signature = dict.fromkeys(pointers.split(), "*bf16")
-        signature |= dict.fromkeys(numbers.split(), "i32") | dict.fromkeys(reals.split(), "fp32")
-        signature |= dict.fromkeys(constants, "constexpr")
-        places = {key: (list(signature).index(key),) for key in constants}
-        source = ASTSource(
-            getattr(kernels, name),
-            signature=signature,
-            constexprs={places[key]: value for key, value in constants.items()},
-        )
-        code = compiled(source, target=GPUTarget("cuda", capability, 32)).asm
-        assert f".target sm_{capability}" in code["ptx"]
-        assert len(code["cubin"]) > 1000
-        print(name)
+def compile_all() -> None:
+    for capability in (80, 90):
+        for name, signature in SIGNATURES.items():
+            compile_kernel("model.kernels", name, signature, capability)
 
 
 def run_on_gpu() -> None:
     for dtype in TOLERANCE:
         found = usable_kernels(FUSED, dtype, torch.device("cuda"))
         assert found.config == FUSED, found.line
-        print(found.line)
-
-
-def printed(call: str, folder: Path) -> list[str]:
-    """The lines of a function of this module in a process whose Triton never interpreted."""
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"from tests.model import test_fusion; test_fusion.{call}"],
-        cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(folder)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
-    assert printed(f"compile_for({capability})", tmp_path) == list(SIGNATURES)
+def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    run_apart(__name__, "compile_all()", tmp_path)
 
 
 @pytest.mark.gpu
 def test_a_gpu_runs_the_kernels(tmp_path: Path) -> None:
-    assert len(printed("run_on_gpu()", tmp_path)) == len(TOLERANCE)
+    run_apart(__name__, "run_on_gpu()", tmp_path)
 
 
 def train_both(runs: list[str], group_size: int) -> list[tuple[Trained, Trained]]:
@@ -264,6 +219,7 @@ def train_both(runs: list[str], group_size: int) -> list[tuple[Trained, Trained]
 
 @pytest.mark.ranks
 def test_strategies_train_to_the_same_losses() -> None:
+    skip_on_gpus()
     flags = f"{TINY} --train-iters 2 --micro-batch-size 1 --global-batch-size 4"
     rotated = "--paro-strategy IIG --paro-materialize rotate"
     full = "--paro-strategy GGG --recompute-granularity full"

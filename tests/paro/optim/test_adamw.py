@@ -1,9 +1,10 @@
-"""AdamW on flat ranges: torch's class and apex's as the references."""
+"""AdamW on flat ranges: torch's class and apex's as the references, Triton's by its interpreter."""
 
 from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from paro.errors import UserError
 from paro.optim import adamw
-from paro.optim.adamw import IMPLEMENTATIONS, AdamW
+from paro.optim.adamw import AdamW, TorchAdamW, choose_adamw
+from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter, run_apart
 
 STEPS = ((0.01, 0.1), (0.02, 0.0), (0.005, 0.3))  # learning rate, weight decay
+CPU = torch.device("cpu")
 BETAS, EPS = (0.8, 0.95), 1e-6
 
 
@@ -38,19 +41,20 @@ class FusedAdam(torch.optim.Optimizer):
                 inner.step()
 
 
-@pytest.fixture(params=sorted(IMPLEMENTATIONS))
+@pytest.fixture(params=["apex", "torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     optimizers = ModuleType("apex.optimizers")
     vars(optimizers)["FusedAdam"] = FusedAdam
     for module in (ModuleType("amp_C"), ModuleType("apex"), optimizers):
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    choose_adamw.cache_clear()
     return str(request.param)
 
 
-def gradients() -> list[Tensor]:
+def gradients(numel: int = 37) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(37, generator=generator) for _ in STEPS]
+    return [torch.randn(numel, generator=generator) for _ in STEPS]
 
 
 def expected(param: Tensor) -> Tensor:
@@ -64,7 +68,7 @@ def expected(param: Tensor) -> Tensor:
 
 
 def make(implementation: str, *tensors: Tensor) -> AdamW:
-    return IMPLEMENTATIONS[implementation](*tensors, betas=BETAS, eps=EPS)
+    return choose_adamw(implementation, CPU).make(*tensors, betas=BETAS, eps=EPS)
 
 
 def test_an_update_has_the_bits_of_the_class(implementation: str) -> None:
@@ -91,3 +95,78 @@ def test_without_apex_its_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^--adam-implementation apex needs NVIDIA's apex"):
         adamw.find_apex()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("copies", [False, True])
+def test_one_pass_is_scaling_updating_and_casting(kind: torch.dtype, copies: bool) -> None:
+    """Over several blocks of a kernel, and going on from a number of steps."""
+    found = []
+    with interpreter():
+        for name in ("torch", "triton"):
+            states = [torch.linspace(-1, 1, 2500), torch.zeros(2500), torch.zeros(2500)]
+            copy = torch.zeros(2500, dtype=torch.bfloat16) if copies else None
+            ours = make(name, *states)
+            for step, grad in enumerate(gradients(2500)):
+                if step == 1:
+                    ours = make(name, *states)
+                    ours.set_num_steps(1)
+                ours.step(grad.to(kind), lr=0.1, weight_decay=0.2, factor=0.25, copy=copy)
+            found.append((*states, *([] if copy is None else [copy.float()])))
+    for torchs, tritons in zip(*found, strict=True):
+        rounding = 2.0**-7 if copies and torchs is found[0][-1] else 1e-5
+        assert torch.allclose(tritons, torchs, rtol=rounding, atol=1e-6)
+    if copies:  # the interpreter casts to bf16 without rounding to nearest
+        assert torch.allclose(found[1][-1], found[1][0], rtol=2.0**-7)
+
+
+def test_a_cpu_has_no_choice_but_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_adamw("auto", CPU) == (TorchAdamW, None)
+    monkeypatch.setitem(sys.modules, "paro.optim.kernels", None)
+    with pytest.raises(UserError, match="--adam-implementation triton does not work here"):
+        choose_adamw("triton", CPU)
+
+
+def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with interpreter():
+        found = choose_adamw("auto", CPU)
+        assert found.make.__name__ == "TritonAdamW"
+        assert str(found.line).startswith("AdamW: Triton 3.")
+        from paro.optim import kernels
+
+        monkeypatch.setattr(kernels, "TritonAdamW", TwiceAsFar)
+        choose_adamw.cache_clear()
+        found = choose_adamw("auto", CPU)
+        assert found.make is TorchAdamW
+        assert "because Triton fails: RuntimeError: updates differ by" in str(found.line)
+
+
+class TwiceAsFar(TorchAdamW):
+    """A kernel that is wrong."""
+
+    def step(self, grad: Tensor, *, lr: float, **options: Any) -> None:
+        super().step(grad, lr=2 * lr, **options)
+
+
+def compile_all() -> None:
+    pointers = dict.fromkeys(("param", "exp_avg", "exp_avg_sq", "grad"), "*fp32")
+    numbers = ("factor", "kept", "beta1", "beta2", "eps", "step_size", "correction")
+    types = {**pointers, "copy": "*bf16", "numel": "i32", **dict.fromkeys(numbers, "fp32")}
+    for capability in (80, 90):
+        signature = Signature(types=types, constants={"COPIES": True, "BLOCK": 1024})
+        compile_kernel("paro.optim.kernels", "_adamw", signature, capability)
+
+
+@pytest.mark.process
+def test_the_kernel_compiles_for_gpus(tmp_path: Path) -> None:
+    run_apart(__name__, "compile_all()", tmp_path)
+
+
+def run_on_gpu() -> None:
+    found = choose_adamw("auto", torch.device("cuda"))
+    assert found.make.__name__ == "TritonAdamW", found.line
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_the_kernel(tmp_path: Path) -> None:
+    run_apart(__name__, "run_on_gpu()", tmp_path)

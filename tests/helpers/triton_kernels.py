@@ -1,0 +1,88 @@
+"""Runs Triton's kernels on a CPU by its interpreter, and compiles them for GPUs without one."""
+
+# The interpreter is chosen by an environment variable when Triton is first imported, so conftest.py
+# sets it where there is no GPU; what compiles or needs a GPU has a process of its own.
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from model import fusion
+from paro.optim import adamw
+from tests.helpers.ranks import ROOT
+
+
+def skip_on_gpus() -> None:
+    """There Triton does not interpret, and tests marked `gpu` compare the kernels themselves."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("a GPU is here: tests marked gpu run the kernels on it")
+
+
+@contextmanager
+def interpreter() -> Iterator[None]:
+    """In the block a CPU has the kernels, interpreted."""
+    skip_on_gpus()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusion, "DEVICES", {"cpu"})
+        patch.setattr(adamw, "TRITON_DEVICES", {"cpu"})
+        forget_choices()
+        try:
+            yield
+        finally:
+            forget_choices()
+
+
+def forget_choices() -> None:
+    fusion.usable_kernels.cache_clear()
+    adamw.choose_adamw.cache_clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """The arguments of a kernel in their order, by names: types, and constants' values."""
+
+    types: Mapping[str, str]
+    constants: Mapping[str, object] = field(default_factory=dict)
+
+
+def compile_kernel(module: str, name: str, signature: Signature, capability: int) -> None:
+    """Compiles a kernel down to machine code, which the interpreter does not: it accepts more."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compiled
+
+    types = {**signature.types, **dict.fromkeys(signature.constants, "constexpr")}
+    places = {key: (list(types).index(key),) for key in signature.constants}
+    source = ASTSource(
+        getattr(import_module(module), name),
+        signature=types,
+        constexprs={places[key]: value for key, value in signature.constants.items()},
+    )
+    code = compiled(source, target=GPUTarget("cuda", capability, 32)).asm
+    assert f".target sm_{capability}" in code["ptx"]
+    assert len(code["cubin"]) > 1000
+
+
+def run_apart(module: str, call: str, folder: Path) -> None:
+    """Calls a function of a module of tests in a process whose Triton never interpreted."""
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module} as tests_of\ntests_of.{call}\nprint('called')"],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(folder)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("called\n")
