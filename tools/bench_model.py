@@ -7,6 +7,7 @@
 #   ours                   this model, torch's fused AdamW
 #   ours-compiled          the same through torch.compile
 #   trainer                pretrain_llama.py's training step, clipping and bookkeeping included
+#   trainer-torch          the same without kernels of Triton
 #   trainer-fp8            the same with --fp8-format hybrid
 #   transformers           LlamaForCausalLM and AdamW as a user gets them
 #   transformers-fused     the same with AdamW(fused=True)

@@ -30,7 +30,10 @@ _MEMORY_CASES = {  # flags; sequences in a micro-batch; micro-batches
     "fp32": ("", 1, 1),
 }
 _MEMORY_TOLERANCE = 0.1  # as in tests/paro/planning/memory/test_gathering.py, on a GPU
-_CONTENDERS = ("ours", "ours-compiled", "trainer", "transformers-fused", "transformers-compiled")
+_CONTENDERS = (
+    *("ours", "ours-compiled", "trainer", "trainer-torch"),
+    *("transformers-fused", "transformers-compiled"),
+)
 _FP8 = "trainer-fp8"
 _ACCUMULATED = 8
 

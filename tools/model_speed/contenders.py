@@ -158,6 +158,10 @@ def trainer_flags(task: Task) -> list[str]:
     return [str(word) for pair in words for word in pair if word is not None]
 
 
+_WITHOUT_TRITON = (
+    *("--no-bias-swiglu-fusion", "--no-rope-fusion"),
+    *("--adam-implementation", "torch"),
+)
 REFERENCES: dict[str, Callable[[Task], Step]] = {
     "transformers": make_transformers,
     "transformers-fused": lambda task: make_transformers(task, fused=True),
@@ -167,6 +171,7 @@ CONTENDERS: dict[str, Callable[[Task], Step]] = {
     "ours": make_ours,
     "ours-compiled": lambda task: make_ours(task, compiled=True),
     "trainer": make_trainer,
+    "trainer-torch": lambda task: make_trainer(task, *_WITHOUT_TRITON),
     "trainer-fp8": lambda task: make_trainer(task, "--fp8-format", "hybrid"),
     **REFERENCES,
 }
