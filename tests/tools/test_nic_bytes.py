@@ -33,7 +33,13 @@ def formula(strategy: str, group_size: int, nodes: int = 2) -> Sent:
     topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
     degree = config.strategy.params if _rotates(strategy) else 1
     in_place = way == "in-place"
-    units = units_of(config.model, world_size=size, rotated_over=degree, in_place=in_place)
+    units = units_of(
+        config.model,
+        world_size=size,
+        is_trained=config.trained.__contains__,
+        rotated_over=degree,
+        in_place=in_place,
+    )
     num_micro_batches = config.batches.num_micro_batches_at(0)
     sent = traffic_per_step(config.strategy, topology, units, config.precision, num_micro_batches)
     return Sent(size * sent.intra, size * sent.inter)
@@ -124,3 +130,14 @@ def test_nics_count_what_the_formula_says_of_fewer_bits(tmp_path: Path) -> None:
     strategies = ("IIG+4-bit", "III+4-bit", "NNN+4-bit", "IIG+8-bit")
     check(strategies, ("ho-ring",), tmp_path, group_size=2, within=0.01)
     assert formula("IIG+4-bit", 2).inter < 0.27 * formula("IIG", 2).inter
+
+
+@pytest.mark.verify
+@pytest.mark.root
+@pytest.mark.ranks
+def test_nics_count_what_the_formula_says_where_a_part_trains(tmp_path: Path) -> None:
+    """Frozen parameters are gathered and nothing of them is reduced or updated."""
+    ways = [f"{letters}+{way}" for letters in legal_letters() for way in ("last", "lora")]
+    check(tuple(ways), ("ho-ring",), tmp_path, group_size=2, within=0.03)
+    for way in ("last", "lora"):
+        assert formula(f"ING+{way}", 2).inter < formula("ING", 2).inter

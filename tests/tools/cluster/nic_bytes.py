@@ -34,6 +34,8 @@ WAYS = {
     "in-place": "--paro-materialize rotate --paro-rotate-in-place",
     "4-bit": "--paro-inter-grad-bits 4 --paro-inter-param-bits 4",
     "8-bit": "--paro-inter-grad-bits 8 --paro-inter-param-bits 8",
+    "last": "--trainable last-blocks:0.5",
+    "lora": "--lora-rank 32 --lora-alpha 32 --lora-target-modules all-linear",
 }
 STEPS = 2
 CALIBRATION_BYTES = 32 << 20
