@@ -51,6 +51,9 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
+Row = dict[str, object]
+
+
 @dataclass(slots=True, kw_only=True)
 class Result:
     """What was measured of each contender."""
@@ -185,10 +188,18 @@ def race(
     )
 
 
-def race_alone(task: Task, names: Sequence[str], argv: Sequence[str], *, steps: int) -> Result:
+def race_alone(
+    task: Task,
+    names: Sequence[str],
+    argv: Sequence[str],
+    *,
+    steps: int,
+    ended: Callable[[Result], None],
+) -> Result:
     """Lets each contender train in a process of its own, with the same flags `argv`.
 
-    One that fails, for example for want of memory, does not end the others.
+    One that fails, for example for want of memory, does not end the others. After each `ended` gets
+    the results so far: a race that is stopped keeps them.
     """
     result = Result(tokens_per_turn=steps * task.num_tokens)
     own = [sys.executable, str(Path(__file__).resolve()), *argv]
@@ -205,11 +216,12 @@ def race_alone(task: Task, names: Sequence[str], argv: Sequence[str], *, steps: 
             if done.returncode != 0:
                 lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
                 result.failures[name] = lines[-1]
-                continue
-            (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
-            result.seconds[name] = row["seconds"]
-            result.first_losses[name] = row["first_loss"]
-            result.peak_bytes[name] = row["peak_bytes"]
+            else:
+                (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
+                result.seconds[name] = row["seconds"]
+                result.first_losses[name] = row["first_loss"]
+                result.peak_bytes[name] = row["peak_bytes"]
+            ended(result)
     return result
 
 
@@ -218,16 +230,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def report(task: Task, result: Result, peak_flops: float | None) -> list[dict[str, object]]:
-    """Prints a line per contender and returns the same as rows."""
+def report(task: Task, result: Result, peak_flops: float | None) -> list[tuple[Row, str]]:
+    """A row per contender, and the same as a line."""
     seq_length = task.batch.tokens_BS.shape[1]
     flops = flops_per_token(task.config, seq_length, causal=False)
     causal = flops_per_token(task.config, seq_length, causal=True)
     references = [name for name in result.seconds if name in REFERENCES]
-    rows: list[dict[str, object]] = []
+    rows: list[tuple[Row, str]] = []
     for name, seconds in result.seconds.items():
         speed = result.tokens_per_second(name)
-        row: dict[str, object] = {
+        row: Row = {
             "contender": name,
             "first_loss": result.first_losses[name],
             "tokens_per_second": speed,
@@ -245,11 +257,9 @@ def report(task: Task, result: Result, peak_flops: float | None) -> list[dict[st
         for other in references:
             if other != name:
                 line += f", {result.ratio(name, other):.3f} of {other}"
-        print_line(line)
-        rows.append(row)
+        rows.append((row, line))
     for name, failure in result.failures.items():
-        print_line(f"{name:22s} failed: {failure}")
-        rows.append({"contender": name, "failure": failure})
+        rows.append(({"contender": name, "failure": failure}, f"{name:22s} failed: {failure}"))
     return rows
 
 
@@ -274,16 +284,23 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         f"{batch_size} x {seq_length} tokens a step, {task.dtype} on {task.device}"
     )
     print_line(title)
+    peak_flops = _peak_flops(args, task)
+    shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.config)}
+
+    def write(result: Result) -> None:
+        if args.json is not None:
+            rows = [row for row, _ in report(task, result, peak_flops)]
+            write_text(args.json, json.dumps({**shape, "rows": rows}, indent=1) + "\n")
+
     if args.own_process:
-        result = race_alone(task, names, argv, steps=args.steps)
+        result = race_alone(task, names, argv, steps=args.steps, ended=write)
     else:
         clock = CLOCKS[args.clock]
         result = race(task, names, rounds=args.rounds, steps=args.steps, clock=clock)
     check_losses(result.first_losses, LOSS_TOLERANCE[task.dtype])
-    rows = report(task, result, _peak_flops(args, task))
-    if args.json is not None:
-        shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.config)}
-        write_text(args.json, json.dumps({**shape, "rows": rows}, indent=1) + "\n")
+    for _, line in report(task, result, peak_flops):
+        print_line(line)
+    write(result)
     return 1 if result.failures else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,27 @@ def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
     message = "bench_model.py: error: the comparison needs transformers: pip install transformers"
     assert other == {"contender": "transformers", "failure": message}
     assert f"transformers           failed: {message}" in done.stdout
+
+
+def test_a_race_that_is_stopped_keeps_what_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "figures.json"
+    before: list[list[str]] = []
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        rows = json.loads(file.read_text())["rows"] if file.exists() else []
+        before.append([row["contender"] for row in rows])
+        if len(before) == 3:
+            raise KeyboardInterrupt
+        row = {"seconds": [1.0, 2.0], "first_loss": 4.0, "peak_bytes": 5}
+        Path(words[-1]).write_text(json.dumps({"rows": [row]}))
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr("tools.bench_model.subprocess.run", run)
+    with pytest.raises(KeyboardInterrupt):
+        main([*TINY, "--own-process", "--contenders", "ours,trainer,ours", "--json", str(file)])
+    assert before == [[], ["ours"], ["ours", "trainer"]]
 
 
 def test_models_that_differ_are_no_race() -> None:
