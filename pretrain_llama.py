@@ -28,6 +28,7 @@ from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_job_id, world_or_alone
 from paro.errors import RunError, UserError
 from paro.optim.adamw import choose_adamw
+from paro.quantization.blocks import choose_kernels
 from paro.report.config import ReportConfig
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
@@ -246,7 +247,8 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     if warning is not None:
         log.log0(warning)
     log.log0(f"> attention: {kernel}")
-    for line in (usable_kernels(config.model, dtype, control.device).line, adamw.line):
+    codes = choose_kernels(control.device).line if config.precision.has_codes else None
+    for line in (usable_kernels(config.model, dtype, control.device).line, adamw.line, codes):
         if line is not None:
             log.log0(f"> {line}")
     seed_everything(config.train.seed)

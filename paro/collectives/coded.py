@@ -104,8 +104,7 @@ class CodedReduction:
         exact = torch.zeros(codes.numel - coded, device=whole.device)
         for row in received:
             octets, plain = parts_of(row, codes, place, self._exact_dtype)
-            for part, values in decode(octets, codes.form, total.numel()):
-                total[part] += values
+            decode(octets, codes.form, total, adds=True)
             exact += plain
         return total, exact, place
 
@@ -141,8 +140,7 @@ class CodedReduction:
             row = encoded[index * codes.range_bytes :]
             octets, plain = parts_of(row, codes, begin, self._exact_dtype)
             sums = torch.zeros(-(-codes.num_coded(begin) // PAD) * PAD, device=result.device)
-            for place, decoded in decode(octets, codes.form, sums.numel()):
-                sums[place] = decoded
+            decode(octets, codes.form, sums)
             _write(values, hadamard(sums) / PAD, plain)
 
 

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,8 @@ from torch.nn.functional import pad
 
 from paro.quantization.formats import ERROR_FORM, PAD, BlockFormat, padded
 
-_ERROR_KEPT = 0.8  # of the moving average
+DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
+_ERROR_WEIGHT = 0.2  # of what was lost now, in the moving average
 
 _CHUNK = 1 << 20  # elements; a multiple of every block
 
@@ -32,13 +35,9 @@ def encode(
 
     `transforms`: of their Hadamard transforms.
     """
-    for begin, end in _chunks(values.numel()):
-        chunk = values[begin:end].float()
-        if minus is not None:
-            chunk = chunk - minus[begin:end].float()
-        if transforms:
-            chunk = hadamard(chunk)
-        _write(chunk, form, _part(out, form, values.numel(), begin, end))
+    kernels = choose_kernels(values.device).module
+    run = _encode if kernels is None else kernels.encode
+    run(values, form, out, minus=minus, transforms=transforms)
 
 
 def encode_with_feedback(values: Tensor, form: BlockFormat, out: Tensor, error: Tensor) -> None:
@@ -48,23 +47,102 @@ def encode_with_feedback(values: Tensor, form: BlockFormat, out: Tensor, error: 
     lost, of the transforms, in 8 bits. E <- 0.8 E + 0.2 (X - codes of X) for X = values + E: LoCo,
     arXiv 2407.04480, with the constants of DeepSpeed.
     """
+    kernels = choose_kernels(values.device).module
+    run = _encode_with_feedback if kernels is None else kernels.encode_with_feedback
+    run(values, form, out, error, _ERROR_WEIGHT)
+
+
+def decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False) -> None:
+    """Writes the values of the bytes `encoded` to the 1-D `out`, or adds them in float32."""
+    kernels = choose_kernels(out.device).module
+    run = _decode if kernels is None else kernels.decode
+    run(encoded, form, out, adds=adds)
+
+
+class Chosen(NamedTuple):
+    """Triton's kernels, if they run, and a line about them."""
+
+    module: ModuleType | None
+    line: str | None = None  # None: there is no choice
+
+
+@cache
+def choose_kernels(device: torch.device) -> Chosen:
+    """Triton's kernels on a GPU where they have the bits of torch's operations, else None.
+
+    So ranks with and without them compute the same parameters.
+    """
+    if device.type not in DEVICES:
+        return Chosen(None)
+    try:
+        from paro.quantization import kernels
+
+        _compare(kernels, device)
+    except Exception as error:  # whatever Triton, its compiler or the device's driver raises
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return Chosen(None, f"codes: torch's operations, because Triton fails: {reason}")
+    return Chosen(kernels, f"codes: Triton {kernels.VERSION}")
+
+
+def _compare(kernels: ModuleType, device: torch.device) -> None:
+    """`RuntimeError` unless codes and values have the bits of torch's operations."""
+    numel = 5000
+    values = torch.linspace(-40.0, 40.0, numel, device=device).sin_()
+    # The interpreter does not round to bf16.
+    kind = torch.float32 if device.type == "cpu" else torch.bfloat16
+    for form in (BlockFormat(bits=4, block=128), BlockFormat(bits=8, block=2048)):
+        found = []
+        for to_codes, from_codes in ((_encode, _decode), (kernels.encode, kernels.decode)):
+            codes = torch.zeros(form.num_bytes(numel), dtype=torch.uint8, device=device)
+            params = torch.ones(numel, dtype=kind, device=device)
+            to_codes(values, form, codes, minus=params, transforms=form.bits == 4)
+            from_codes(codes, form, params, adds=True)
+            found.append((codes, params))
+        if not all(map(torch.equal, *found)):
+            raise RuntimeError("results differ from those of torch's operations")
+
+
+# With torch's operations #
+
+
+def _encode(
+    values: Tensor,
+    form: BlockFormat,
+    out: Tensor,
+    *,
+    minus: Tensor | None = None,
+    transforms: bool = False,
+) -> None:
+    for begin, end in _chunks(values.numel()):
+        chunk = values[begin:end].float()
+        if minus is not None:
+            chunk = chunk - minus[begin:end].float()
+        if transforms:
+            chunk = hadamard(chunk)
+        _write(chunk, form, _part(out, form, values.numel(), begin, end))
+
+
+def _encode_with_feedback(
+    values: Tensor, form: BlockFormat, out: Tensor, error: Tensor, weight: float
+) -> None:
     for begin, end in _chunks(values.numel()):
         stop = begin + padded(end - begin)
-        kept = _part(error, ERROR_FORM, padded(values.numel()), begin, stop)
-        earlier = _read(kept, ERROR_FORM, stop - begin)
+        remembered = _part(error, ERROR_FORM, padded(values.numel()), begin, stop)
+        earlier = _read(remembered, ERROR_FORM, stop - begin)
         chunk = hadamard(values[begin:end].float())
         chunk += earlier
         part = _part(out, form, values.numel(), begin, end)
         _write(chunk, form, part)
         chunk -= _read(part, form, stop - begin)
-        _write(earlier.lerp_(chunk, 1.0 - _ERROR_KEPT), ERROR_FORM, kept)
+        # Not lerp_, which fuses the multiplication with the addition on some devices.
+        _write(earlier.add_((chunk - earlier).mul_(weight)), ERROR_FORM, remembered)
 
 
-def decode(encoded: Tensor, form: BlockFormat, numel: int) -> Iterator[tuple[slice, Tensor]]:
-    """The `numel` float32 values of the bytes `encoded`, in chunks, each with its place."""
-    for begin, end in _chunks(numel):
-        part = _part(encoded, form, numel, begin, end)
-        yield slice(begin, end), _read(part, form, end - begin)
+def _decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool) -> None:
+    for begin, end in _chunks(out.numel()):
+        part = _part(encoded, form, out.numel(), begin, end)
+        values, target = _read(part, form, end - begin), out[begin:end]
+        target.copy_(target.float() + values if adds else values)
 
 
 def hadamard(values: Tensor) -> Tensor:

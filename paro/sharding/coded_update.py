@@ -50,9 +50,7 @@ class CodedUpdate:
         """Adds what range `place` has as codes, and writes what it has exactly."""
         codes, exact = self._parts(place)
         coded = self._codes.num_coded(self._range_start(place))
-        for part, difference in decode(codes, self._codes.form, coded):
-            values = param[:coded][part]
-            values.copy_(values.float() + difference)
+        decode(codes, self._codes.form, param[:coded], adds=True)
         param[coded:] = exact
 
     def _range_start(self, place: int) -> int:

@@ -18,6 +18,7 @@ import pytest
 
 from model import fusion
 from paro.optim import adamw
+from paro.quantization import blocks
 from tests.helpers.ranks import ROOT
 
 
@@ -34,6 +35,7 @@ def interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fusion, "DEVICES", {"cpu"})
         patch.setattr(adamw, "TRITON_DEVICES", {"cpu"})
+        patch.setattr(blocks, "DEVICES", {"cpu"})
         forget_choices()
         try:
             yield
@@ -44,6 +46,7 @@ def interpreter() -> Iterator[None]:
 def forget_choices() -> None:
     fusion.usable_kernels.cache_clear()
     adamw.choose_adamw.cache_clear()
+    blocks.choose_kernels.cache_clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

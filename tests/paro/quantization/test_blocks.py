@@ -22,8 +22,7 @@ def encoded(values: Tensor, form: BlockFormat) -> Tensor:
 
 def decoded(octets: Tensor, form: BlockFormat, numel: int) -> Tensor:
     whole = torch.full((numel,), torch.nan)
-    for place, values in decode(octets, form, numel):
-        whole[place] = values
+    decode(octets, form, whole)
     return whole
 
 

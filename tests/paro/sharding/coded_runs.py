@@ -194,8 +194,7 @@ def _errors(gradients: Contribution) -> Tensor | None:
     for index, (row, octets) in enumerate(zip(rows, gradients.errors, strict=True)):
         coded = gradients.codes.num_coded(gradients.start + index * numel)
         whole = -(-coded // 32) * 32
-        for place, values in decode(octets[: error_bytes(coded)], ERROR_FORM, whole):
-            row[place] = values
+        decode(octets[: error_bytes(coded)], ERROR_FORM, row[:whole])
     return rows
 
 

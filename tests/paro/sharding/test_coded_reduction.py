@@ -101,7 +101,8 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
         values[150] = wrong
         out = torch.zeros(form.num_bytes(300), dtype=torch.uint8)
         encode(values, form, out, transforms=True)
-        ((_, back),) = decode(out, form, 300)
+        back = torch.zeros(300)
+        decode(out, form, back)
         assert back[:128].isfinite().all()
         assert not back[128:256].isfinite().any()
         assert not math.isfinite(float(back.norm()))
