@@ -4,7 +4,8 @@
 
 Contenders: ddp, zero-redundancy, fsdp2, fsdp2-hybrid, deepspeed-1, -2, -3 and -hpz, and this
 project's strategies as paro:IIG, paro:4/4/8 or, with a collective named, paro:GGG@ho-ring; with
-rotating weights, out of place or in place, paro:IIG+rotate and paro:IIG+in-place.
+rotating weights, out of place or in place, paro:IIG+rotate and paro:IIG+in-place; with 4 bits of
+gradients and updates between groups, paro:IIG+4-bit.
 fsdp2-kept, fsdp2-hybrid-kept and deepspeed-3-kept trade memory for speed: they keep parameters
 whole where they can. fsdp2-ahead and fsdp2-hybrid-ahead prefetch where there are no CUDA streams.
 

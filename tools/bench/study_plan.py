@@ -294,7 +294,7 @@ class Key(NamedTuple):
     @classmethod
     def of(cls, row: dict[str, Any]) -> Key:
         named = parse_setting(row["setting"])
-        return cls(named.collective, row["micro_batches"], bool(named.rotation))
+        return cls(named.collective, row["micro_batches"], named.rotates)
 
 
 def _rounds_of(part: StudyPart, rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -367,8 +367,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--settings",
         metavar="SETTING,...",
-        help="STRATEGY@COLLECTIVE[+rotate|+in-place]; default: all strategies by native, and "
-        "weights that rotate where they can",
+        help="STRATEGY@COLLECTIVE[+rotate|+in-place|+4-bit]; default: all strategies by native, "
+        "and weights that rotate where they can",
     )
     names = ",".join(part.name for part in parts())
     add("--parts", help=f"some of {names}; default all")

@@ -19,35 +19,42 @@ from paro.training.step import train_step
 from tools.bench.peers.task import Outcome, Task
 
 PREFIX = "paro:"
-ROTATIONS = {
-    "rotate": ["--paro-materialize", "rotate"],
-    "in-place": ["--paro-materialize", "rotate", "--paro-rotate-in-place"],
+_ROTATES = ["--paro-materialize", "rotate"]
+_FOUR_BITS = ["--paro-inter-grad-bits", "4", "--paro-inter-param-bits", "4"]
+WAYS = {
+    "rotate": _ROTATES,
+    "in-place": [*_ROTATES, "--paro-rotate-in-place"],
+    "4-bit": [*_FOUR_BITS, "--paro-inter-bits-warmup-iters", "0"],
 }
 
 
 class OwnSetting(NamedTuple):
-    """The parts of STRATEGY[@COLLECTIVE][+rotate|+in-place]; those not given are empty."""
+    """The parts of STRATEGY[@COLLECTIVE][+rotate|+in-place|+4-bit]; those not given are empty."""
 
     strategy: str
     collective: str
-    rotation: str
+    way: str
+
+    @property
+    def rotates(self) -> bool:
+        return self.way in ("rotate", "in-place")
 
     @property
     def flags(self) -> list[str]:
-        flags = ["--paro-strategy", self.strategy, *ROTATIONS.get(self.rotation, [])]
+        flags = ["--paro-strategy", self.strategy, *WAYS.get(self.way, [])]
         return [*flags, "--paro-collective", self.collective] if self.collective else flags
 
 
 def parse_setting(text: str) -> OwnSetting:
-    """Parses a candidate; `UserError` for an unknown rotation.
+    """Parses a candidate; `UserError` for an unknown way to train it.
 
     A comma separates candidates on the command line, so degrees are joined by /.
     """
-    named, plus, rotation = text.partition("+")
-    if plus and rotation not in ROTATIONS:
-        raise UserError(f"{text}: +{rotation} is none of +{', +'.join(ROTATIONS)}")
+    named, plus, way = text.partition("+")
+    if plus and way not in WAYS:
+        raise UserError(f"{text}: +{way} is none of +{', +'.join(WAYS)}")
     strategy, _, collective = named.partition("@")
-    return OwnSetting(strategy.replace("/", ","), collective, rotation)
+    return OwnSetting(strategy.replace("/", ","), collective, way)
 
 
 def own_config(task: Task, name: str, world: World) -> RunConfig:

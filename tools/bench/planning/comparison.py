@@ -11,7 +11,13 @@ from typing import Any
 
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import plan
-from paro.planning.search.search_space import Candidate, Materialize, SearchSpace, Workload
+from paro.planning.search.search_space import (
+    FEWEST_BITS,
+    Candidate,
+    Materialize,
+    SearchSpace,
+    Workload,
+)
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.figure import with_room_for
 from tools.bench.planning.rounds import median_row
@@ -21,8 +27,7 @@ from tools.bench.planning.rounds import median_row
 CONSTANT_BYTES = 20_000_000
 MOST_ALIKE = 1.1  # step times that differ by less count as equal
 NUM_LIMITS = 6
-WAYS = {
-    "": Materialize.GATHER,
+ROTATIONS = {
     "rotate": Materialize.ROTATE,
     "in-place": Materialize.ROTATE_IN_PLACE,
 }
@@ -116,12 +121,13 @@ class Comparison:
 
 
 def setting_of(workload: Workload, text: str) -> Candidate:
-    """The candidate STRATEGY@COLLECTIVE[+rotate|+in-place]; all else is as in the workload."""
+    """The candidate STRATEGY@COLLECTIVE[+rotate|+in-place|+4-bit]; the rest is the workload's."""
     named = parse_setting(text)
     return replace(
         workload.candidate(workload.strategy(named.strategy)),
         collective=named.collective,
-        materialize=WAYS[named.rotation],
+        materialize=ROTATIONS.get(named.way, Materialize.GATHER),
+        inter_bits=FEWEST_BITS if named.way == "4-bit" else None,
     )
 
 
@@ -147,7 +153,7 @@ def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) ->
                 measured_exposed=row["exposed"],
             )
         )
-    rotates = any(parse_setting(turns[0]["setting"]).rotation for turns in measured)
+    rotates = any(parse_setting(turns[0]["setting"]).rotates for turns in measured)
     choices = () if rotates else tuple(_choices(workload, rows))
     return Comparison(rows=tuple(rows), choices=choices)
 

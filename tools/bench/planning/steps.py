@@ -201,7 +201,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="FILE", help="a JSON line is added per row")
     add("--label", type=json.loads, default={}, metavar="JSON", help="fields of every row")
     add(
-        "--settings", required=True, help="STRATEGY@COLLECTIVE[+rotate|+in-place], joined by commas"
+        "--settings",
+        required=True,
+        help="STRATEGY@COLLECTIVE[+rotate|+in-place|+4-bit],...",
     )
     add("--counts", required=True, help="numbers of micro-batches, joined by commas")
     add("--turns", type=int, required=True, help="of every setting")

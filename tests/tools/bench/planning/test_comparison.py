@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from paro.planning.search.estimator import Estimator
-from paro.planning.search.search_space import Workload
+from paro.planning.search.search_space import Materialize, Workload
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import workload as make_case
-from tools.bench.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare
+from tools.bench.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare, setting_of
 from tools.bench.study_plan import chapters_of
 
 NAMES = ("NNI", "IIG", "GGG")
@@ -102,6 +102,12 @@ def test_what_rotates_is_compared_as_such_and_chosen_by_nobody(workload: Workloa
         assert found.rows[0].strategy == name
         assert found.rows[0].predicted > gathered["seconds"]  # of the gathering strategy
         assert found.choices == ()
+
+
+def test_fewer_bits_are_compared_as_such(workload: Workload) -> None:
+    found = setting_of(workload, "IIG@native+4-bit")
+    assert (found.inter_bits, found.materialize) == (4, Materialize.GATHER)
+    assert setting_of(workload, "IIG@native").inter_bits is None
 
 
 @pytest.mark.parametrize(
