@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024  # elements of a program
-_HEADS = 4  # heads of a program of the rotary embedding
+_MOST_HEADS = 16  # of a program of the rotary embedding, so that a thread has several channels
 
 VERSION: str = triton.__version__
 
@@ -85,7 +85,8 @@ def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor
     x, cos, sin = x_BSNH.contiguous(), cos.contiguous(), sin.contiguous()
     *_, num_heads, channels = x.shape
     out, half = torch.empty_like(x), channels // 2
-    grid = (x.numel() // (num_heads * channels), triton.cdiv(num_heads, _HEADS))
+    heads = min(_MOST_HEADS, triton.next_power_of_2(num_heads))
+    grid = (x.numel() // (num_heads * channels), triton.cdiv(num_heads, heads))
     _rotate[grid](
         x,
         cos,
@@ -95,7 +96,7 @@ def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor
         num_heads,
         half,
         -1.0 if inverse else 1.0,
-        HEADS=_HEADS,
+        HEADS=heads,
         HALF=triton.next_power_of_2(half),
     )
     return out

@@ -90,7 +90,7 @@ def test_swiglu(dtype: torch.dtype, needed: str) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_heads", [1, 5])
+@pytest.mark.parametrize("num_heads", [1, 5, 19])
 def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
     cos, sin = rotations(CONFIG, 7, dtype, CPU)
     x = normal(3, 7, num_heads, 6, seed=1, dtype=dtype).requires_grad_()
@@ -180,7 +180,7 @@ SIGNATURES = {
     ),
     "_rotate": Signature(
         types=pointers("x cos sin out", "num_rows", "num_heads", "half", sign="fp32"),
-        constants={"HEADS": 4, "HALF": 64},
+        constants={"HEADS": 16, "HALF": 64},
     ),
 }
 
