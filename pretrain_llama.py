@@ -248,7 +248,8 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
         log.log0(warning)
     log.log0(f"> attention: {kernel}")
     codes = choose_kernels(control.device).line if config.precision.has_codes else None
-    for line in (usable_kernels(config.model, dtype, control.device).line, adamw.line, codes):
+    fused = usable_kernels(config.model, config.fusions, dtype, control.device)
+    for line in (fused.line, adamw.line, codes):
         if line is not None:
             log.log0(f"> {line}")
     seed_everything(config.train.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +19,14 @@ DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusions:
+    """What Triton shall compute, if it can; Megatron's flags."""
+
+    bias_swiglu_fusion: bool = True
+    apply_rope_fusion: bool = True
+
+
 class Kernels(NamedTuple):
     """The model's configuration with the kernels that run here, and a line about them."""
 
@@ -27,21 +35,22 @@ class Kernels(NamedTuple):
 
 
 @cache
-def usable_kernels(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Tries the kernels that `config` asks for, forward and backward, against the plain versions.
+def usable_kernels(
+    config: LlamaConfig, fusions: Fusions, dtype: torch.dtype, device: torch.device
+) -> Kernels:
+    """Tries the kernels that `fusions` ask for, forward and backward, against the plain versions.
 
     A rank without Triton, or without the compiler that Triton needs, computes plainly.
     """
-    plain = replace(config, bias_swiglu_fusion=False, apply_rope_fusion=False)
     if device.type not in DEVICES:
-        return Kernels(plain, None)
+        return Kernels(config, None)
     asked = {
-        "SwiGLU": (config.bias_swiglu_fusion, _try_swiglu),
-        "rotary embedding": (config.apply_rope_fusion, _try_rotary),
+        "SwiGLU": (fusions.bias_swiglu_fusion, _try_swiglu),
+        "rotary embedding": (fusions.apply_rope_fusion, _try_rotary),
     }
     names = " and ".join(name for name, (wanted, _) in asked.items() if wanted)
     if not names:
-        return Kernels(plain, "SwiGLU and rotary embedding: torch's operations, as the flags ask")
+        return Kernels(config, "SwiGLU and rotary embedding: torch's operations, as the flags ask")
     try:
         from model.kernels import VERSION
 
@@ -51,8 +60,8 @@ def usable_kernels(config: LlamaConfig, dtype: torch.dtype, device: torch.device
     except Exception as error:  # whatever Triton, its compiler or the device's driver raises
         first = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first}"
-        return Kernels(plain, f"{names}: torch's operations, because Triton fails: {reason}")
-    return Kernels(config, f"{names}: Triton {VERSION}")
+        return Kernels(config, f"{names}: torch's operations, because Triton fails: {reason}")
+    return Kernels(replace(config, **asdict(fusions)), f"{names}: Triton {VERSION}")
 
 
 def _try_swiglu(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from model.fusion import Fusions
 from model.lora_config import LoraConfig, targets_of
 from paro.arguments.needed import details_without_full, missing_sizes
 from paro.errors import UserError
@@ -17,7 +18,9 @@ _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     """The model: sizes from flags, else from the preset, else derived from the other sizes."""
-    names = {field.name for field in fields(LlamaConfig)} - {"vocab_size", "recompute", "lora"}
+    chosen_later = {field.name for field in fields(Fusions)}  # on the device
+    names = {field.name for field in fields(LlamaConfig)} - chosen_later
+    names -= {"vocab_size", "recompute", "lora"}
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     sizes = given
     if args.llama_preset is not None:

@@ -11,6 +11,7 @@ from data.config import DataConfig
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LLAMA_PRESETS, LlamaConfig
+from model.fusion import Fusions
 from paro.arguments.megatron import ignored_lines
 from paro.arguments.needed import missing_flags
 from paro.arguments.parser import check_flags
@@ -73,6 +74,7 @@ class RunConfig:
     sharding: ShardingConfig
     strategy: Strategy
     precision: PrecisionConfig
+    fusions: Fusions
     optim: OptimConfig
     schedule: ScheduleConfig
     loss_scale: LossScaleConfig
@@ -140,6 +142,7 @@ class RunConfig:
             sharding=sharding,
             strategy=strategy,
             precision=precision,
+            fusions=_take(Fusions, args),
             optim=_take(OptimConfig, args),
             schedule=_take_schedule(args, batches, train, common),
             loss_scale=_take_loss_scale(args),

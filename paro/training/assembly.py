@@ -65,12 +65,10 @@ def build_training(
     """
     device = control.device
     traffic = traffic or ByteCounter()
-    with torch.device("meta"):
-        kernels = usable_kernels(
-            config.model, TORCH_TYPES[config.precision.compute], control.device
-        )
-        model = Llama(kernels.config)
     compute_dtype = TORCH_TYPES[config.precision.compute]
+    kernels = usable_kernels(config.model, config.fusions, compute_dtype, control.device)
+    with torch.device("meta"):
+        model = Llama(kernels.config)
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = make_timers(config.report.timing_log_level, device)
     sharded = _spread(model, config, control, traffic, timers)

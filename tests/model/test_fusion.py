@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model import fusion
 from model.config import LlamaConfig
-from model.fusion import usable_kernels
+from model.fusion import Fusions, usable_kernels
 from model.layers import gated_linear
 from model.llama import Llama
 from model.rotary import rotate, rotations
@@ -29,6 +29,7 @@ from tests.helpers.triton_kernels import (
 )
 
 CPU = torch.device("cpu")
+ALL = Fusions()
 CONFIG = LlamaConfig(
     num_layers=2,
     hidden_size=24,
@@ -125,19 +126,22 @@ def test_a_model_has_the_same_gradients(tied: bool) -> None:
 
 
 def test_a_cpu_has_no_choice() -> None:
-    assert usable_kernels(FUSED, torch.float32, CPU) == (CONFIG, None)
+    assert usable_kernels(CONFIG, ALL, torch.float32, CPU) == (CONFIG, None)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_what_runs_is_said() -> None:
     for dtype in TOLERANCE:
-        found = usable_kernels(FUSED, dtype, CPU)
+        found = usable_kernels(CONFIG, ALL, dtype, CPU)
         assert found.config == FUSED
         assert found.line is not None
         assert found.line.startswith("SwiGLU and rotary embedding: Triton 3.")
-    rope = replace(FUSED, bias_swiglu_fusion=False)
-    assert usable_kernels(rope, torch.float32, CPU).config == rope
-    line = usable_kernels(CONFIG, torch.float32, CPU).line
+    rope, none = (
+        Fusions(bias_swiglu_fusion=False, apply_rope_fusion=wanted) for wanted in (True, False)
+    )
+    found = usable_kernels(CONFIG, rope, torch.float32, CPU)
+    assert found.config == replace(FUSED, bias_swiglu_fusion=False)
+    line = usable_kernels(CONFIG, none, torch.float32, CPU).line
     assert line == "SwiGLU and rotary embedding: torch's operations, as the flags ask"
 
 
@@ -146,7 +150,7 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -
         from model import kernels as imported
 
         monkeypatch.setattr(imported, "swiglu", lambda gate, up: gate + up)
-        found = usable_kernels(FUSED, torch.float32, CPU)
+        found = usable_kernels(CONFIG, ALL, torch.float32, CPU)
         assert found.config == CONFIG
         assert found.line is not None
         assert "because Triton fails: RuntimeError: results differ by" in found.line
@@ -156,13 +160,13 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(imported, "swiglu", no_compiler)
         usable_kernels.cache_clear()
-        found = usable_kernels(FUSED, torch.float32, CPU)
+        found = usable_kernels(CONFIG, ALL, torch.float32, CPU)
         assert found.config == CONFIG
         assert str(found.line).endswith("RuntimeError: Failed to find C compiler.")
     monkeypatch.setattr(fusion, "DEVICES", {"cpu"})
     monkeypatch.setitem(sys.modules, "model.kernels", None)
     usable_kernels.cache_clear()
-    found = usable_kernels(FUSED, torch.float32, CPU)
+    found = usable_kernels(CONFIG, ALL, torch.float32, CPU)
     assert found.config == CONFIG
     assert "ModuleNotFoundError" in str(found.line)
     usable_kernels.cache_clear()
@@ -193,7 +197,7 @@ def compile_all() -> None:
 
 def run_on_gpu() -> None:
     for dtype in TOLERANCE:
-        found = usable_kernels(FUSED, dtype, torch.device("cuda"))
+        found = usable_kernels(CONFIG, ALL, dtype, torch.device("cuda"))
         assert found.config == FUSED, found.line
 
 
