@@ -99,8 +99,8 @@ class LlamaConfig:
     lora: LoraConfig | None = None
     attention_backend: AttentionBackend = "auto"  # see attention.py
     fp8_format: Fp8Format | None = None  # of the blocks' matmuls, see matmul.py
-    bias_swiglu_fusion: bool = False  # SwiGLU by Triton, see fusion.py
-    apply_rope_fusion: bool = False  # rotary embedding by Triton
+    fuses_swiglu: bool = False  # SwiGLU by Triton, see fusion.py
+    fuses_rotary: bool = False  # rotary embedding by Triton
 
     def __post_init__(self) -> None:
         for name, most in _MAX.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -42,12 +42,12 @@ def usable_kernels(
 
     A rank without Triton, or without the compiler that Triton needs, computes plainly.
     """
-    if device.type not in DEVICES:
-        return Kernels(config, None)
     asked = {
         "SwiGLU": (fusions.bias_swiglu_fusion, _try_swiglu),
         "rotary embedding": (fusions.apply_rope_fusion, _try_rotary),
     }
+    if device.type not in DEVICES:
+        return Kernels(config, None)
     names = " and ".join(name for name, (wanted, _) in asked.items() if wanted)
     if not names:
         return Kernels(config, "SwiGLU and rotary embedding: torch's operations, as the flags ask")
@@ -61,7 +61,10 @@ def usable_kernels(
         first = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first}"
         return Kernels(config, f"{names}: torch's operations, because Triton fails: {reason}")
-    return Kernels(replace(config, **asdict(fusions)), f"{names}: Triton {VERSION}")
+    chosen = replace(
+        config, fuses_swiglu=fusions.bias_swiglu_fusion, fuses_rotary=fusions.apply_rope_fusion
+    )
+    return Kernels(chosen, f"{names}: Triton {VERSION}")
 
 
 def _try_swiglu(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:

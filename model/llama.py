@@ -126,7 +126,7 @@ class Block(AdaptedBlock):
         if self.config.qk_layernorm:
             q_BSNH = rms_norm(q_BSNH, self.q_norm, epsilon)
             k_BSKH = rms_norm(k_BSKH, self.k_norm, epsilon)
-        fused = self.config.apply_rope_fusion
+        fused = self.config.fuses_rotary
         q_BSNH, k_BSKH = (rotate(x, cos, sin, fused=fused) for x in (q_BSNH, k_BSKH))
         if attend is not None:
             out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH)
@@ -158,7 +158,7 @@ class Block(AdaptedBlock):
         )
         make = partial(self.normed, "mlp_norm")
         gate_BSF, up_BSF = self.adapted(outputs, make, (x_BSD,), drops)
-        fused = self.config.bias_swiglu_fusion
+        fused = self.config.fuses_swiglu
         y_BSD = gated_linear(gate_BSF, up_BSF, self.w_down, fp8, fused=fused)
         (y_BSD,) = self.adapted({"w_down": y_BSD}, gated, (gate_BSF, up_BSF), drops)
         return y_BSD

@@ -16,8 +16,8 @@ FREE_FIELDS = frozenset(
         "lora",
         "attention_backend",
         "fp8_format",
-        "bias_swiglu_fusion",
-        "apply_rope_fusion",
+        "fuses_swiglu",
+        "fuses_rotary",
     }
 )
 

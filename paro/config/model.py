@@ -8,19 +8,19 @@ from typing import Any
 
 from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from model.fusion import Fusions
 from model.lora_config import LoraConfig, targets_of
 from paro.arguments.needed import details_without_full, missing_sizes
 from paro.errors import UserError
 
 _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
+# Fields that are derived, or chosen on the device.
+_NOT_GIVEN = {"vocab_size", "recompute", "lora", "fuses_swiglu", "fuses_rotary"}
+
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     """The model: sizes from flags, else from the preset, else derived from the other sizes."""
-    chosen_later = {field.name for field in fields(Fusions)}  # on the device
-    names = {field.name for field in fields(LlamaConfig)} - chosen_later
-    names -= {"vocab_size", "recompute", "lora"}
+    names = {field.name for field in fields(LlamaConfig)} - _NOT_GIVEN
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     sizes = given
     if args.llama_preset is not None:

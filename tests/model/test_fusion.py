@@ -40,7 +40,7 @@ CONFIG = LlamaConfig(
     max_position_embeddings=16,
     vocab_size=31,
 )
-FUSED = replace(CONFIG, bias_swiglu_fusion=True, apply_rope_fusion=True)
+FUSED = replace(CONFIG, fuses_swiglu=True, fuses_rotary=True)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 
 
@@ -140,7 +140,7 @@ def test_what_runs_is_said() -> None:
         Fusions(bias_swiglu_fusion=False, apply_rope_fusion=wanted) for wanted in (True, False)
     )
     found = usable_kernels(CONFIG, rope, torch.float32, CPU)
-    assert found.config == replace(FUSED, bias_swiglu_fusion=False)
+    assert found.config == replace(FUSED, fuses_swiglu=False)
     line = usable_kernels(CONFIG, none, torch.float32, CPU).line
     assert line == "SwiGLU and rotary embedding: torch's operations, as the flags ask"
 

@@ -64,6 +64,8 @@ UNOWNED = {
     "eod",
     "given",
     "loss_scale.dynamic",
+    "model.fuses_rotary",  # by what the device can
+    "model.fuses_swiglu",
     "notices",
     "schedule.weight_decay_incr_samples",
 }
