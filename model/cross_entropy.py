@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.config import loss_chunk_tokens
-from model.matmul import scale_into, sink_of
+from model.matmul import scale_into, sink_of, write_weight_grad
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -118,6 +118,7 @@ class _SliceScores(torch.autograd.Function):
         label_logit_T = torch.zeros_like(log_norm_T)
         local_T = labels_T - first_row
         ctx.save_for_backward(x_TD, weight_VD, local_T, token_weights_T, log_norm_T)
+        ctx.sink = sink_of(weight_VD)
         weight_VD = weight_VD.to(x_TD.dtype)
         for part in _chunks(x_TD):
             logits_TV = (_masked(x_TD[part], token_weights_T[part]) @ weight_VD.t()).float()
@@ -137,6 +138,8 @@ class _SliceScores(torch.autograd.Function):
         share_T = torch.where(scale_T == 0.0, 0.0, grads[0] / scale_T)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         grad_weight_VD: Tensor | None = None
+        sink = ctx.sink if needs_weight else None
+        into_VD, adds = (None, False) if sink is None else sink.open()
         for part in _chunks(x_TD):
             chunk_TD = _masked(x_TD[part], token_weights_T[part])
             grad_TV = (chunk_TD @ weight_VD.t()).float()
@@ -150,9 +153,15 @@ class _SliceScores(torch.autograd.Function):
                 grad_x_TD[part].mul_(scale_T[part, None])
             if needs_weight:
                 weighted_TD = (chunk_TD * scale_T[part, None]).to(x_TD.dtype)
-                grad_weight_VD = _add_product(
-                    grad_weight_VD, logits_grad_TV, weighted_TD, x_TD.shape[0]
-                )
+                if into_VD is None:
+                    grad_weight_VD = _add_product(
+                        grad_weight_VD, logits_grad_TV, weighted_TD, x_TD.shape[0]
+                    )
+                else:
+                    write_weight_grad(logits_grad_TV, weighted_TD, into_VD, adds=adds)
+                    adds = True
+        if sink is not None:
+            sink.close()
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_x_TD, grad_weight_VD, None, None, None

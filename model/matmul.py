@@ -107,6 +107,13 @@ def weight_grad(grad: Operand, x: Operand, sink: GradSink | None = None) -> Tens
     if sink is None:
         return _weight_grad(grad, x)
     into_ED, adds = sink.open()
+    write_weight_grad(grad, x, into_ED, adds=adds)
+    sink.close()
+    return None
+
+
+def write_weight_grad(grad: Operand, x: Operand, into_ED: Tensor, *, adds: bool) -> None:
+    """The same in a buffer, whose values it replaces or `adds` to."""
     if isinstance(grad, Tensor) and _writes_into(into_ED, grad):
         assert isinstance(x, Tensor)
         options: dict[str, Any] = {}
@@ -120,8 +127,6 @@ def weight_grad(grad: Operand, x: Operand, sink: GradSink | None = None) -> Tens
         into_ED.add_(_weight_grad(grad, x))
     else:
         into_ED.copy_(_weight_grad(grad, x))
-    sink.close()
-    return None
 
 
 def scale_into(grad: Tensor, factor: Tensor, sink: GradSink | None) -> Tensor | None:

@@ -31,6 +31,7 @@ from typing import Any
 from model.config import LlamaConfig, loss_chunk_tokens, unit_shapes
 from paro.planning.cost_model import UnitShapes, UnitSize, size_units
 from paro.planning.rotation import rotating_units_of
+from paro.precision import PrecisionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +219,11 @@ def _with_scores(config: LlamaConfig, batch: MicroBatch, width: int) -> int:
         width += sum(_attention_widths(config))
         in_fp32 += config.num_attention_heads + config.num_query_groups
     return batch.num_tokens * (width * batch.compute_bytes + 4 * in_fp32)
+
+
+def matmuls_write(kind: str, precision: PrecisionConfig, device_type: str) -> bool:
+    """Whether matmuls write weight gradients into buffers of this kind, without a copy."""
+    return kind == precision.compute or (kind == "fp32" and device_type == "cuda")
 
 
 def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from paro.rotation.rotating_unit import RotatingUnit
+from paro.sharding.buffers import store
 from paro.sharding.distributed_model import MicroBatchState, Phase
 
 
@@ -180,9 +181,9 @@ class RotatingPart:
             # `data`: the slot is overwritten while autograd holds the leaf, on purpose.
             leaf = nn.Parameter(box.data, requires_grad=unit.trainable)
             if unit.trainable:
-                leaf.register_post_accumulate_grad_hook(
-                    partial(self._received, unit, position, name)
-                )
+                sink = _Sink(self, unit, position, name)
+                leaf.grad_sink = sink  # type: ignore[attr-defined]
+                leaf.register_post_accumulate_grad_hook(sink.take)
             leaves[self._plan.attributes[name]] = leaf
         return leaves
 
@@ -199,21 +200,19 @@ class RotatingPart:
             for unit in self._halves[number]:
                 unit.return_to(step)
 
-    def _received(self, unit: RotatingUnit, position: Position, name: str, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None, f"{name} got no gradient"
+    def prepare_for_gradient(self, position: Position, unit: RotatingUnit, name: str) -> None:
+        """Makes sure that the unit can take a gradient of the step that is in backward."""
         assert position == self._in_backward, f"{name}: {position} is not {self._in_backward}"
         if self._plan.returns:
             unit.return_to(position[1])
-        unit.receive(position[1], name, gradient)
-        self._end_step_if_through()
 
     def _input_grad_made(self, _gradient: Tensor | None) -> None:
         """Runs when a step's contribution to the input gradient is computed."""
         self._input_done = True
-        self._end_step_if_through()
+        self.end_step_if_through()
 
-    def _end_step_if_through(self) -> None:
+    def end_step_if_through(self) -> None:
+        """Ends the step that is in backward once nothing of it is still to come."""
         assert self._in_backward is not None, f"{self._plan.label} is not in backward"
         number, step = self._in_backward
         # If the input needs no gradient but a norm does, no hook fires when the norm's is computed.
@@ -239,3 +238,31 @@ class RotatingPart:
     def close(self) -> None:
         """Drops the leaves: autograd keeps them alive, and their hooks reference this part."""
         self._leaves.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sink:
+    """Takes a box's gradient from the matmul that makes it, or else from autograd."""
+
+    part: RotatingPart
+    unit: RotatingUnit
+    position: Position
+    name: str
+
+    def open(self) -> tuple[Tensor, bool]:
+        """The buffer for the gradient, and whether to add to what it holds."""
+        self.part.prepare_for_gradient(self.position, self.unit, self.name)
+        return self.unit.grad_box(self.position[1], self.name)
+
+    def close(self) -> None:
+        """Says that the gradient is in the buffer."""
+        self.unit.arrived()
+        self.part.end_step_if_through()
+
+    def take(self, leaf: Tensor) -> None:
+        """Moves autograd's gradient of the leaf, if it made one."""
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None:  # else a matmul has put it where it belongs
+            box, adds = self.open()
+            store(gradient, box, adds=adds)
+            self.close()

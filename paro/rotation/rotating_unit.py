@@ -46,8 +46,8 @@ class RotatingUnit(UnitShards):
     """One slice of either the trainable or the frozen matrices of a part of the model.
 
     Forward: `begin`, then for every step `arrive` and `depart`, then `end`. Backward, from the
-    last step to the first: `return_to`, `receive` for every gradient, `leave`. A slot may be read
-    from `arrive` to `depart`, and from `return_to` to `leave`.
+    last step to the first: `return_to`, then `grad_box` and `arrived` for every gradient, then
+    `leave`. A slot may be read from `arrive` to `depart`, and from `return_to` to `leave`.
     """
 
     def __init__(
@@ -203,17 +203,16 @@ class RotatingUnit(UnitShards):
             slot, before = self._slot(step), self._slot(step - 1)
             self._arrived = self._shift(WaitKind.GATHER, slot, before, Turn.COUNTER_CLOCKWISE)
 
-    def receive(self, step: int, name: str, gradient: Tensor) -> None:
-        """Adds this rank's gradient of a box to the sum that rotates with the slice."""
+    def grad_box(self, step: int, name: str) -> tuple[Tensor, bool]:
+        """The box of the sum that rotates with the slice, and whether to add to what it holds."""
         if self._num_received == 0:
             self._meet_gradients(step, self._ring.home_of(step))
         if step not in self._grad_boxes:
             self._grad_boxes[step] = self.boxes(step, self._grad_slot(step))
-        box = self._grad_boxes[step][name]
-        if step + 1 == self.num_steps:
-            box.copy_(gradient)
-        else:
-            box.add_(gradient)
+        return self._grad_boxes[step][name], step + 1 < self.num_steps
+
+    def arrived(self) -> None:
+        """Counts a gradient of this rank that is in its box."""
         self._num_received += 1
 
     def has_all(self, step: int) -> bool:

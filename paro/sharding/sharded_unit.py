@@ -23,7 +23,7 @@ from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
 from paro.layout import UnitLayout
-from paro.sharding.buffers import ElasticBuffer, box_views
+from paro.sharding.buffers import ElasticBuffer, box_views, store
 from paro.sharding.shards import ShardingContext, UnitShards
 
 
@@ -153,10 +153,7 @@ class ShardedUnit(UnitShards):
     def receive(self, name: str, gradient: Tensor) -> bool:
         """Stores or adds one parameter's gradient; True when it is the last of this backward."""
         box, adds = self.grad_box(name)
-        if adds:
-            box.add_(gradient)
-        else:
-            box.copy_(gradient)
+        store(gradient, box, adds=adds)
         return self.arrived()
 
     def reduce(self, *, last: bool) -> None:

@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from paro.planning.cost_model import UnitSize, merged, model_state_bytes
-from paro.planning.units import UnitActivations
+from paro.planning.units import UnitActivations, matmuls_write
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
@@ -172,10 +172,8 @@ class PeakMemory:
         yield _Point(MemorySnapshot(name="the update", states=0), updated=largest)
 
     def _is_direct(self, grads_sharded: bool) -> bool:
-        """Whether a matmul can write weight gradients in the type of their buffers."""
-        precision = self.precision
-        kind = precision.wire if grads_sharded else precision.accumulate
-        return kind == precision.compute or (kind == "fp32" and self.device_type == "cuda")
+        kind = self.precision.wire if grads_sharded else self.precision.accumulate
+        return matmuls_write(kind, self.precision, self.device_type)
 
     @property
     def _repeats(self) -> bool:

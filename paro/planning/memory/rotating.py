@@ -8,7 +8,8 @@
 #                 k, v and its output, the MLP its input, gate and up. The loss keeps its input and,
 #                 per token and slice, a label's row and a log-sum-exp, but no gradients
 #   transient     gradients of input and output, and the work with one slice: a partial output in
-#                 addition to the sum, the MLP's gradients and one matrix gradient of a slice
+#                 addition to the sum, the MLP's gradients and one matrix gradient of a slice, if
+#                 the matmul cannot write it into its buffer
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
 from paro.planning.memory.gathering import MemorySnapshot, fp32_copy_bytes
 from paro.planning.rotation import units_by_part
-from paro.planning.units import MicroBatch, block_activations, norm_backward
+from paro.planning.units import MicroBatch, block_activations, matmuls_write, norm_backward
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
@@ -54,7 +55,15 @@ def rotating_peak(
         units=tuple(units),
         precision=precision,
         in_place=in_place,
-        parts=tuple(_parts(config, batch, units_by_part(units), strategy.params)),
+        parts=tuple(
+            _parts(
+                config,
+                batch,
+                units_by_part(units),
+                strategy.params,
+                direct=matmuls_write(precision.wire, precision, batch.device_type),
+            )
+        ),
     )
     return max(walk.snapshots(), key=lambda snapshot: snapshot.total)
 
@@ -123,8 +132,14 @@ def _largest(units: Sequence[UnitSize]) -> UnitSize:
 
 
 def _parts(
-    config: LlamaConfig, batch: MicroBatch, units: dict[str, list[UnitSize]], degree: int
+    config: LlamaConfig,
+    batch: MicroBatch,
+    units: dict[str, list[UnitSize]],
+    degree: int,
+    *,
+    direct: bool,
 ) -> Iterator[_Part]:
+    """The parts in forward order; `direct`: matmuls write gradients into their buffers."""
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
     steps = degree * len(units["embedding"])
@@ -140,16 +155,16 @@ def _parts(
         copies=True,
     )
     for layer in range(config.num_layers):
-        yield from _block(config, batch, units, degree, layer)
+        yield from _block(config, batch, units, degree, layer, direct=direct)
     head = "embedding" if config.tie_embeddings_and_output_weights else "head"
     chunk = min(tokens, loss_chunk_tokens(batch.device_type)) * rows
-    total = 0 if chunk == tokens * rows or size == 4 else 2 * vocabulary  # summed in fp32
+    gradient = 0 if direct else vocabulary
     yield _Part(
         name="head",
         unit=_largest(units[head]),
         kept=2 * residual + tokens * (4 + 20 * steps),
         in_forward=residual + chunk * (8 if size == 4 else 10),
-        in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + vocabulary + total),
+        in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),
     )
 
 
@@ -159,11 +174,14 @@ def _block(
     units: dict[str, list[UnitSize]],
     degree: int,
     layer: int,
+    *,
+    direct: bool,
 ) -> Iterator[_Part]:
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
     columns = -(-config.ffn_hidden_size // (degree * len(units[f"blocks.{layer}.mlp"])))
-    ffn, matrix = tokens * columns * size, columns * config.hidden_size * size
+    ffn = tokens * columns * size
+    matrix = 0 if direct else columns * config.hidden_size * size
     recompute = config.recompute
     recomputed = recompute is not None and recompute.first_layer(layer) is not None
     everything = block_activations(config, batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,22 +13,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import cross_entropy, layers
 from paro.arguments.parser import parse_args
+from paro.collectives import wire
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.precision import PrecisionConfig
+from paro.rotation.rotating_unit import RotatingUnit
+from paro.sharding.sharded_unit import ShardedUnit
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.step import Training
 from tests.helpers.training import TINY
+from tests.paro.planning.lone_rank import LoneRank, lone_rank, lone_rotating_rank, silence
+from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.test_units import SMALL, upper_half
 
+UNGROUPED = replace(SMALL, num_query_groups=4)
 MATMULS = {"aten::mm", "aten::addmm"}
 
 
 class Passes(TorchDispatchMode):
     """Counts elements of gradient buffers that operations other than matmuls write."""
 
-    def __init__(self, buffers: dict[int, str]) -> None:
+    def __init__(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
-        self._buffers = buffers
+        # A buffer's storage is resized and never replaced.
+        self._buffers = {buffer.untyped_storage()._cdata: name for name, buffer in buffers}
         self.written: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,7 +45,7 @@ class Passes(TorchDispatchMode):
         if func._schema.name not in MATMULS and func._schema.is_mutable:
             tensor = (kwargs or {}).get("out", args[0] if args else None)
             if isinstance(tensor, Tensor):
-                unit = self._buffers.get(tensor.untyped_storage().data_ptr())
+                unit = self._buffers.get(tensor.untyped_storage()._cdata)
                 if unit is not None:
                     self.written[unit] = self.written.get(unit, 0) + tensor.numel()
         return out
@@ -51,10 +62,9 @@ def passes(more: str) -> dict[str, int]:
     """Elements written by other operations than matmuls, in 2 micro-batches, by unit."""
     config, training = training_of(more)
     model = training.model
-    buffers = {unit.grad_shard.untyped_storage().data_ptr(): unit.name for unit in model.units}
     source = build_sources(config, build_data(config), training, start_state(config)).train
     model.begin_step(2)
-    counted = Passes(buffers)
+    counted = Passes((unit.name, unit.grad_shard) for unit in model.units)
     for index in range(2):
         batch = next(source)
         with counted:
@@ -80,3 +90,68 @@ def test_only_norms_are_copied_and_added(more: str, monkeypatch: pytest.MonkeyPa
         assert before[name] == 2 * (4 * 20 * 20 + 3 * 20 * 37 + 2 * 20), "every gradient"
     # The output layer's gradient is scaled in the pass that writes it.
     assert found["head"] == before["head"] == 2 * (60 * 20 + 20)
+
+
+def lone_passes(rank: LoneRank, buffers: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Elements written by other operations than matmuls, in 2 micro-batches, by unit."""
+    tokens_BS, weights_BS = torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16)
+    counted = Passes(buffers)
+    rank.model.begin_step(2)
+    for index in range(2):
+        with counted:
+            rank.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=index == 1)
+    rank.model.finish_gradients()
+    return counted.written
+
+
+def test_whole_gradients_are_written_by_matmuls_and_shards_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silence(monkeypatch)
+    strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
+    rank = lone_rank(UNGROUPED, strategy, topology, PrecisionConfig(compute="fp32"))
+    units = {unit.name: unit for unit in rank.model.units if isinstance(unit, ShardedUnit)}
+    buffers = [
+        (name, buffer)
+        for name, unit in units.items()
+        if unit._grad_U is not None
+        for buffer in (unit._grad_U.values, unit.grad_shard)
+    ]
+    written = lone_passes(rank, buffers)
+    for name in ("blocks.0", "blocks.1", "blocks.2"):
+        layout, shard = units[name].layout, units[name].grad_shard
+        padding = sum(high - low for low, high in layout.gaps())
+        assert written[name] == 2 * (2 * 20 + padding + shard.numel())
+
+
+@pytest.mark.parametrize("trained", ["all", "upper"])
+def test_sums_that_rotate_are_written_by_matmuls(
+    trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)
+    monkeypatch.setattr(wire.dist, "P2POp", lambda *_: None)  # writes nothing, other than `silence`
+    strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
+    rank = lone_rotating_rank(
+        UNGROUPED,
+        strategy,
+        topology,
+        PrecisionConfig(compute="fp32"),
+        in_place=False,
+        is_trained=upper_half if trained == "upper" else lambda _name: True,
+    )
+    units = {unit.name: unit for unit in rank.model.units if isinstance(unit, RotatingUnit)}
+    buffers = [
+        (name, buffer)
+        for name, unit in units.items()
+        if unit.trainable
+        for buffer in (unit._X.values, unit._Y.values, unit.grad_shard)
+    ]
+    written = lone_passes(rank, buffers)
+    parts = [name for name, unit in units.items() if unit.trainable and name != "embedding"]
+    assert {"blocks.2.attention", "blocks.2.mlp", "head"} <= {*parts}
+    for name in parts:
+        unit = units[name]
+        first = unit._ring.home_of(unit.num_steps - 1)
+        padding = sum(high - low for low, high in unit._gaps[first])
+        # This rank's own sum is added to its shard when it has come home.
+        assert written[name] == 2 * (padding + unit.grad_shard.numel()), name
