@@ -216,8 +216,7 @@ class ParoOptimizer:
             unit = part.unit
             states = {"param": part.master, "exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq}
             if unit.coded_update is not None:
-                unit.wait_for_updated_params()
-                states[SENT] = unit.optim_param
+                states[SENT] = unit.optim_param  # this rank's own: written before the all-gather
             for state, values in states.items():
                 yield FlatShard(
                     layout=unit.layout,

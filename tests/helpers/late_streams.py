@@ -171,7 +171,7 @@ def poisoned_buffers() -> Iterator[None]:
         had = self._slots.get(number)
         result = slot(self, number, *args)
         if self._slots[number] is not had:
-            result.fill_(torch.nan)
+            result.fill_(torch.nan if result.is_floating_point() else 0xA5)  # codes are bytes
         return result
 
     with (

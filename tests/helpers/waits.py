@@ -67,9 +67,7 @@ def _path(module: str) -> Path:
 def _waits_in(module: str, tree: ast.Module) -> Iterator[tuple[Wait, ast.AST]]:
     for function, body in _functions(tree):
         repeated: Counter[str] = Counter()
-        for node in ast.walk(body):
-            if not _is_wait(node):
-                continue
+        for node in sorted(filter(_is_wait, ast.walk(body)), key=_place):
             text = ast.unparse(node)
             repeated[text] += 1
             number = f" #{repeated[text]}" if repeated[text] > 1 else ""
@@ -84,6 +82,11 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
             for method in node.body:
                 if isinstance(method, ast.FunctionDef):
                     yield f"{node.name}.{method.name}", method
+
+
+def _place(node: ast.AST) -> tuple[int, int]:
+    assert isinstance(node, ast.expr | ast.keyword)
+    return node.lineno, node.col_offset
 
 
 def _is_wait(node: ast.AST) -> bool:

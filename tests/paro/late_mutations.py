@@ -129,10 +129,6 @@ CAUGHT = {
     "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
-    "optim.optimizer ParoOptimizer.flat_shards: unit.wait_for_updated_params()": (
-        "IIG",
-        f"{CODES} {SAVED}",
-    ),
     "rotation.rotating_unit RotatingUnit._shift_in_place: exposure.wait(kind, moved)": (
         "IIG",
         IN_PLACE,
