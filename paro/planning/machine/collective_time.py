@@ -31,7 +31,7 @@ from paro.collectives.schedule import Op, count_pieces
 from paro.errors import UserError
 from paro.layout import chunk_numel
 from paro.planning.machine.machine import LinkSpeed, Machine, Nic, measured_at, seconds
-from paro.topology import Axes, Axis, AxisSpan, Link
+from paro.topology import Axes, Axis, AxisSpan, Link, split_by_link
 
 StreamAxes = tuple[int, ...]  # the axes that a comm stream serves
 
@@ -144,10 +144,9 @@ class CollectiveTimes:
 
     def _rings(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> Phase:
         """One job per kind of link, each as long as the whole, busy for its own share."""
-        parts = _parts(self.machine, span)
-        if algorithm == "ring" or len(parts) == 1:
+        inner, outer = split_by_link(span)
+        if algorithm == "ring" or not (inner and outer):
             return (self._whole(op, span, num_bytes, algorithm),)
-        inner, outer = parts
         within = _ring_seconds(self.machine, op, inner, num_bytes)
         between = _ring_seconds(self.machine, op, outer, num_bytes // _size(inner))
         found = self._measured(op, span, num_bytes, algorithm)
@@ -157,22 +156,25 @@ class CollectiveTimes:
             if self.machine.is_of_gpus:
                 pieces = fastest_pieces(self.machine, op, span, num_bytes)
                 found = _Found(pipeline_seconds(self.machine, op, span, num_bytes, pieces))
+            elif _uses_nics(self.machine, inner) == _uses_nics(self.machine, outer):
+                found = _Found(within + between)
             else:
                 last = self._last_piece(op, inner, outer, num_bytes)
                 found = _Found(max(within, between) + last)
         time, cpu, slowed = found
-        share = within / (within + between)
-        return tuple(
-            Job(
+        jobs = []
+        for part, own in ((inner, within), (outer, between)):
+            busy, on_nics = min(1.0, own / time), _uses_nics(self.machine, part)
+            job = Job(
                 stream=tuple(axis.index for axis in part),
                 seconds=time,
-                intra=min(1.0, within / time) if part is inner else 0.0,
-                inter=min(1.0, between / time) if part is outer else 0.0,
-                cpu=cpu * (share if part is inner else 1.0 - share),
+                intra=0.0 if on_nics else busy,
+                inter=busy if on_nics else 0.0,
+                cpu=cpu * own / (within + between),
                 slowed=slowed,
             )
-            for part in parts
-        )
+            jobs.append(job)
+        return tuple(jobs)
 
     def _last_piece(self, op: Op, inner: AxisSpan, outer: AxisSpan, num_bytes: int) -> float:
         """Time inside a group after the last piece has arrived from another one."""
@@ -230,13 +232,8 @@ def _axes(machine: Machine, span: AxisSpan) -> Axes:
     return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH
 
 
-def _parts(machine: Machine, span: AxisSpan) -> list[AxisSpan]:
-    """The levels of a span, innermost first: neighbouring axes of one kind are merged."""
-    kinds = [
-        tuple(axis for axis in span if _link_of(machine, axis) is link)
-        for link in (Link.INTRA, Link.INTER)
-    ]
-    return [part for part in kinds if part]
+def _uses_nics(machine: Machine, span: AxisSpan) -> bool:
+    return _axes(machine, span) is not Axes.INTRA
 
 
 class Ring(NamedTuple):
@@ -284,8 +281,11 @@ def _ring(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) -> tuple[f
 def pipeline_seconds(
     machine: Machine, op: Op, span: AxisSpan, num_bytes: int, pieces: int
 ) -> float:
-    """Time of a pipeline over both kinds of links: each level runs its stages one by one."""
-    inner, outer = _parts(machine, span)
+    """Time of a pipeline inside groups and between them: each level runs its stages one by one.
+
+    If both use the same links of the machine, whose groups may differ, no stages overlap.
+    """
+    inner, outer = split_by_link(span)
     size = num_bytes / pieces
     stages = make_pipeline(op, pieces)
     took = {
@@ -293,14 +293,14 @@ def pipeline_seconds(
         for kind in {stage.op for stage in stages}
         for level, part, part_size in ((0, inner, size), (1, outer, size / _size(inner)))
     }
-    free = [0.0, 0.0]
+    links = [_uses_nics(machine, part) for part in (inner, outer)]
+    free = dict.fromkeys(links, 0.0)
     ends: list[float] = []
     for stage in stages:
-        begin = (
-            free[stage.level] if stage.after is None else max(free[stage.level], ends[stage.after])
-        )
+        link = links[stage.level]
+        begin = free[link] if stage.after is None else max(free[link], ends[stage.after])
         ends.append(begin + took[stage.op, stage.level])
-        free[stage.level] = ends[-1]
+        free[link] = ends[-1]
     return ends[-1]
 
 

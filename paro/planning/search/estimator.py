@@ -114,6 +114,7 @@ class Estimator:
             comm_costs = CommCosts(
                 units=self.units_of(candidate),
                 strategy=candidate.strategy,
+                group_size=self.workload.group_size,
                 precision=precision,
                 times=CollectiveTimes(self.workload.machine, candidate.collective),
                 rotates=rotates,

@@ -66,10 +66,11 @@ class Loads:
 
 @dataclass(frozen=True, kw_only=True)
 class CommCosts:
-    """All collectives of a model's units under a strategy."""
+    """All collectives of a model's units under a strategy, in a run with groups of `group_size`."""
 
     units: tuple[UnitSize, ...]
     strategy: Strategy
+    group_size: int
     precision: PrecisionConfig
     times: CollectiveTimes
     rotates: bool = False
@@ -83,7 +84,7 @@ class CommCosts:
     def topology(self) -> Topology:
         return make_topology(
             world_size=self.machine.world_size,
-            group_size=self.machine.group_size,
+            group_size=self.group_size,
             degrees=self.strategy.degrees,
         )
 

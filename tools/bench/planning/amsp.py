@@ -113,6 +113,7 @@ class OwnedTensorsEstimator(Estimator):
         comm_costs = OwnedTensors(
             units=self.units,
             strategy=candidate.strategy,
+            group_size=self.workload.group_size,
             precision=self.workload.precision,
             times=found.comm_costs.times,
             num_tensors=len(parameter_shapes(model)),

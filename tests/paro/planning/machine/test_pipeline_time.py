@@ -73,3 +73,24 @@ def test_gpus_run_pipelines_and_cpu_ranks_single_messages() -> None:
     assert max(within, between) < ours < native
     cpus = replace(gpus, device=replace(DEVICE, cores=1.0))
     assert CollectiveTimes(cpus, "ho-ring").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES) < ours
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_levels_on_the_same_links_do_not_overlap(pieces: int) -> None:
+    """Groups of 6 ranks on nodes of 2: both levels of a pipeline use NICs."""
+    given = replace(machine(1e9, 1e8), group_size=2)
+    span = make_topology(world_size=12, group_size=6, degrees=()).axes
+    took = [
+        CollectiveTimes(given, "native").seconds(op, part, size)
+        for op, part, size in (
+            (Op.ALL_GATHER, span[:1], NUM_BYTES),
+            (Op.ALL_GATHER, span[1:], NUM_BYTES // 6),
+        )
+    ]
+    found = pipeline_seconds(given, Op.ALL_GATHER, span, NUM_BYTES, pieces)
+    assert found == pytest.approx(sum(took), rel=1e-9)
+    inside = replace(given, group_size=12)
+    assert pipeline_seconds(inside, Op.ALL_GATHER, span, NUM_BYTES, pieces) < found
+    for one in (given, inside, replace(given, device=replace(DEVICE, cores=1.0))):
+        jobs = CollectiveTimes(one, "ho-ring").phases(Op.ALL_GATHER, span, NUM_BYTES)[0]
+        assert sum(job.intra + job.inter for job in jobs) == pytest.approx(1.0)
