@@ -183,30 +183,32 @@ def _all_of(differences: Sequence[float]) -> str:
 
 
 def plot(found: dict[str, dict[str, object]], path: Path) -> None:
-    """Draws held-out losses over iterations, less those of 16/16 with the same seed."""
-    with drawing(path, 1, 1, size=(7, 4.5)) as (_, panels):
-        panel, named = panels[0, 0], set()
+    """Draws losses over iterations, less those of 16/16: training's mean, held-out ones by seed."""
+    with drawing(path, 1, 2, size=(11, 4.5)) as (figure, ((training, held_out),)):
         for color, variant in enumerate(VARIANTS[1:]):
+            style = {"color": f"C{color}", "marker": "."}
             for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
-                for seed in seeds:
-                    own = found.get(key_of((variant, iterations, seed)))
-                    base = found.get(key_of((VARIANTS[0], iterations, seed)))
-                    if own is None or base is None:
-                        continue
-                    # The last iteration is evaluated twice, on other samples: the second counts.
-                    losses, plain = dict(own["held_out"]), dict(base["held_out"])  # type: ignore[call-overload]
-                    panel.plot(
-                        list(losses),
-                        [loss - plain[at] for at, loss in losses.items()],
-                        color=f"C{color}",
-                        marker=".",
-                        label=None if variant in named else variant.name,
-                    )
-                    named.add(variant)
-        panel.axhline(0.0, color="black", linewidth=0.8)
-        panel.set(xlabel="iteration", ylabel="held-out loss above that of 16/16, nat")
-        panel.legend(fontsize="small", title="bits of gradients/updates")
-        panel.grid(alpha=0.3)
+                keys = [[key_of((v, iterations, s)) for v in (variant, VARIANTS[0])] for s in seeds]
+                pairs = [[found[key] for key in both] for both in keys if {*both} <= {*found}]
+                for pair in pairs:
+                    held_out.plot(*_above(pair, "held_out"), **style)
+                if pairs:
+                    (at, *_), losses = zip(*(_above(pair, "loss") for pair in pairs), strict=True)
+                    label = variant.name if iterations == SHORT else None
+                    training.plot(at, [mean(each) for each in zip(*losses, strict=True)], **style)
+                    training.lines[-1].set_label(label)
+        for panel, what in ((training, "loss in training, mean of seeds"), (held_out, "held-out")):
+            panel.axhline(0.0, color="black", linewidth=0.8)
+            panel.set(xlabel="iteration", ylabel="nat above 16/16", title=what)
+            panel.grid(alpha=0.3)
+        figure.legend(loc="outside right", fontsize="small", title="bits of gradients/updates")
+
+
+def _above(pair: Sequence[dict[str, object]], kind: str) -> tuple[list[int], list[float]]:
+    """Iterations, and by how much the first one's losses are above the second one's."""
+    # The last iteration is evaluated twice, on other samples: the second counts.
+    own, base = (dict(found[kind]) for found in pair)  # type: ignore[call-overload]
+    return list(own), [own[at] - base[at] for at in own]
 
 
 def execute(args: argparse.Namespace) -> int:
