@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, decays, make_layout, whole_box
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.quantization.formats import EXACT_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
 from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
 from paro.topology import Axis, AxisSpan, Link, Topology, split_by_link
@@ -205,7 +206,7 @@ def codes_of(
     unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> RangeCodes | None:
     """How a unit's updated parameters are encoded; None if they are sent exactly."""
-    if not unit.trainable_numel:
+    if precision.inter_param_bits == EXACT_BITS or not unit.trainable_numel:
         return None
     return codes_of_updates(
         bits=precision.inter_param_bits,
@@ -222,7 +223,7 @@ def gradient_codes_of(
     unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> RangeCodes | None:
     """How a unit's gradients are encoded; None if they are sent exactly."""
-    if not unit.trainable_numel:
+    if precision.inter_grad_bits == EXACT_BITS or not unit.trainable_numel:
         return None
     plan = make_comm_plan(strategy, topology)
     return codes_of_gradients(

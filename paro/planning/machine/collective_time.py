@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paro.collectives.pipeline import MAX_PIECES, make_pipeline
@@ -60,11 +60,20 @@ class CollectiveTimes:
 
     machine: Machine
     algorithm: str
+    _known: dict[tuple[Op, AxisSpan, int], tuple[Phase, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
         """The jobs of a collective along an axis span, for a whole buffer of `num_bytes`."""
         if not span or num_bytes == 0:
             return ()
+        key = (op, span, num_bytes)
+        if key not in self._known:
+            self._known[key] = self._phases(op, span, num_bytes)
+        return self._known[key]
+
+    def _phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
         algorithm = self.algorithm
         if algorithm == "auto":
             algorithm = self._fastest(op, span, num_bytes)

@@ -62,6 +62,7 @@ class Estimator:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._loads: dict[tuple[object, ...], PassLoads] = {}
+        self._times: dict[str, CollectiveTimes] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._memory = CandidateMemory(workload)
         self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
@@ -111,12 +112,14 @@ class Estimator:
             precision,
         )
         if key not in self._loads:
+            machine, name = self.workload.machine, candidate.collective
+            times = self._times.setdefault(name, CollectiveTimes(machine, name))
             comm_costs = CommCosts(
                 units=self.units_of(candidate),
                 strategy=candidate.strategy,
                 group_size=self.workload.group_size,
                 precision=precision,
-                times=CollectiveTimes(self.workload.machine, candidate.collective),
+                times=times,
                 rotates=rotates,
                 in_place=candidate.materialize.in_place,
             )
