@@ -66,9 +66,10 @@ def test_a_failure_is_raised_at_every_later_wait_and_nothing_runs_after_it() -> 
     before.wait()
     failed = streams.submit("a", fail)
     behind = streams.submit("b", lambda: ran.append("behind"), after=failed)
-    for event in (failed, behind, streams.submit("c", lambda: ran.append("later"))):
+    for event in (failed, behind, None):
         with pytest.raises(RuntimeError, match="a collective failed") as caught:
-            event.wait()
+            # What is submitted before the failure may run beside it in another stream.
+            (event or streams.submit("c", lambda: ran.append("later"))).wait()
         assert str(caught.value.__cause__) == "peer is gone"
     assert ran == ["before"]
 
