@@ -184,20 +184,24 @@ def _all_of(differences: Sequence[float]) -> str:
 
 def plot(found: dict[str, dict[str, object]], path: Path) -> None:
     """Draws losses over iterations, less those of 16/16: training's mean, held-out ones by seed."""
-    with drawing(path, 1, 2, size=(11, 4.5)) as (figure, ((training, held_out),)):
+    with drawing(path, 1, 3, size=(13, 4.5)) as (figure, ((training, held_out, long),)):
         for color, variant in enumerate(VARIANTS[1:]):
             style = {"color": f"C{color}", "marker": "."}
-            for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
+            for iterations, seeds, panel in ((SHORT, SEEDS, held_out), (LONG, (1,), long)):
                 keys = [[key_of((v, iterations, s)) for v in (variant, VARIANTS[0])] for s in seeds]
                 pairs = [[found[key] for key in both] for both in keys if {*both} <= {*found}]
                 for pair in pairs:
-                    held_out.plot(*_above(pair, "held_out"), **style)
-                if pairs:
+                    panel.plot(*_above(pair, "held_out"), **style)
+                if pairs and iterations == SHORT:
                     (at, *_), losses = zip(*(_above(pair, "loss") for pair in pairs), strict=True)
-                    label = variant.name if iterations == SHORT else None
-                    training.plot(at, [mean(each) for each in zip(*losses, strict=True)], **style)
-                    training.lines[-1].set_label(label)
-        for panel, what in ((training, "loss in training, mean of seeds"), (held_out, "held-out")):
+                    means = [mean(each) for each in zip(*losses, strict=True)]
+                    training.plot(at, means, label=variant.name, **style)
+        panels = {
+            training: "in training, mean of seeds",
+            held_out: "on held-out text",
+            long: f"on held-out text, {LONG:,} iterations",
+        }
+        for panel, what in panels.items():
             panel.axhline(0.0, color="black", linewidth=0.8)
             panel.set(xlabel="iteration", ylabel="nat above 16/16", title=what)
             panel.grid(alpha=0.3)
