@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,60 +59,76 @@ def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype), epsilon)  # one kernel
 
 
-class SharedNorm:
-    """The norm of one input, shared by the matmuls with several slices of the next weights.
+class SharedInput:
+    """What several matmuls read, for example slices of weights, and backward makes again.
 
-    It is computed once for all slices, and recomputed once in backward, which sums the slices'
-    gradients before it passes them through the norm. Between `release` and backward this object
-    keeps nothing.
+    It is computed once for all of them, and once more in backward, which sums the gradients of all
+    readers before it passes them on. Between `release` and backward this object keeps nothing.
     """
 
-    def __init__(self, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> None:
-        self._epsilon = epsilon
-        self._y_BSD: Tensor | None = rms_norm(x_BSD.detach(), scale_D.detach(), epsilon)
-        self._inputs: tuple[Tensor, Tensor] | None = None  # x and scale of y, in backward
+    def __init__(self, make: Callable[..., Tensor], *sources: Tensor) -> None:
+        self.make = make
+        self._y_BSD: Tensor | None = make(*(source.detach() for source in sources))
+        self._leaves: tuple[Tensor, ...] = ()  # what y is made from, in backward
         self._grad_y_TD: Tensor | None = None
-        self._slices_left = 0  # slices whose backward has not run yet
+        self._readers_left = 0  # whose backward has not run yet
+
+    @property
+    def num_columns(self) -> int:
+        """D, before `release`."""
+        assert self._y_BSD is not None, "released"
+        return self._y_BSD.shape[-1]
 
     def release(self) -> None:
-        """Frees the normalized input; call it after the forward of every slice has finished."""
+        """Frees the input; call it after the forward of every reader has finished."""
         self._y_BSD = None
 
     def in_forward(self, *, backward_follows: bool) -> Tensor:
-        assert self._y_BSD is not None, "a slice after the last"
-        self._slices_left += backward_follows
+        assert self._y_BSD is not None, "a reader after the last"
+        self._readers_left += backward_follows
         return self._y_BSD
 
-    def in_backward(self, x_BSD: Tensor, scale_D: Tensor, needs_grads: tuple[bool, bool]) -> Tensor:
-        if self._inputs is None:
+    def in_backward(self, sources: Sequence[Tensor], needs_grads: Sequence[bool]) -> Tensor:
+        """The input [T, D], made again if this is the first reader."""
+        if not self._leaves:
             with torch.enable_grad():
-                x_BSD = x_BSD.detach().requires_grad_(needs_grads[0])
-                scale_D = scale_D.detach().requires_grad_(needs_grads[1])
-                self._y_BSD = rms_norm(x_BSD, scale_D, self._epsilon)
-            self._inputs = x_BSD, scale_D
+                pairs = zip(sources, needs_grads, strict=True)
+                self._leaves = tuple(
+                    source.detach().requires_grad_(needed) for source, needed in pairs
+                )
+                self._y_BSD = self.make(*self._leaves)
         assert self._y_BSD is not None
         return self._y_BSD.detach().flatten(0, -2)
 
     def add_products(self, grads: Sequence[Operand], weights: Iterator[Operand]) -> None:
-        """Accumulates one slice's gradient of the normalized input; weights live one at a time."""
+        """Accumulates one reader's gradient of the input; weights live one at a time."""
         for grad in grads:
             self._grad_y_TD = input_grads(grad, next(weights), total_TD=self._grad_y_TD)
 
-    def input_grads(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of x and scale, as far as needed, after the last slice; None before."""
-        self._slices_left -= 1
-        if self._slices_left or self._inputs is None:
-            return None, None
-        (x_BSD, scale_D), y_BSD, grad_TD = self._inputs, self._y_BSD, self._grad_y_TD
-        self._inputs = self._y_BSD = self._grad_y_TD = None
-        leaves = [leaf for leaf in (x_BSD, scale_D) if leaf.requires_grad]
-        if not leaves:
-            return None, None
+    def add(self, grad_TD: Tensor) -> None:
+        """Accumulates one reader's gradient of the input, which is this object's from now on."""
+        total_TD = self._grad_y_TD
+        self._grad_y_TD = grad_TD if total_TD is None else total_TD.add_(grad_TD)
+
+    def source_grads(self) -> tuple[Tensor | None, ...]:
+        """Gradients of the sources, as far as needed, after the last reader; None before."""
+        self._readers_left -= 1
+        leaves, y_BSD, grad_TD = self._leaves, self._y_BSD, self._grad_y_TD
+        if self._readers_left or not leaves:
+            return (None,) * len(leaves)
+        self._leaves, self._y_BSD, self._grad_y_TD = (), None, None
+        needed = [leaf for leaf in leaves if leaf.requires_grad]
+        if not needed:
+            return (None,) * len(leaves)
         assert y_BSD is not None
         assert grad_TD is not None
-        found = iter(torch.autograd.grad(y_BSD, leaves, grad_TD.view_as(y_BSD)))
-        grad_x = next(found) if x_BSD.requires_grad else None
-        return grad_x, next(found) if scale_D.requires_grad else None
+        found = iter(torch.autograd.grad(y_BSD, needed, grad_TD.view_as(y_BSD)))
+        return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+
+def shared_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> SharedInput:
+    """`rms_norm(x, scale)`, the input of several matmuls; its sources are x and scale."""
+    return SharedInput(partial(rms_norm, epsilon=epsilon), x_BSD, scale_D)
 
 
 class _NormedLinears(torch.autograd.Function):
@@ -120,7 +137,7 @@ class _NormedLinears(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        norm: SharedNorm,
+        norm: SharedInput,
         fp8: Fp8Format | None,
         x_BSD: Tensor,
         scale_D: Tensor,
@@ -136,7 +153,7 @@ class _NormedLinears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BSD, scale_D, *weights = ctx.saved_tensors
         _, _, needs_x, needs_scale, *needs_weights = ctx.needs_input_grad
-        y_TD = ctx.norm.in_backward(x_BSD, scale_D, (needs_x, needs_scale))
+        y_TD = ctx.norm.in_backward((x_BSD, scale_D), (needs_x, needs_scale))
         flat_grads = [operand(grad.flatten(0, -2), ctx.fp8, is_grad=True) for grad in grads]
         y = operand(y_TD, ctx.fp8) if any(needs_weights) else y_TD
         grad_weights = [
@@ -147,26 +164,27 @@ class _NormedLinears(torch.autograd.Function):
             cast = (operand(weight.to(y_TD.dtype), ctx.fp8) for weight in weights)
             ctx.norm.add_products(flat_grads, cast)
         del y, y_TD
-        return None, None, *ctx.norm.input_grads(), *grad_weights
+        return None, None, *ctx.norm.source_grads(), *grad_weights
 
 
 def normed_linears(
+    norm: SharedInput,
     x_BSD: Tensor,
     scale_D: Tensor,
-    epsilon: float,
     *weights: Tensor,
-    norm: SharedNorm | None = None,
     fp8: Fp8Format | None = None,
 ) -> tuple[Tensor, ...]:
     """`norm(x) @ weight.T` for each weight; of the activations only `x` is saved for backward.
 
-    If the weights are one slice of several, `norm` is the norm that all slices share.
+    `norm` is `shared_norm` of `x` and `scale`, which other slices of the weights may share.
     """
-    own = norm or SharedNorm(x_BSD, scale_D, epsilon)
-    outputs: tuple[Tensor, ...] = _NormedLinears.apply(own, fp8, x_BSD, scale_D, *weights)
-    if norm is None:
-        own.release()
+    outputs: tuple[Tensor, ...] = _NormedLinears.apply(norm, fp8, x_BSD, scale_D, *weights)
     return outputs
+
+
+def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+    """The input of SwiGLU's last projection."""
+    return F.silu(gate_BSF) * up_BSF
 
 
 class _GatedLinear(torch.autograd.Function):

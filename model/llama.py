@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -27,8 +26,16 @@ from torch import Tensor, nn
 from model.attention import Documents, attend, documents_of
 from model.config import LlamaConfig
 from model.cross_entropy import linear_cross_entropy, slice_scores
-from model.layers import SharedNorm, gated_linear, linear, normed_linears, rms_norm
-from model.lora import AdaptedBlock, Drops, checkpointed, gated, same
+from model.layers import (
+    SharedInput,
+    gated,
+    gated_linear,
+    linear,
+    normed_linears,
+    rms_norm,
+    shared_norm,
+)
+from model.lora import AdaptedBlock, Drops, checkpointed
 from model.parts import UnitSpec
 from model.rotary import rotate, rotations
 from model.slices import LOOK_UP, LOSS, block_parts
@@ -107,21 +114,21 @@ class Block(AdaptedBlock):
         return x_BSD + self.mlp(x_BSD, places.drops)
 
     def attention(
-        self, x_BSD: Tensor, places: Places, attend: Attend | None, norm: SharedNorm | None = None
+        self, x_BSD: Tensor, places: Places, attend: Attend | None, norm: SharedInput | None = None
     ) -> Tensor:
         """The attention output [B, S, D]; `norm` is shared by the slices of the weights."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
-        weights = self.wq, self.wk, self.wv
-        projections = normed_linears(
-            x_BSD, self.attention_norm, epsilon, *weights, norm=norm, fp8=self.config.fp8_format
-        )
+        cos, sin, documents, drops = places
+        names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
+        shared = norm or shared_norm(*sources, epsilon)
+        weights = (self.wq, self.wk, self.wv)
+        projections = normed_linears(shared, *sources, *weights, fp8=self.config.fp8_format)
         if self.config.add_qkv_bias:
             for part, bias in zip(projections, (self.bq, self.bk, self.bv), strict=True):
                 part.add_(bias)
-        cos, sin, documents, drops = places
-        outputs = dict(zip(("wq", "wk", "wv"), projections, strict=True))
-        make = partial(self.normed, "attention_norm")
-        projections = self.adapted(outputs, make, (x_BSD,), drops)
+        projections = self.adapted(names, projections, shared, sources, drops)
+        if norm is None:
+            shared.release()
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
         if self.config.qk_layernorm:
             q_BSNH = rms_norm(q_BSNH, self.q_norm, epsilon)
@@ -136,7 +143,8 @@ class Block(AdaptedBlock):
             out_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH, documents)
         out_BSD = out_BSNH.flatten(-2)
         y_BSD = linear(out_BSD, self.wo, self.config.fp8_format)
-        (y_BSD,) = self.adapted({"wo": y_BSD}, same, (out_BSD,), drops)
+        if self.adapts("wo"):
+            y_BSD = self.adapted_alone("wo", y_BSD, _same, (out_BSD,), drops)
         return y_BSD
 
     def attend(
@@ -145,23 +153,24 @@ class Block(AdaptedBlock):
         """Causal attention within each document; returns [B, S, N, H]."""
         return attend(q_BSNH, k_BSKH, v_BSKH, self.config.attention_backend, documents)
 
-    def mlp(self, x_BSD: Tensor, drops: Drops | None, norm: SharedNorm | None = None) -> Tensor:
+    def mlp(self, x_BSD: Tensor, drops: Drops | None, norm: SharedInput | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
-        epsilon, weights = self.config.norm_epsilon, (self.w_gate, self.w_up)
-        fp8 = self.config.fp8_format
-        outputs = dict(
-            zip(
-                ("w_gate", "w_up"),
-                normed_linears(x_BSD, self.mlp_norm, epsilon, *weights, norm=norm, fp8=fp8),
-                strict=True,
-            )
-        )
-        make = partial(self.normed, "mlp_norm")
-        gate_BSF, up_BSF = self.adapted(outputs, make, (x_BSD,), drops)
+        fp8, sources = self.config.fp8_format, (x_BSD, self.mlp_norm)
+        shared = norm or shared_norm(*sources, self.config.norm_epsilon)
+        projections = normed_linears(shared, *sources, self.w_gate, self.w_up, fp8=fp8)
+        names = ("w_gate", "w_up")
+        gate_BSF, up_BSF = self.adapted(names, projections, shared, sources, drops)
+        if norm is None:
+            shared.release()
         fused = self.config.fuses_swiglu
         y_BSD = gated_linear(gate_BSF, up_BSF, self.w_down, fp8, fused=fused)
-        (y_BSD,) = self.adapted({"w_down": y_BSD}, gated, (gate_BSF, up_BSF), drops)
+        if self.adapts("w_down"):
+            y_BSD = self.adapted_alone("w_down", y_BSD, gated, (gate_BSF, up_BSF), drops)
         return y_BSD
+
+
+def _same(x_BSD: Tensor) -> Tensor:
+    return x_BSD
 
 
 class Head(nn.Module):

@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.config import LlamaConfig
-from model.layers import rms_norm
-from model.lora_config import down_name, up_name
+from model.layers import SharedInput
+from model.lora_config import LoraConfig, down_name, up_name
+from model.matmul import sink_of, weight_grad
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _MIX = (-4658895280553007687, -7723592293110705685)  # of SplitMix64
@@ -56,6 +56,9 @@ class Columns(NamedTuple):
     number: int
 
 
+MakeMask = Callable[..., Tensor]  # of a shape and a device: which elements of an input are kept
+
+
 class AdaptedBlock(nn.Module):
     """A block whose projections may have adapters."""
 
@@ -73,72 +76,144 @@ class AdaptedBlock(nn.Module):
         for name, shape in self.config.lora.shapes(shapes).items():
             setattr(self, name, nn.Parameter(torch.empty(shape)))
 
+    def adapts(self, name: str) -> bool:
+        """Whether the weight of this name has an adapter."""
+        lora = self.config.lora
+        return lora is not None and name in lora.targets
+
     def adapted(
         self,
-        outputs: dict[str, Tensor],
-        make_input: Callable[..., Tensor],
-        sources: tuple[Tensor, ...],
+        names: Sequence[str],
+        outputs: Sequence[Tensor],
+        shared: SharedInput,
+        sources: Sequence[Tensor],
         drops: Drops | None,
     ) -> tuple[Tensor, ...]:
-        """The outputs of projections, by their weights' names, with those of their adapters added.
+        """The outputs of the weights of these names, with those of their adapters added.
 
-        Backward makes the projections' input again with `make_input` from `sources`, which are kept
-        anyway. Without `drops` nothing is dropped.
+        All of them read the `shared` input, which is made of `sources`. Without `drops` nothing is
+        dropped.
         """
-        lora = self.config.lora
-        names = [name for name in outputs if lora is not None and name in lora.targets]
-        if not names:
-            return tuple(outputs.values())
-        run = checkpointed if torch.is_grad_enabled() else _called
-        slices = {name: (self.starts.get(name, 0), outputs[name].shape[-1]) for name in names}
-        added = run(partial(self._low_rank, slices, make_input, drops), *sources)
-        for name, low in zip(names, added, strict=True):
-            outputs[name] = low.add_(outputs[name])  # which frees the other
-        return tuple(outputs.values())
+        lora, found = self.config.lora, dict(zip(names, outputs, strict=True))
+        targets = [name for name in names if self.adapts(name)]
+        if lora is None or not targets:
+            return tuple(outputs)
+        columns = shared.num_columns
+        pairs = [self._pair(name, columns, found[name].shape[-1]) for name in targets]
+        masks = tuple(self._mask_of(name, columns, drops) for name in targets)
+        added = _LowRank.apply(
+            shared,
+            lora,
+            masks,
+            *sources,
+            *(found[name] for name in targets),
+            *(down for down, _ in pairs),
+            *(up for _, up in pairs),
+        )
+        found.update(zip(targets, added, strict=True))
+        return tuple(found.values())
 
-    def _low_rank(
+    def adapted_alone(
         self,
-        slices: Mapping[str, tuple[int, int]],
+        name: str,
+        output: Tensor,
         make_input: Callable[..., Tensor],
+        sources: Sequence[Tensor],
         drops: Drops | None,
-        *sources: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """`scaling * up @ down @ dropout(input)` for each of the weights.
+    ) -> Tensor:
+        """The same for one weight that alone reads its input, `make_input` of the sources."""
+        shared = SharedInput(make_input, *sources)
+        (found,) = self.adapted((name,), (output,), shared, sources, drops)
+        shared.release()
+        return found
 
-        `slices` are the first row or column of each, and its number of rows. Of a slice of rows
-        this is the part of the output, of one of columns a partial sum.
-        """
-        lora, x_BSD = self.config.lora, make_input(*sources)
-        assert lora is not None, "no adapters"
+    def _pair(self, name: str, columns: int, rows: int) -> tuple[Tensor, Tensor]:
+        """An adapter's matrices; of a slice of the weight's columns or rows, their slices."""
+        down_RD, up_ER = getattr(self, down_name(name)), getattr(self, up_name(name))
+        first = self.starts.get(name, 0)
+        if columns < down_RD.shape[1]:
+            return down_RD[:, first : first + columns], up_ER
+        if rows < up_ER.shape[0]:
+            return down_RD, up_ER[first : first + rows]
+        return down_RD, up_ER
+
+    def _mask_of(self, name: str, columns: int, drops: Drops | None) -> MakeMask | None:
+        """Makes the mask of a weight's input; None if nothing is dropped."""
+        lora = self.config.lora
+        if lora is None or drops is None or lora.dropout == 0.0:
+            return None
+        whole = getattr(self, down_name(name)).shape[1]
+        part = Columns(self.starts.get(name, 0), whole) if columns < whole else None
+        full = f"blocks.{self.layer}.{name}"
+        return partial(keep_mask, dropout=lora.dropout, drops=drops, name=full, columns=part)
+
+
+class _LowRank(torch.autograd.Function):
+    """`output + scaling * up @ down @ dropout(input)` of the weights that share an input.
+
+    Saves no activation but what the input is made of.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shared: SharedInput,
+        lora: LoraConfig,
+        masks: Sequence[MakeMask | None],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        outputs, downs, ups = _thirds(tensors, len(masks))
+        sources = tensors[: -3 * len(masks)]
+        ctx.save_for_backward(*sources, *downs, *ups)
+        ctx.shared, ctx.lora, ctx.masks = shared, lora, masks
+        ctx.sinks = [*map(sink_of, downs)], [*map(sink_of, ups)]
+        x_BSD = shared.in_forward(backward_follows=any(ctx.needs_input_grad))
         made = []
-        for name, (first, rows) in slices.items():
-            in_BSD, columns = x_BSD, x_BSD.shape[-1]
-            down_RD, up_ER = getattr(self, down_name(name)), getattr(self, up_name(name))
-            if columns < down_RD.shape[1]:
-                down_RD = down_RD[:, first : first + columns]
-            elif rows < up_ER.shape[0]:
-                up_ER = up_ER[first : first + rows]
-            if drops is not None and lora.dropout > 0.0:
-                full = f"blocks.{self.layer}.{name}"
-                whole = getattr(self, down_name(name)).shape[1]
-                of = Columns(first, whole) if columns < whole else None
-                dropped = ~keep_mask(x_BSD.shape, lora.dropout, drops, full, x_BSD.device, of)
-                in_BSD = x_BSD.masked_fill(dropped, 0.0).mul_(1.0 / (1.0 - lora.dropout))
-            made.append(F.linear(F.linear(in_BSD, down_RD), up_ER).mul_(lora.scaling))
+        for out_BSE, down_RD, up_ER, make_mask in zip(outputs, downs, ups, masks, strict=True):
+            in_BSD = x_BSD
+            if make_mask is not None:
+                kept = make_mask(x_BSD.shape, device=x_BSD.device)
+                in_BSD = _dropped(x_BSD, kept, lora.dropout)
+            low_TR = (in_BSD.flatten(0, -2) @ down_RD.t()).mul_(lora.scaling)
+            sum_TE = torch.addmm(out_BSE.flatten(0, -2), low_TR, up_ER.t())
+            made.append(sum_TE.view(out_BSE.shape))
         return tuple(made)
 
-    def normed(self, scale: str, x_BSD: Tensor) -> Tensor:
-        """The input of the projections that read the norm with this scale."""
-        return rms_norm(x_BSD, getattr(self, scale), self.config.norm_epsilon)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        shared, lora, count = ctx.shared, ctx.lora, len(grads)
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        sources, downs, ups = saved[: -2 * count], saved[-2 * count : -count], saved[-count:]
+        needs_sources = needed[: len(sources)]
+        x_TD = shared.in_backward(sources, needs_sources)
+        grad_downs, grad_ups = [], []
+        for index, (grad, down_RD, up_ER) in enumerate(zip(grads, downs, ups, strict=True)):
+            in_TD, make_mask, kept = x_TD, ctx.masks[index], None
+            if make_mask is not None:
+                shape = (*grad.shape[:-1], x_TD.shape[-1])
+                kept = make_mask(torch.Size(shape), device=x_TD.device).flatten(0, -2)
+                in_TD = _dropped(x_TD, kept, lora.dropout)
+            grad_TE = grad.flatten(0, -2)
+            grad_TR = (grad_TE @ up_ER).mul_(lora.scaling)
+            low_TR = (in_TD @ down_RD.t()).mul_(lora.scaling)
+            grad_ups.append(weight_grad(grad_TE, low_TR, ctx.sinks[1][index]))
+            grad_downs.append(weight_grad(grad_TR, in_TD, ctx.sinks[0][index]))
+            if kept is not None and any(needs_sources):
+                shared.add(_dropped(grad_TR @ down_RD, kept, lora.dropout))
+            elif any(needs_sources):
+                shared.add_products([grad_TR], iter([down_RD]))
+        return None, None, None, *shared.source_grads(), *grads, *grad_downs, *grad_ups
 
 
-def same(x_BSD: Tensor) -> Tensor:
-    return x_BSD
+def _thirds(tensors: Sequence[Tensor], count: int) -> Iterator[Sequence[Tensor]]:
+    """The last three runs of `count` tensors."""
+    last = tensors[len(tensors) - 3 * count :]
+    return (last[first : first + count] for first in range(0, 3 * count, count))
 
 
-def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-    """The input of SwiGLU's last projection."""
-    return F.silu(gate_BSF) * up_BSF
+def _dropped(x: Tensor, kept: Tensor, dropout: float) -> Tensor:
+    """Elements that are not kept become 0, all others larger, so that their mean is as before."""
+    return x.masked_fill(~kept, 0.0).mul_(1.0 / (1.0 - dropout))
 
 
 def keep_mask(
@@ -181,10 +256,6 @@ def _key(drops: Drops, name: str, sample: int) -> int:
     text = f"{drops.seed}/{name}/{drops.step}/{sample}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _called(function: Callable[..., Any], *args: object) -> Any:
-    return function(*args)
 
 
 def checkpointed(function: Callable[..., Any], *args: object) -> Any:

@@ -17,7 +17,7 @@ from model.config import (
     attention_norms,
 )
 from model.cross_entropy import join_scores
-from model.layers import SharedNorm
+from model.layers import shared_norm
 from model.lora_config import down_name, up_name
 from model.parts import SlicedPart
 
@@ -41,7 +41,7 @@ def _add_after(
     *args: Any,
 ) -> Tensor:
     """The same of slices that share the norm of their input."""
-    shared = SharedNorm(x_BSD, getattr(block, norm), epsilon)
+    shared = shared_norm(x_BSD, getattr(block, norm), epsilon)
     out_BSD = _add(block, slices, x_BSD, *args, shared)
     shared.release()
     return out_BSD

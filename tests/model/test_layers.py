@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.layers import gated_linear, normed_linears, rms_norm
+from model.layers import gated_linear, normed_linears, rms_norm, shared_norm
 
 B, S, D, FFN = 2, 5, 6, 7
 EPSILON = 1e-3
@@ -34,7 +34,10 @@ def plain_normed(x: Tensor, scale: Tensor, *weights: Tensor) -> tuple[Tensor, ..
 
 
 def own_normed(x: Tensor, scale: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    return normed_linears(x, scale, EPSILON, *weights)
+    norm = shared_norm(x, scale, EPSILON)
+    outputs = normed_linears(norm, x, scale, *weights)
+    norm.release()
+    return outputs
 
 
 def plain_gated(gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

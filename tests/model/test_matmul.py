@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.config import FP8_CAPABILITY, Fp8Format
-from model.layers import gated_linear, linear, normed_linears, rms_norm
+from model.layers import gated_linear, linear, normed_linears, rms_norm, shared_norm
 from model.matmul import Scaled, check_fp8_device, input_grads, operand, outputs, weight_grad
 from paro.errors import UserError
 
@@ -120,7 +120,7 @@ def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8Format)
             return (linear(args[0], args[1], fp8),)
         if layer == "gated_linear":
             return (gated_linear(*args, fp8),)
-        return normed_linears(args[0], args[1], 1e-5, *args[2:], fp8=fp8)
+        return normed_linears(shared_norm(*args[:2], 1e-5), *args, fp8=fp8)
 
     def wanted(*args: Tensor) -> tuple[Tensor, ...]:
         if layer == "linear":
