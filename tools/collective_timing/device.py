@@ -29,9 +29,10 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.planning.machine.machine import Device
+from paro.planning.search.trainable import Trainable
 from paro.planning.step.comm_costs import CODING_BYTES
 from paro.planning.step.computing import Computing
-from paro.planning.units import MicroBatch, units_of
+from paro.planning.units import MicroBatch
 from paro.precision import BYTES_OF
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
@@ -73,14 +74,15 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
     """
     reserved = _bytes_in_use(control.device) if control.device.type == "cpu" else 0
     cores = min(control.gather(_cores(control))) if control.device.type == "cpu" else None
-    training = build_training(config, Control(World(), control.device))
     clock = _Clock(control=control, cores=cores)
+    bytes_by_second = _bytes_by_second(config, clock)
+    training = build_training(config, Control(World(), control.device))
     one = _step_seconds(training, config, clock, 1)
     more = _step_seconds(training, config, clock, 1 + _MICRO_BATCHES)
-    updating = clock.median(lambda: _update(training))
     training.close()
     micro_batch = max((more - one) / _MICRO_BATCHES, 1e-9)
-    sustained, bytes_by_second = _rates(config, micro_batch, updating)
+    updating = _computed(config, math.inf, bytes_by_second).update
+    sustained = _sustained_flops(config, micro_batch, bytes_by_second)
     slices = math.gcd(config.model.num_query_groups, group_size)
     piece = _piece_seconds(config, clock, slices, micro_batch, bytes_by_second)
     if control.device.type == "cuda":  # now that the kernels of a training step are loaded
@@ -102,12 +104,25 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
     )
 
 
-def _rates(config: RunConfig, micro_batch: float, updating: float) -> tuple[float, float]:
-    """FLOP/s and bytes per second with which the planner computes exactly these times."""
-    bytes_by_second = _computed(config, 1.0, 1.0).update / updating
+def _bytes_by_second(config: RunConfig, clock: _Clock) -> float:
+    """The rate with which the planner computes the time of an update of all parameters.
+
+    An update of a few would take no longer than its calls.
+    """
+    whole = replace(config, trainable=Trainable(), model=replace(config.model, lora=None))
+    device = clock.control.device
+    training = build_training(whole, Control(World(), device))
+    train_step(training, start_state(whole), same_batches(whole, device))  # gradients to update by
+    updating = clock.median(lambda: _update(training))
+    training.close()
+    return _computed(whole, math.inf, 1.0).update / updating
+
+
+def _sustained_flops(config: RunConfig, micro_batch: float, bytes_by_second: float) -> float:
+    """The FLOP/s with which the planner computes the time of a micro-batch."""
     without_products = _computed(config, math.inf, bytes_by_second).micro_batch
     flops = _computed(config, 1.0, math.inf).micro_batch
-    return flops / max(micro_batch - without_products, micro_batch / 10), bytes_by_second
+    return flops / max(micro_batch - without_products, micro_batch / 10)
 
 
 def _piece_seconds(
@@ -158,7 +173,7 @@ def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> _Compu
         sustained_flops=min(flops, fast),
         memory_bytes_per_second=min(bytes_by_second, fast),
     )
-    units = units_of(config.model, world_size=1)
+    units = config.trainable.units(config.model, world_size=1)
     batch = MicroBatch(
         size=config.batches.micro_batch_size,
         seq_length=config.data.seq_length,

@@ -26,9 +26,10 @@ def alone() -> Control:
     return Control(World(), torch.device("cpu"))
 
 
-def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = training_config(TINY, "gloo")
-    times = iter((1.4, 1.4 + 4 * 1.0, 0.3, 1e-9, 0.017))  # 1 and 5, update, product, codes
+@pytest.mark.parametrize("part", ["", "--trainable last-blocks:0.5", "--lora-rank 2"])
+def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    config = training_config(f"{TINY} {part}", "gloo")
+    times = iter((0.3, 1.4, 1.4 + 4 * 1.0, 1e-9, 0.017))  # update, 1 and 5, product, codes
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     device = measure_device(config, alone(), group_size=1)
@@ -43,15 +44,31 @@ def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch) ->
             micro_batch_size=1,
             global_batch_size=count,
             precision=config.precision,
+            trainable=config.trainable,
             device_type="cpu",
         )
         estimate = Estimator(case).estimate(case.candidate(case.strategy("NNN")))
         assert estimate.seconds == pytest.approx(seconds, rel=1e-6)
 
 
+def test_memory_is_as_fast_where_a_part_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for part in ("", "--trainable last-blocks:0.5", "--lora-rank 2"):
+        times = iter((0.3, 1.4, 5.4, 1e-9, 0.017))
+        monkeypatch.setattr(timing._Clock, "median", lambda *_, times=times: next(times))
+        config = training_config(f"{TINY} {part}", "gloo")
+        found.append(measure_device(config, alone(), group_size=1))
+    whole, last, adapters = found
+    assert whole.memory_bytes_per_second == last.memory_bytes_per_second
+    assert whole.memory_bytes_per_second == adapters.memory_bytes_per_second
+    # Of the same seconds: half of the blocks have no backward, and adapters no weight gradients.
+    assert last.sustained_flops < 0.8 * whole.sustained_flops
+    assert adapters.sustained_flops < 0.8 * whole.sustained_flops
+
+
 def test_slices_cost_what_as_many_small_models_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     config = training_config(TINY, "gloo")
-    times = iter((1.4, 5.4, 0.3, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9))  # of it, of a slice
+    times = iter((0.3, 1.4, 5.4, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9))  # of it, of a slice
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     device = measure_device(config, alone(), group_size=2)
