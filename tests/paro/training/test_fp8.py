@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from paro.training.assembly import build_data
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import TINY, Trained, train
+from tests.helpers.training import TINY, Trained, run_steps, train
+from tests.paro.training.test_base import assert_equal, started, trained
 
 FLAGS = (
     f"{TINY} --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --seq-length 16 "
@@ -43,3 +47,17 @@ def test_fp8_changes_the_loss_little(more: str) -> None:
             assert step.loss != wanted.loss, "nothing was rounded"
             assert step.loss == pytest.approx(wanted.loss, abs=0.02)
             assert step.grad_norm == pytest.approx(wanted.grad_norm, rel=0.1)
+
+
+@pytest.mark.parametrize("compute", ["", "--bf16"])
+def test_it_resumes_bit_for_bit(tmp_path: Path, compute: str) -> None:
+    words = f"{compute} --hidden-size 32 --ffn-hidden-size 48 --seq-length 16 --fp8-format hybrid"
+    saved = trained(f"{words} --save {tmp_path}")
+    config, resumed, _ = started(f"{words} --load {tmp_path}")
+    assert_equal(resumed, saved)
+    goes_on, begins_anew = (
+        [(step.loss, step.grad_norm) for step in run_steps(config, each, build_data(config))]
+        for each in (saved, resumed)
+    )
+    assert goes_on == begins_anew
+    assert_equal(resumed, saved)
