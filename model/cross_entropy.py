@@ -1,5 +1,11 @@
 """Fused linear layer and cross-entropy, in chunks of tokens; gradients are computed in forward."""
 
+# [Note: the output weight's gradient]
+# A weight with a sink has its gradient written there in forward, by the matmuls themselves: no
+# tensor of the weight's size is kept until backward, and none is scaled. It is the gradient of a
+# loss with which backward starts, as the trainer's does, whose token weights include all factors.
+# Several chunks are summed in fp32, so a 16-bit sink gets their sum at the end.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -9,7 +15,7 @@ import torch
 from torch import Tensor
 
 from model.config import loss_chunk_tokens
-from model.matmul import scale_into, sink_of, write_weight_grad
+from model.matmul import GradSink, sink_of, store_weight_grad, write_weight_grad
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -17,7 +23,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     Needed gradients are computed in forward, chunk by chunk, while the chunk's logits exist. So
     logits are computed once, and fp32 logits of all tokens are never held at the same time.
-    Backward scales the stored gradients by the incoming one.
+    Backward scales the stored gradients by the incoming one; what a sink has got is final.
     """
 
     @staticmethod
@@ -29,12 +35,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         token_weights_T: Tensor,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        ctx.sink = sink_of(weight_VD)
+        ctx.sink = sink_of(weight_VD) if needs_weight else None
         weight_VD = weight_VD.to(x_TD.dtype)
         num_tokens = x_TD.shape[0]
         chunk = loss_chunk_tokens(x_TD.device.type)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
-        grad_weight_VD: Tensor | None = None
+        weight_grad = _WeightGrad(ctx.sink, several=chunk < num_tokens) if needs_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
         for begin in range(0, num_tokens, chunk):
             part = slice(begin, begin + chunk)
@@ -58,12 +64,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x_TD is not None:
                 torch.mm(grad_TV, weight_VD, out=grad_x_TD[part])
                 grad_x_TD[part].mul_(weights_T[:, None])
-            if needs_weight:
-                weighted_TD = (chunk_TD * weights_T[:, None]).to(x_TD.dtype)
-                grad_weight_VD = _add_product(grad_weight_VD, grad_TV, weighted_TD, num_tokens)
+            if weight_grad is not None:
+                weight_grad.add(grad_TV, (chunk_TD * weights_T[:, None]).to(x_TD.dtype))
             del grad_TV
-        if grad_weight_VD is not None:
-            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        grad_weight_VD = None if weight_grad is None else weight_grad.end(x_TD.dtype)
         ctx.gradients = grad_x_TD, grad_weight_VD
         return loss
 
@@ -73,21 +77,45 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x_TD, grad_weight_VD = ctx.gradients
         ctx.gradients = None  # free them: they are large, and scaled in place below
         factor_11 = grads[0].view(1, 1)  # a 0-dim tensor would be rounded first
-        if grad_x_TD is not None:
-            grad_x_TD.mul_(factor_11)
-        if grad_weight_VD is not None:
-            grad_weight_VD = scale_into(grad_weight_VD, factor_11, ctx.sink)
+        for grad in (grad_x_TD, grad_weight_VD):
+            if grad is not None:
+                grad.mul_(factor_11)
+        if ctx.sink is not None:
+            ctx.sink.close()
         return grad_x_TD, grad_weight_VD, None, None
 
 
-def _add_product(total_VD: Tensor | None, grad_TV: Tensor, x_TD: Tensor, num_tokens: int) -> Tensor:
-    """`total + grad.T @ x`; several chunks are summed in fp32, whatever the model's dtype."""
-    if total_VD is not None and total_VD.dtype == grad_TV.dtype:
-        return torch.addmm(total_VD, grad_TV.t(), x_TD, out=total_VD)
-    product_VD = grad_TV.t() @ x_TD
-    if total_VD is not None:
-        return total_VD.add_(product_VD)
-    return product_VD if x_TD.shape[0] == num_tokens else product_VD.float()
+class _WeightGrad:
+    """Sums the weight's gradient over chunks of tokens, in its sink or in a tensor of its own."""
+
+    def __init__(self, sink: GradSink | None, *, several: bool) -> None:
+        self._several = several
+        self._into_VD: Tensor | None = None
+        self._into_adds = False
+        if sink is not None:
+            self._into_VD, self._into_adds = sink.open()
+        self._total_VD: Tensor | None = None
+        if not several or (self._into_VD is not None and self._into_VD.dtype == torch.float32):
+            self._total_VD = self._into_VD
+        self._adds = self._into_adds
+
+    def add(self, grad_TV: Tensor, x_TD: Tensor) -> None:
+        """Adds `grad.T @ x`; several chunks are summed in fp32, whatever the model's dtype."""
+        if self._total_VD is None:
+            kind = torch.float32 if self._several else x_TD.dtype
+            self._total_VD = x_TD.new_empty((grad_TV.shape[1], x_TD.shape[1]), dtype=kind)
+            self._adds = False
+        write_weight_grad(grad_TV, x_TD, self._total_VD, adds=self._adds)
+        self._adds = True
+
+    def end(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradient; None if it is in the sink."""
+        assert self._total_VD is not None, "no tokens"
+        if self._into_VD is None:
+            return self._total_VD.to(dtype)
+        if self._total_VD is not self._into_VD:
+            store_weight_grad(self._total_VD, self._into_VD, adds=self._into_adds)
+        return None
 
 
 def linear_cross_entropy(
@@ -137,9 +165,9 @@ class _SliceScores(torch.autograd.Function):
         scale_T = -grads[1]
         share_T = torch.where(scale_T == 0.0, 0.0, grads[0] / scale_T)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
-        grad_weight_VD: Tensor | None = None
         sink = ctx.sink if needs_weight else None
-        into_VD, adds = (None, False) if sink is None else sink.open()
+        several = loss_chunk_tokens(x_TD.device.type) < x_TD.shape[0]
+        weight_grad = _WeightGrad(sink, several=several) if needs_weight else None
         for part in _chunks(x_TD):
             chunk_TD = _masked(x_TD[part], token_weights_T[part])
             grad_TV = (chunk_TD @ weight_VD.t()).float()
@@ -151,19 +179,11 @@ class _SliceScores(torch.autograd.Function):
             if grad_x_TD is not None:
                 torch.mm(logits_grad_TV, weight_VD, out=grad_x_TD[part])
                 grad_x_TD[part].mul_(scale_T[part, None])
-            if needs_weight:
-                weighted_TD = (chunk_TD * scale_T[part, None]).to(x_TD.dtype)
-                if into_VD is None:
-                    grad_weight_VD = _add_product(
-                        grad_weight_VD, logits_grad_TV, weighted_TD, x_TD.shape[0]
-                    )
-                else:
-                    write_weight_grad(logits_grad_TV, weighted_TD, into_VD, adds=adds)
-                    adds = True
+            if weight_grad is not None:
+                weight_grad.add(logits_grad_TV, (chunk_TD * scale_T[part, None]).to(x_TD.dtype))
+        grad_weight_VD = None if weight_grad is None else weight_grad.end(x_TD.dtype)
         if sink is not None:
             sink.close()
-        if grad_weight_VD is not None:
-            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_x_TD, grad_weight_VD, None, None, None
 
 

@@ -123,23 +123,16 @@ def write_weight_grad(grad: Operand, x: Operand, into_ED: Tensor, *, adds: bool)
             torch.addmm(into_ED, grad.t(), x, out=into_ED, **options)
         else:
             torch.mm(grad.t(), x, out=into_ED, **options)
-    elif adds:
-        into_ED.add_(_weight_grad(grad, x))
     else:
-        into_ED.copy_(_weight_grad(grad, x))
+        store_weight_grad(_weight_grad(grad, x), into_ED, adds=adds)
 
 
-def scale_into(grad: Tensor, factor: Tensor, sink: GradSink | None) -> Tensor | None:
-    """`grad * factor`, in place; or in the sink, in the same pass, and None."""
-    if sink is None:
-        return grad.mul_(factor)
-    into, adds = sink.open()
+def store_weight_grad(grad_ED: Tensor, into_ED: Tensor, *, adds: bool) -> None:
+    """Replaces the buffer's values by the gradient, or `adds` it to them."""
     if adds:
-        into.addcmul_(grad, factor)
+        into_ED.add_(grad_ED)
     else:
-        torch.mul(grad, factor, out=into)
-    sink.close()
-    return None
+        into_ED.copy_(grad_ED)
 
 
 def _writes_into(into_ED: Tensor, grad_TE: Tensor) -> bool:

@@ -13,7 +13,8 @@
 # with grouped heads: there all scores are kept, which is not counted here.
 #
 # The head keeps its input, an fp32 scale per token and, since the loss computes gradients in
-# forward, the gradients of its normalized input and of the output weight. A fully recomputed block
+# forward, that of its normalized input. The gradient of the output weight is written into its
+# buffer, or kept, if the weight is tied: it has two gradients then. A fully recomputed block
 # keeps only its input, blocks recomputed together keep one input; recomputing core attention saves
 # the log-sum-exp.
 # Blocks with frozen parameters are counted as if all were trained; below the first trained unit
@@ -60,6 +61,8 @@ class UnitActivations:
     in_backward: int  # after that
     # The same where matmuls write weight gradients into their buffers, if that differs.
     direct: tuple[int, int] | None = None
+    # `in_forward` of a unit that writes gradients in forward: into a buffer of 2 or of 4 bytes.
+    writes_in_forward: tuple[int, int] | None = None
     kept_to_the_end: int = 0  # part of `kept`: until the end of the whole backward
 
 
@@ -239,29 +242,59 @@ def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
 
 
 def _head(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
-    residual = _residual(config, batch)
+    residual, logits = _residual(config, batch), _logits(config, batch)
     weight = config.vocab_size * config.hidden_size * batch.compute_bytes
+    tied = config.tie_embeddings_and_output_weights
     return UnitActivations(
-        kept=batch.num_tokens * 4 + 2 * residual + weight,
+        kept=batch.num_tokens * 4 + 2 * residual + (weight if tied else 0),
         recomputed_from=config.num_layers + 1,
-        in_forward=residual + _cross_entropy_transient(config, batch),
+        in_forward=residual + (_tied_loss(config, batch) if tied else 2 * logits),
+        writes_in_forward=None if tied else _written_loss(config, batch),
         before_gradients=residual,
         in_backward=residual,
         # A tied weight's gradient is kept until the embedding's gradient exists.
-        kept_to_the_end=weight if config.tie_embeddings_and_output_weights else 0,
+        kept_to_the_end=weight if tied else 0,
     )
 
 
-def _cross_entropy_transient(config: LlamaConfig, batch: MicroBatch) -> int:
-    """Peak bytes of the loss in addition to the gradients that it keeps."""
+def _logits(config: LlamaConfig, batch: MicroBatch) -> int:
+    """Bytes of a chunk's fp32 logits; its probabilities take as much again."""
     chunk = min(batch.num_tokens, loss_chunk_tokens(batch.device_type))
-    logits = 4 * chunk * config.vocab_size  # fp32; the probabilities take as much again
+    return 4 * chunk * config.vocab_size
+
+
+def output_grad_transient(numel: int, grad_bytes: int, batch: MicroBatch) -> tuple[int, int]:
+    """Bytes of the sum over chunks of an output weight's gradient, and of one chunk's product.
+
+    Both are in addition to the buffer, with elements of `grad_bytes`, and 0 if there is none:
+    matmuls write into the buffer, or into the sum.
+    """
+    sums = batch.num_tokens > loss_chunk_tokens(batch.device_type) and grad_bytes < 4
+    written = 4 if sums else grad_bytes
+    writes = written == batch.compute_bytes or (written == 4 and batch.device_type == "cuda")
+    return 4 * numel if sums else 0, 0 if writes else numel * batch.compute_bytes
+
+
+def _written_loss(config: LlamaConfig, batch: MicroBatch) -> tuple[int, int]:
+    logits, numel = _logits(config, batch), config.vocab_size * config.hidden_size
+    found = []
+    for grad_bytes in (2, 4):
+        total, product = output_grad_transient(numel, grad_bytes, batch)
+        gradient = logits * batch.compute_bytes // 4  # of the logits
+        peak = max(2 * logits + total, gradient + total + product)
+        found.append(_residual(config, batch) + peak)
+    return found[0], found[1]
+
+
+def _tied_loss(config: LlamaConfig, batch: MicroBatch) -> int:
+    """Peak bytes of the loss in addition to the gradients that it keeps."""
+    logits = _logits(config, batch)
     gradient = logits * batch.compute_bytes // 4
     kept = config.vocab_size * config.hidden_size * batch.compute_bytes
-    if chunk == batch.num_tokens:  # the weight's gradient is computed last
-        return max(2 * logits - kept, gradient)
+    if batch.num_tokens <= loss_chunk_tokens(batch.device_type):
+        return max(2 * logits - kept, gradient)  # the weight's gradient is computed last
     if batch.compute_bytes == 4:
         return 2 * logits
     # Several chunks: the weight's gradient is summed in fp32, and kept as a two-byte copy.
-    total = 4 * config.vocab_size * config.hidden_size
-    return max(2 * logits + total - kept, gradient + total)
+    total, product = output_grad_transient(config.vocab_size * config.hidden_size, 2, batch)
+    return max(2 * logits + total - kept, gradient + total + product - kept)

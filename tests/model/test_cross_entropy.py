@@ -178,6 +178,65 @@ def test_no_grad_mode_makes_the_loss_alone() -> None:
     torch.testing.assert_close(loss, reference(x, weight, labels, token_weights).detach())
 
 
+class _Sink:
+    """A buffer that held ones, and how often it was opened and closed."""
+
+    def __init__(self, kind: torch.dtype, *, adds: bool) -> None:
+        self.buffer = torch.ones(V, D, dtype=kind)
+        self.adds = adds
+        self.calls: list[str] = []
+
+    def open(self) -> tuple[Tensor, bool]:
+        self.calls.append("open")
+        return self.buffer, self.adds
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.mark.usefixtures("tokens_per_chunk")
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_a_sink_has_the_gradient_after_forward(
+    dtype: torch.dtype, kind: torch.dtype, adds: bool
+) -> None:
+    x, weight, labels, token_weights = inputs(dtype)
+    sink = _Sink(kind, adds=adds)
+    weight.grad_sink = sink  # type: ignore[attr-defined]
+    loss = linear_cross_entropy(x, weight, labels, token_weights)
+    assert sink.calls == ["open"]
+    loss.backward()
+    assert sink.calls == ["open", "close"]
+    plain_x, plain_weight, _, _ = inputs(dtype)
+    linear_cross_entropy(plain_x, plain_weight, labels, token_weights).backward()
+    their_x, their_weight = (part.detach().float().requires_grad_() for part in (x, weight))
+    reference(their_x, their_weight, labels, token_weights).backward()
+
+    assert weight.grad is None
+    torch.testing.assert_close(x.grad, plain_x.grad, rtol=0.0, atol=0.0)
+    assert their_weight.grad is not None
+    expected = their_weight.grad + float(adds)
+    error = torch.linalg.vector_norm(sink.buffer.float() - expected)
+    assert error < 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(expected)
+
+
+def test_a_sink_stays_closed_without_gradients() -> None:
+    x, weight, labels, token_weights = inputs()
+    sink = _Sink(torch.float32, adds=False)
+    weight.grad_sink = sink  # type: ignore[attr-defined]
+    with torch.no_grad():
+        linear_cross_entropy(x, weight, labels, token_weights)
+    linear_cross_entropy(x, weight.requires_grad_(False), labels, token_weights).backward()
+    assert not sink.calls
+
+
 class _Largest(TorchDispatchMode):
     """The elements of the largest tensor that an operation returns."""
 

@@ -125,18 +125,23 @@ class PeakMemory:
     def _walk(self, params_sharded: bool, grads_sharded: bool) -> Iterator[_Point]:
         """A micro-batch in the middle of a step, and the update."""
         earlier = self._trained if self._repeats else ()  # units whose gradients arrived last
+        arrived: tuple[int, ...] = earlier
         for index, unit in enumerate(self.units):
+            own = self.activations[index]
+            transient = own.in_forward
+            if own.writes_in_forward is not None and unit.trainable_numel:
+                transient = own.writes_in_forward[self._grad_bytes(grads_sharded) == 4]
+                arrived = (*earlier, index)
             yield _Point(
                 MemorySnapshot(
                     name=f"the forward of {unit.name}",
                     states=0,
                     whole_params=self._whole_params(index, 1) if params_sharded else 0,
-                    whole_grads=self._whole_grads(earlier) if grads_sharded else 0,
+                    whole_grads=self._whole_grads(arrived) if grads_sharded else 0,
                     activations=self._kept(index + 1),
-                    transient=self.activations[index].in_forward,
+                    transient=transient,
                 )
             )
-        arrived: tuple[int, ...] = earlier
         for index in self._backward:
             unit, own = self.units[index], self.activations[index]
             before, after = own.before_gradients, own.in_backward
@@ -144,7 +149,9 @@ class PeakMemory:
                 before, after = own.direct
             together = range(own.recomputed_from, index + 1)
             recomputed = sum(self.activations[i].recomputed for i in together)
-            now_arrived = (*arrived, index) if unit.trainable_numel else arrived
+            now_arrived = arrived
+            if unit.trainable_numel and arrived[-1:] != (index,):
+                now_arrived = (*arrived, index)
             params = self._whole_params(self._position(index), len(together))
             backward = MemorySnapshot(
                 name=f"the backward of {unit.name}",
@@ -172,8 +179,14 @@ class PeakMemory:
         yield _Point(MemorySnapshot(name="the update", states=0), updated=largest)
 
     def _is_direct(self, grads_sharded: bool) -> bool:
-        kind = self.precision.wire if grads_sharded else self.precision.accumulate
-        return matmuls_write(kind, self.precision, self.device_type)
+        return matmuls_write(self._grad_type(grads_sharded), self.precision, self.device_type)
+
+    def _grad_bytes(self, grads_sharded: bool) -> int:
+        return BYTES_OF[self._grad_type(grads_sharded)]
+
+    def _grad_type(self, grads_sharded: bool) -> str:
+        """The type of the buffer for the gradients of a micro-batch."""
+        return self.precision.wire if grads_sharded else self.precision.accumulate
 
     @property
     def _repeats(self) -> bool:

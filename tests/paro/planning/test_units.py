@@ -130,9 +130,9 @@ def test_activations_are_what_autograd_saves(
         size=2, seq_length=16, compute_bytes=TYPES[compute].itemsize, device_type="cpu"
     )
     *units, head = activations_of(config, batch)
-    # The head's gradients are not saved tensors: the loss itself keeps them.
-    gradients = (batch.num_tokens + config.vocab_size) * config.hidden_size * batch.compute_bytes
-    expected = sum(unit.kept for unit in units) + head.kept - gradients
+    # The gradient of the head's normalized input is no saved tensor: the loss itself keeps it.
+    gradient = batch.num_tokens * config.hidden_size * batch.compute_bytes
+    expected = sum(unit.kept for unit in units) + head.kept - gradient
     assert saved_bytes(config, batch, TYPES[compute]) == expected
 
 

@@ -1,8 +1,10 @@
 """Matmuls write weight gradients into their flat buffers: no pass over gradients copies or adds."""
 
+# Of a gradient that is copied, both copies count: the bytes that are read and those written.
+
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +34,17 @@ MATMULS = {"aten::mm", "aten::addmm"}
 
 
 class Passes(TorchDispatchMode):
-    """Counts elements of gradient buffers that operations other than matmuls write."""
+    """Counts elements of gradient buffers that operations other than matmuls write.
+
+    Also the bytes that these read and write.
+    """
 
     def __init__(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
         # A buffer's storage is resized and never replaced.
         self._buffers = {buffer.untyped_storage()._cdata: name for name, buffer in buffers}
         self.written: dict[str, int] = {}
+        self.bytes_moved = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -48,7 +54,17 @@ class Passes(TorchDispatchMode):
                 unit = self._buffers.get(tensor.untyped_storage()._cdata)
                 if unit is not None:
                     self.written[unit] = self.written.get(unit, 0) + tensor.numel()
+                    self.bytes_moved += tensor.nbytes + sum(map(_bytes_read, _inputs(func, args)))
         return out
+
+
+def _inputs(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """What an operation reads: the buffer too, unless it replaces all values."""
+    return args[1:] if func._schema.name in {"aten::copy_", "aten::zero_"} else args
+
+
+def _bytes_read(value: object) -> int:
+    return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def training_of(more: str) -> tuple[RunConfig, Training]:
@@ -58,8 +74,8 @@ def training_of(more: str) -> tuple[RunConfig, Training]:
     return config, build_training(config, Control(world, torch.device("cpu")))
 
 
-def passes(more: str) -> dict[str, int]:
-    """Elements written by other operations than matmuls, in 2 micro-batches, by unit."""
+def passes(more: str) -> Passes:
+    """What operations other than matmuls do in 2 micro-batches."""
     config, training = training_of(more)
     model = training.model
     source = build_sources(config, build_data(config), training, start_state(config)).train
@@ -72,24 +88,44 @@ def passes(more: str) -> dict[str, int]:
                 batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, last=index == 1
             )
     training.close()
-    return counted.written
+    return counted
 
 
 @pytest.mark.parametrize(
     "more", ["", "--bf16 --grad-reduce-in-bf16", "--recompute-granularity full"]
 )
 def test_only_norms_are_copied_and_added(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = passes(more)
-    for module in (layers, cross_entropy):
-        monkeypatch.setattr(module, "sink_of", lambda _: None)
-    before = passes(more)
+    found = passes(more).written
+    _without_sinks(monkeypatch)
+    before = passes(more).written
     blocks = [name for name in found if name.startswith("blocks.")]
     assert len(blocks) == 3
     for name in blocks:
         assert found[name] == 2 * 2 * 20, "two norms of 20, in two micro-batches"
         assert before[name] == 2 * (4 * 20 * 20 + 3 * 20 * 37 + 2 * 20), "every gradient"
-    # The output layer's gradient is scaled in the pass that writes it.
-    assert found["head"] == before["head"] == 2 * (60 * 20 + 20)
+    assert found["head"] == 2 * 20, "the norm"
+    assert before["head"] == 2 * (60 * 20 + 20)
+
+
+def test_bytes_read_and_written_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of docs/gpu.md: 6 and 10 bytes an element, then for those of norms alone."""
+    matmuls, norms = 3 * (4 * 20 * 20 + 3 * 20 * 37) + 60 * 20, 3 * 2 * 20 + 20
+    embedding = 60 * 20
+    bytes_of = {
+        "--bf16 --grad-reduce-in-bf16": (2 + 2) + (2 + 2 + 2),
+        "--bf16": (2 + 4) + (2 + 4 + 4),
+    }
+    assert passes("--bf16 --grad-reduce-in-bf16").bytes_moved == bytes_of[
+        "--bf16 --grad-reduce-in-bf16"
+    ] * (norms + embedding)
+    _without_sinks(monkeypatch)
+    for more, size in bytes_of.items():
+        assert passes(more).bytes_moved == size * (matmuls + norms + embedding)
+
+
+def _without_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (layers, cross_entropy):
+        monkeypatch.setattr(module, "sink_of", lambda _: None)
 
 
 def lone_passes(rank: LoneRank, buffers: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
@@ -122,6 +158,9 @@ def test_whole_gradients_are_written_by_matmuls_and_shards_once(
         layout, shard = units[name].layout, units[name].grad_shard
         padding = sum(high - low for low, high in layout.gaps())
         assert written[name] == 2 * (2 * 20 + padding + shard.numel())
+    layout, shard = units["head"].layout, units["head"].grad_shard
+    padding = sum(high - low for low, high in layout.gaps())
+    assert written["head"] == 2 * (20 + padding + shard.numel())
 
 
 @pytest.mark.parametrize("trained", ["all", "upper"])

@@ -265,7 +265,7 @@ def test_too_little_memory_ends_with_one_line_and_status_2(tmp_path: Path) -> No
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("pretrain_llama.py: error: a rank needs 1")
-    assert "1243.6 GB at the forward of head" in line
+    assert "1243.3 GB at the reduction of blocks.79" in line
     assert "more than --device-memory-gb 80: lower" in line
     mistake = line.removeprefix("pretrain_llama.py: error: ")
     assert done.stdout.splitlines()[1] == f"> the launch would fail: {mistake}"
@@ -302,7 +302,7 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     [
         (
             "--paro-strategy NNN --device-memory-gb 30",
-            "a rank needs 40.2 GB at the forward of head, more than --device-memory-gb 30: ",
+            "a rank needs 39.6 GB at the forward of head, more than --device-memory-gb 30: ",
         ),
         (
             "--llama-preset 65B --num-layers 80 --world-size 8",

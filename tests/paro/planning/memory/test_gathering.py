@@ -69,6 +69,14 @@ CASES = {
         loss_chunk=64,
         at="forward",
     ),
+    "chunks of logits, gradients in bf16": Workload(
+        strategy="NIG",
+        config=replace(SMALL, vocab_size=2048),
+        precision=ALL_BF16,
+        batch_size=4,
+        loss_chunk=64,
+        at="forward",
+    ),
     "chunks of logits in fp32": Workload(
         strategy="GGG",
         config=replace(SMALL, vocab_size=2048),
@@ -91,7 +99,7 @@ CASES = {
         batch_size=1,
         seq_length=8,
         num_micro_batches=1,
-        at="backward of head",
+        at="forward of head",
     ),
     "activations": Workload(
         strategy="NNG", config=SMALL, precision=FP32, batch_size=8, at="backward"
