@@ -24,31 +24,53 @@ from model.matmul import Operand, input_grads, operand, outputs, sink_of, weight
 # runs, and what is saved for backward is the weight as it is held.
 
 
+def _norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The norm, and 1 / the root mean square [B, S, 1] in fp32.
+
+    Written out for the CPU, where torch's own runs several operations and saves their results.
+    """
+    x = x_BSD.float()
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    rstd_BS1 = mean_square.add_(epsilon).rsqrt_()
+    return (x * rstd_BS1).mul_(scale_D).to(x_BSD.dtype), rstd_BS1
+
+
+def _norm_backward(
+    grad_BSD: Tensor,
+    x_BSD: Tensor,
+    scale_D: Tensor,
+    rstd_BS1: Tensor,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and scale that are `needed`."""
+    needs_x, needs_scale = needed
+    hidden, rstd_T = scale_D.numel(), rstd_BS1.flatten()
+    product_TD = (grad_BSD.float() * x_BSD).view(-1, hidden)
+    along_T = torch.mv(product_TD, scale_D.float()).mul_(rstd_T**3).div_(-hidden)
+    grad_x = grad_scale = None
+    if needs_scale:
+        grad_scale = torch.mv(product_TD.t(), rstd_T).to(scale_D.dtype)
+    del product_TD  # before another tensor of its size is allocated
+    if needs_x:
+        grad_x = (grad_BSD * scale_D.float()).mul_(rstd_BS1)
+        grad_x = grad_x.addcmul_(x_BSD, along_T.view_as(rstd_BS1)).to(x_BSD.dtype)
+    return grad_x, grad_scale
+
+
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm for the CPU, where torch's own runs several operations and saves their results."""
+    """RMSNorm for the CPU."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
-        x = x_BSD.float()
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-        rstd_BS1 = mean_square.add_(epsilon).rsqrt_()
+        y_BSD, rstd_BS1 = _norm(x_BSD, scale_D, epsilon)
         ctx.save_for_backward(x_BSD, scale_D, rstd_BS1)
-        return (x * rstd_BS1).mul_(scale_D).to(x_BSD.dtype)
+        return y_BSD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_BSD, scale_D, rstd_BS1 = ctx.saved_tensors
-        grad_BSD, hidden, rstd_T = grads[0], scale_D.numel(), rstd_BS1.flatten()
-        product_TD = (grad_BSD.float() * x_BSD).view(-1, hidden)
-        along_T = torch.mv(product_TD, scale_D.float()).mul_(rstd_T**3).div_(-hidden)
-        grad_x = grad_scale = None
-        if ctx.needs_input_grad[1]:
-            grad_scale = torch.mv(product_TD.t(), rstd_T).to(scale_D.dtype)
-        del product_TD  # before another tensor of its size is allocated
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad_BSD * scale_D.float()).mul_(rstd_BS1)
-            grad_x = grad_x.addcmul_(x_BSD, along_T.view_as(rstd_BS1)).to(x_BSD.dtype)
-        return grad_x, grad_scale, None
+        needed = ctx.needs_input_grad[:2]
+        return *_norm_backward(grads[0], x_BSD, scale_D, rstd_BS1, needed), None
 
 
 def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
@@ -91,14 +113,20 @@ class SharedInput:
     def in_backward(self, sources: Sequence[Tensor], needs_grads: Sequence[bool]) -> Tensor:
         """The input [T, D], made again if this is the first reader."""
         if not self._leaves:
-            with torch.enable_grad():
-                pairs = zip(sources, needs_grads, strict=True)
-                self._leaves = tuple(
-                    source.detach().requires_grad_(needed) for source, needed in pairs
-                )
-                self._y_BSD = self.make(*self._leaves)
+            pairs = zip(sources, needs_grads, strict=True)
+            self._leaves = tuple(source.detach().requires_grad_(needed) for source, needed in pairs)
+            self._y_BSD = self._make_again(self._leaves)
         assert self._y_BSD is not None
         return self._y_BSD.detach().flatten(0, -2)
+
+    def _make_again(self, leaves: Sequence[Tensor]) -> Tensor:
+        with torch.enable_grad():
+            return self.make(*leaves)
+
+    def _grads(self, y_BSD: Tensor, leaves: Sequence[Tensor], grad_BSD: Tensor) -> Iterator[Tensor]:
+        """The gradients of the leaves that need one."""
+        needed = [leaf for leaf in leaves if leaf.requires_grad]
+        return iter(torch.autograd.grad(y_BSD, needed, grad_BSD))
 
     def add_products(self, grads: Sequence[Operand], weights: Iterator[Operand]) -> None:
         """Accumulates one reader's gradient of the input; weights live one at a time."""
@@ -117,17 +145,38 @@ class SharedInput:
         if self._readers_left or not leaves:
             return (None,) * len(leaves)
         self._leaves, self._y_BSD, self._grad_y_TD = (), None, None
-        needed = [leaf for leaf in leaves if leaf.requires_grad]
-        if not needed:
+        if not any(leaf.requires_grad for leaf in leaves):
             return (None,) * len(leaves)
         assert y_BSD is not None
         assert grad_TD is not None
-        found = iter(torch.autograd.grad(y_BSD, needed, grad_TD.view_as(y_BSD)))
+        found = self._grads(y_BSD, leaves, grad_TD.view_as(y_BSD))
         return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+
+class _SharedNorm(SharedInput):
+    """A norm on the CPU, whose gradients need no graph of their own."""
+
+    def __init__(self, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> None:
+        self._epsilon = epsilon
+        self._rstd_BS1: Tensor | None = None
+        super().__init__(partial(rms_norm, epsilon=epsilon), x_BSD, scale_D)
+
+    def _make_again(self, leaves: Sequence[Tensor]) -> Tensor:
+        y_BSD, self._rstd_BS1 = _norm(leaves[0], leaves[1], self._epsilon)
+        return y_BSD
+
+    def _grads(self, y_BSD: Tensor, leaves: Sequence[Tensor], grad_BSD: Tensor) -> Iterator[Tensor]:
+        rstd_BS1, self._rstd_BS1 = self._rstd_BS1, None
+        assert rstd_BS1 is not None, "not made again"
+        needed = [leaf.requires_grad for leaf in leaves]
+        found = _norm_backward(grad_BSD, leaves[0], leaves[1], rstd_BS1, needed)
+        return (grad for grad in found if grad is not None)
 
 
 def shared_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> SharedInput:
     """`rms_norm(x, scale)`, the input of several matmuls; its sources are x and scale."""
+    if x_BSD.device.type == "cpu":
+        return _SharedNorm(x_BSD, scale_D, epsilon)
     return SharedInput(partial(rms_norm, epsilon=epsilon), x_BSD, scale_D)
 
 

@@ -22,6 +22,8 @@ from typing import Protocol
 
 import torch
 
+from paro.distributed.profile_range import profile_range
+
 Job = Callable[[], None]
 
 
@@ -85,11 +87,6 @@ class AllEvents:
 Name = Callable[[Hashable], str]  # key -> name of a comm stream in profiles and stack dumps
 
 
-def _range(name: str) -> torch.profiler.record_function:
-    """The profiler range of a job."""
-    return torch.profiler.record_function(f"paro/lane:{name}")
-
-
 class InlineStreams:
     """No overlap: jobs run immediately on the training thread; `note` gets their seconds."""
 
@@ -103,7 +100,7 @@ class InlineStreams:
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         begin = time.perf_counter()
-        with torch.no_grad(), _range(self._name(stream)):
+        with torch.no_grad(), profile_range(f"lane:{self._name(stream)}"):
             job()
         if self._note is not None:
             self._note(stream, time.perf_counter() - begin)
@@ -191,7 +188,7 @@ class ThreadStreams:
                 if after is not None:
                     after.wait()
                 if not self._failures:
-                    with _range(name):
+                    with profile_range(f"lane:{name}"):
                         job()
             except BaseException as failure:
                 if not self._failures:  # otherwise this is the first failure raised by `wait`
@@ -232,7 +229,7 @@ class CudaStreams:
         with torch.cuda.stream(own), torch.no_grad():
             if after is not None:
                 after.wait()
-            with _range(self._name(stream)):
+            with profile_range(f"lane:{self._name(stream)}"):
                 job()
             return _StreamEvent(own.record_event())
 

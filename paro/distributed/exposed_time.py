@@ -21,6 +21,7 @@ from enum import Enum
 import torch
 
 from paro.distributed.comm_stream import DONE, Event
+from paro.distributed.profile_range import profile_range
 from paro.topology import Link, Topology
 
 
@@ -78,7 +79,7 @@ class Exposure:
 
         The block is the range `paro/wait:<kind>` in a profile.
         """
-        with torch.profiler.record_function(f"paro/wait:{kind.value}"):
+        with profile_range(f"wait:{kind.value}"):
             if self._on_streams:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()

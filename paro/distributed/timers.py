@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from paro.distributed.profile_range import profile_range
+
 
 class Timers:
     """Seconds by name since the last `take`, for timers up to `level` (--timing-log-level).
@@ -24,7 +26,7 @@ class Timers:
     @contextmanager
     def measure(self, name: str, *, level: int = 1) -> Iterator[None]:
         """Times a block as `name`; in a profile it is `paro/<name>`, whatever the level."""
-        with torch.profiler.record_function(f"paro/{name}"):
+        with profile_range(name):
             if level > self._level:
                 yield
                 return

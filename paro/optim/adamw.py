@@ -130,10 +130,9 @@ class ApexAdamW:
 
 
 def _scaled(grad: Tensor, factor: float) -> Tensor:
-    """The gradient times `factor`, in fp32; scaled in place."""
-    if factor != 1.0:
-        grad.mul_(factor)
-    return grad.float()
+    """The gradient times `factor`, in fp32; a gradient in fp32 is scaled in place."""
+    grad = grad.float()
+    return grad if factor == 1.0 else grad.mul_(factor)
 
 
 class Chosen(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from data.atomic_file import replacing
+from paro.distributed.profile_range import record_ranges
 from paro.errors import UserError
 from paro.report.log import Log
 from paro.report.observer import Observer
@@ -81,6 +82,7 @@ class Profiler(Observer):
             schedule=lambda _: torch.profiler.ProfilerAction.RECORD,  # step marks need a schedule
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         )
+        record_ranges(True)
         self._profile.start()
 
     def _stop(self, iteration: int) -> None:
@@ -91,6 +93,7 @@ class Profiler(Observer):
             torch.cuda.profiler.stop()
             return
         self._profile.stop()
+        record_ranges(False)
         assert self._folder is not None, "a profile without a place"
         name = f"rank{self._log.rank}.steps{self._config.profile_step_start}-{iteration}"
         place = Path(self._folder) / f"{name}.pt.trace.json"

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from paro.distributed.profile_range import profile_range
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.buffers import store
 from paro.sharding.distributed_model import MicroBatchState, Phase
@@ -116,7 +117,7 @@ class RotatingPart:
         self._moves_home = (
             plan.returns and self._backward_follows(args) and not (plan.recomputed and first_of_two)
         )
-        with torch.profiler.record_function(f"paro/rotate:{plan.label}"):
+        with profile_range(f"rotate:{plan.label}"):
             out: Tensor = self.spec.join(self.module, self._slices(), *args)
         return out
 
@@ -232,7 +233,7 @@ class RotatingPart:
             assert unit.has_all(step), f"{unit.name} misses gradients of step {step}"
             unit.leave(step)
             if step == 0 and unit.trainable and self._plan.completes and self._state.last:
-                with torch.profiler.record_function(f"paro/reduce:{unit.name}"):
+                with profile_range(f"reduce:{unit.name}"):
                     unit.step_reduce()
 
     def close(self) -> None:

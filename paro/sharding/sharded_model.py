@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
+from paro.distributed.profile_range import profile_range
 from paro.distributed.timers import Timers
 from paro.sharding.distributed_model import DistributedModel, MicroBatchState, Phase
 from paro.sharding.sharded_unit import ShardedUnit, UnitState
@@ -150,7 +150,7 @@ class ShardedModel(DistributedModel):
 
     def reduce(self, module: UnitModule, unit: ShardedUnit) -> None:
         """Queues the reduction of the unit's gradients, which have all arrived."""
-        with torch.profiler.record_function(f"paro/reduce:{unit.name}"):
+        with profile_range(f"reduce:{unit.name}"):
             unit.reduce(last=self._state.last)
         module.num_units_to_arrive -= 1
         self._release_if_through(module)
@@ -178,7 +178,7 @@ class ShardedModel(DistributedModel):
         self._live.append(module)
         for unit in module.needed:
             if unit.state is UnitState.SHARDED:
-                with torch.profiler.record_function(f"paro/gather:{unit.name}"):
+                with profile_range(f"gather:{unit.name}"):
                     unit.gather()
 
     def _release_if_through(self, module: UnitModule) -> None:

@@ -111,7 +111,7 @@ def test_one_pass_is_scaling_updating_and_casting(kind: torch.dtype, copies: boo
                 if step == 1:
                     ours = make(name, *states)
                     ours.set_num_steps(1)
-                ours.step(grad.to(kind), lr=0.1, weight_decay=0.2, factor=0.25, copy=copy)
+                ours.step(grad.to(kind), lr=0.1, weight_decay=0.2, factor=0.3, copy=copy)
             found.append((*states, *([] if copy is None else [copy.float()])))
     for torchs, tritons in zip(*found, strict=True):
         rounding = 2.0**-7 if copies and torchs is found[0][-1] else 1e-5

@@ -1,0 +1,28 @@
+"""Named ranges of a profile, which cost next to nothing while none is recorded."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_NOTHING = nullcontext()
+_PROFILE = SimpleNamespace(of_all_threads=False)
+
+
+def record_ranges(on: bool) -> None:
+    """Says that a profile of all threads begins or ends, which torch tells nobody."""
+    _PROFILE.of_all_threads = on
+
+
+def profile_range(name: str) -> AbstractContextManager[Any]:
+    """A block that is the range `paro/<name>` in a profile.
+
+    `record_function` by itself takes 5 to 10 microseconds a block even without a profile; in a
+    step of small units on CPU ranks that was 4% of the training thread's time.
+    """
+    if _PROFILE.of_all_threads or torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"paro/{name}")
+    return _NOTHING
