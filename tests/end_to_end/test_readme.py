@@ -47,6 +47,8 @@ FOLDERS = {  # without a package's docstring
     "gpu-rehearsal": "What make gpu writes, rehearsed on a CPU.",
     "steps-25mbit": "Steps of the emulated cluster where links decide how long they are.",
     "steps-100mbit": "Steps where it is processor time that decides.",
+    "part-25mbit": "Steps that train a part of a model, where links decide.",
+    "part-100mbit": "The same with links four times as fast.",
 }
 COLUMN = 31
 

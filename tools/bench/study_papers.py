@@ -19,6 +19,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from data.atomic_file import replacing
 from model.config import num_parameters
 from tools.bench.planning.figure import Figure
+from tools.bench.planning.partial import partial_table
 from tools.bench.planning.published import feasible, paro_figures
 from tools.bench.planning.published_amsp import LIMIT_GB, amsp_choices, amsp_figures, amsp_model
 from tools.planning.pictures import draw_pairs
@@ -27,9 +28,9 @@ HEAD = """\
 <!-- Written by python tools/bench/study_papers.py --output examples/measured: change that. -->
 # The papers' figures and the planner's.
 
-Written by `python tools/bench/study_papers.py --output examples/measured`; nothing here was
-measured by this project. Published are PaRO (NeurIPS 2024), AMSP (arXiv 2311.00257v2) and
-InternEvo's table; *ours* is `paro/planning/` under one set of assumptions:
+Written by `python tools/bench/study_papers.py --output examples/measured`; this project measured
+nothing of it but the table of partial training. Published are PaRO (NeurIPS 2024), AMSP (arXiv
+2311.00257v2) and InternEvo's table; *ours* is `paro/planning/` under one set of assumptions:
 
 - Everywhere a collective over several nodes is one flat ring, as NCCL's are (but for MiCS, which
   gathers level by level), at a node's bandwidth; hops have the latencies of NCCL's own model.
@@ -63,6 +64,7 @@ def page(rows: Sequence[Figure]) -> str:
     """The page in Markdown."""
     head = HEAD.format(billions=num_parameters(amsp_model("30B")) / 1e9)
     lines = [head.rstrip("\n"), *map(_row, rows), "", *_feasible(), "", *_choices()]
+    lines += ["", *_partial()]
     lines += ["", "**What misses, and why**", ""]
     lines += [
         f"- {row.name}, {row.what}: {row.error:+.0%}. {row.note}".rstrip(" .") + "."
@@ -120,6 +122,17 @@ def _choices() -> Iterator[str]:
             "several nodes are slower than its links: it measured 16,16,16 to be slower in its "
             "engine (*sharding* above), and its profile of collectives is not published."
         )
+
+
+def _partial() -> Iterator[str]:
+    yield (
+        "**Partial training, measured** on 8 CPU ranks in 2 emulated nodes with a NIC of 25 or 100 "
+        "Mbit/s for each rank: a model of 5.6M parameters in 16 blocks, 4 micro-batches of 1 x 128 "
+        "tokens, medians of 3 turns with the least and the most; all 14 strategies are in "
+        "[25 Mbit/s](part-25mbit/steps.md) and [100 Mbit/s](part-100mbit/steps.md). The papers' "
+        "are of 7B (R5) and 65B on 32 GPUs. ZeRO-2 is NGG, ZeRO-3 GGG."
+    )
+    yield from ("", *partial_table())
 
 
 def _notes(rows: Sequence[Figure]) -> Iterator[str]:

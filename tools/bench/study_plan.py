@@ -29,7 +29,7 @@ from paro.strategy import legal_letters
 from paro.topology import Link
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.comparison import compare
-from tools.bench.planning.rounds import median_machine
+from tools.bench.planning.rounds import median_machine, rows_of
 from tools.bench.planning.steps_page import Chapter, draw, page
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
@@ -69,9 +69,7 @@ TRAIN_FLAGS = (
     "--global-batch-size 8 --train-iters 1000 --lr 1e-5"
 )
 COUNTS = (1, 4)
-NODES, RANKS_PER_NODE = 2, 4
-NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # identify a row
-MOST_ELSEWHERE = 0.12  # the kernel's own threads take 0.03 to 0.08
+NODES, RANKS_PER_NODE = 2, 4  # also in rounds.py: NUM_RANKS
 SIZES = "64K,256K,1M,4M"
 TOOLS = Path(__file__).resolve().parent
 
@@ -110,29 +108,6 @@ def parts() -> Iterator[StudyPart]:
             yield StudyPart(nic=nic, shape=shape)
     for shape in PARTIAL:
         yield StudyPart(nic="per-rank", shape=shape)
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """All rows measured so far; of each round the last attempt with no other program busy.
-
-    A truncated line is skipped.
-    """
-    path = folder / "steps.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found: dict[tuple[object, ...], dict[str, Any]] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if busy_elsewhere(row) <= MOST_ELSEWHERE:
-            found[tuple(row[name] for name in NAMES)] = row
-    return list(found.values())
-
-
-def busy_elsewhere(row: dict[str, Any]) -> float:
-    """The fraction of a step's processor time used by no rank: the kernel and other programs."""
-    return 1.0 - row["cpu_seconds"] * NODES * RANKS_PER_NODE / row["machine_seconds"]
 
 
 def missing(
