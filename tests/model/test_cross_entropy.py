@@ -227,6 +227,14 @@ def test_a_sink_has_the_gradient_after_forward(
     assert error < 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(expected)
 
 
+def test_a_loss_with_a_sink_is_not_scaled_later() -> None:
+    x, weight, labels, token_weights = inputs()
+    weight.grad_sink = _Sink(torch.float32, adds=False)  # type: ignore[attr-defined]
+    loss = linear_cross_entropy(x, weight, labels, token_weights)
+    with pytest.raises(AssertionError, match="scaled after"):
+        (loss * 2.0).backward()
+
+
 def test_a_sink_stays_closed_without_gradients() -> None:
     x, weight, labels, token_weights = inputs()
     sink = _Sink(torch.float32, adds=False)
