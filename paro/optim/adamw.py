@@ -68,14 +68,18 @@ class TorchAdamW:
     ) -> None:
         params, exp_avgs, exp_avg_sqs = self._state
         beta1, beta2 = self._betas
+        scale = None  # the kernel divides by it in its only pass
+        if factor != 1.0:
+            scale = torch.full((), 1.0 / factor, device=grad.device)
         adamw(
             params,
-            [_scaled(grad, factor)],
+            [grad.float()],
             exp_avgs,
             exp_avg_sqs,
             max_exp_avg_sqs=[],
             state_steps=[self._num_steps],
             fused=True,
+            grad_scale=scale,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -118,7 +122,8 @@ class ApexAdamW:
     ) -> None:
         (group,) = self._fused_adam.param_groups
         group.update(lr=lr, weight_decay=weight_decay)
-        self._param.grad = _scaled(grad, factor)
+        grad = grad.float()
+        self._param.grad = grad if factor == 1.0 else grad.mul_(factor)
         self._fused_adam.step()
         self._param.grad = None
         if copy is not None:
@@ -127,12 +132,6 @@ class ApexAdamW:
     def set_num_steps(self, num_steps: int) -> None:
         (group,) = self._fused_adam.param_groups
         group["step"] = num_steps
-
-
-def _scaled(grad: Tensor, factor: float) -> Tensor:
-    """The gradient times `factor`, in fp32; a gradient in fp32 is scaled in place."""
-    grad = grad.float()
-    return grad if factor == 1.0 else grad.mul_(factor)
 
 
 class Chosen(NamedTuple):
