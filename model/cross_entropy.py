@@ -23,7 +23,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     Needed gradients are computed in forward, chunk by chunk, while the chunk's logits exist. So
     logits are computed once, and fp32 logits of all tokens are never held at the same time.
-    Backward scales the stored gradients by the incoming one; what a sink has got is final.
+    Backward scales the stored gradients by the incoming one, but not a gradient in a sink.
     """
 
     @staticmethod

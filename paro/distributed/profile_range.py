@@ -20,8 +20,8 @@ def record_ranges(on: bool) -> None:
 def profile_range(name: str) -> AbstractContextManager[Any]:
     """A block that is the range `paro/<name>` in a profile.
 
-    `record_function` by itself takes 5 to 10 microseconds a block even without a profile; in a
-    step of small units on CPU ranks that was 4% of the training thread's time.
+    `record_function` by itself takes 5 microseconds a block even without a profile, which adds up
+    where units are small.
     """
     if _PROFILE.of_all_threads or torch.autograd._profiler_enabled():
         return torch.profiler.record_function(f"paro/{name}")

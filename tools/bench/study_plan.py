@@ -29,7 +29,7 @@ from paro.strategy import legal_letters
 from paro.topology import Link
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.comparison import compare
-from tools.bench.planning.rounds import median_machine, rows_of
+from tools.bench.planning.rounds import NODES, RANKS_PER_NODE, median_machine, rows_of
 from tools.bench.planning.steps_page import Chapter, draw, page
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
@@ -69,7 +69,6 @@ TRAIN_FLAGS = (
     "--global-batch-size 8 --train-iters 1000 --lr 1e-5"
 )
 COUNTS = (1, 4)
-NODES, RANKS_PER_NODE = 2, 4  # also in rounds.py: NUM_RANKS
 SIZES = "64K,256K,1M,4M"
 TOOLS = Path(__file__).resolve().parent
 

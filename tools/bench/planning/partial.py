@@ -1,4 +1,4 @@
-"""The papers' gains in partial training beside those measured in emulated clusters."""
+"""Published gains of partial training, and those measured in emulated clusters."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 from paro.planning.machine.machine import Device, LinkSpeed, Machine, Measured
 
 NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # identify a row
-NUM_RANKS = 8
+NODES, RANKS_PER_NODE = 2, 4  # of the clusters of study_plan.py
 MOST_ELSEWHERE = 0.12  # the kernel's own threads take 0.03 to 0.08
 
 
@@ -36,7 +36,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def _busy_elsewhere(row: dict[str, Any]) -> float:
     """The fraction of a step's processor time used by no rank: the kernel and other programs."""
-    return 1.0 - row["cpu_seconds"] * NUM_RANKS / row["machine_seconds"]
+    return 1.0 - row["cpu_seconds"] * NODES * RANKS_PER_NODE / row["machine_seconds"]
 
 
 def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
