@@ -4,7 +4,8 @@
 # A weight with a sink has its gradient written there in forward, by the matmuls themselves: no
 # tensor of the weight's size is kept until backward, and none is scaled. It is the gradient of a
 # loss with which backward starts, as the trainer's does, whose token weights include all factors.
-# Several chunks are summed in fp32, so a 16-bit sink gets their sum at the end.
+# Several chunks are summed in fp32, so a 16-bit sink gets their sum at the end, but for a slice of
+# the weight, whose chunks are added in the sink.
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ class _WeightGrad:
         self._adds = self._into_adds
 
     def add(self, grad_TV: Tensor, x_TD: Tensor) -> None:
-        """Adds `grad.T @ x`; several chunks are summed in fp32, whatever the model's dtype."""
+        """Adds `grad.T @ x`; `several` chunks are summed in fp32, whatever the model's dtype."""
         if self._total_VD is None:
             kind = torch.float32 if self._several else x_TD.dtype
             self._total_VD = x_TD.new_empty((grad_TV.shape[1], x_TD.shape[1]), dtype=kind)
@@ -169,7 +170,8 @@ class _SliceScores(torch.autograd.Function):
         share_T = torch.where(scale_T == 0.0, 0.0, grads[0] / scale_T)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         sink = ctx.sink if needs_weight else None
-        several = loss_chunk_tokens(x_TD.device.type) < x_TD.shape[0]
+        # In a sink chunks are added in its own type: a sum in fp32 would be as large as two slices.
+        several = sink is None and loss_chunk_tokens(x_TD.device.type) < x_TD.shape[0]
         weight_grad = _WeightGrad(sink, several=several) if needs_weight else None
         for part in _chunks(x_TD):
             chunk_TD = _masked(x_TD[part], token_weights_T[part])

@@ -263,7 +263,7 @@ def _logits(config: LlamaConfig, batch: MicroBatch) -> int:
     return 4 * chunk * config.vocab_size
 
 
-def output_grad_transient(numel: int, grad_bytes: int, batch: MicroBatch) -> tuple[int, int]:
+def _output_grad_transient(numel: int, grad_bytes: int, batch: MicroBatch) -> tuple[int, int]:
     """Bytes of the sum over chunks of an output weight's gradient, and of one chunk's product.
 
     Both are in addition to the buffer, with elements of `grad_bytes`, and 0 if there is none:
@@ -279,7 +279,7 @@ def _written_loss(config: LlamaConfig, batch: MicroBatch) -> tuple[int, int]:
     logits, numel = _logits(config, batch), config.vocab_size * config.hidden_size
     found = []
     for grad_bytes in (2, 4):
-        total, product = output_grad_transient(numel, grad_bytes, batch)
+        total, product = _output_grad_transient(numel, grad_bytes, batch)
         gradient = logits * batch.compute_bytes // 4  # of the logits
         peak = max(2 * logits + total, gradient + total + product)
         found.append(_residual(config, batch) + peak)
@@ -296,5 +296,5 @@ def _tied_loss(config: LlamaConfig, batch: MicroBatch) -> int:
     if batch.compute_bytes == 4:
         return 2 * logits
     # Several chunks: the weight's gradient is summed in fp32, and kept as a two-byte copy.
-    total, product = output_grad_transient(config.vocab_size * config.hidden_size, 2, batch)
+    total, product = _output_grad_transient(config.vocab_size * config.hidden_size, 2, batch)
     return max(2 * logits + total - kept, gradient + total + product - kept)

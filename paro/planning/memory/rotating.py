@@ -21,13 +21,7 @@ from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
 from paro.planning.memory.gathering import MemorySnapshot, fp32_copy_bytes
 from paro.planning.rotation import units_by_part
-from paro.planning.units import (
-    MicroBatch,
-    block_activations,
-    matmuls_write,
-    norm_backward,
-    output_grad_transient,
-)
+from paro.planning.units import MicroBatch, block_activations, matmuls_write, norm_backward
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
@@ -68,7 +62,6 @@ def rotating_peak(
                 units_by_part(units),
                 strategy.params,
                 direct=matmuls_write(precision.wire, precision, batch.device_type),
-                grad_bytes=BYTES_OF[precision.wire],
             )
         ),
     )
@@ -145,12 +138,8 @@ def _parts(
     degree: int,
     *,
     direct: bool,
-    grad_bytes: int,
 ) -> Iterator[_Part]:
-    """The parts in forward order; `direct`: matmuls write gradients into their buffers.
-
-    An element of these has `grad_bytes`.
-    """
+    """The parts in forward order; `direct`: matmuls write gradients into their buffers."""
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
     steps = degree * len(units["embedding"])
@@ -169,13 +158,13 @@ def _parts(
         yield from _block(config, batch, units, degree, layer, direct=direct)
     head = "embedding" if config.tie_embeddings_and_output_weights else "head"
     chunk = min(tokens, loss_chunk_tokens(batch.device_type)) * rows
-    total, product = output_grad_transient(rows * config.hidden_size, grad_bytes, batch)
+    gradient = 0 if direct else vocabulary
     yield _Part(
         name="head",
         unit=_largest(units[head]),
         kept=2 * residual + tokens * (4 + 20 * steps),
         in_forward=residual + chunk * (8 if size == 4 else 10),
-        in_backward=2 * residual + total + max(chunk * (4 + size % 4), chunk * size + product),
+        in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),
     )
 
 

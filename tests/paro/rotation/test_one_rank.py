@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
@@ -182,6 +184,23 @@ PEAKS: dict[str, tuple[LlamaConfig, PrecisionConfig, int, str]] = {  # config, t
     "slices in bf16": (WIDE, BF16, 1, "backward"),
     "vocabulary": (replace(WIDE, vocab_size=32768, ffn_hidden_size=64), FP32, 1, "backward"),
 }
+
+
+@pytest.mark.parametrize("in_place", MODES)
+def test_a_loss_in_chunks_of_tokens_takes_as_much_memory(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    config = replace(WIDE, vocab_size=32768, ffn_hidden_size=64, max_position_embeddings=64)
+    precision = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
+    strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
+    silence(monkeypatch)
+    peaks = []
+    for chunk in (16, 8):
+        monkeypatch.setattr(cross_entropy, "loss_chunk_tokens", lambda _, chunk=chunk: chunk)
+        rank = lone_rotating_rank(config, strategy, topology, precision, in_place=in_place)
+        rank.step(2, size=1, seq_length=16)
+        peaks.append(allocated_at_most(partial(rank.step, 2, size=1, seq_length=16)))
+    assert peaks[1] <= 1.02 * peaks[0]
 
 
 @pytest.mark.slow("counts every allocation of a step")
