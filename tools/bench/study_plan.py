@@ -70,6 +70,7 @@ TRAIN_FLAGS = (
 )
 COUNTS = (1, 4)
 SIZES = "64K,256K,1M,4M"
+SMALL_SIZES = "4K,16K,"  # besides, where a part trains: its buffers are small
 TOOLS = Path(__file__).resolve().parent
 
 
@@ -207,7 +208,8 @@ def _measure_machine(
     """Measures a part's machine file; a collective's cost during computing differs by shape."""
     names = ",".join(dict.fromkeys(parse_setting(candidate).collective for candidate in settings))
     bench = str(TOOLS.parent / "bench_collectives.py")
-    flags = ["--algorithms", names, "--sizes", SIZES, "--dtype", "bfloat16"]
+    sizes = SMALL_SIZES * (part.shape in PARTIAL) + SIZES
+    flags = ["--algorithms", names, "--sizes", sizes, "--dtype", "bfloat16"]
     flags += ["--inter-bandwidth", inter, "--nic", part.nic, "--train", part.train_flags]
     _run(made, [bench, *flags, "--machine-file", str(path)])
 

@@ -215,8 +215,9 @@ class CollectiveTimes:
         busy = measured_at(*kind, figure=lambda row: row.busy_seconds) or time
         cpu = measured_at(*kind, figure=lambda row: row.cpu_seconds) or 0.0
         cores = machine.device.cores if machine.device else None
-        share = 0.0 if cores is None else min(1.0, cpu / time / cores)
-        return _Found(time, share, max(1.0, busy / time))
+        working = 0.0 if cores is None else cpu / cores
+        time = max(time, working)
+        return _Found(time, working / time, max(1.0, busy / time))
 
 
 class _Found(NamedTuple):

@@ -46,6 +46,7 @@ from tools.shared.meters import MemoryMeter
 # candidate's data; the first also does not wait for an all-gather of updated parameters.
 OF_ONE = (2, 3)  # with one micro-batch
 OF_SEVERAL = (1, 2)
+VISITS = 3  # turns of one micro-batch for each of several: short steps vary more
 WARMUP = 2  # steps per number of micro-batches once a strategy is built; memory is measured
 _STAT = Path("/proc/stat")
 
@@ -113,14 +114,28 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
             for contender in _built(candidate, config, control, counts, groups)
         ]
         for turn in range(1, args.turns + 1):
-            order = list(contenders)
-            Random(turn).shuffle(order)
-            rows = [_row(control, one, one.take_turn()) | {"turn": turn} for one in order]
+            rows = [
+                row
+                for visit in range(VISITS if 1 in counts else 1)
+                for row in _turn_of_all(control, contenders, turn, visit)
+            ]
             if world.rank == 0:
                 _write(args.output, [args.label | row for row in rows])
                 print(f"turn {turn} of {args.turns}, {len(rows)} rows", flush=True)
             if control.gather(time.monotonic() - begin > args.seconds)[0]:
                 break
+
+
+def _turn_of_all(
+    control: Control, contenders: Sequence[Contender], turn: int, visit: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each contender; those of several micro-batches come in the first visit only."""
+    order = [one for one in contenders if visit == 0 or one.num_micro_batches == 1]
+    Random(VISITS * turn + visit).shuffle(order)
+    for one in order:
+        short = one.num_micro_batches == 1
+        number = VISITS * (turn - 1) + visit + 1 if short else turn
+        yield _row(control, one, one.take_turn()) | {"turn": number}
 
 
 def _built(

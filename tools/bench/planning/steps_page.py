@@ -19,9 +19,9 @@ Written by `python tools/bench/study_plan.py report --folder {folder}` from the 
 files there, which `tools/bench/study_plan.py measure` measured in emulated clusters of 2 nodes x
 4 ranks on 2 cores, with a NIC for each rank or one as fast as four for each node. A round
 measures the machine, and every strategy in one turn or several; what stands here are medians over
-all turns of all rounds. Of a turn a measured step is the median of 3 (of 4 micro-batches: of 2),
-each as long as its slowest rank. The machine's device is measured by training the same shape on
-every rank alone.
+all turns of all rounds, whose number the first table has. Of a turn a measured step is the median
+of 3 (of 4 micro-batches: of 2), each as long as its slowest rank. The machine's device is measured
+by training the same shape on every rank alone.
 
 ![measured and predicted](steps.png)
 """
@@ -66,11 +66,12 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
         "its choice under limits that let in one strategy, all of them and some in between: how "
         "much longer it takes than the best measured one that fits, at the most.",
         "",
-        "| | median error | worst | pairs ordered wrongly | of the clear ones | auto, at most |",
-        "|---|---|---|---|---|---|",
+        "| | turns | median error | worst | pairs ordered wrongly | of the clear ones "
+        "| auto, at most |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {c.title} | {c.compared.median_error:.1%} | {c.compared.worst_error:.1%} "
+        f"| {c.title} | {_turns(c)} | {c.compared.median_error:.1%} | {c.compared.worst_error:.1%} "
         f"| {_wrong([*c.compared.pairs()])} "
         f"| {_wrong([pair for pair in c.compared.pairs() if pair.is_clear])} "
         f"| {_most(c.compared.choices)} |"
@@ -80,7 +81,7 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
     pairs = [pair for c in chapters for pair in c.compared.pairs()]
     most = _most([choice for c in chapters for choice in c.compared.choices])
     lines.append(
-        f"| **all** | **{median(errors):.1%}** | **{max(errors):.1%}** | **{_wrong(pairs)}** "
+        f"| **all** | | **{median(errors):.1%}** | **{max(errors):.1%}** | **{_wrong(pairs)}** "
         f"| **{_wrong([pair for pair in pairs if pair.is_clear])}** | **{most}** |"
     )
     memory = [e for c in chapters for row in c.compared.rows if (e := row.memory_error) is not None]
@@ -92,6 +93,11 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
             f"{CONSTANT_BYTES / 1e6:.0f} MB; the median is within {median(map(abs, memory)):.1%}.",
         ]
     return lines
+
+
+def _turns(chapter: Chapter) -> int:
+    """The turns of every strategy, the fewest where they differ."""
+    return min(len(row.by_turn) for row in chapter.compared.rows)
 
 
 def _wrong(pairs: Sequence[Pair]) -> str:
