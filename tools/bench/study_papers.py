@@ -128,7 +128,7 @@ def _partial() -> Iterator[str]:
     yield (
         "**Partial training, measured** on 8 CPU ranks in 2 emulated nodes with a NIC of 25 or 100 "
         "Mbit/s for each rank: a model of 5.6M parameters in 16 blocks, 4 micro-batches of 1 x 128 "
-        "tokens, medians of 3 turns with the least and the most; all 14 strategies are in "
+        "tokens, medians of 3 or 4 turns with the least and the most; all 14 strategies are in "
         "[25 Mbit/s](part-25mbit/steps.md) and [100 Mbit/s](part-100mbit/steps.md). The papers' "
         "are of 7B (R5) and 65B on 32 GPUs. ZeRO-2 is NGG, ZeRO-3 GGG."
     )

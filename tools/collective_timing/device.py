@@ -26,6 +26,7 @@ from model.config import LlamaConfig
 from paro.arguments.parser import parse_args
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.run import RunConfig
+from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.planning.machine.machine import Device
@@ -49,6 +50,7 @@ _STEPS = 5  # timed
 _MICRO_BATCHES = 4
 _PRODUCT = 1024  # size of a square matrix, in the search for the peak
 _CODED = 1 << 20  # elements that are encoded and decoded
+_JOBS = 100  # each waited for
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine, in any container
 _PAGES = Path("/proc/self/statm")
 
@@ -89,6 +91,11 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
         reserved = _bytes_in_use(control.device)
     products = 2.0 * _PRODUCT**3 / clock.median(_product(config, control.device))
     coding = _CODED * CODING_BYTES / clock.median(_coding(control.device))
+    streams = make_comm_streams(
+        control.device, overlap=True, backend=config.runtime.distributed_backend
+    )
+    job = clock.median(_jobs(streams, control.device)) / _JOBS
+    streams.close()
     memory = min(control.gather(_memory_of_rank(control)))
     return Device(
         name=_name(control.device),
@@ -100,6 +107,7 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
         coding_bytes_per_second=coding,
         step_seconds=max(0.0, one - micro_batch - updating),
         piece_seconds=piece,
+        job_seconds=job,
         cores=cores,
     )
 
@@ -228,6 +236,20 @@ def _coding(device: torch.device) -> Callable[[], object]:
     def action() -> None:
         encode(values, form, encoded, transforms=True)
         decode(encoded, form, decoded)
+
+    return action
+
+
+def _jobs(streams: CommStreams, device: torch.device) -> Callable[[], object]:
+    """Queues jobs that add a few gradients to others, as after a reduction; waits for each."""
+    total, own = torch.zeros(16, device=device), torch.ones(16, device=device)
+
+    def add() -> None:
+        total.add_(own)
+
+    def action() -> None:
+        for _ in range(_JOBS):
+            streams.submit("jobs", add).wait()
 
     return action
 

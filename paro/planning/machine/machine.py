@@ -91,6 +91,7 @@ class Device:
     coding_bytes_per_second: float | None = None  # the same where codes are made and read
     step_seconds: float = 0.0  # per step, for any model and batch
     piece_seconds: float = 0.0  # per extra slice of a part of the model
+    job_seconds: float = 0.0  # per job in a comm stream that is no collective, beyond its bytes
     cores: float | None = None  # CPU ranks: cores per rank, used by compute and communication
     communicator_bytes: int | None = None  # of one NCCL process group; None: a published figure
     fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
@@ -107,6 +108,7 @@ class Device:
         _check_number("device.coding_bytes_per_second", self.coding_bytes_per_second or 1)
         _check_number("device.step_seconds", self.step_seconds, or_zero=True)
         _check_number("device.piece_seconds", self.piece_seconds, or_zero=True)
+        _check_number("device.job_seconds", self.job_seconds, or_zero=True)
         _check_number("device.cores", 1 if self.cores is None else self.cores)
         _check_number("device.communicator_bytes", self.communicator_bytes or 0, or_zero=True)
         within = 0 <= (self.fragmentation or 0) < 1

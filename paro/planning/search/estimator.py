@@ -36,7 +36,6 @@ class Estimate:
     tokens_per_second: float
     mfu: float
     sent: Sent
-    num_operations: int  # in a step's comm streams
     precision: PrecisionConfig
     coding_seconds: float  # a rank's time for codes in a step, exposed or not
 
@@ -144,11 +143,6 @@ class Estimator:
             self.workload.micro_batches(candidate.micro_batch_size),
         )
 
-    def num_operations(self, candidate: Candidate) -> int:
-        """Operations of a step in its comm streams."""
-        num_micro_batches = self.workload.micro_batches(candidate.micro_batch_size)
-        return self._loads_of(candidate).comm_costs.num_operations(num_micro_batches)
-
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
         """Memory, time and traffic of a candidate; `record` keeps the spans of every stream."""
         workload, costs = self.workload, self.costs(candidate)
@@ -165,7 +159,6 @@ class Estimator:
             tokens_per_second=tokens / timeline.seconds,
             mfu=flops / timeline.seconds / costs.device.peak_flops,
             sent=self.sent(candidate),
-            num_operations=self.num_operations(candidate),
             precision=candidate.precision(workload),
             coding_seconds=costs.coding_seconds,
         )

@@ -55,7 +55,7 @@ class SearchResult:
 
 
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
-    """Sorts by: fits or not, step time, then, in a tie, `_tie_costs`.
+    """Sorts by: fits or not, step time, then, in a tie, bytes between groups and memory.
 
     All that take up to `TIE` longer than the fastest tie with it; then the same for the fastest of
     the rest. So this is an order; comparing any two with a tolerance would not be transitive.
@@ -66,17 +66,9 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
         first = left[0]
         enough = first.seconds * (1 + TIE)
         tied = [e for e in left if e.fits is first.fits and e.seconds <= enough]
-        found += sorted(tied, key=lambda e: (*_tie_costs(e), e.seconds))
+        found += sorted(tied, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
         left = left[len(tied) :]
     return tuple(found)
-
-
-def _tie_costs(estimate: Estimate) -> tuple[int, int, int]:
-    """What decides between equally fast candidates: the least of the first, and so on.
-
-    Every operation has a fixed cost that the simulation does not have.
-    """
-    return estimate.sent.inter, estimate.num_operations, estimate.memory_bytes
 
 
 def letter_rows(workload: Workload) -> tuple[Estimate, ...]:
@@ -177,22 +169,15 @@ class _Search:
         return min(known, key=lambda e: e.seconds, default=None)
 
     def _least_as_fast(self, rows: Sequence[_Bounded], enough: float) -> Estimate | None:
-        """Within `enough` seconds: the one with the least `_tie_costs`."""
-        estimator = self._estimator
+        """Within `enough` seconds: the one that sends least between groups, then needs least."""
         tied = [
-            (
-                estimator.sent(row.candidate).inter,
-                estimator.num_operations(row.candidate),
-                row.memory_bytes,
-                row.least_seconds,
-                row,
-            )
+            (self._estimator.sent(row.candidate).inter, row.memory_bytes, row.least_seconds, row)
             for row in rows
             if row.least_seconds <= enough
         ]
         found: Estimate | None = None
-        for *costs, least, row in sorted(tied, key=lambda entry: entry[:4]):
-            if found and (tuple(costs) != _tie_costs(found) or least > found.seconds):
+        for *costs, least, row in sorted(tied, key=lambda entry: entry[:3]):
+            if found and (costs != [found.sent.inter, found.memory_bytes] or least > found.seconds):
                 break
             own = self.estimate(row)
             if own.seconds <= enough and (found is None or own.seconds < found.seconds):

@@ -101,24 +101,12 @@ class CommCosts:
 
     def loads(self, num_micro_batches: int) -> Loads:
         """The loads of a whole step."""
-        intra, inter, one_by_one = (self._in_step(index, num_micro_batches) for index in range(3))
-        return Loads(intra=intra, inter=inter, one_by_one=one_by_one)
-
-    def num_operations(self, num_micro_batches: int) -> int:
-        """Collectives and additions of reduced gradients in a step, by all comm streams."""
-        added = sum(
-            unit.reductions_per_micro_batch * any(part.accumulated_bytes for part in parts)
-            for unit, parts in zip(self.units, self.per_unit, strict=True)
-        )
-        return round(self._in_step(3, num_micro_batches)) + added * num_micro_batches
-
-    def _in_step(self, index: int, num_micro_batches: int) -> float:
-        often, once = self._sums[index]
-        return often * num_micro_batches + once
+        sums = [often * num_micro_batches + once for often, once in self._sums]
+        return Loads(intra=sums[0], inter=sums[1], one_by_one=sums[2])
 
     @cached_property
-    def _sums(self) -> tuple[tuple[float, float], ...]:
-        """(per micro-batch, once per step) of `_loads`, over all collectives."""
+    def _sums(self) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
+        """Seconds (per micro-batch, once per step) of: intra links, inter links, one by one."""
         counts: Counter[CostKey] = Counter()
         gathers: Counter[CostKey] = Counter()
         reductions: Counter[CostKey] = Counter()
@@ -137,10 +125,10 @@ class CommCosts:
                 ]
 
         def total(measure: int) -> tuple[float, float]:
-            values = [(often, once, _loads(phases)[measure]) for often, once, phases in terms]
+            values = [(often, once, _seconds(phases)[measure]) for often, once, phases in terms]
             return fsum(o * v for o, _, v in values), fsum(o * v for _, o, v in values)
 
-        return tuple(map(total, range(4)))
+        return total(0), total(1), total(2)
 
     @cached_property
     def coding_bytes(self) -> int:
@@ -221,15 +209,13 @@ def kind_of(unit: UnitSize) -> CostKey:
 
 def seconds_of(phases: tuple[Phase, ...]) -> float:
     """Duration of phases one after the other that share links with nothing else."""
-    return _loads(phases)[2]
+    return _seconds(phases)[2]
 
 
-def _loads(phases: tuple[Phase, ...]) -> tuple[float, float, float, int]:
-    """Seconds of intra links, of inter links, one after the other; and the number of jobs."""
+def _seconds(phases: tuple[Phase, ...]) -> tuple[float, float, float]:
     jobs = [job for phase in phases for job in phase]
     return (
         fsum(job.seconds * job.intra for job in jobs),
         fsum(job.seconds * job.inter for job in jobs),
         fsum(max(job.seconds for job in phase) for phase in phases),
-        len(jobs),
     )

@@ -114,7 +114,9 @@ class StepThread:
 
     def _busy(self, name: str, stream: StreamAxes, seconds: float, after: Works) -> Works:
         """Queues work in a reduction's stream; on CPU ranks it takes processor time."""
-        busy = 1.0 if self.costs.device.cores is not None else 0.0
+        device = self.costs.device
+        busy = 1.0 if device.cores is not None else 0.0
+        seconds += device.job_seconds
         job = Job(stream=stream, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
         return self._queue("reduce", "reduce", name, ((job,),), after)
 

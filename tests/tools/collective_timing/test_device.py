@@ -29,10 +29,13 @@ def alone() -> Control:
 @pytest.mark.parametrize("part", ["", "--trainable last-blocks:0.5", "--lora-rank 2"])
 def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     config = training_config(f"{TINY} {part}", "gloo")
-    times = iter((0.3, 1.4, 1.4 + 4 * 1.0, 1e-9, 0.017))  # update, 1 and 5, product, codes
+    times = iter(
+        (0.3, 1.4, 1.4 + 4 * 1.0, 1e-9, 0.017, 0.2)
+    )  # update, 1 and 5, product, codes, jobs
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     device = measure_device(config, alone(), group_size=1)
+    assert device.job_seconds == pytest.approx(0.2 / 100)
     assert device.coding_bytes_per_second == pytest.approx(170 * 2**20 / 0.017)
     machine = Machine(name="one", source="", world_size=1, group_size=1, device=device)
     for count, seconds in ((1, 1.4), (5, 5.4)):
@@ -54,7 +57,7 @@ def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch, pa
 def test_memory_is_as_fast_where_a_part_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for part in ("", "--trainable last-blocks:0.5", "--lora-rank 2"):
-        times = iter((0.3, 1.4, 5.4, 1e-9, 0.017))
+        times = iter((0.3, 1.4, 5.4, 1e-9, 0.017, 0.2))
         monkeypatch.setattr(timing._Clock, "median", lambda *_, times=times: next(times))
         config = training_config(f"{TINY} {part}", "gloo")
         found.append(measure_device(config, alone(), group_size=1))
@@ -68,7 +71,7 @@ def test_memory_is_as_fast_where_a_part_trains(monkeypatch: pytest.MonkeyPatch) 
 
 def test_slices_cost_what_as_many_small_models_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     config = training_config(TINY, "gloo")
-    times = iter((0.3, 1.4, 5.4, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9))  # of it, of a slice
+    times = iter((0.3, 1.4, 5.4, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9, 1e-9))  # of it, of a slice
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     device = measure_device(config, alone(), group_size=2)
@@ -91,6 +94,7 @@ def test_a_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     device = measure_device(training_config(TINY, "gloo"), alone(), group_size=2)
     assert 0 < device.sustained_flops <= device.peak_flops
     assert device.memory_bytes_per_second > 0
+    assert 0 < device.job_seconds < 0.01
     assert device.reserved_bytes < device.memory_bytes
     assert device.cores is not None
     assert device.cores == len(os.sched_getaffinity(0))

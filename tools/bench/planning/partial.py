@@ -29,7 +29,9 @@ def speeds_over(folder: Path, shape: str, baseline: str) -> dict[str, list[float
             strategy = row["setting"].partition("@")[0]
             seconds.setdefault(strategy, {})[row["turn"]] = row["seconds"]
     return {
-        strategy: [seconds[baseline][turn] / found[turn] for turn in found]
+        strategy: [
+            seconds[baseline][turn] / found[turn] for turn in found if turn in seconds[baseline]
+        ]
         for strategy, found in seconds.items()
     }
 

@@ -105,6 +105,7 @@ def _median_device(devices: Sequence[Device | None]) -> Device | None:
         return None
     names = (
         "peak_flops", "sustained_flops", "memory_bytes_per_second", "step_seconds", "piece_seconds",
+        "job_seconds",
     )  # fmt: skip
     rates = [device.coding_bytes_per_second for device in known]
     coding = [rate for rate in rates if rate is not None]

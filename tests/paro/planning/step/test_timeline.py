@@ -21,7 +21,7 @@ from paro.planning.step.timeline import simulate
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
 from paro.strategy import legal_letters
-from tests.paro.planning.cases import machine, workload
+from tests.paro.planning.cases import DEVICE, machine, workload
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -252,18 +252,17 @@ def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
     assert ends == pytest.approx([2.5, 2.5, 3.5])
 
 
-def test_operations_are_counted() -> None:
-    """NII adds every unit's reduced gradient in each micro-batch; NNI keeps whole gradients."""
-    given = workload()
-    num_units, num_micro_batches = 6, 3
-    once = 3 * num_units  # reduce-scatter, all-reduce, all-gather
+def test_a_job_beside_collectives_has_a_fixed_cost() -> None:
+    """NII adds every unit's reduced gradient in a job of its own, and NNI none."""
 
-    def count(strategy: str) -> int:
-        return costs(given, strategy).comm_costs.num_operations(num_micro_batches)
+    def seconds(strategy: str, **device: float) -> float:
+        given = workload(machine=machine(device=replace(DEVICE, cores=0.25, **device)))
+        return simulate(costs(given, strategy)).seconds
 
-    assert count("NNI") == once
-    assert count("NII") == once + (2 * num_micro_batches - 1) * num_units
-    assert count("NNN") == once  # inwards, across and back
+    cost, num_units, num_micro_batches = 1e-3, 6, 3
+    assert seconds("NNI", job_seconds=cost) == seconds("NNI")
+    added = seconds("NII", job_seconds=cost) - seconds("NII")
+    assert added == pytest.approx(num_units * num_micro_batches * cost, rel=0.1)
 
 
 def test_links_are_shared() -> None:

@@ -142,8 +142,8 @@ class Told:
 STUDIES = (
     Told("steps-25mbit", 0.052, 0.132, 0, 0, 403, 0.034),
     Told("steps-100mbit", 0.062, 0.152, 9, 5, 349, 0.16),
-    Told("part-25mbit", 0.125, 0.27, 1, 0, 262, 0.104, num_tables=4),
-    Told("part-100mbit", 0.17, 0.44, 6, 4, 254, 0.177, num_tables=4, memory=0.021),
+    Told("part-25mbit", 0.152, 0.251, 0, 0, 269, 0.033, num_tables=4, memory=0.025),
+    Told("part-100mbit", 0.179, 0.33, 3, 2, 263, 0.105, num_tables=4, memory=0.06),
 )
 
 
@@ -170,12 +170,11 @@ def test_recorded_steps_are_predicted(told: Told) -> None:
 
 @pytest.mark.parametrize("folder", ["part-25mbit", "part-100mbit"])
 def test_the_choice_where_a_part_trains_and_everything_fits(folder: str) -> None:
-    """docs/finetuning.md: within 2.1% of the fastest of all 14 with 4 micro-batches a step."""
+    """docs/finetuning.md: within 3.2% of the fastest of all 14."""
     for chapter in chapters_of(ROOT / "examples/measured" / folder):
-        if chapter.micro_batches == 4:
-            choice = max(chapter.compared.choices, key=lambda choice: choice.limit_bytes)
-            assert choice.ratio < 1.0215
-            assert choice.best == min(chapter.compared.rows, key=lambda row: row.seconds).strategy
+        choice = max(chapter.compared.choices, key=lambda choice: choice.limit_bytes)
+        assert choice.ratio < 1.0325
+        assert choice.best == min(chapter.compared.rows, key=lambda row: row.seconds).strategy
 
 
 @pytest.mark.slow("predicts every recorded step")
