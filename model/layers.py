@@ -75,7 +75,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
     """`x` divided by its root mean square, times `scale`; computed in fp32."""
-    if x_BSD.device.type == "cpu":
+    if x_BSD.device.type == "cpu" and not torch.compiler.is_compiling():
         out: Tensor = _RMSNorm.apply(x_BSD, scale_D, epsilon)
         return out
     return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype), epsilon)  # one kernel
@@ -227,8 +227,16 @@ def normed_linears(
 
     `norm` is `shared_norm` of `x` and `scale`, which other slices of the weights may share.
     """
+    if _left_to_compiler(fp8):
+        y_BSD = norm.make(x_BSD, scale_D)
+        return tuple(F.linear(y_BSD, weight.to(y_BSD.dtype)) for weight in weights)
     outputs: tuple[Tensor, ...] = _NormedLinears.apply(norm, fp8, x_BSD, scale_D, *weights)
     return outputs
+
+
+def _left_to_compiler(fp8: Fp8Format | None) -> bool:
+    """Whether torch.compile, which fuses and recomputes by itself, sees the operations."""
+    return torch.compiler.is_compiling() and fp8 is None
 
 
 def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
@@ -298,6 +306,8 @@ def gated_linear(
     fused: bool = False,
 ) -> Tensor:
     """SwiGLU's second half: `(silu(gate) * up) @ weight.T`; `fused`: the product by Triton."""
+    if _left_to_compiler(fp8):
+        return F.linear(gated(gate_BSF, up_BSF), weight_DF.to(gate_BSF.dtype))
     out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF, fp8, fused)
     return out
 

@@ -122,6 +122,22 @@ def test_equals_transformers(name: str) -> None:
         assert_near(gradient, theirs[hugging_face_name(own_name)].grad, own_name)
 
 
+@pytest.mark.slow("traces a model")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("name", ["gqa of 2", "tied", "qkv bias", "qk norm"])
+def test_is_one_graph_to_torch_compile(name: str) -> None:
+    """No custom autograd breaks it, and loss and gradients are the same; runs no C++ compiler."""
+    config = replace(CONFIGS[name], num_layers=2)
+    eager = train_once(build(config))
+    model = build(config)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+    loss, gradients = train_once(model)
+    assert_near(loss, eager[0], "loss")
+    for key, wanted in eager[1].items():
+        assert_near(gradients[key], wanted, key)
+
+
 @pytest.mark.parametrize("name", ["base", "llama3 by 8", "llama3 by 32", "llama3 from 32"])
 def test_rotary_settings_are_seen_at_this_length(name: str) -> None:
     """Otherwise equality with transformers would not test them."""
