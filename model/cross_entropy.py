@@ -19,6 +19,48 @@ from model.config import loss_chunk_tokens
 from model.matmul import GradSink, sink_of, store_weight_grad, write_weight_grad
 
 
+def _loss_and_grads(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    token_weights_T: Tensor,
+    *,
+    needs_x: bool,
+    weight_grad: _WeightGrad | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss, and its gradients as far as needed; that of the weight not if it is in a sink."""
+    num_tokens = x_TD.shape[0]
+    chunk = loss_chunk_tokens(x_TD.device.type)
+    grad_x_TD = torch.empty_like(x_TD) if needs_x else None
+    loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
+    for begin in range(0, num_tokens, chunk):
+        part = slice(begin, begin + chunk)
+        labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
+        # A token with weight 0 must add exactly 0, even if its logits would overflow.
+        chunk_TD = x_TD[part].masked_fill((weights_T == 0.0)[:, None], 0.0)
+        logits_TV = (chunk_TD @ weight_VD.t()).float()
+        label_logits_T = logits_TV.gather(1, labels_T1).squeeze(1)
+        highest_T = logits_TV.amax(-1)
+        probabilities_TV = torch.softmax(logits_TV, dim=-1)
+        del logits_TV
+        # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
+        log_norm_T = highest_T - probabilities_TV.amax(-1).log_()
+        loss += torch.dot(log_norm_T - label_logits_T, weights_T)
+        if not needs_x and weight_grad is None:
+            continue
+        # Gradient of the logits without the token weights: these scale the smaller tensors.
+        minus_T1 = torch.full_like(label_logits_T, -1.0)[:, None]
+        grad_TV = probabilities_TV.scatter_add_(1, labels_T1, minus_T1).to(x_TD.dtype)
+        del probabilities_TV
+        if grad_x_TD is not None:
+            torch.mm(grad_TV, weight_VD, out=grad_x_TD[part])
+            grad_x_TD[part].mul_(weights_T[:, None])
+        if weight_grad is not None:
+            weight_grad.add(grad_TV, (chunk_TD * weights_T[:, None]).to(x_TD.dtype))
+        del grad_TV
+    return loss, grad_x_TD, None if weight_grad is None else weight_grad.end(x_TD.dtype)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum over tokens of token weight times cross-entropy of `x @ weight.T`.
 
@@ -37,39 +79,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         ctx.sink = sink_of(weight_VD) if needs_weight else None
-        weight_VD = weight_VD.to(x_TD.dtype)
-        num_tokens = x_TD.shape[0]
-        chunk = loss_chunk_tokens(x_TD.device.type)
-        grad_x_TD = torch.empty_like(x_TD) if needs_x else None
-        weight_grad = _WeightGrad(ctx.sink, several=chunk < num_tokens) if needs_weight else None
-        loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
-        for begin in range(0, num_tokens, chunk):
-            part = slice(begin, begin + chunk)
-            labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
-            # A token with weight 0 must add exactly 0, even if its logits would overflow.
-            chunk_TD = x_TD[part].masked_fill((weights_T == 0.0)[:, None], 0.0)
-            logits_TV = (chunk_TD @ weight_VD.t()).float()
-            label_logits_T = logits_TV.gather(1, labels_T1).squeeze(1)
-            highest_T = logits_TV.amax(-1)
-            probabilities_TV = torch.softmax(logits_TV, dim=-1)
-            del logits_TV
-            # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
-            log_norm_T = highest_T - probabilities_TV.amax(-1).log_()
-            loss += torch.dot(log_norm_T - label_logits_T, weights_T)
-            if not needs_x and not needs_weight:
-                continue
-            # Gradient of the logits without the token weights: these scale the smaller tensors.
-            minus_T1 = torch.full_like(label_logits_T, -1.0)[:, None]
-            grad_TV = probabilities_TV.scatter_add_(1, labels_T1, minus_T1).to(x_TD.dtype)
-            del probabilities_TV
-            if grad_x_TD is not None:
-                torch.mm(grad_TV, weight_VD, out=grad_x_TD[part])
-                grad_x_TD[part].mul_(weights_T[:, None])
-            if weight_grad is not None:
-                weight_grad.add(grad_TV, (chunk_TD * weights_T[:, None]).to(x_TD.dtype))
-            del grad_TV
-        grad_weight_VD = None if weight_grad is None else weight_grad.end(x_TD.dtype)
-        ctx.gradients = grad_x_TD, grad_weight_VD
+        several = loss_chunk_tokens(x_TD.device.type) < x_TD.shape[0]
+        weight_grad = _WeightGrad(ctx.sink, several=several) if needs_weight else None
+        inputs = x_TD, weight_VD.to(x_TD.dtype), labels_T, token_weights_T
+        loss, *gradients = _loss_and_grads(*inputs, needs_x=needs_x, weight_grad=weight_grad)
+        ctx.gradients = gradients
         return loss
 
     @staticmethod
@@ -87,6 +101,66 @@ class _LinearCrossEntropy(torch.autograd.Function):
             assert is_one, "the loss was scaled after its gradients had been written"
             ctx.sink.close()
         return grad_x_TD, grad_weight_VD, None, None
+
+
+# The same as an operator that torch.compile does not look into: traced, matmuls that write into
+# parts of a buffer lose their results in torch 2.11. Gradients that nobody needs are empty.
+_OPERATOR = "paro::linear_cross_entropy"
+
+
+@torch.library.custom_op(
+    _OPERATOR,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor labels, Tensor token_weights, bool needs_x, "
+    "bool needs_weight) -> (Tensor, Tensor, Tensor)",
+)
+def _operator(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    token_weights_T: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    several = loss_chunk_tokens(x_TD.device.type) < x_TD.shape[0]
+    weight_grad = _WeightGrad(None, several=several) if needs_weight else None
+    inputs = x_TD, weight_VD.to(x_TD.dtype), labels_T, token_weights_T
+    loss, grad_x_TD, grad_VD = _loss_and_grads(*inputs, needs_x=needs_x, weight_grad=weight_grad)
+    nothing = x_TD.new_empty(0)
+    return (
+        loss,
+        nothing if grad_x_TD is None else grad_x_TD,
+        nothing.clone() if grad_VD is None else grad_VD.to(weight_VD.dtype),
+    )
+
+
+@torch.library.register_fake(_OPERATOR)
+def _shapes(
+    x_TD: Tensor, weight_VD: Tensor, _labels: Tensor, _weights: Tensor, *needs: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (
+        like.shape if needed else (0,)
+        for like, needed in zip((x_TD, weight_VD), needs, strict=True)
+    )
+    x_size, weight_size = sizes
+    loss = x_TD.new_empty((), dtype=torch.float32)
+    return loss, x_TD.new_empty(x_size), weight_VD.new_empty(weight_size)
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.needs = inputs[4:]
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    scaled = (
+        (kept * grad).to(kept.dtype) if needed else None
+        for kept, needed in zip(ctx.saved_tensors, ctx.needs, strict=True)
+    )
+    return (*scaled, None, None, None, None)
+
+
+torch.library.register_autograd(_OPERATOR, _scale_gradients, setup_context=_keep_gradients)
 
 
 class _WeightGrad:
@@ -128,9 +202,12 @@ def linear_cross_entropy(
     """The sum over tokens of token weight times cross-entropy, an fp32 scalar."""
     if not torch.is_grad_enabled():  # forward looks at its inputs' requires_grad, not at the mode
         x_BSD, weight_VD = x_BSD.detach(), weight_VD.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(
-        x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
-    )
+    inputs = x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
+    loss: Tensor
+    if torch.compiler.is_compiling():
+        loss, *_ = _operator(*inputs, x_BSD.requires_grad, weight_VD.requires_grad)
+    else:
+        loss = _LinearCrossEntropy.apply(*inputs)
     return loss
 
 
