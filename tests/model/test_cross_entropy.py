@@ -290,7 +290,8 @@ def test_is_an_operator_to_torch_compile(
     labels = torch.randint(0, 5, (6,), generator=generator)
     weights = torch.rand(6, generator=generator)
     operator = torch.ops.paro.linear_cross_entropy.default
-    torch.library.opcheck(operator, (x, weight, labels, weights, *needs))
+    if all(needs):
+        torch.library.opcheck(operator, (x, weight, labels, weights, *needs))
 
     def gradients() -> list[Tensor | None]:
         loss = linear_cross_entropy(x[None], weight, labels[None], weights[None])

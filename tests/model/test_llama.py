@@ -124,10 +124,10 @@ def test_equals_transformers(name: str) -> None:
 
 @pytest.mark.slow("traces a model")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("name", ["gqa of 2", "tied", "qkv bias", "qk norm"])
-def test_is_one_graph_to_torch_compile(name: str) -> None:
+@pytest.mark.parametrize("config", [MHA, replace(BOTH, tie_embeddings_and_output_weights=True)])
+def test_is_one_graph_to_torch_compile(config: LlamaConfig) -> None:
     """No custom autograd breaks it, and loss and gradients are the same; runs no C++ compiler."""
-    config = replace(CONFIGS[name], num_layers=2)
+    config = replace(config, num_layers=2)
     eager = train_once(build(config))
     model = build(config)
     torch._dynamo.reset()
