@@ -26,11 +26,14 @@ def _loss_and_grads(
     token_weights_T: Tensor,
     *,
     needs_x: bool,
-    weight_grad: _WeightGrad | None,
+    needs_weight: bool,
+    sink: GradSink | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, and its gradients as far as needed; that of the weight not if it is in a sink."""
+    """The loss, and the needed gradients; None for the weight's if a sink has taken it."""
+    weight_VD = weight_VD.to(x_TD.dtype)
     num_tokens = x_TD.shape[0]
     chunk = loss_chunk_tokens(x_TD.device.type)
+    weight_grad = _WeightGrad(sink, several=chunk < num_tokens) if needs_weight else None
     grad_x_TD = torch.empty_like(x_TD) if needs_x else None
     loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
     for begin in range(0, num_tokens, chunk):
@@ -79,11 +82,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         ctx.sink = sink_of(weight_VD) if needs_weight else None
-        several = loss_chunk_tokens(x_TD.device.type) < x_TD.shape[0]
-        weight_grad = _WeightGrad(ctx.sink, several=several) if needs_weight else None
-        inputs = x_TD, weight_VD.to(x_TD.dtype), labels_T, token_weights_T
-        loss, *gradients = _loss_and_grads(*inputs, needs_x=needs_x, weight_grad=weight_grad)
-        ctx.gradients = gradients
+        loss, *ctx.gradients = _loss_and_grads(
+            x_TD,
+            weight_VD,
+            labels_T,
+            token_weights_T,
+            needs_x=needs_x,
+            needs_weight=needs_weight,
+            sink=ctx.sink,
+        )
         return loss
 
     @staticmethod
@@ -122,29 +129,22 @@ def _operator(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    several = loss_chunk_tokens(x_TD.device.type) < x_TD.shape[0]
-    weight_grad = _WeightGrad(None, several=several) if needs_weight else None
-    inputs = x_TD, weight_VD.to(x_TD.dtype), labels_T, token_weights_T
-    loss, grad_x_TD, grad_VD = _loss_and_grads(*inputs, needs_x=needs_x, weight_grad=weight_grad)
-    nothing = x_TD.new_empty(0)
-    return (
-        loss,
-        nothing if grad_x_TD is None else grad_x_TD,
-        nothing.clone() if grad_VD is None else grad_VD.to(weight_VD.dtype),
-    )
+    inputs = x_TD, weight_VD, labels_T, token_weights_T
+    loss, *gradients = _loss_and_grads(*inputs, needs_x=needs_x, needs_weight=needs_weight)
+    grad_x, grad_weight = (x_TD.new_empty(0) if grad is None else grad for grad in gradients)
+    return loss, grad_x, grad_weight
 
 
 @torch.library.register_fake(_OPERATOR)
 def _shapes(
     x_TD: Tensor, weight_VD: Tensor, _labels: Tensor, _weights: Tensor, *needs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = (
-        like.shape if needed else (0,)
+    loss = x_TD.new_empty((), dtype=torch.float32)
+    grad_x, grad_weight = (
+        x_TD.new_empty(like.shape if needed else 0)
         for like, needed in zip((x_TD, weight_VD), needs, strict=True)
     )
-    x_size, weight_size = sizes
-    loss = x_TD.new_empty((), dtype=torch.float32)
-    return loss, x_TD.new_empty(x_size), weight_VD.new_empty(weight_size)
+    return loss, grad_x, grad_weight
 
 
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -55,7 +55,7 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> Tensor:
     """Rotates each pair of channels (i, i + H/2) by its position's angle; `fused`: by Triton."""
-    if torch.compiler.is_compiling():  # it fuses these by itself
+    if torch.compiler.is_compiling():  # which fuses these, and in torch 2.11 loses `out=` of parts
         first, second = x_BSNH.chunk(2, dim=-1)
         cos = cos.chunk(2, dim=-1)[0]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -283,7 +283,7 @@ def test_a_second_backward_is_an_error() -> None:
 def test_is_an_operator_to_torch_compile(
     dtype: torch.dtype, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its shapes and gradients, which two losses times 3 have too, are those of the function."""
+    """Loss and gradients, also of a scaled loss, are those of the function that it replaces."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(6, 8, generator=generator).to(dtype).requires_grad_(needs[0])
     weight = torch.randn(5, 8, generator=generator).to(dtype).requires_grad_(needs[1])

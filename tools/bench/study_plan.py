@@ -70,7 +70,7 @@ TRAIN_FLAGS = (
 )
 COUNTS = (1, 4)
 SIZES = "64K,256K,1M,4M"
-SMALL_SIZES = "4K,16K,"  # besides, where a part trains: its buffers are small
+SMALL_SIZES = "4K,16K,"  # added where a part trains: its buffers are small
 TOOLS = Path(__file__).resolve().parent
 
 

@@ -216,7 +216,7 @@ class CollectiveTimes:
         cpu = measured_at(*kind, figure=lambda row: row.cpu_seconds) or 0.0
         cores = machine.device.cores if machine.device else None
         working = 0.0 if cores is None else cpu / cores
-        time = max(time, working)
+        time = max(time, working)  # below the measured sizes the extrapolation may be shorter
         return _Found(time, working / time, max(1.0, busy / time))
 
 
