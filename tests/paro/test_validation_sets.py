@@ -47,6 +47,7 @@ def test_sets_are_evaluated_one_by_one_under_their_names(
     assert "iteration 2 on validation-code set | lm loss value" in capsys.readouterr().out
 
 
+@pytest.mark.slow("trains several times")
 def test_full_validation_is_the_mean_over_every_token(flags: str) -> None:
     """With any batch size: 1 divides the 22 samples of a set, 4 does not."""
     whole = "--full-validation --multiple-validation-sets --skip-train"

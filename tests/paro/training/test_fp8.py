@@ -38,6 +38,7 @@ def test_strategies_train_as_one_process_does() -> None:
                 assert step.loss == pytest.approx(expected.loss, rel=1e-3), case
 
 
+@pytest.mark.slow("trains several times")
 @pytest.mark.parametrize("more", ["", "--bf16", "--lora-rank 2 --lora-target-modules all-linear"])
 def test_fp8_changes_the_loss_little(more: str) -> None:
     plain = train(f"{FLAGS} {more}")

@@ -91,6 +91,7 @@ def test_evaluates_and_saves_at_intervals_and_at_the_end() -> None:
     assert run.state.consumed_valid_samples == 2 * 2
 
 
+@pytest.mark.slow("trains several times")
 def test_evaluation_does_not_change_training() -> None:
     with_it = run_loop("--train-iters 5 --eval-interval 2 --eval-iters 3")
     without = run_loop("--train-iters 5 --eval-iters 0")
@@ -123,6 +124,7 @@ def test_evaluations_have_batches_of_their_own() -> None:
     assert of_two.losses != of_six[0].losses
 
 
+@pytest.mark.slow("trains several times")
 def test_the_batch_follows_the_schedule() -> None:
     # Of 12 tokens per sample: 1 at first, 3 after 2 samples, 2 after 5.
     run = run_loop("--train-samples 12 --step-batch-size-schedule 0:1,24:3,60:2")
@@ -191,6 +193,7 @@ def test_evaluation_goes_on_micro_batch_by_micro_batch() -> None:
     assert counts.num == 2 * 3 * 4  # of validation and test
 
 
+@pytest.mark.slow("trains several times")
 def test_norms_and_zeros_reach_the_record_where_they_are_asked_for() -> None:
     asked = run_loop("--train-iters 2 --eval-iters 0 --log-params-norm --log-num-zeros-in-grad")
     for record in asked.records:
@@ -232,6 +235,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(monkeypatch: pytest.M
     assert run.state.scheduled_samples == 3
 
 
+@pytest.mark.slow("trains several times")
 def test_a_run_that_goes_wrong_stops_and_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, range(3, 100), math.inf)
     limit = "--exit-after-skipped-iterations 3"
@@ -261,6 +265,7 @@ def test_replicas_are_compared_before_a_save(monkeypatch: pytest.MonkeyPatch) ->
     assert saves.call_count == 1, "the save of iteration 6 comes after"
 
 
+@pytest.mark.slow("trains several times")
 def test_a_leap_is_skipped_and_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,6 +168,7 @@ def test_recorded_steps_are_predicted(told: Told) -> None:
     assert max(ratios) < 1 + told.auto
 
 
+@pytest.mark.slow("plans every recorded choice")
 @pytest.mark.parametrize("folder", ["part-25mbit", "part-100mbit"])
 def test_the_choice_where_a_part_trains_and_everything_fits(folder: str) -> None:
     """docs/finetuning.md: within 3.2% of the fastest of all 14."""
