@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from data.loader import Datasets
 from data.waits import Wait
 from model.attention import check_attention
+from model.compilation import check_compiler
 from model.config import num_parameters
 from model.fusion import usable_kernels
 from model.matmul import check_fp8_device
@@ -241,6 +242,7 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     with control.raise_on_all_ranks(name_rank=True):
         warning = check_memory(config, control.world, control.device)
         check_fp8_device(config.model.fp8_format, control.device)
+        check_compiler(config.model, control.device)
         dtype = TORCH_TYPES[config.precision.compute]
         kernel = check_attention(config.model, dtype, control.device)
         adamw = choose_adamw(config.optim.adam_implementation, control.device)

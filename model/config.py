@@ -14,6 +14,8 @@ Shape = tuple[int, ...]
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 Fp8Format = Literal["e4m3", "hybrid"]
+Compiler = Literal["inductor", "aot_eager"]
+COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
 FP8_CAPABILITY = (8, 9)  # of GPUs, that matmuls in fp8 need
 
 
@@ -101,6 +103,7 @@ class LlamaConfig:
     fp8_format: Fp8Format | None = None  # of the blocks' matmuls, see matmul.py
     fuses_swiglu: bool = False  # SwiGLU by Triton, see fusion.py
     fuses_rotary: bool = False  # rotary embedding by Triton
+    torch_compile: Compiler | None = None  # of blocks, see compilation.py
 
     def __post_init__(self) -> None:
         for name, most in _MAX.items():

@@ -46,6 +46,8 @@ def usable_kernels(
         "SwiGLU": (fusions.bias_swiglu_fusion, _try_swiglu),
         "rotary embedding": (fusions.apply_rope_fusion, _try_rotary),
     }
+    if config.torch_compile is not None:
+        return Kernels(config, f"blocks: torch.compile by {config.torch_compile}")
     if device.type not in DEVICES:
         return Kernels(config, None)
     names = " and ".join(name for name, (wanted, _) in asked.items() if wanted)

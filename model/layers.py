@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from model.config import Fp8Format
 from model.matmul import Operand, input_grads, operand, outputs, sink_of, weight_grad
@@ -227,16 +228,17 @@ def normed_linears(
 
     `norm` is `shared_norm` of `x` and `scale`, which other slices of the weights may share.
     """
-    if _left_to_compiler(fp8):
-        y_BSD = norm.make(x_BSD, scale_D)
-        return tuple(F.linear(y_BSD, weight.to(y_BSD.dtype)) for weight in weights)
+    if torch.compiler.is_compiling():
+        y_BSD = _made_again(norm.make, x_BSD, scale_D)
+        return tuple(linear(y_BSD, weight, fp8) for weight in weights)
     outputs: tuple[Tensor, ...] = _NormedLinears.apply(norm, fp8, x_BSD, scale_D, *weights)
     return outputs
 
 
-def _left_to_compiler(fp8: Fp8Format | None) -> bool:
-    """Whether torch.compile, which fuses and recomputes by itself, sees the operations."""
-    return torch.compiler.is_compiling() and fp8 is None
+def _made_again(make: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+    """What a graph of torch.compile makes of the sources, and again in backward."""
+    out: Tensor = checkpoint(make, *sources, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
@@ -306,8 +308,8 @@ def gated_linear(
     fused: bool = False,
 ) -> Tensor:
     """SwiGLU's second half: `(silu(gate) * up) @ weight.T`; `fused`: the product by Triton."""
-    if _left_to_compiler(fp8):
-        return F.linear(gated(gate_BSF, up_BSF), weight_DF.to(gate_BSF.dtype))
+    if torch.compiler.is_compiling():
+        return linear(_made_again(gated, gate_BSF, up_BSF), weight_DF, fp8)
     out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF, fp8, fused)
     return out
 
@@ -340,5 +342,7 @@ def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8Format | None = None) -> Te
     """`x @ weight.T`; a weight of another type than `x` is frozen."""
     if fp8 is None and x_BSD.dtype == weight_ED.dtype and sink_of(weight_ED) is None:
         return F.linear(x_BSD, weight_ED)
+    if fp8 is None and torch.compiler.is_compiling():
+        return F.linear(x_BSD, weight_ED.to(x_BSD.dtype))
     out: Tensor = _Linear.apply(x_BSD, weight_ED, fp8)
     return out

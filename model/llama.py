@@ -16,14 +16,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from model.attention import Documents, attend, documents_of
+from model.compilation import compiled
 from model.config import LlamaConfig
 from model.cross_entropy import linear_cross_entropy, slice_scores
 from model.layers import (
@@ -110,15 +112,34 @@ class Block(AdaptedBlock):
         return self._body(x_BSD, places, attend)
 
     def _body(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
-        x_BSD = x_BSD + self.attention(x_BSD, places, attend)
-        return x_BSD + self.mlp(x_BSD, places.drops)
+        backend = self.config.torch_compile
+        if backend is None:
+            x_BSD = x_BSD + self.attention(x_BSD, places, attend)
+            return x_BSD + self.mlp(x_BSD, places.drops)
+        cos, sin, documents, _ = places
+        project, finish = _compiled_block(backend)
+        q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, cos, sin)
+        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, documents, attend)
+        return finish(self, x_BSD, out_BSNH)
 
     def attention(
         self, x_BSD: Tensor, places: Places, attend: Attend | None, norm: SharedInput | None = None
     ) -> Tensor:
         """The attention output [B, S, D]; `norm` is shared by the slices of the weights."""
-        epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         cos, sin, documents, drops = places
+        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, cos, sin, drops, norm)
+        return self._output(self._core(q_BSNH, k_BSKH, v_BSKH, documents, attend), drops)
+
+    def project(
+        self,
+        x_BSD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        drops: Drops | None = None,
+        norm: SharedInput | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, S, N, H], keys and values [B, S, K, H], rotated where they are to be."""
+        epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
         shared = norm or shared_norm(*sources, epsilon)
         weights = (self.wq, self.wk, self.wv)
@@ -135,17 +156,34 @@ class Block(AdaptedBlock):
             k_BSKH = rms_norm(k_BSKH, self.k_norm, epsilon)
         fused = self.config.fuses_rotary
         q_BSNH, k_BSKH = (rotate(x, cos, sin, fused=fused) for x in (q_BSNH, k_BSKH))
+        return q_BSNH, k_BSKH, v_BSKH
+
+    def _core(
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        documents: Documents | None,
+        attend: Attend | None,
+    ) -> Tensor:
         if attend is not None:
-            out_BSNH = attend(q_BSNH, k_BSKH, v_BSKH)
-        elif self.recomputes_core and torch.is_grad_enabled():
-            out_BSNH = checkpointed(self.attend, q_BSNH, k_BSKH, v_BSKH, documents)
-        else:
-            out_BSNH = self.attend(q_BSNH, k_BSKH, v_BSKH, documents)
+            return attend(q_BSNH, k_BSKH, v_BSKH)
+        if self.recomputes_core and torch.is_grad_enabled():
+            out_BSNH: Tensor = checkpointed(self.attend, q_BSNH, k_BSKH, v_BSKH, documents)
+            return out_BSNH
+        return self.attend(q_BSNH, k_BSKH, v_BSKH, documents)
+
+    def _output(self, out_BSNH: Tensor, drops: Drops | None) -> Tensor:
         out_BSD = out_BSNH.flatten(-2)
         y_BSD = linear(out_BSD, self.wo, self.config.fp8_format)
         if self.adapts("wo"):
             y_BSD = self.adapted_alone("wo", y_BSD, _same, (out_BSD,), drops)
         return y_BSD
+
+    def finish(self, x_BSD: Tensor, out_BSNH: Tensor) -> Tensor:
+        """The block's output, of its input and what attention made of it."""
+        x_BSD = x_BSD + self._output(out_BSNH, None)
+        return x_BSD + self.mlp(x_BSD, None)
 
     def attend(
         self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, documents: Documents | None = None
@@ -167,6 +205,11 @@ class Block(AdaptedBlock):
         if self.adapts("w_down"):
             y_BSD = self.adapted_alone("w_down", y_BSD, gated, (gate_BSF, up_BSF), drops)
         return y_BSD
+
+
+@cache
+def _compiled_block(backend: str) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    return compiled(Block.project, backend), compiled(Block.finish, backend)
 
 
 def _same(x_BSD: Tensor) -> Tensor:

@@ -98,6 +98,8 @@ class GradSink(Protocol):
 
 
 def sink_of(weight: Tensor) -> GradSink | None:
+    if torch.compiler.is_compiling():  # it makes gradients its own way
+        return None
     sink: GradSink | None = getattr(weight, "grad_sink", None)
     return sink
 

@@ -7,8 +7,10 @@
 #   ours                   this model, torch's fused AdamW
 #   ours-compiled          the same through torch.compile
 #   trainer                pretrain_llama.py's training step, clipping and bookkeeping included
+#   trainer-compiled       the same with --torch-compile inductor
 #   trainer-torch          the same without kernels of Triton
 #   trainer-fp8            the same with --fp8-format hybrid
+#   trainer-fp8-compiled   the same with both
 #   transformers           LlamaForCausalLM and AdamW as a user gets them
 #   transformers-fused     the same with AdamW(fused=True)
 #   transformers-compiled  the same through torch.compile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, _ArgumentGroup
 
-from model.config import ATTENTION_BACKENDS, LLAMA_PRESETS, preset_name
+from model.config import ATTENTION_BACKENDS, COMPILERS, LLAMA_PRESETS, preset_name
 from paro.optim.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
 from paro.optim.step_checks import EXIT_AFTER_SKIPPED
 
@@ -31,6 +31,10 @@ def _add_kernel_args(group: _ArgumentGroup) -> None:
         "kernel of Triton, where that works: it is tried at the start, and logged")
     add("--no-rope-fusion", action="store_false", dest="apply_rope_fusion",
         help="the same of the rotary embedding")
+    add("--torch-compile", choices=COMPILERS, metavar="BACKEND",
+        help="compile blocks by torch.compile, all of them together at the first step, which then "
+        "takes up to a minute: inductor writes kernels, and needs a C++ compiler, on a GPU Triton "
+        "too; aot_eager only records a graph, to look for errors")
 
 
 def add_model_args(parser: ArgumentParser) -> None:

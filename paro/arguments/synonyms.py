@@ -87,7 +87,7 @@ TABLE = (
         "mixed-precision-param params-dtype",
     ),
     ("--grad-reduce-in-bf16", "mixed-precision-reduce grad-dtype"),
-    ("no graph is compiled: leave it out", "compile torch-compile torchcompile"),
+    ("--torch-compile inductor", "compile torchcompile torch-compile-backend"),
     (
         "attention chooses its kernel by itself: leave it out",
         "flash-attention flash-attn use-flash-attention attn-implementation attn-impl sdpa",

@@ -53,6 +53,11 @@ def check_fp8(model: LlamaConfig, data: DataConfig, micro_batch_size: int) -> No
             )
 
 
+def check_compile(model: LlamaConfig) -> None:
+    if model.torch_compile is not None and model.lora is not None:
+        raise UserError("--torch-compile compiles no adapters: leave it or --lora-rank out")
+
+
 def check_rotation(
     sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig, world_size: int
 ) -> None:

@@ -25,6 +25,7 @@ from paro.config.checkpoint import (
 )
 from paro.config.checks import (
     check_collective,
+    check_compile,
     check_fp8,
     check_intervals,
     check_load,
@@ -172,6 +173,7 @@ class RunConfig:
             self.sharding, self.strategy, self.model, self.trainable, self.precision, world.size
         )
         check_sequence(self.model, self.data)
+        check_compile(self.model)
         check_fp8(self.model, self.data, self.batches.micro_batch_size)
         check_intervals(self.train, self.checkpoint)
         check_local_copies(self.checkpoint, self.sharding, self.precision)

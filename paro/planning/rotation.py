@@ -49,6 +49,11 @@ def rotation_infeasible_reason(
             "--paro-materialize rotate has no fp8, whose scales are those of whole weights: leave "
             "--fp8-format out, or gather parameters"
         )
+    if config.torch_compile is not None:
+        return (
+            "--paro-materialize rotate computes blocks in slices, which are not compiled: leave "
+            "--torch-compile out, or gather parameters"
+        )
     if not 1 < degree == strategy.grads <= group_size:
         return (
             "--paro-materialize rotate needs params and grads sharded over the same 2 or more "

@@ -134,6 +134,10 @@ def _block(
         scores = 4 * batch.num_tokens * config.num_attention_heads * batch.seq_length
         in_forward = max(in_forward, residual + 2 * scores)
         transients["in_backward"] = max(transients["in_backward"], residual + 2 * scores)
+    elif config.torch_compile is not None:
+        transients["before_gradients"], transients["in_backward"] = _compiled_backward(
+            config, batch
+        )
     elif config.lora is None:
         transients["direct"] = (
             residual + 2 * ffn,
@@ -163,6 +167,26 @@ def _block(
         in_forward=recomputed + in_forward,
         **transients,
     )
+
+
+def _compiled_backward(config: LlamaConfig, batch: MicroBatch) -> tuple[int, int]:
+    """Peak bytes of a compiled block's backward, before its gradients arrive and after.
+
+    Those of the four matrices behind attention arrive together. Gate and up, which are counted as
+    kept, are freed before the first of them is made.
+    """
+    residual = _residual(config, batch)
+    ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
+    weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
+    output = config.hidden_size * _attention_widths(config)[0] * batch.compute_bytes
+    together = 3 * weight + output + residual - 2 * ffn
+    return max(
+        residual + 4 * ffn,
+        residual + ffn + weight,
+        4 * residual + 2 * weight,
+        4 * residual + 3 * weight - ffn,
+        together,
+    ), max(0, together)
 
 
 def _adapter_transient(config: LlamaConfig, batch: MicroBatch) -> int:
@@ -200,7 +224,9 @@ def block_activations(config: LlamaConfig, batch: MicroBatch) -> int:
     """Bytes that a block needs for backward, but for core attention's if that is recomputed."""
     query, key = _attention_widths(config)
     width = 2 * config.hidden_size + 2 * query + 2 * key + 2 * config.ffn_hidden_size
-    return _with_scores(config, batch, width)
+    # A compiled graph keeps attention's output once more, as the next matmul reads it.
+    in_fp8 = query if config.torch_compile is not None and config.fp8_format is not None else 0
+    return _with_scores(config, batch, width) + batch.num_tokens * in_fp8
 
 
 def _attention_widths(config: LlamaConfig) -> tuple[int, int]:

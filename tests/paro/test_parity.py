@@ -33,6 +33,8 @@ LORA = "--lora-rank 3 --lora-alpha 6"
 BASE_BF16 = f"{LORA} --lora-base-dtype bf16"
 DROPPING = f"{LORA} --lora-dropout 0.3 --lora-target-modules all-linear"
 MODERN = "--add-qkv-bias --qk-layernorm"
+COMPILED = "--torch-compile aot_eager"
+INDUCTOR = "--torch-compile inductor"
 
 # The same global batch and number of micro-batches on any world size.
 SAMPLES, MICRO_BATCHES = 96, 4
@@ -113,7 +115,7 @@ def reference_for(
     steps: int = FEW_STEPS,
 ) -> Trained:
     """One process trained under the flags that change the computation; cached."""
-    more = re.sub(r"--(paro|recompute)\S+ \S+", "", more).strip()
+    more = re.sub(r"--(paro|recompute|torch-compile)\S* \S+", "", more).strip()
     key = (more, frozen, steps)
     if key not in references:
         flags = flags_for("GGG", world_size=1, more=more, steps=steps)
@@ -176,6 +178,8 @@ def test_strategies_train_as_one_process_does(
                 ("GGG", f"{DROPPING} --recompute-granularity full", ()),
                 ("NIG", f"{LAST} --recompute-granularity full", ()),
                 ("IGG", MODERN, ("blocks.0.bq", "blocks.1.wk", "blocks.2.k_norm")),
+                ("GGG", COMPILED, FROZEN),
+                ("NIG", f"{COMPILED} {MODERN} --recompute-granularity full", ()),
             ],
         ),
         (
@@ -230,6 +234,7 @@ def test_all_strategies_on_all_worlds(
         (TIED, ()),
         (LAST, ()),
         (DROPPING, ()),
+        (INDUCTOR, FROZEN),
     ]
     for more, frozen in frozen_too:
         flags = [

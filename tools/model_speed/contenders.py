@@ -162,6 +162,8 @@ _WITHOUT_TRITON = (
     *("--no-bias-swiglu-fusion", "--no-rope-fusion"),
     *("--adam-implementation", "torch"),
 )
+_FP8 = ("--fp8-format", "hybrid")
+_COMPILED = ("--torch-compile", "inductor")
 REFERENCES: dict[str, Callable[[Task], Step]] = {
     "transformers": make_transformers,
     "transformers-fused": lambda task: make_transformers(task, fused=True),
@@ -171,8 +173,10 @@ CONTENDERS: dict[str, Callable[[Task], Step]] = {
     "ours": make_ours,
     "ours-compiled": lambda task: make_ours(task, compiled=True),
     "trainer": make_trainer,
+    "trainer-compiled": lambda task: make_trainer(task, *_COMPILED),
     "trainer-torch": lambda task: make_trainer(task, *_WITHOUT_TRITON),
-    "trainer-fp8": lambda task: make_trainer(task, "--fp8-format", "hybrid"),
+    "trainer-fp8": lambda task: make_trainer(task, *_FP8),
+    "trainer-fp8-compiled": lambda task: make_trainer(task, *_FP8, *_COMPILED),
     **REFERENCES,
 }
 DEFAULT = ("ours", "trainer", "transformers", "transformers-fused")

@@ -185,7 +185,7 @@ def test_a_bare_start_names_all_that_is_needed_and_an_example() -> None:
         ("--fsdp", "--paro-strategy"),
         ("--zero-stage", "--paro-strategy"),
         ("--deepspeed", "--paro-strategy"),
-        ("--compile", "leave it out"),
+        ("--compile", "--torch-compile inductor"),
         ("--max-steps", "--train-iters"),
         ("--warmup-steps", "--lr-warmup-iters"),
         ("--model-name-or-path", "--load"),

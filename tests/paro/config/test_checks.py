@@ -69,6 +69,17 @@ def test_what_fp8_does_not_take(words: str, told: str) -> None:
     assert told in refusal(f"{SMALL} --fp8-format hybrid {words}")
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--paro-strategy III --paro-materialize rotate", "leave --torch-compile out, or gather"),
+        ("--lora-rank 2", "--torch-compile compiles no adapters: leave it or --lora-rank out"),
+    ],
+)
+def test_what_is_not_compiled(words: str, told: str) -> None:
+    assert told in refusal(f"{SMALL} --torch-compile inductor {words}")
+
+
 def test_in_place_needs_rotation() -> None:
     assert "needs --paro-materialize rotate" in refusal(f"{SMALL} --paro-rotate-in-place")
 

@@ -104,6 +104,7 @@ def test_units_of_a_preset_hold_its_parameters() -> None:
     assert sum(unit.numel for unit in units) == 6_738_415_616
 
 
+COMPILED = replace(MODERN, torch_compile="aot_eager")
 UNFUSED = replace(SMALL, attention_backend="unfused")
 RECOMPUTE = {
     "none": None,
@@ -119,6 +120,7 @@ RECOMPUTE = {
     ("compute", "model"),
     [
         *product(("fp32", "bf16"), (SMALL, replace(SMALL, num_query_groups=4), MODERN)),
+        *product(("fp32", "bf16"), (COMPILED,)),
         *product(("fp32", "bf16"), (UNFUSED, replace(UNFUSED, num_query_groups=4))),
     ],
 )

@@ -56,6 +56,7 @@ def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
         ("--attention-backend", "math"),
         ("--fp8-format", "hybrid"),
         ("--no-rope-fusion", "--no-bias-swiglu-fusion"),
+        ("--torch-compile", "aot_eager"),
     ],
 )
 def test_kernels_and_fp8_may_change(tmp_path: Path, more: tuple[str, ...]) -> None:

@@ -211,6 +211,21 @@ def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, na
     assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.01)
 
 
+WITHOUT_ADAPTERS = [name for name, workload in CASES.items() if workload.config.lora is None]
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", WITHOUT_ADAPTERS)
+def test_prediction_holds_for_compiled_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    workload = CASES[name]
+    workload = replace(workload, config=replace(workload.config, torch_compile="inductor"))
+    for module in (cross_entropy, planning_llama):
+        monkeypatch.setattr(module, "loss_chunk_tokens", lambda _device: workload.loss_chunk)
+    silence(monkeypatch)
+    predicted = predict(workload, device="cpu")
+    assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.02)
+
+
 def test_a_moment_in_words() -> None:
     snapshot = MemorySnapshot(
         name="the update", states=3_000_000, whole_grads=500_000, transient=1_000_000

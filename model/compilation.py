@@ -1,0 +1,44 @@
+"""torch.compile of blocks: what lies before and after attention's core is a graph each."""
+
+# One graph serves all blocks: their weights are its inputs. Attention's core stays outside, since
+# the lengths of documents differ from micro-batch to micro-batch and would make a graph for each.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from model.config import LlamaConfig
+from paro.errors import UserError
+
+_MOST_GRAPHS = 64  # of one part of a block; more stop the run
+
+
+def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """The function by a backend of torch.compile; it raises where it would not be one graph."""
+    # Blocks that freeze different weights, and evaluation, have graphs of their own.
+    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+
+def check_compiler(config: LlamaConfig, device: torch.device) -> None:
+    """`UserError` if blocks cannot be compiled here, for example for want of a C++ compiler."""
+    backend = config.torch_compile
+    if backend is None:
+        return
+    if backend == "inductor" and config.fp8_format is not None and device.type == "cpu":
+        raise UserError(  # torch 2.13, fp8 from bf16: parts of the operands, and then NaN
+            "--torch-compile inductor computes wrong operands in fp8 on a CPU: leave it or "
+            "--fp8-format out"
+        )
+    x = torch.ones(8, device=device, requires_grad=True)
+    try:
+        compiled(lambda x: x.sin() + 1.0, backend)(x).sum().backward()
+    except Exception as error:  # whatever the backend, its compilers or the device's driver raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"--torch-compile {backend} does not work on this {device.type}: {lines[0]}: install "
+            "what is missing, or leave the flag out"
+        ) from error

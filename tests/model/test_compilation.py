@@ -1,0 +1,152 @@
+"""Compiled blocks equal plain ones, and are compiled once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.compilation import check_compiler
+from model.config import Compiler, LlamaConfig, RecomputeConfig
+from model.llama import Llama
+from paro.errors import UserError
+from tests.model.test_llama import BOTH, CONFIGS, MHA, assert_near, batch, build, train_once
+
+CPU = torch.device("cpu")
+KINDS = {
+    "mha": MHA,
+    "biases, norms of heads": BOTH,
+    "odd ffn, wide heads": CONFIGS["odd ffn, wide heads"],
+    "tied": CONFIGS["tied"],
+    "scores kept": replace(MHA, attention_backend="unfused"),
+    "core recomputed": replace(BOTH, recompute=RecomputeConfig(granularity="selective")),
+    "recomputed": replace(MHA, recompute=RecomputeConfig(granularity="full")),
+    "two together": replace(MHA, recompute=RecomputeConfig(granularity="full", num_layers=2)),
+}
+FROZEN = ("embedding.weight", "blocks.1.wk", "blocks.1.mlp_norm", "blocks.2.w_up", "blocks.2.wo")
+
+
+def compiled(config: LlamaConfig, backend: Compiler = "aot_eager") -> LlamaConfig:
+    return replace(config, torch_compile=backend)
+
+
+def assert_trains_alike(config: LlamaConfig, backend: Compiler) -> None:
+    loss, gradients = train_once(build(compiled(config, backend)))
+    wanted, each = train_once(build(config))
+    assert_near(loss, wanted, "loss")
+    for name, gradient in each.items():
+        assert_near(gradients[name], gradient, name)
+
+
+@pytest.mark.slow("traces a model")
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_plain_blocks(kind: str) -> None:
+    assert_trains_alike(KINDS[kind], "aot_eager")
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_by_inductor(kind: str) -> None:
+    assert_trains_alike(KINDS[kind], "inductor")
+
+
+def errors_of(config: LlamaConfig, exact: dict[str, Tensor]) -> dict[str, float]:
+    """How far bf16's gradients are from the exact ones, relative to these."""
+    _, found = train_once(build(config).bfloat16())
+    return {
+        name: float((found[name].float() - wanted).norm() / wanted.norm())
+        for name, wanted in exact.items()
+    }
+
+
+@pytest.mark.slow("traces a model")
+@pytest.mark.parametrize("config", [MHA, BOTH])
+def test_bf16_is_as_exact_as_in_plain_blocks(config: LlamaConfig) -> None:
+    """aot_eager rounds between all operations, inductor less often."""
+    _, exact = train_once(build(config))
+    plain, found = errors_of(config, exact), errors_of(compiled(config), exact)
+    for name, error in plain.items():
+        assert found[name] < 2.0 * error < 0.2, name
+
+
+@pytest.mark.slow("traces a model")
+def test_frozen_parameters_get_no_gradient() -> None:
+    found = []
+    for config in (MHA, compiled(MHA)):
+        model = build(config)
+        model.freeze(lambda name: name not in FROZEN)
+        model(*batch()).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    plain, others = found
+    for name, gradient in plain.items():
+        if gradient is None:
+            assert others[name] is None, name
+        else:
+            other = others[name]
+            assert other is not None, name
+            assert_near(other, gradient, name)
+    assert {name for name, gradient in plain.items() if gradient is None} == {*FROZEN}
+
+
+def apart(model: Llama, lengths: tuple[int, ...]) -> Tensor:
+    positions = torch.cat([torch.arange(length) for length in lengths]).view(2, 64)
+    loss: Tensor = model(*batch(), positions_BS=positions, document_lengths=lengths)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.slow("traces a model")
+def test_other_documents_and_other_blocks_need_no_other_graph() -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model, plain = build(compiled(MHA)), build(MHA)
+    for number, lengths in enumerate(((5, 59, 64), (1, 63, 40, 24), (64, 64), (30, 34, 64))):
+        assert_near(apart(model, lengths), apart(plain, lengths), f"{lengths}")
+        if number == 0:
+            first = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == first == 2
+    with torch.no_grad():
+        model(batch()[0])
+    assert counters["stats"]["unique_graphs"] == 4  # positions and no gradients
+
+
+@pytest.mark.slow("traces a model")
+def test_more_kinds_of_blocks_than_torch_compiles_by_default() -> None:
+    """Blocks that freeze different weights have graphs of their own."""
+    torch._dynamo.reset()
+    names = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "mlp_norm", "attention_norm")
+    for name in names:
+        model = build(compiled(replace(MHA, num_layers=1)))
+        model.freeze(lambda key, name=name: key != f"blocks.0.{name}")  # type: ignore[misc]
+        model(*batch()).backward()
+
+
+@pytest.mark.slow("traces a model")
+def test_fp8_is_no_farther_from_exact_than_in_plain_blocks() -> None:
+    config = replace(MHA, fp8_format="hybrid")
+    _, exact = train_once(build(MHA))
+    plain, found = errors_of(config, exact), errors_of(compiled(config), exact)
+    for name, error in plain.items():
+        assert found[name] < 1.5 * error < 0.75, name
+
+
+def test_inductor_has_no_fp8_on_a_cpu() -> None:
+    config = replace(MHA, fp8_format="hybrid")
+    with pytest.raises(UserError, match=r"--torch-compile inductor .* leave it or --fp8-format"):
+        check_compiler(compiled(config, "inductor"), CPU)
+    check_compiler(compiled(config), CPU)
+
+
+@pytest.mark.slow("imports the compiler")
+def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor.utils import fresh_cache  # takes as long to import as torch
+
+    check_compiler(MHA, CPU)
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "missing"),))
+    with fresh_cache(), pytest.raises(UserError, match=r"^--torch-compile inductor does not work"):
+        check_compiler(compiled(MHA, "inductor"), CPU)
