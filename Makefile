@@ -9,8 +9,8 @@ SUITABLE := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12; do \
 	$$python -c '$(SUITABLE)' >/dev/null 2>&1 && { echo $$python; break; }; done)
 
-# Processes that run tests side by side; each test with ranks starts up to 8 more.
-WORKERS ?= 2
+# Processes that run tests side by side, for 2 cores; each test with ranks starts up to 8 more.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 STARTS_PROCESSES := ranks or process or gpu or root or browser or verify
 

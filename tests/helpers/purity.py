@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
+import torch
 
 # Tests with one of these marks may start processes.
 MAY_START = ("ranks", "process", "gpu", "root", "browser", "verify")
@@ -17,6 +19,9 @@ MAY_START = ("ranks", "process", "gpu", "root", "browser", "verify")
 _EVENTS = {"subprocess.Popen", "os.system", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec"}
 # What libraries start by themselves: matplotlib lists the fonts when it is first imported.
 _LIBRARIES_OWN = ("fc-list",)
+
+_FLOPS = 3e11  # of a core, in fp32
+_SIZE = 1024
 
 _pure_test: str | None = None  # the one that runs now
 
@@ -66,13 +71,30 @@ def held(item: pytest.Item) -> Iterator[None]:
 
 @contextmanager
 def timed(item: pytest.Item, limit: float) -> Iterator[None]:
-    """Fails a test whose call takes more processor time than `limit` seconds, or gives a reason."""
+    """Fails a test whose call takes more processor time than `limit` seconds, or gives a reason.
+
+    The limit is meant for a machine of `_FLOPS`; one that is slower, or is so now, has more.
+    """
     began = time.process_time()
     yield
     taken = time.process_time() - began
-    if taken > limit and item.get_closest_marker("slow") is None:
+    if taken <= limit or item.get_closest_marker("slow") is not None:
+        return
+    allowed = limit * slowness()
+    if taken > allowed:
         pytest.fail(
-            f"took {taken:.1f} s of processor time, more than {limit:g} s: make it smaller, or "
+            f"took {taken:.1f} s of processor time, more than {allowed:.2g} s: make it smaller, or "
             'give it @pytest.mark.slow("why")',
             pytrace=False,
         )
+
+
+def slowness() -> float:
+    """How much slower than `_FLOPS` a core multiplies matrices now; at least 1."""
+    matrix = torch.ones(_SIZE, _SIZE)
+    taken = math.inf
+    for _ in range(3):
+        began = time.process_time()
+        torch.mm(matrix, matrix)
+        taken = min(taken, time.process_time() - began)
+    return max(1.0, taken * _FLOPS / (2 * _SIZE**3))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import purity
 from tests.helpers.purity import MAY_START, ProcessStartedError, held, timed
 
 
@@ -54,7 +55,8 @@ def busy() -> None:
         pass
 
 
-def test_a_long_test_fails_and_gives_its_reason_or_not() -> None:
+def test_a_long_test_fails_and_gives_its_reason_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purity, "slowness", lambda: 1.0)
     with timed(item(), 1.0):
         busy()
     with timed(item("slow"), 0.01):
@@ -62,6 +64,18 @@ def test_a_long_test_fails_and_gives_its_reason_or_not() -> None:
     told = r"of processor time, more than 0\.01 s"
     with pytest.raises(pytest.fail.Exception, match=told), timed(item(), 0.01):
         busy()
+
+
+def test_a_slow_machine_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purity, "slowness", lambda: 100.0)
+    with timed(item(), 0.01):
+        busy()
+
+
+def test_a_machine_is_as_slow_as_its_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert purity.slowness() >= 1.0
+    monkeypatch.setattr(purity, "_FLOPS", 1e20)
+    assert purity.slowness() > 1e4
 
 
 def test_sleep_is_not_processor_time() -> None:

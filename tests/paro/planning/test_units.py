@@ -115,6 +115,7 @@ RECOMPUTE = {
 }
 
 
+@pytest.mark.slow("one of them imports the compiler")
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(
     ("compute", "model"),

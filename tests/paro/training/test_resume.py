@@ -56,7 +56,9 @@ def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
         ("--attention-backend", "math"),
         ("--fp8-format", "hybrid"),
         ("--no-rope-fusion", "--no-bias-swiglu-fusion"),
-        ("--torch-compile", "aot_eager"),
+        pytest.param(
+            ("--torch-compile", "aot_eager"), marks=pytest.mark.slow("imports the compiler")
+        ),
     ],
 )
 def test_kernels_and_fp8_may_change(tmp_path: Path, more: tuple[str, ...]) -> None:
