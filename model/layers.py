@@ -19,7 +19,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from model.config import Fp8Format
-from model.matmul import Operand, input_grads, operand, outputs, sink_of, weight_grad
+from model.matmul import (
+    Operand,
+    input_grads,
+    operand,
+    outputs,
+    sink_of,
+    weight_grad,
+    weight_grad_to_number,
+)
 
 # Frozen weights may have another type than activations: a matmul converts one for as long as it
 # runs, and what is saved for backward is the weight as it is held.
@@ -338,11 +346,37 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+_LEAF = torch.zeros((), device="cpu", requires_grad=True)  # see `weight_grad_to_number`
+
+
+class _NumberedLinear(torch.autograd.Function):
+    """In a graph: the weight's gradient goes to its sink, and the graph returns none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_BSD: Tensor, weight_ED: Tensor, number: Tensor, _leaf: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x_BSD, weight_ED, number)
+        return F.linear(x_BSD, weight_ED)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, Tensor]:
+        x_BSD, weight_ED, number = ctx.saved_tensors
+        grad_BSE = grads[0]
+        grad_x = grad_BSE @ weight_ED if ctx.needs_input_grad[0] else None
+        flat = grad_BSE.flatten(0, -2), x_BSD.flatten(0, -2)
+        return grad_x, None, None, weight_grad_to_number(*flat, number)
+
+
 def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8Format | None = None) -> Tensor:
     """`x @ weight.T`; a weight of another type than `x` is frozen."""
+    if fp8 is None and torch.compiler.is_compiling():
+        number = getattr(weight_ED, "sink_number", None)
+        if number is not None:
+            made: Tensor = _NumberedLinear.apply(x_BSD, weight_ED, number, _LEAF)
+            return made
+        return F.linear(x_BSD, weight_ED.to(x_BSD.dtype))
     if fp8 is None and x_BSD.dtype == weight_ED.dtype and sink_of(weight_ED) is None:
         return F.linear(x_BSD, weight_ED)
-    if fp8 is None and torch.compiler.is_compiling():
-        return F.linear(x_BSD, weight_ED.to(x_BSD.dtype))
     out: Tensor = _Linear.apply(x_BSD, weight_ED, fp8)
     return out

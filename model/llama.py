@@ -38,6 +38,7 @@ from model.layers import (
     shared_norm,
 )
 from model.lora import AdaptedBlock, Drops, checkpointed
+from model.matmul import number_weights
 from model.parts import UnitSpec
 from model.rotary import rotate, rotations
 from model.slices import LOOK_UP, LOSS, block_parts
@@ -118,6 +119,7 @@ class Block(AdaptedBlock):
             return x_BSD + self.mlp(x_BSD, places.drops)
         cos, sin, documents, _ = places
         project, finish = _compiled_block(backend)
+        number_weights(self.parameters())
         q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, cos, sin)
         out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, documents, attend)
         return finish(self, x_BSD, out_BSNH)

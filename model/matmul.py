@@ -10,7 +10,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -97,8 +100,27 @@ class GradSink(Protocol):
         """Says that the gradient is in the buffer."""
 
 
+# Weights with sinks by number: a graph of torch.compile has numbers as inputs, and serves all
+# blocks; objects would be a part of it.
+_NUMBERED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def number_weights(weights: Iterable[Tensor]) -> None:
+    """Gives those that have a sink, and only them, a number as `sink_number`."""
+    for weight in weights:
+        numbered = hasattr(weight, "sink_number")
+        if sink_of(weight) is None:
+            if numbered:
+                del weight.sink_number  # type: ignore[attr-defined]
+        elif not numbered:
+            number = next(_NUMBERS)
+            _NUMBERED[number] = weight
+            weight.sink_number = torch.tensor(number, device="cpu")  # type: ignore[attr-defined]
+
+
 def sink_of(weight: Tensor) -> GradSink | None:
-    if torch.compiler.is_compiling():  # it makes gradients its own way
+    if torch.compiler.is_compiling():
         return None
     sink: GradSink | None = getattr(weight, "grad_sink", None)
     return sink
@@ -112,6 +134,24 @@ def weight_grad(grad: Operand, x: Operand, sink: GradSink | None = None) -> Tens
     write_weight_grad(grad, x, into_ED, adds=adds)
     sink.close()
     return None
+
+
+_WRITE = "paro::write_weight_grad"
+
+
+@torch.library.custom_op(_WRITE, mutates_args=())
+def weight_grad_to_number(grad_TE: Tensor, x_TD: Tensor, number: Tensor) -> Tensor:
+    """`weight_grad` to the sink of this number, in a graph; returns 0 on the CPU.
+
+    A compiler would drop it if nothing came of it: make the 0 the gradient of some leaf.
+    """
+    weight_grad(grad_TE, x_TD, sink_of(_NUMBERED[int(number)]))
+    return torch.zeros((), device="cpu")
+
+
+@torch.library.register_fake(_WRITE)
+def _nothing(_grad: Tensor, _x: Tensor, _number: Tensor) -> Tensor:
+    return torch.zeros((), device="cpu")
 
 
 def write_weight_grad(grad: Operand, x: Operand, into_ED: Tensor, *, adds: bool) -> None:

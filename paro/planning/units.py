@@ -135,9 +135,7 @@ def _block(
         in_forward = max(in_forward, residual + 2 * scores)
         transients["in_backward"] = max(transients["in_backward"], residual + 2 * scores)
     elif config.torch_compile is not None:
-        transients["before_gradients"], transients["in_backward"] = _compiled_backward(
-            config, batch
-        )
+        transients |= _compiled_backward(config, batch)
     elif config.lora is None:
         transients["direct"] = (
             residual + 2 * ffn,
@@ -169,24 +167,25 @@ def _block(
     )
 
 
-def _compiled_backward(config: LlamaConfig, batch: MicroBatch) -> tuple[int, int]:
-    """Peak bytes of a compiled block's backward, before its gradients arrive and after.
+def _compiled_backward(config: LlamaConfig, batch: MicroBatch) -> dict[str, Any]:
+    """Peak bytes of a compiled block's backward, which is at its most in the MLP.
 
-    Those of the four matrices behind attention arrive together. Gate and up, which are counted as
-    kept, are freed before the first of them is made.
+    Gate and up, which are counted as kept, are freed before the first gradient of a weight.
     """
     residual = _residual(config, batch)
     ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
     weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
+    before, after = residual + 4 * ffn, 5 * residual
+    if config.fp8_format is None:
+        return {
+            "before_gradients": max(before, residual + ffn + weight),
+            "in_backward": after + weight,
+            "direct": (before, after),
+        }
+    # Its products arrive together, after the graph.
     output = config.hidden_size * _attention_widths(config)[0] * batch.compute_bytes
     together = 3 * weight + output + residual - 2 * ffn
-    return max(
-        residual + 4 * ffn,
-        residual + ffn + weight,
-        4 * residual + 2 * weight,
-        4 * residual + 3 * weight - ffn,
-        together,
-    ), max(0, together)
+    return {"before_gradients": max(before, together), "in_backward": max(after, together)}
 
 
 def _adapter_transient(config: LlamaConfig, batch: MicroBatch) -> int:

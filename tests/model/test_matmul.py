@@ -11,7 +11,15 @@ from torch.nn import functional
 
 from model.config import FP8_CAPABILITY, Fp8Format
 from model.layers import gated_linear, linear, normed_linears, rms_norm, shared_norm
-from model.matmul import Scaled, check_fp8_device, input_grads, operand, outputs, weight_grad
+from model.matmul import (
+    Scaled,
+    check_fp8_device,
+    input_grads,
+    number_weights,
+    operand,
+    outputs,
+    weight_grad,
+)
 from paro.errors import UserError
 
 FORMATS: tuple[Fp8Format, ...] = ("e4m3", "hybrid")
@@ -218,3 +226,25 @@ def test_a_sink_gets_the_gradient(
     assert error.abs().max() <= tolerance * wanted.abs().max()
     assert bool((flat[:5] == 3.0).all())
     assert sink.closed == 1
+
+
+def test_only_a_weight_with_a_sink_has_a_number() -> None:
+    weights = [torch.ones(2, 3) for _ in range(3)]
+    for weight in weights[:2]:
+        weight.grad_sink = _Nowhere()  # type: ignore[attr-defined]
+    number_weights(weights)
+    first = weights[0].sink_number  # type: ignore[attr-defined]
+    assert int(first) != int(weights[1].sink_number)  # type: ignore[attr-defined]
+    assert not hasattr(weights[2], "sink_number")
+    del weights[1].grad_sink  # type: ignore[attr-defined]
+    number_weights(weights)
+    assert weights[0].sink_number is first  # type: ignore[attr-defined]
+    assert not hasattr(weights[1], "sink_number")
+
+
+class _Nowhere:
+    def open(self) -> tuple[Tensor, bool]:
+        raise AssertionError("no gradient was made")
+
+    def close(self) -> None:
+        raise AssertionError("no gradient was made")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import cross_entropy, layers
+from model import cross_entropy, layers, llama, matmul
 from paro.arguments.parser import parse_args
 from paro.collectives import wire
 from paro.config.run import RunConfig
@@ -77,18 +78,24 @@ def training_of(more: str) -> tuple[RunConfig, Training]:
 def passes(more: str) -> Passes:
     """What operations other than matmuls do in 2 micro-batches."""
     config, training = training_of(more)
+    counted = Passes((unit.name, unit.grad_shard) for unit in training.model.units)
+    two_micro_batches(config, training, counted)
+    return counted
+
+
+def two_micro_batches(
+    config: RunConfig, training: Training, watched: AbstractContextManager[object]
+) -> None:
     model = training.model
     source = build_sources(config, build_data(config), training, start_state(config)).train
     model.begin_step(2)
-    counted = Passes((unit.name, unit.grad_shard) for unit in model.units)
     for index in range(2):
         batch = next(source)
-        with counted:
+        with watched:
             model.forward_backward(
                 batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, last=index == 1
             )
     training.close()
-    return counted
 
 
 @pytest.mark.parametrize(
@@ -105,6 +112,30 @@ def test_only_norms_are_copied_and_added(more: str, monkeypatch: pytest.MonkeyPa
         assert before[name] == 2 * (4 * 20 * 20 + 3 * 20 * 37 + 2 * 20), "every gradient"
     assert found["head"] == 2 * 20, "the norm"
     assert before["head"] == 2 * (60 * 20 + 20)
+
+
+@pytest.mark.slow("imports the compiler")
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full"])
+def test_compiled_graphs_return_gradients_of_norms_alone(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile takes no dispatch mode: gradients are counted where units receive them."""
+    more, received = f"--torch-compile aot_eager {recompute}", dict[str, int]()
+    original = ShardedUnit.receive
+
+    def receive(unit: ShardedUnit, name: str, gradient: Tensor) -> bool:
+        received[unit.name] = received.get(unit.name, 0) + gradient.numel()
+        return original(unit, name, gradient)
+
+    monkeypatch.setattr(ShardedUnit, "receive", receive)
+    monkeypatch.delattr(matmul, "store_weight_grad")  # nothing is stored that a matmul can write
+    two_micro_batches(*training_of(more), nullcontext())
+    norms = {f"blocks.{layer}": 2 * 2 * 20 for layer in range(3)}
+    assert received == norms | {"embedding": 2 * 60 * 20, "head": 2 * 20}
+    received.clear()
+    monkeypatch.setattr(llama, "number_weights", lambda _: None)
+    two_micro_batches(*training_of(more), nullcontext())
+    assert received["blocks.1"] == 2 * (4 * 20 * 20 + 3 * 20 * 37 + 2 * 20), "every gradient"
 
 
 def test_bytes_read_and_written_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
