@@ -33,7 +33,7 @@ def _add_kernel_args(group: _ArgumentGroup) -> None:
         help="the same of the rotary embedding")
     add("--torch-compile", choices=COMPILERS, metavar="BACKEND",
         help="compile blocks by torch.compile, all of them together at the first step, which then "
-        "takes up to a minute: inductor writes kernels, and needs a C++ compiler, on a GPU Triton "
+        "takes longer: inductor writes kernels, and needs a C++ compiler, on a GPU Triton "
         "too; aot_eager only records a graph, to look for errors")
 
 
