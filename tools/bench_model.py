@@ -15,8 +15,10 @@
 #   transformers-fused     the same with AdamW(fused=True)
 #   transformers-compiled  the same through torch.compile
 #
-# With --own-process each contender is alone in a process of its own, one after the other: only one
-# model is in memory, and its peak is measured; a ratio then compares medians, not neighbours.
+# With --own-process each contender is in a process of its own, and its peak memory is measured. On
+# a CPU the processes take turns. On a GPU one runs after the other, so that only one model is in
+# memory; a ratio then compares medians, not neighbours. Without --own-process contenders on a CPU
+# share malloc, and what the trainer asks of it (to keep freed memory) speeds up all of them.
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -49,6 +52,8 @@ from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_text
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+
+ROUND = "round "  # what the line of a round begins with
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -87,8 +92,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--own-process",
         action=argparse.BooleanOptionalAction,
-        help="each contender alone, one after the other",
+        help="each contender in a process of its own: in turns on a CPU, one by one on a GPU",
     )
+    add("--paced", action="store_true", help=argparse.SUPPRESS)  # a round per line of stdin
     add("--num-layers", type=int, default=8)
     add("--hidden-size", type=int, default=384)
     add("--ffn-hidden-size", type=int, default=1280)
@@ -158,9 +164,18 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
 
 
 def race(
-    task: Task, names: Sequence[str], *, rounds: int, steps: int, clock: Callable[[], float]
+    task: Task,
+    names: Sequence[str],
+    *,
+    rounds: int,
+    steps: int,
+    clock: Callable[[], float],
+    go: Callable[[], str],
 ) -> Result:
-    """Lets the contenders train in turns, in an order that rotates from round to round."""
+    """Lets the contenders train in turns, in an order that rotates from round to round.
+
+    Calls `go` before each round, which may wait.
+    """
     contenders = {name: CONTENDERS[name](task) for name in names}
     first_losses = {name: float(step()) for name, step in contenders.items()}
     for step in contenders.values():
@@ -176,11 +191,11 @@ def race(
         return clock() - begin
 
     for index in range(rounds):
-        start = index % len(names)
-        for name in (*names[start:], *names[:start]):
+        go()
+        for name in _rotated(names, index):
             seconds[name].append(turn(contenders[name]))
         last = ", ".join(f"{name} {turns[-1]:.3f}" for name, turns in seconds.items())
-        print_line(f"round {index + 1:3d}, seconds: {last}")
+        print_line(f"{ROUND}{index + 1:3d}, seconds: {last}")
     alone = {names[0]: peak_memory_bytes(task.device)} if len(names) == 1 else {}
     return Result(
         tokens_per_turn=steps * task.num_tokens,
@@ -190,40 +205,89 @@ def race(
     )
 
 
+def _rotated(names: Sequence[str], index: int) -> tuple[str, ...]:
+    start = index % len(names)
+    return (*names[start:], *names[:start])
+
+
+class _Alone:
+    """A contender in a process of its own, with the same flags `argv`."""
+
+    def __init__(self, name: str, argv: Sequence[str], folder: Path) -> None:
+        self.name, self._file, self._errors = name, folder / f"{name}.json", folder / f"{name}.err"
+        own = [sys.executable, str(Path(__file__).resolve()), *argv]
+        more = ["--no-own-process", "--paced", "--contenders", name, "--json", str(self._file)]
+        with self._errors.open("w", encoding="utf-8") as errors:
+            self._process = subprocess.Popen(
+                [*own, *more],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def run_round(self) -> None:
+        """Returns after it, or when the process has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(ROUND):
+                print_line(line.rstrip())
+                return
+
+    def end(self, result: Result) -> None:
+        """Waits for the process and notes what it has measured, or why it failed."""
+        self._process.communicate()
+        if self._process.returncode != 0:
+            lines = self._errors.read_text(encoding="utf-8").strip().splitlines()
+            result.failures[self.name] = (lines or [f"status {self._process.returncode}"])[-1]
+            return
+        (row,) = json.loads(self._file.read_text(encoding="utf-8"))["rows"]
+        result.seconds[self.name] = row["seconds"]
+        result.first_losses[self.name] = row["first_loss"]
+        result.peak_bytes[self.name] = row["peak_bytes"]
+
+    def stop(self) -> None:
+        """If it still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+
+
 def race_alone(
     task: Task,
     names: Sequence[str],
     argv: Sequence[str],
     *,
+    rounds: int,
     steps: int,
     ended: Callable[[Result], None],
 ) -> Result:
-    """Lets each contender train in a process of its own, with the same flags `argv`.
+    """Lets each contender train in a process of its own: in turns on a CPU, one by one on a GPU.
 
     One that fails, for example for want of memory, does not end the others. After each `ended` gets
     the results so far: a race that is stopped keeps them.
     """
     result = Result(tokens_per_turn=steps * task.num_tokens)
-    own = [sys.executable, str(Path(__file__).resolve()), *argv]
+    together = [names] if task.device.type == "cpu" else [(name,) for name in names]
+    started: dict[str, _Alone] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            file = Path(folder) / f"{name}.json"
-            print_line(f"{name}:")
-            done = subprocess.run(
-                [*own, "--no-own-process", "--contenders", name, "--json", str(file)],
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            if done.returncode != 0:
-                lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-                result.failures[name] = lines[-1]
-            else:
-                (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
-                result.seconds[name] = row["seconds"]
-                result.first_losses[name] = row["first_loss"]
-                result.peak_bytes[name] = row["peak_bytes"]
-            ended(result)
+        try:
+            for group in together:
+                for index in range(rounds):
+                    for name in _rotated(group, index):
+                        if name not in started:
+                            started[name] = _Alone(name, argv, Path(folder))
+                        started[name].run_round()
+                for name in group:
+                    started[name].end(result)
+                    ended(result)
+        finally:
+            for contender in started.values():
+                contender.stop()
     return result
 
 
@@ -295,10 +359,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             write_text(args.json, json.dumps({**shape, "rows": rows}, indent=1) + "\n")
 
     if args.own_process:
-        result = race_alone(task, names, argv, steps=args.steps, ended=write)
+        result = race_alone(task, names, argv, rounds=args.rounds, steps=args.steps, ended=write)
     else:
         clock = CLOCKS[args.clock]
-        result = race(task, names, rounds=args.rounds, steps=args.steps, clock=clock)
+        go = sys.stdin.readline if args.paced else lambda: ""
+        result = race(task, names, rounds=args.rounds, steps=args.steps, clock=clock, go=go)
     check_losses(result.first_losses, LOSS_TOLERANCE[task.dtype])
     for _, line in report(task, result, peak_flops):
         print_line(line)

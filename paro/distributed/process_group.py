@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
+from paro.distributed.host_memory import keep_freed_memory
 from paro.distributed.rendezvous import open_store, refusals_are_shared, rendezvous
 from paro.distributed.world import World
 from paro.errors import UserError, writing
@@ -79,6 +80,8 @@ def distributed(
         # Communicators on several streams share the GPU: NCCL (from 2.26) then keeps launches in
         # the order of the host, which is the same on all ranks, so that none waits for another's.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    else:
+        keep_freed_memory()
     if world.size > 1:
         store = open_store(world, config.timeout)
         dist.init_process_group(

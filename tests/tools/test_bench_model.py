@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.scripts import run_script
-from tools.bench_model import Result, check_losses, main
+from tools.bench_model import Result, check_losses, main, make_parser, race_alone, task_of
 from tools.model_speed.contenders import DEFAULT
 
 SCRIPT = "tools/bench_model.py"
@@ -103,25 +105,58 @@ def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
     assert f"transformers           failed: {message}" in done.stdout
 
 
-def test_a_race_that_is_stopped_keeps_what_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "figures.json"
-    before: list[list[str]] = []
+class Alone:
+    """Stands for a contender's process; notes what is done to it."""
 
-    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        rows = json.loads(file.read_text())["rows"] if file.exists() else []
-        before.append([row["contender"] for row in rows])
-        if len(before) == 3:
+    def __init__(self, name: str, log: list[str], stops_at: str = "") -> None:
+        self.name, self.log, self.stops_at = name, log, stops_at
+
+    def run_round(self) -> None:
+        self.log.append(self.name)
+        if self.name == self.stops_at:
             raise KeyboardInterrupt
-        row = {"seconds": [1.0, 2.0], "first_loss": 4.0, "peak_bytes": 5}
-        Path(words[-1]).write_text(json.dumps({"rows": [row]}))
-        return subprocess.CompletedProcess(words, 0, "", "")
 
-    monkeypatch.setattr("tools.bench_model.subprocess.run", run)
-    with pytest.raises(KeyboardInterrupt):
-        main([*TINY, "--own-process", "--contenders", "ours,trainer,ours", "--json", str(file)])
-    assert before == [[], ["ours"], ["ours", "trainer"]]
+    def end(self, result: Result) -> None:
+        self.log.append(f"{self.name} ends")
+        result.seconds[self.name] = [1.0, 2.0]
+
+    def stop(self) -> None:
+        self.log.append(f"{self.name} stops")
+
+
+def alone_on(
+    device: str, monkeypatch: pytest.MonkeyPatch, *, stops_at: str = ""
+) -> tuple[list[str], list[list[str]]]:
+    """What was done to three contenders, and whose results there were each time that one ended."""
+    log: list[str] = []
+    found: list[list[str]] = []
+    task = replace(task_of(make_parser().parse_args(TINY)), device=torch.device(device))
+    monkeypatch.setattr(
+        "tools.bench_model._Alone", lambda name, *_: Alone(name, log, stops_at=stops_at)
+    )
+    names = ("a", "b", "c")
+    with pytest.raises(KeyboardInterrupt) if stops_at else nullcontext():
+        race_alone(
+            *(task, names, []), rounds=2, steps=1, ended=lambda got: found.append([*got.seconds])
+        )
+    return log, found
+
+
+def test_processes_take_turns_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, found = alone_on("cpu", monkeypatch)
+    assert log[:6] == ["a", "b", "c", "b", "c", "a"]
+    assert log[6:9] == ["a ends", "b ends", "c ends"]
+    assert found[-1] == ["a", "b", "c"]
+
+
+def test_a_race_on_a_gpu_that_is_stopped_keeps_what_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There one is in memory at a time."""
+    log, found = alone_on("cuda", monkeypatch, stops_at="c")
+    assert log[:7] == ["a", "a", "a ends", "b", "b", "b ends", "c"]
+    assert "c stops" in log
+    assert found == [["a"], ["a", "b"]]
 
 
 def test_models_that_differ_are_no_race() -> None:

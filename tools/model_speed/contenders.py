@@ -17,6 +17,7 @@ from model.llama import Llama
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
+from paro.distributed.host_memory import keep_freed_memory
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -113,6 +114,8 @@ def make_transformers(task: Task, *, fused: bool = False, compiled: bool = False
 
 def make_trainer(task: Task, *more: str) -> Step:
     world = World()
+    if task.device.type == "cpu":
+        keep_freed_memory()  # as `distributed` does
     config = RunConfig.from_args(parse_args([*trainer_flags(task), *more]), world)
     training = build_training(config, Control(world, device_for(config.runtime, world)))
     state, batches = start_state(config), itertools.repeat(task.batch)
