@@ -130,17 +130,20 @@ def _block(
         "in_backward": max(residual + weight, norm_backward(config, batch) + 2 * weight),
     }
     in_forward = residual + max(residual, ffn)
-    if config.keeps_scores:  # they and their mask, then their gradients
-        scores = 4 * batch.num_tokens * config.num_attention_heads * batch.seq_length
-        in_forward = max(in_forward, residual + 2 * scores)
-        transients["in_backward"] = max(transients["in_backward"], residual + 2 * scores)
-    elif config.torch_compile is not None:
+    if config.torch_compile is not None:
         transients |= _compiled_backward(config, batch)
-    elif config.lora is None:
+    elif config.lora is None and not config.keeps_scores:
         transients["direct"] = (
             residual + 2 * ffn,
             max(residual + 3 * ffn, norm_backward(config, batch)),
         )
+    if config.keeps_scores:  # they and their mask, then their gradients
+        scores = 4 * batch.num_tokens * config.num_attention_heads * batch.seq_length
+        in_forward = max(in_forward, residual + 2 * scores)
+        transients["in_backward"] = max(transients["in_backward"], residual + 2 * scores)
+        if "direct" in transients:
+            before, after = transients["direct"]
+            transients["direct"] = before, max(after, residual + 2 * scores)
     if config.lora is not None:
         in_forward = max(
             in_forward, residual + ffn * len({"w_gate", "w_up"} & {*config.lora.targets})

@@ -104,6 +104,13 @@ CASES = {
     "activations": Workload(
         strategy="NNG", config=SMALL, precision=FP32, batch_size=8, at="backward"
     ),
+    "scores that are kept": Workload(
+        strategy="NNG",
+        config=replace(SMALL, attention_backend="unfused", ffn_hidden_size=512),
+        precision=FP32,
+        batch_size=8,
+        at="backward",
+    ),
     "activations in bf16": Workload(
         strategy="NIG",
         config=replace(SMALL, ffn_hidden_size=512),
