@@ -142,11 +142,12 @@ def test_inductor_has_no_fp8_on_a_cpu() -> None:
 
 
 @pytest.mark.slow("imports the compiler")
-def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_told(tmp_path: Path) -> None:
     from torch._inductor.utils import fresh_cache  # takes as long to import as torch
 
     check_compiler(MHA, CPU)
     torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "missing"),))
-    with fresh_cache(), pytest.raises(UserError, match=r"^--torch-compile inductor does not work"):
+    without = torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "missing"),)})
+    refused = pytest.raises(UserError, match=r"^--torch-compile inductor does not work")
+    with without, fresh_cache(), refused:
         check_compiler(compiled(MHA, "inductor"), CPU)
