@@ -136,7 +136,7 @@ def weight_grad(grad: Operand, x: Operand, sink: GradSink | None = None) -> Tens
     return None
 
 
-# Not by `custom_op`, whose wrappers take twice as long as this operator without its matmul.
+# Without `custom_op`, by which a call takes twice as long, apart from the matmul.
 _WRITE = "paro::write_weight_grad"
 torch.library.define(_WRITE, "(Tensor grad, Tensor x, Tensor number) -> Tensor")
 

@@ -210,7 +210,7 @@ def _rotated(names: Sequence[str], index: int) -> tuple[str, ...]:
     return (*names[start:], *names[:start])
 
 
-class _Alone:
+class _OwnProcess:
     """A contender in a process of its own, with the same flags `argv`."""
 
     def __init__(self, name: str, argv: Sequence[str], folder: Path) -> None:
@@ -257,7 +257,7 @@ class _Alone:
             self._process.communicate()
 
 
-def race_alone(
+def race_in_own_processes(
     task: Task,
     names: Sequence[str],
     argv: Sequence[str],
@@ -269,18 +269,18 @@ def race_alone(
     """Lets each contender train in a process of its own: in turns on a CPU, one by one on a GPU.
 
     One that fails, for example for want of memory, does not end the others. After each `ended` gets
-    the results so far: a race that is stopped keeps them.
+    the results so far: a race on a GPU that is stopped keeps them.
     """
     result = Result(tokens_per_turn=steps * task.num_tokens)
-    together = [names] if task.device.type == "cpu" else [(name,) for name in names]
-    started: dict[str, _Alone] = {}
+    groups = [names] if task.device.type == "cpu" else [(name,) for name in names]
+    started: dict[str, _OwnProcess] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for group in together:
+            for group in groups:
                 for index in range(rounds):
                     for name in _rotated(group, index):
                         if name not in started:
-                            started[name] = _Alone(name, argv, Path(folder))
+                            started[name] = _OwnProcess(name, argv, Path(folder))
                         started[name].run_round()
                 for name in group:
                     started[name].end(result)
@@ -336,7 +336,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if getattr(args, flag) < 1:
             shown = flag.replace("_", "-")
             raise UserError(f"--{shown} {getattr(args, flag)} must be at least 1")
-    names = args.contenders.split(",")
+    names = [*dict.fromkeys(args.contenders.split(","))]
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
         raise UserError(f"--contenders knows {', '.join(CONTENDERS)}, not {', '.join(unknown)}")
@@ -359,7 +359,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             write_text(args.json, json.dumps({**shape, "rows": rows}, indent=1) + "\n")
 
     if args.own_process:
-        result = race_alone(task, names, argv, rounds=args.rounds, steps=args.steps, ended=write)
+        result = race_in_own_processes(
+            task, names, argv, rounds=args.rounds, steps=args.steps, ended=write
+        )
     else:
         clock = CLOCKS[args.clock]
         go = sys.stdin.readline if args.paced else lambda: ""

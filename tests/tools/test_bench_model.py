@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from tests.helpers.scripts import run_script
-from tools.bench_model import Result, check_losses, main, make_parser, race_alone, task_of
+from tools.bench_model import (
+    Result,
+    check_losses,
+    main,
+    make_parser,
+    race_in_own_processes,
+    task_of,
+)
 from tools.model_speed.contenders import DEFAULT
 
 SCRIPT = "tools/bench_model.py"
@@ -105,7 +112,7 @@ def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
     assert f"transformers           failed: {message}" in done.stdout
 
 
-class Alone:
+class FakeProcess:
     """Stands for a contender's process; notes what is done to it."""
 
     def __init__(self, name: str, log: list[str], stops_at: str = "") -> None:
@@ -124,7 +131,7 @@ class Alone:
         self.log.append(f"{self.name} stops")
 
 
-def alone_on(
+def raced_on(
     device: str, monkeypatch: pytest.MonkeyPatch, *, stops_at: str = ""
 ) -> tuple[list[str], list[list[str]]]:
     """What was done to three contenders, and whose results there were each time that one ended."""
@@ -132,18 +139,18 @@ def alone_on(
     found: list[list[str]] = []
     task = replace(task_of(make_parser().parse_args(TINY)), device=torch.device(device))
     monkeypatch.setattr(
-        "tools.bench_model._Alone", lambda name, *_: Alone(name, log, stops_at=stops_at)
+        "tools.bench_model._OwnProcess", lambda name, *_: FakeProcess(name, log, stops_at=stops_at)
     )
     names = ("a", "b", "c")
     with pytest.raises(KeyboardInterrupt) if stops_at else nullcontext():
-        race_alone(
+        race_in_own_processes(
             *(task, names, []), rounds=2, steps=1, ended=lambda got: found.append([*got.seconds])
         )
     return log, found
 
 
 def test_processes_take_turns_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, found = alone_on("cpu", monkeypatch)
+    log, found = raced_on("cpu", monkeypatch)
     assert log[:6] == ["a", "b", "c", "b", "c", "a"]
     assert log[6:9] == ["a ends", "b ends", "c ends"]
     assert found[-1] == ["a", "b", "c"]
@@ -153,7 +160,7 @@ def test_a_race_on_a_gpu_that_is_stopped_keeps_what_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There one is in memory at a time."""
-    log, found = alone_on("cuda", monkeypatch, stops_at="c")
+    log, found = raced_on("cuda", monkeypatch, stops_at="c")
     assert log[:7] == ["a", "a", "a ends", "b", "b", "b ends", "c"]
     assert "c stops" in log
     assert found == [["a"], ["a", "b"]]
