@@ -1,7 +1,8 @@
-"""torch.compile of blocks: what lies before and after attention's core is a graph each."""
+"""torch.compile of blocks: one graph, or one before and one after attention's core."""
 
-# One graph serves all blocks: their weights are its inputs. Attention's core stays outside, since
-# the lengths of documents differ from micro-batch to micro-batch and would make a graph for each.
+# A graph serves all blocks: their weights are its inputs. Attention's core stays outside where it
+# is recomputed or keeps its scores, as asked for, and where documents are kept apart, whose lengths
+# differ from micro-batch to micro-batch and would make a graph for each.
 
 from __future__ import annotations
 

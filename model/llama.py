@@ -53,6 +53,7 @@ class Places(NamedTuple):
     sin: Tensor
     documents: Documents | None = None  # None: one per sample
     drops: Drops | None = None  # what the dropout of adapters depends on; None: nothing is dropped
+    apart: bool = False  # whether some micro-batches have `documents`
 
 
 class Embedding(nn.Module):
@@ -117,20 +118,23 @@ class Block(AdaptedBlock):
         if backend is None:
             x_BSD = x_BSD + self.attention(x_BSD, places, attend)
             return x_BSD + self.mlp(x_BSD, places.drops)
-        cos, sin, documents, _ = places
-        project, finish = _compiled_block(backend)
+        cos, sin = places.cos, places.sin
+        whole, project, finish = _compiled_block(backend)
         number_weights(self.parameters())
+        if not (places.apart or attend or self.recomputes_core or self.config.keeps_scores):
+            return whole(self, x_BSD, cos, sin)
         q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, cos, sin)
-        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, documents, attend)
+        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places.documents, attend)
         return finish(self, x_BSD, out_BSNH)
 
     def attention(
         self, x_BSD: Tensor, places: Places, attend: Attend | None, norm: SharedInput | None = None
     ) -> Tensor:
         """The attention output [B, S, D]; `norm` is shared by the slices of the weights."""
-        cos, sin, documents, drops = places
-        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, cos, sin, drops, norm)
-        return self._output(self._core(q_BSNH, k_BSKH, v_BSKH, documents, attend), drops)
+        drops = places.drops
+        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, places.cos, places.sin, drops, norm)
+        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places.documents, attend)
+        return self._output(out_BSNH, drops)
 
     def project(
         self,
@@ -182,6 +186,11 @@ class Block(AdaptedBlock):
             y_BSD = self.adapted_alone("wo", y_BSD, _same, (out_BSD,), drops)
         return y_BSD
 
+    def whole(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The block's output, if every sample is one document."""
+        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, cos, sin)
+        return self.finish(x_BSD, self.attend(q_BSNH, k_BSKH, v_BSKH))
+
     def finish(self, x_BSD: Tensor, out_BSNH: Tensor) -> Tensor:
         """The block's output, of its input and what attention made of it."""
         x_BSD = x_BSD + self._output(out_BSNH, None)
@@ -210,8 +219,9 @@ class Block(AdaptedBlock):
 
 
 @cache
-def _compiled_block(backend: str) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
-    return compiled(Block.project, backend), compiled(Block.finish, backend)
+def _compiled_block(backend: str) -> tuple[Callable[..., Any], ...]:
+    parts = (Block.whole, Block.project, Block.finish)
+    return tuple(compiled(part, backend) for part in parts)
 
 
 def _same(x_BSD: Tensor) -> Tensor:
@@ -318,7 +328,7 @@ class Llama(nn.Module):
         if positions_BS is not None:
             cos, sin = cos[positions_BS], sin[positions_BS]
         documents = documents_of(document_lengths, len(tokens_BS), tokens_BS.device)
-        places = Places(cos, sin, documents, drops)
+        places = Places(cos, sin, documents, drops, document_lengths is not None)
         run = self._group_size
         recomputes = run > 1 and torch.is_grad_enabled()
         for first in range(0, len(self.blocks), run):

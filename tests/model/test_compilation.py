@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,14 @@ def test_frozen_parameters_get_no_gradient() -> None:
     assert {name for name, gradient in plain.items() if gradient is None} == {*FROZEN}
 
 
+def no_graphs() -> dict[str, Any]:
+    """torch.compile's counters, from 0."""
+    torch._dynamo.reset()
+    counters: dict[str, Any] = torch._dynamo.utils.counters
+    counters.clear()
+    return counters
+
+
 def apart(model: Llama, lengths: tuple[int, ...]) -> Tensor:
     positions = torch.cat([torch.arange(length) for length in lengths]).view(2, 64)
     loss: Tensor = model(*batch(), positions_BS=positions, document_lengths=lengths)
@@ -100,9 +109,7 @@ def apart(model: Llama, lengths: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.slow("traces a model")
 def test_other_documents_and_other_blocks_need_no_other_graph() -> None:
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
+    counters = no_graphs()
     model, plain = build(compiled(MHA)), build(MHA)
     for number, lengths in enumerate(((5, 59, 64), (1, 63, 40, 24), (64, 64), (30, 34, 64))):
         assert_near(apart(model, lengths), apart(plain, lengths), f"{lengths}")
@@ -110,8 +117,17 @@ def test_other_documents_and_other_blocks_need_no_other_graph() -> None:
             first = counters["stats"]["unique_graphs"]
     assert counters["stats"]["unique_graphs"] == first == 2
     with torch.no_grad():
-        model(batch()[0])
+        model(batch()[0], document_lengths=(64, 64))
     assert counters["stats"]["unique_graphs"] == 4  # positions and no gradients
+
+
+@pytest.mark.slow("traces a model")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_is_one_graph_unless_its_core_differs(kind: str) -> None:
+    counters = no_graphs()
+    build(compiled(KINDS[kind]))(*batch()).backward()
+    apart = kind in ("scores kept", "core recomputed")
+    assert counters["stats"]["unique_graphs"] == (2 if apart else 1)
 
 
 @pytest.mark.slow("traces a model")
