@@ -41,18 +41,12 @@ def _loss_and_grads(
         labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
         # A token with weight 0 must add exactly 0, even if its logits would overflow.
         chunk_TD = x_TD[part].masked_fill((weights_T == 0.0)[:, None], 0.0)
-        logits_TV = (chunk_TD @ weight_VD.t()).float()
-        label_logits_T = logits_TV.gather(1, labels_T1).squeeze(1)
-        highest_T = logits_TV.amax(-1)
-        probabilities_TV = torch.softmax(logits_TV, dim=-1)
-        del logits_TV
-        # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
-        log_norm_T = highest_T - probabilities_TV.amax(-1).log_()
-        loss += torch.dot(log_norm_T - label_logits_T, weights_T)
+        losses_T, probabilities_TV = _losses((chunk_TD @ weight_VD.t()).float(), labels_T1)
+        loss += torch.dot(losses_T, weights_T)
         if not needs_x and weight_grad is None:
             continue
         # Gradient of the logits without the token weights: these scale the smaller tensors.
-        minus_T1 = torch.full_like(label_logits_T, -1.0)[:, None]
+        minus_T1 = torch.full_like(losses_T, -1.0)[:, None]
         grad_TV = probabilities_TV.scatter_add_(1, labels_T1, minus_T1).to(x_TD.dtype)
         del probabilities_TV
         if grad_x_TD is not None:
@@ -62,6 +56,18 @@ def _loss_and_grads(
             weight_grad.add(grad_TV, (chunk_TD * weights_T[:, None]).to(x_TD.dtype))
         del grad_TV
     return loss, grad_x_TD, None if weight_grad is None else weight_grad.end(x_TD.dtype)
+
+
+def _losses(logits_TV: Tensor, labels_T1: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's loss, and the probabilities."""
+    probabilities_TV = torch.softmax(logits_TV, dim=-1)
+    if logits_TV.device.type == "cpu":  # a GPU would have to be waited for
+        own_T = probabilities_TV.gather(1, labels_T1).squeeze(1)
+        if float(own_T.min()) >= torch.finfo(torch.float32).tiny:
+            return own_T.log_().neg_(), probabilities_TV
+    # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
+    log_norm_T = logits_TV.amax(-1) - probabilities_TV.amax(-1).log_()
+    return log_norm_T - logits_TV.gather(1, labels_T1).squeeze(1), probabilities_TV
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
