@@ -1,8 +1,8 @@
 """torch.compile of blocks: one graph, or one before and one after attention's core."""
 
-# A graph serves all blocks: their weights are its inputs. Attention's core stays outside where it
-# is recomputed or keeps its scores, as asked for, and where documents are kept apart, whose lengths
-# differ from micro-batch to micro-batch and would make a graph for each.
+# A graph serves all blocks: their weights are its inputs. Attention's core stays outside a graph if
+# documents are kept apart, since every set of lengths would need a graph of its own, and if the
+# core is recomputed or keeps its scores: a compiler would choose anew what to keep.
 
 from __future__ import annotations
 

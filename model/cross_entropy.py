@@ -59,12 +59,12 @@ def _loss_and_grads(
 
 
 def _losses(logits_TV: Tensor, labels_T1: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's loss, and the probabilities."""
+    """Each token's loss, and the probabilities; on a CPU without log-sum-exps where it can."""
     probabilities_TV = torch.softmax(logits_TV, dim=-1)
     if logits_TV.device.type == "cpu":  # a GPU would have to be waited for
-        own_T = probabilities_TV.gather(1, labels_T1).squeeze(1)
-        if float(own_T.min()) >= torch.finfo(torch.float32).tiny:
-            return own_T.log_().neg_(), probabilities_TV
+        of_label_T = probabilities_TV.gather(1, labels_T1).squeeze(1)
+        if float(of_label_T.min()) >= torch.finfo(torch.float32).tiny:  # false for NaN
+            return of_label_T.log_().neg_(), probabilities_TV
     # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
     log_norm_T = logits_TV.amax(-1) - probabilities_TV.amax(-1).log_()
     return log_norm_T - logits_TV.gather(1, labels_T1).squeeze(1), probabilities_TV

@@ -53,7 +53,7 @@ class Places(NamedTuple):
     sin: Tensor
     documents: Documents | None = None  # None: one per sample
     drops: Drops | None = None  # what the dropout of adapters depends on; None: nothing is dropped
-    apart: bool = False  # whether some micro-batches have `documents`
+    apart: bool = False  # whether documents are kept apart, here or in other micro-batches
 
 
 class Embedding(nn.Module):
@@ -116,16 +116,18 @@ class Block(AdaptedBlock):
     def _body(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
         backend = self.config.torch_compile
         if backend is None:
-            x_BSD = x_BSD + self.attention(x_BSD, places, attend)
-            return x_BSD + self.mlp(x_BSD, places.drops)
-        cos, sin = places.cos, places.sin
-        whole, project, finish = _compiled_block(backend)
+            return self._plain(x_BSD, places, attend)
+        plain, project, finish = _compiled_block(backend)
         number_weights(self.parameters())
         if not (places.apart or attend or self.recomputes_core or self.config.keeps_scores):
-            return whole(self, x_BSD, cos, sin)
-        q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, cos, sin)
+            return plain(self, x_BSD, places)
+        q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, places.cos, places.sin)
         out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places.documents, attend)
         return finish(self, x_BSD, out_BSNH)
+
+    def _plain(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
+        x_BSD = x_BSD + self.attention(x_BSD, places, attend)
+        return x_BSD + self.mlp(x_BSD, places.drops)
 
     def attention(
         self, x_BSD: Tensor, places: Places, attend: Attend | None, norm: SharedInput | None = None
@@ -186,11 +188,6 @@ class Block(AdaptedBlock):
             y_BSD = self.adapted_alone("wo", y_BSD, _same, (out_BSD,), drops)
         return y_BSD
 
-    def whole(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The block's output, if every sample is one document."""
-        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, cos, sin)
-        return self.finish(x_BSD, self.attend(q_BSNH, k_BSKH, v_BSKH))
-
     def finish(self, x_BSD: Tensor, out_BSNH: Tensor) -> Tensor:
         """The block's output, of its input and what attention made of it."""
         x_BSD = x_BSD + self._output(out_BSNH, None)
@@ -220,7 +217,8 @@ class Block(AdaptedBlock):
 
 @cache
 def _compiled_block(backend: str) -> tuple[Callable[..., Any], ...]:
-    parts = (Block.whole, Block.project, Block.finish)
+    """A block in one graph; what comes before attention's core, and after it."""
+    parts = (Block._plain, Block.project, Block.finish)
     return tuple(compiled(part, backend) for part in parts)
 
 
