@@ -50,6 +50,7 @@ def alive_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.slow("collects the garbage of all tests before it")
 @pytest.mark.parametrize(
     ("words", "part"),
     [
