@@ -1,12 +1,13 @@
 """Training speed of this LLaMA and its trainer against transformers' LlamaForCausalLM, in pairs."""
 
-# All contenders train the same shape from the same weights on the same tokens with AdamW, and their
-# first losses are compared. They take turns of a few steps each, because a shared machine's speed
-# drifts: a ratio is the median over rounds, each comparing neighbours in time.
+# All contenders train the same shape from the same weights on the same tokens with AdamW and clip
+# gradients (transformers' Trainer does so too); their first losses are compared. They take turns of
+# a few steps each, because a shared machine's speed drifts: a ratio is the median over rounds, each
+# comparing neighbours in time.
 #
 #   ours                   this model, torch's fused AdamW
 #   ours-compiled          the same through torch.compile
-#   trainer                pretrain_llama.py's training step, clipping and bookkeeping included
+#   trainer                pretrain_llama.py's training step, bookkeeping included
 #   trainer-compiled       the same with --torch-compile inductor
 #   trainer-torch          the same without kernels of Triton
 #   trainer-fp8            the same with --fp8-format hybrid
@@ -57,7 +58,6 @@ ROUND = "round "  # what the line of a round begins with
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
-
 Row = dict[str, object]
 
 
@@ -105,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--recompute", action="store_true", help="every block, in all contenders")
     add("--micro-batch-size", type=int, default=4)
     add("--num-micro-batches", type=int, default=1, help="accumulated in a step")
+    add("--clip-grad", type=float, default=1.0, help="norm, in all contenders; 0: none clips")
     add("--seq-length", type=int, default=256)
     add("--dtype", choices=sorted(TYPES), default="fp32")
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -153,6 +154,7 @@ def task_of(args: argparse.Namespace) -> Task:
         dtype=args.dtype,
         batch=batch,
         num_micro_batches=args.num_micro_batches,
+        clip_grad=args.clip_grad,
     )
 
 
@@ -336,6 +338,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if getattr(args, flag) < 1:
             shown = flag.replace("_", "-")
             raise UserError(f"--{shown} {getattr(args, flag)} must be at least 1")
+    if not args.clip_grad >= 0.0:
+        raise UserError(f"--clip-grad {args.clip_grad} is not a norm; 0 turns clipping off")
     names = [*dict.fromkeys(args.contenders.split(","))]
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:

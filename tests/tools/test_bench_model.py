@@ -22,7 +22,7 @@ from tools.bench_model import (
     race_in_own_processes,
     task_of,
 )
-from tools.model_speed.contenders import DEFAULT
+from tools.model_speed.contenders import CONTENDERS, DEFAULT
 
 SCRIPT = "tools/bench_model.py"
 VOCAB_SIZE = 64
@@ -91,6 +91,22 @@ def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
         # Half of attention's products, 2 layers * 12 * 8 * 16 a token, are not counted.
         of_token = row["tflops"] * 1e12 / row["tokens_per_second"]
         assert row["mfu_causal"] / row["mfu"] == pytest.approx(1 - 2 * 6 * 8 * 16 / of_token)
+
+
+@pytest.mark.parametrize("name", ["ours", "trainer", "transformers", "transformers-fused"])
+def test_all_contenders_clip(name: str) -> None:
+    """A norm far below AdamW's epsilon leaves nothing of an update but weight decay."""
+    before, clipped = losses_of(name, clip_grad=1e-12)
+    assert clipped == pytest.approx(before, rel=1e-6)
+    before, after = losses_of(name, clip_grad=0.0)
+    assert after < before * (1.0 - 1e-4)
+
+
+def losses_of(name: str, *, clip_grad: float) -> list[float]:
+    """Of the first two steps."""
+    task = task_of(make_parser().parse_args([*TINY, "--clip-grad", str(clip_grad)]))
+    step = CONTENDERS[name](task)
+    return [float(step()) for _ in range(2)]
 
 
 @pytest.mark.process
@@ -187,6 +203,8 @@ def test_a_ratio_is_the_median_of_neighbours_in_time() -> None:
         (["--contenders", "ours,what"], "--contenders knows ours, .* not what"),
         (["--num-attention-heads", "3"], "--hidden-size 16 is not divisible by --num-attention-h"),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--clip-grad", "-1"], "--clip-grad -1.0 is not a norm; 0 turns clipping off"),
+        (["--clip-grad", "nan"], "--clip-grad nan is not a norm"),
         (["--json", "nowhere/figures.json"], "--json nowhere/figures.json: there is no folder"),
     ],
 )

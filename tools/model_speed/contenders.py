@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.loader import Batch
 from model.config import LlamaConfig
@@ -35,7 +35,8 @@ Step = Callable[[], float | Tensor]  # one optimizer step; returns the loss befo
 class Task:
     """The model and the data that all contenders train with.
 
-    A step accumulates the gradients of `num_micro_batches`, all of the same `batch`.
+    A step accumulates the gradients of `num_micro_batches`, all of the same `batch`, and clips
+    their norm to `clip_grad`; 0: no clipping.
     """
 
     config: LlamaConfig
@@ -43,6 +44,7 @@ class Task:
     dtype: str
     batch: Batch
     num_micro_batches: int = 1
+    clip_grad: float = 1.0
 
     @property
     def num_tokens(self) -> int:
@@ -69,11 +71,18 @@ def make_ours(task: Task, *, compiled: bool = False) -> Step:
             loss: Tensor = run(batch.tokens_BS, batch.labels_BS, weights_BS)
             loss.backward()
             losses.append(loss.detach())
+        _clip(model, task.clip_grad)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()
 
     return step
+
+
+def _clip(model: nn.Module, clip_grad: float) -> None:
+    """As transformers' Trainer does it."""
+    if clip_grad > 0.0:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
 
 
 def make_transformers(task: Task, *, fused: bool = False, compiled: bool = False) -> Step:
@@ -105,6 +114,7 @@ def make_transformers(task: Task, *, fused: bool = False, compiled: bool = False
             loss: Tensor = out.loss / task.num_micro_batches
             loss.backward()
             losses.append(loss.detach())
+        _clip(model, task.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
         return torch.stack(losses).sum()
@@ -148,6 +158,7 @@ def trainer_flags(task: Task) -> list[str]:
         "global-batch-size": batch_size * task.num_micro_batches,
         "train-iters": 10**6,
         "lr": LEARNING_RATE,
+        "clip-grad": task.clip_grad,
         "lr-decay-style": "constant",
         "seed": SEED,
     }
