@@ -142,14 +142,9 @@ class LlamaConfig:
         return self.attention_backend in ("unfused", "local")
 
 
-def loss_chunk_tokens(device_type: str) -> int:
-    """Number of tokens per chunk for which the loss computes logits.
-
-    Every chunk reads and writes the gradient of the output weight once; the chunk's matmuls must
-    be large enough to outweigh that. A CPU needs fewer tokens for it, and is faster with chunks
-    small enough for its allocator to reuse their memory.
-    """
-    return 512 if device_type == "cpu" else 1024
+# The loss computes logits of so many tokens at a time. Every chunk reads and writes the gradient of
+# the output weight once; the chunk's matmuls must be large enough to outweigh that.
+LOSS_CHUNK_TOKENS = 1024
 
 
 # A part of a unit can be computed slice by slice. Its weights are cut along these dims, which cuts

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import loss_chunk_tokens
+from model.config import LOSS_CHUNK_TOKENS
 from model.matmul import GradSink, sink_of, store_weight_grad, write_weight_grad
 
 
@@ -32,18 +32,17 @@ def _loss_and_grads(
     """The loss, and the needed gradients; None for the weight's if a sink has taken it."""
     weight_VD = weight_VD.to(x_TD.dtype)
     num_tokens = x_TD.shape[0]
-    chunk = loss_chunk_tokens(x_TD.device.type)
-    weight_grad = _WeightGrad(sink, several=chunk < num_tokens) if needs_weight else None
+    several = num_tokens > LOSS_CHUNK_TOKENS
+    weight_grad = _WeightGrad(sink, several=several) if needs_weight else None
     grad_x_TD = torch.empty_like(x_TD) if needs_x else None
     loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
-    for begin in range(0, num_tokens, chunk):
-        part = slice(begin, begin + chunk)
+    for part in _chunks(num_tokens):
         labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
-        # A token with weight 0 must add exactly 0, even if its logits would overflow.
-        chunk_TD = x_TD[part].masked_fill((weights_T == 0.0)[:, None], 0.0)
-        losses_T, probabilities_TV = _losses((chunk_TD @ weight_VD.t()).float(), labels_T1)
+        chunk_TD = _masked(x_TD[part], weights_T)
+        losses_T, probabilities_TV = _losses(chunk_TD, weight_VD, labels_T1)
         loss += torch.dot(losses_T, weights_T)
         if not needs_x and weight_grad is None:
+            del probabilities_TV  # before the next chunk has others
             continue
         # Gradient of the logits without the token weights: these scale the smaller tensors.
         minus_T1 = torch.full_like(losses_T, -1.0)[:, None]
@@ -58,16 +57,35 @@ def _loss_and_grads(
     return loss, grad_x_TD, None if weight_grad is None else weight_grad.end(x_TD.dtype)
 
 
-def _losses(logits_TV: Tensor, labels_T1: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's loss, and the probabilities; on a CPU without log-sum-exps where it can."""
-    probabilities_TV = torch.softmax(logits_TV, dim=-1)
-    if logits_TV.device.type == "cpu":  # a GPU would have to be waited for
-        of_label_T = probabilities_TV.gather(1, labels_T1).squeeze(1)
+def _losses(x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's loss, and the probabilities of all of the vocabulary."""
+    scores_TV = _logits(x_TD, weight_VD)
+    if scores_TV.device.type == "cpu":  # a GPU would have to be waited for
+        _softmax_(scores_TV)
+        of_label_T = scores_TV.gather(1, labels_T1).squeeze(1)
         if float(of_label_T.min()) >= torch.finfo(torch.float32).tiny:  # false for NaN
-            return of_label_T.log_().neg_(), probabilities_TV
+            return of_label_T.log_().neg_(), scores_TV
+        del scores_TV  # before there is another
+        scores_TV = _logits(x_TD, weight_VD)
+    label_logit_T = scores_TV.gather(1, labels_T1).squeeze(1)
+    return _log_sum_exp_softmax_(scores_TV) - label_logit_T, scores_TV
+
+
+def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    return (x_TD @ weight_VD.t()).float()
+
+
+def _softmax_(logits_TV: Tensor) -> None:
+    """Replaces the logits: an element is read before it is written, once a row's sum is known."""
+    torch.softmax(logits_TV, dim=-1, out=logits_TV)
+
+
+def _log_sum_exp_softmax_(logits_TV: Tensor) -> Tensor:
+    """The log-sum-exp of each row; replaces the logits by probabilities."""
+    highest_T = logits_TV.amax(-1)
+    _softmax_(logits_TV)
     # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
-    log_norm_T = logits_TV.amax(-1) - probabilities_TV.amax(-1).log_()
-    return log_norm_T - logits_TV.gather(1, labels_T1).squeeze(1), probabilities_TV
+    return highest_T - logits_TV.amax(-1).log_()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -235,11 +253,12 @@ class _SliceScores(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_VD, local_T, token_weights_T, log_norm_T)
         ctx.sink = sink_of(weight_VD)
         weight_VD = weight_VD.to(x_TD.dtype)
-        for part in _chunks(x_TD):
-            logits_TV = (_masked(x_TD[part], token_weights_T[part]) @ weight_VD.t()).float()
+        for part in _chunks(x_TD.shape[0]):
+            logits_TV = _logits(_masked(x_TD[part], token_weights_T[part]), weight_VD)
             here_T, row_T = _rows(local_T[part], weight_VD.shape[0])
             label_logit_T[part] = logits_TV.gather(1, row_T[:, None]).squeeze(1) * here_T
-            torch.logsumexp(logits_TV, -1, out=log_norm_T[part])
+            log_norm_T[part] = _log_sum_exp_softmax_(logits_TV)
+            del logits_TV  # before there are others
         return log_norm_T, label_logit_T
 
     @staticmethod
@@ -254,11 +273,11 @@ class _SliceScores(torch.autograd.Function):
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         sink = ctx.sink if needs_weight else None
         # In a sink chunks are added in its own type: a sum in fp32 would be as large as two slices.
-        several = sink is None and loss_chunk_tokens(x_TD.device.type) < x_TD.shape[0]
+        several = sink is None and x_TD.shape[0] > LOSS_CHUNK_TOKENS
         weight_grad = _WeightGrad(sink, several=several) if needs_weight else None
-        for part in _chunks(x_TD):
+        for part in _chunks(x_TD.shape[0]):
             chunk_TD = _masked(x_TD[part], token_weights_T[part])
-            grad_TV = (chunk_TD @ weight_VD.t()).float()
+            grad_TV = _logits(chunk_TD, weight_VD)
             grad_TV.sub_(log_norm_T[part, None]).exp_().mul_(share_T[part, None])
             here_T, row_T = _rows(local_T[part], weight_VD.shape[0])
             grad_TV.scatter_add_(1, row_T[:, None], -here_T.float()[:, None])
@@ -275,13 +294,13 @@ class _SliceScores(torch.autograd.Function):
         return grad_x_TD, grad_weight_VD, None, None, None
 
 
-def _chunks(x_TD: Tensor) -> Iterator[slice]:
-    chunk = loss_chunk_tokens(x_TD.device.type)
-    return (slice(begin, begin + chunk) for begin in range(0, x_TD.shape[0], chunk))
+def _chunks(num_tokens: int) -> Iterator[slice]:
+    begins = range(0, num_tokens, LOSS_CHUNK_TOKENS)
+    return (slice(begin, begin + LOSS_CHUNK_TOKENS) for begin in begins)
 
 
 def _masked(x_TD: Tensor, token_weights_T: Tensor) -> Tensor:
-    """`x` with zeros for tokens of weight 0, whose logits could overflow."""
+    """`x` with zeros for tokens of weight 0: these must add exactly 0, and logits may overflow."""
     return x_TD.masked_fill((token_weights_T == 0.0)[:, None], 0.0)
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from model.config import LlamaConfig, loss_chunk_tokens, unit_shapes
+from model.config import LOSS_CHUNK_TOKENS, LlamaConfig, unit_shapes
 from paro.planning.cost_model import UnitShapes, UnitSize, size_units
 from paro.planning.rotation import rotating_units_of
 from paro.precision import PrecisionConfig
@@ -270,13 +270,14 @@ def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
 
 
 def _head(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
-    residual, logits = _residual(config, batch), _logits(config, batch)
+    residual = _residual(config, batch)
     weight = config.vocab_size * config.hidden_size * batch.compute_bytes
     tied = config.tie_embeddings_and_output_weights
+    loss = _tied_loss(config, batch) if tied else _chunk_of_loss(config, batch)[0]
     return UnitActivations(
         kept=batch.num_tokens * 4 + 2 * residual + (weight if tied else 0),
         recomputed_from=config.num_layers + 1,
-        in_forward=residual + (_tied_loss(config, batch) if tied else 2 * logits),
+        in_forward=residual + loss,
         writes_in_forward=None if tied else _written_loss(config, batch),
         before_gradients=residual,
         in_backward=residual,
@@ -285,44 +286,52 @@ def _head(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
     )
 
 
-def _logits(config: LlamaConfig, batch: MicroBatch) -> int:
-    """Bytes of a chunk's fp32 logits; its probabilities take as much again."""
-    chunk = min(batch.num_tokens, loss_chunk_tokens(batch.device_type))
-    return 4 * chunk * config.vocab_size
+def _chunk_of_loss(config: LlamaConfig, batch: MicroBatch) -> tuple[int, int]:
+    """Peak bytes of a chunk of tokens: up to its logits' gradient, and for the weight's.
+
+    The fp32 logits become probabilities and their gradient in place. Below fp32 the product before
+    them, and the gradient after them, are tensors of their own. The inputs of unmasked tokens, and
+    these times the tokens' weights, are others.
+    """
+    chunk = min(batch.num_tokens, LOSS_CHUNK_TOKENS)
+    size = batch.compute_bytes
+    logits = chunk * config.vocab_size * (4 if size == 4 else 4 + size)
+    gradient = chunk * config.vocab_size * size
+    inputs = chunk * config.hidden_size * size
+    return logits + inputs, gradient + 2 * inputs
 
 
 def _output_grad_transient(numel: int, grad_bytes: int, batch: MicroBatch) -> tuple[int, int]:
     """Bytes of the sum over chunks of an output weight's gradient, and of one chunk's product.
 
     Both are in addition to the buffer, with elements of `grad_bytes`, and 0 if there is none:
-    matmuls write into the buffer, or into the sum.
+    matmuls write into the buffer, or into the sum. A CPU converts the product before adding it.
     """
-    sums = batch.num_tokens > loss_chunk_tokens(batch.device_type) and grad_bytes < 4
+    sums = batch.num_tokens > LOSS_CHUNK_TOKENS and grad_bytes < 4
     written = 4 if sums else grad_bytes
     writes = written == batch.compute_bytes or (written == 4 and batch.device_type == "cuda")
-    return 4 * numel if sums else 0, 0 if writes else numel * batch.compute_bytes
+    product = numel * (batch.compute_bytes + (4 if batch.device_type == "cpu" else 0))
+    return 4 * numel if sums else 0, 0 if writes else product
 
 
 def _written_loss(config: LlamaConfig, batch: MicroBatch) -> tuple[int, int]:
-    logits, numel = _logits(config, batch), config.vocab_size * config.hidden_size
+    before, after = _chunk_of_loss(config, batch)
+    numel = config.vocab_size * config.hidden_size
     found = []
     for grad_bytes in (2, 4):
         total, product = _output_grad_transient(numel, grad_bytes, batch)
-        gradient = logits * batch.compute_bytes // 4  # of the logits
-        peak = max(2 * logits + total, gradient + total + product)
-        found.append(_residual(config, batch) + peak)
+        found.append(_residual(config, batch) + total + max(before, after + product))
     return found[0], found[1]
 
 
 def _tied_loss(config: LlamaConfig, batch: MicroBatch) -> int:
     """Peak bytes of the loss in addition to the gradients that it keeps."""
-    logits = _logits(config, batch)
-    gradient = logits * batch.compute_bytes // 4
+    before, after = _chunk_of_loss(config, batch)
     kept = config.vocab_size * config.hidden_size * batch.compute_bytes
-    if batch.num_tokens <= loss_chunk_tokens(batch.device_type):
-        return max(2 * logits - kept, gradient)  # the weight's gradient is computed last
+    if batch.num_tokens <= LOSS_CHUNK_TOKENS:
+        return max(before - kept, after)  # the weight's gradient is computed last
     if batch.compute_bytes == 4:
-        return 2 * logits
+        return max(before, after)
     # Several chunks: the weight's gradient is summed in fp32, and kept as a two-byte copy.
     total, product = _output_grad_transient(config.vocab_size * config.hidden_size, 2, batch)
-    return max(2 * logits + total - kept, gradient + total + product - kept)
+    return total + max(before, after + product) - kept

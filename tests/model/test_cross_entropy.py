@@ -37,7 +37,7 @@ def reference(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor) 
 
 @pytest.fixture(params=[1, 3, 9, 10, 100])
 def tokens_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(cross_entropy, "loss_chunk_tokens", lambda _device: request.param)
+    monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", request.param)
     return int(request.param)
 
 
@@ -259,7 +259,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "loss_chunk_tokens", lambda _device: 7)
+    monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", 7)
     x, weight, labels, token_weights = inputs()
     assert 7 * V > V * D, "the weight's gradient is not the largest"
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from model.config import LlamaConfig, loss_chunk_tokens
+from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
 from paro.planning.memory.gathering import MemorySnapshot, fp32_copy_bytes
@@ -157,13 +157,13 @@ def _parts(
     for layer in range(config.num_layers):
         yield from _block(config, batch, units, degree, layer, direct=direct)
     head = "embedding" if config.tie_embeddings_and_output_weights else "head"
-    chunk = min(tokens, loss_chunk_tokens(batch.device_type)) * rows
+    chunk = min(tokens, LOSS_CHUNK_TOKENS) * rows
     gradient = 0 if direct else vocabulary
     yield _Part(
         name="head",
         unit=_largest(units[head]),
         kept=2 * residual + tokens * (4 + 20 * steps),
-        in_forward=residual + chunk * (8 if size == 4 else 10),
+        in_forward=residual + chunk * (4 + size % 4),
         in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),
     )
 

@@ -180,6 +180,8 @@ PEAKS: dict[str, tuple[LlamaConfig, PrecisionConfig, int, str]] = {  # config, t
         32,
         "backward",
     ),
+    "logits": (replace(SMALL, vocab_size=8192), FP32, 32, "head"),
+    "logits in bf16": (replace(SMALL, vocab_size=8192), BF16, 32, "head"),
     "slices": (WIDE, FP32, 1, "backward"),
     "slices in bf16": (WIDE, BF16, 1, "backward"),
     "vocabulary": (replace(WIDE, vocab_size=32768, ffn_hidden_size=64), FP32, 1, "backward"),
@@ -196,7 +198,7 @@ def test_a_loss_in_chunks_of_tokens_takes_as_much_memory(
     silence(monkeypatch)
     peaks = []
     for chunk in (16, 8):
-        monkeypatch.setattr(cross_entropy, "loss_chunk_tokens", lambda _, chunk=chunk: chunk)
+        monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", chunk)
         rank = lone_rotating_rank(config, strategy, topology, precision, in_place=in_place)
         rank.step(2, size=1, seq_length=16)
         peaks.append(allocated_at_most(partial(rank.step, 2, size=1, seq_length=16)))

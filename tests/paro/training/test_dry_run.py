@@ -302,7 +302,7 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     [
         (
             "--paro-strategy NNN --device-memory-gb 30",
-            "a rank needs 39.6 GB at the forward of head, more than --device-memory-gb 30: ",
+            "a rank needs 39.5 GB at the reduction of head, more than --device-memory-gb 30: ",
         ),
         (
             "--llama-preset 65B --num-layers 80 --world-size 8",

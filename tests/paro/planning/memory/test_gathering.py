@@ -211,7 +211,7 @@ CASES = {
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     workload = CASES[name]
     for module in (cross_entropy, planning_llama):
-        monkeypatch.setattr(module, "loss_chunk_tokens", lambda _device: workload.loss_chunk)
+        monkeypatch.setattr(module, "LOSS_CHUNK_TOKENS", workload.loss_chunk)
     predicted = predict(workload, device="cpu")
     assert workload.at in predicted.name
     silence(monkeypatch)
@@ -227,7 +227,7 @@ def test_prediction_holds_for_compiled_blocks(monkeypatch: pytest.MonkeyPatch, n
     workload = CASES[name]
     workload = replace(workload, config=replace(workload.config, torch_compile="inductor"))
     for module in (cross_entropy, planning_llama):
-        monkeypatch.setattr(module, "loss_chunk_tokens", lambda _device: workload.loss_chunk)
+        monkeypatch.setattr(module, "LOSS_CHUNK_TOKENS", workload.loss_chunk)
     silence(monkeypatch)
     predicted = predict(workload, device="cpu")
     assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.02)
