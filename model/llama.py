@@ -21,13 +21,13 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from model.attention import Documents, attend, documents_of
 from model.compilation import compiled
 from model.config import LlamaConfig
 from model.cross_entropy import linear_cross_entropy, slice_scores
+from model.embedding import Embedding
 from model.layers import (
     SharedInput,
     gated,
@@ -54,28 +54,6 @@ class Places(NamedTuple):
     documents: Documents | None = None  # None: one per sample
     drops: Drops | None = None  # what the dropout of adapters depends on; None: nothing is dropped
     apart: bool = False  # whether documents are kept apart, here or in other micro-batches
-
-
-class Embedding(nn.Module):
-    """The token embedding."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.first_row = 0  # if `weight` is a slice: the token id of its first row
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        return self.look_up(tokens_BS)
-
-    def look_up(self, tokens_BS: Tensor) -> Tensor:
-        return F.embedding(tokens_BS, self.weight)
-
-    def look_up_slice(self, tokens_BS: Tensor) -> Tensor:
-        """Embeddings of the tokens in this slice, zeros for all others."""
-        row_BS = tokens_BS - self.first_row
-        elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
-        x_BSD = F.embedding(row_BS.masked_fill(elsewhere_BS, 0), self.weight)
-        return x_BSD.masked_fill(elsewhere_BS[..., None], 0.0)
 
 
 class Block(AdaptedBlock):

@@ -105,15 +105,22 @@ def activations_of(
 
 
 def _embedding(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
+    residual = _residual(config, batch)
     gradient = config.vocab_size * config.hidden_size * batch.compute_bytes
     tied = config.tie_embeddings_and_output_weights
     return UnitActivations(
         kept=batch.num_tokens * 8,  # token ids
         recomputed_from=0,
         in_forward=0,
-        before_gradients=_residual(config, batch) + gradient,
+        before_gradients=residual + gradient,
         in_backward=0 if tied else gradient,  # tied: added to the head's, which is kept until then
+        direct=(residual, residual) if embedding_adds_rows(batch) and not tied else None,
     )
+
+
+def embedding_adds_rows(batch: MicroBatch) -> bool:
+    """Whether the embedding's gradient is added to buffers of its own type row by row."""
+    return batch.device_type == "cpu" and batch.compute_bytes == 4
 
 
 def _block(

@@ -21,7 +21,13 @@ from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
 from paro.planning.memory.gathering import MemorySnapshot, fp32_copy_bytes
 from paro.planning.rotation import units_by_part
-from paro.planning.units import MicroBatch, block_activations, matmuls_write, norm_backward
+from paro.planning.units import (
+    MicroBatch,
+    block_activations,
+    embedding_adds_rows,
+    matmuls_write,
+    norm_backward,
+)
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
@@ -145,12 +151,13 @@ def _parts(
     steps = degree * len(units["embedding"])
     rows = -(-config.vocab_size // steps)
     vocabulary = rows * config.hidden_size * size
+    by_rows = direct and embedding_adds_rows(batch)
     yield _Part(
         name="embedding",
         unit=_largest(units["embedding"]),
         kept=tokens * 9 * steps,
         in_forward=3 * residual,
-        in_backward=2 * residual + vocabulary,
+        in_backward=2 * residual + (0 if by_rows else vocabulary),
         returns=False,
         copies=True,
     )

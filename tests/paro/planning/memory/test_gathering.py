@@ -101,6 +101,24 @@ CASES = {
         num_micro_batches=1,
         at="forward of head",
     ),
+    "a large embedding": Workload(
+        strategy="NNG",
+        config=replace(SMALL, vocab_size=16384),
+        precision=FP32,
+        batch_size=1,
+        seq_length=8,
+        at="forward of head",
+    ),
+    "a large embedding in bf16": Workload(
+        strategy="NIG",
+        config=replace(SMALL, vocab_size=16384),
+        precision=ALL_BF16,
+        batch_size=1,
+        seq_length=8,
+        num_micro_batches=1,
+        prefetch_units=0,
+        at="backward of embedding",
+    ),
     "activations": Workload(
         strategy="NNG", config=SMALL, precision=FP32, batch_size=8, at="backward"
     ),

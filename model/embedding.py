@@ -1,0 +1,77 @@
+"""The token embedding; on a CPU its gradient is added to a sink row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from model.config import LlamaConfig
+from model.matmul import GradSink, sink_of, store_weight_grad
+
+
+class Embedding(nn.Module):
+    """The token embedding."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.first_row = 0  # if `weight` is a slice: the token id of its first row
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.look_up(tokens_BS)
+
+    def look_up(self, tokens_BS: Tensor) -> Tensor:
+        return _rows(tokens_BS, self.weight)
+
+    def look_up_slice(self, tokens_BS: Tensor) -> Tensor:
+        """Embeddings of the tokens in this slice, zeros for all others."""
+        row_BS = tokens_BS - self.first_row
+        elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
+        x_BSD = _rows(row_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        return x_BSD.masked_fill(elsewhere_BS[..., None], 0.0)
+
+
+def _rows(row_BS: Tensor, weight_VD: Tensor) -> Tensor:
+    sink = sink_of(weight_VD)
+    if sink is None:
+        return F.embedding(row_BS, weight_VD)
+    x_BSD: Tensor = _RowsOfSink.apply(row_BS, weight_VD, sink)
+    return x_BSD
+
+
+class _RowsOfSink(torch.autograd.Function):
+    """Rows of a weight that has a sink."""
+
+    @staticmethod
+    def forward(ctx: Any, row_BS: Tensor, weight_VD: Tensor, sink: GradSink) -> Tensor:
+        ctx.save_for_backward(row_BS)
+        ctx.sink = sink
+        return F.embedding(row_BS, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (row_BS,) = ctx.saved_tensors
+        (grad_BSD,) = grads
+        into_VD, adds = ctx.sink.open()
+        if _adds_rows(into_VD, grad_BSD):
+            if not adds:
+                into_VD.zero_()
+            into_VD.index_add_(0, row_BS.flatten(), grad_BSD.flatten(0, -2))
+        else:
+            grad_VD = torch.ops.aten.embedding_dense_backward(
+                grad_BSD, row_BS, into_VD.shape[0], padding_idx=-1, scale_grad_by_freq=False
+            )
+            store_weight_grad(grad_VD, into_VD, adds=adds)
+        ctx.sink.close()
+        return None, None, None
+
+
+def _adds_rows(into_VD: Tensor, grad_BSD: Tensor) -> bool:
+    """Whether no gradient of the weight's size is made: in order, and without more rounding.
+
+    A GPU adds rows in any order, and 16 bits would round the sum of all micro-batches for each row.
+    """
+    return grad_BSD.device.type == "cpu" and into_VD.dtype == grad_BSD.dtype == torch.float32

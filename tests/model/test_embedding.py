@@ -1,0 +1,100 @@
+"""The embedding's gradient in a sink: torch's values, also added, and no tensor of its size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.embedding import Embedding
+from tests.paro.planning.lone_rank import allocated_at_most
+from tests.paro.planning.test_units import SMALL
+
+V, D = 60, 20
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+class Sink:
+    """A buffer that held threes, and how often it was opened and closed."""
+
+    def __init__(self, dtype: torch.dtype, *, rows: int = V, adds: bool = False) -> None:
+        self.buffer, self.adds = torch.full((rows, D), 3.0, dtype=dtype), adds
+        self.calls: list[str] = []
+
+    def open(self) -> tuple[Tensor, bool]:
+        self.calls.append("open")
+        return self.buffer, self.adds
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def with_sink(sink: Sink, *, dtype: torch.dtype = FP32, first_row: int | None = None) -> Embedding:
+    """All rows, or those of the sink from `first_row` on."""
+    model = Embedding(replace(SMALL, vocab_size=sink.buffer.shape[0], hidden_size=D)).to(dtype)
+    first = first_row or 0
+    whole_VD = torch.randn(V, D, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        model.weight.copy_(whole_VD[first : first + sink.buffer.shape[0]])
+    model.first_row = first
+    model.weight.grad_sink = sink  # type: ignore[attr-defined]
+    return model
+
+
+def some(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tokens, many of them more than once, and a gradient."""
+    seeded = torch.Generator().manual_seed(6)
+    tokens_BS = torch.randint(V // 2, (3, 37), generator=seeded)
+    return tokens_BS, torch.randn(3, 37, D, generator=seeded).to(dtype)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("dtype", "kind"), [(FP32, FP32), (BF16, FP32), (BF16, BF16)])
+def test_a_sink_gets_torchs_gradient(dtype: torch.dtype, kind: torch.dtype, adds: bool) -> None:
+    tokens_BS, grad_BSD = some(dtype)
+    sink = Sink(kind, adds=adds)
+    model = with_sink(sink, dtype=dtype)
+    x_BSD = model(tokens_BS)
+    plain = model.weight.detach().clone().requires_grad_()
+    wanted_BSD = functional.embedding(tokens_BS, plain)
+    assert torch.equal(x_BSD, wanted_BSD)
+    assert not sink.calls
+
+    x_BSD.backward(grad_BSD)
+    wanted_BSD.backward(grad_BSD)
+
+    assert sink.calls == ["open", "close"]
+    assert model.weight.grad is None
+    assert plain.grad is not None
+    wanted = plain.grad.to(kind) + (3.0 if adds else 0.0)
+    torch.testing.assert_close(sink.buffer, wanted, rtol=1e-6 if kind == FP32 else 2**-8, atol=2e-6)
+
+
+@pytest.mark.parametrize("first_row", [0, 7, 50])
+def test_a_slices_sink_gets_the_gradients_of_its_own_tokens(first_row: int) -> None:
+    tokens_BS, grad_BSD = some(FP32)
+    sink = Sink(FP32, rows=10)
+    x_BSD = with_sink(sink, first_row=first_row).look_up_slice(tokens_BS)
+    x_BSD.backward(grad_BSD)
+    whole = torch.zeros(V, D).index_add_(0, tokens_BS.flatten(), grad_BSD.flatten(0, 1))
+    torch.testing.assert_close(sink.buffer, whole[first_row : first_row + 10])
+    assert sink.calls == ["open", "close"]
+
+
+def test_no_gradient_of_the_weights_size_is_made() -> None:
+    tokens_BS, grad_BSD = (tensor[:, :1] for tensor in some(FP32))
+    x_BSD = with_sink(Sink(FP32))(tokens_BS)
+    assert allocated_at_most(lambda: x_BSD.backward(grad_BSD)) < V * D * 4
+
+
+def test_a_frozen_weights_sink_stays_closed() -> None:
+    tokens_BS, _ = some(FP32)
+    sink = Sink(FP32)
+    model = with_sink(sink)
+    with torch.no_grad():
+        model(tokens_BS)
+    assert not model.requires_grad_(requires_grad=False)(tokens_BS).requires_grad
+    assert not sink.calls
