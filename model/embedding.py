@@ -70,8 +70,8 @@ class _RowsOfSink(torch.autograd.Function):
 
 
 def _adds_rows(into_VD: Tensor, grad_BSD: Tensor) -> bool:
-    """Whether no gradient of the weight's size is made: in order, and without more rounding.
+    """Whether the rows' gradients are added to the buffer one by one.
 
-    A GPU adds rows in any order, and 16 bits would round the sum of all micro-batches for each row.
+    Not on a GPU, where their order would vary, and not in 16 bits, which would round every sum.
     """
     return grad_BSD.device.type == "cpu" and into_VD.dtype == grad_BSD.dtype == torch.float32

@@ -297,8 +297,8 @@ def _chunk_of_loss(config: LlamaConfig, batch: MicroBatch) -> tuple[int, int]:
     """Peak bytes of a chunk of tokens: up to its logits' gradient, and for the weight's.
 
     The fp32 logits become probabilities and their gradient in place. Below fp32 the product before
-    them, and the gradient after them, are tensors of their own. The inputs of unmasked tokens, and
-    these times the tokens' weights, are others.
+    them, and the gradient after them, are tensors of their own. So are the masked inputs, and these
+    times the tokens' weights.
     """
     chunk = min(batch.num_tokens, LOSS_CHUNK_TOKENS)
     size = batch.compute_bytes
