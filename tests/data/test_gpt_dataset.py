@@ -29,6 +29,7 @@ from data.index_cache import cached_arrays
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data.stored_array import StoredArray
 from paro.errors import UserError
+from tests.helpers.ranks import HANGS_AFTER
 
 VOCAB = 1000
 SAMPLING = Sampling(split="80,20,0", seq_length=8, seed=1234)
@@ -261,7 +262,7 @@ def test_concurrent_builders_agree(corpus: IndexedDataset) -> None:
     ]
     for builder in builders:
         builder.start()
-    answers = [results.get(timeout=60) for _ in builders]
+    answers = [results.get(timeout=HANGS_AFTER) for _ in builders]
     for builder in builders:
         builder.join()
     assert all(samples == answers[0][0] for samples, _ in answers)
@@ -293,7 +294,7 @@ def test_a_builder_that_dies_holds_nobody_back(corpus: IndexedDataset) -> None:
         time.sleep(0.3)
         assert not waiting.done()
         builder.kill()
-        assert "written" in waiting.result(timeout=60).source
+        assert "written" in waiting.result(timeout=HANGS_AFTER).source
 
 
 def test_a_sequence_longer_than_the_training_data_is_refused(corpus: IndexedDataset) -> None:

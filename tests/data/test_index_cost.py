@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from data.sample_order import Bounds, OrderPlan, build_order
 from tests.data.megatron import megatron_datasets
+from tests.helpers.ranks import HANGS_AFTER
 
 DOCUMENTS, TOKENS, SEQ = 3_000_000, 2_000_000_000, 4096
 PAIRS = 7
@@ -85,6 +86,6 @@ def test_memory() -> None:
     results = context.Queue()
     process = context.Process(target=peak_of_building, args=(results,))
     process.start()
-    peak = results.get(timeout=300)
+    peak = results.get(timeout=HANGS_AFTER)
     process.join()
     assert 0 < peak < 4 * GIB

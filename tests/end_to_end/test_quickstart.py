@@ -97,7 +97,6 @@ def check_trackers(folder: Path, metrics: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(900)  # half a minute on two idle cores
 def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     run_dir, text = tmp_path / "a run", tmp_path / "text.jsonl"
     write_text(text)

@@ -19,7 +19,7 @@ import pytest
 from pyarrow import parquet
 
 from data.tokenizer_json import write_tokenizer_json
-from tests.helpers.ranks import ROOT
+from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tests.paro.checkpoint.convert.folders import save_folder
 from tests.tools.test_generate import SIZES, save_untrained
 from tests.tools.test_report import write_run
@@ -124,7 +124,7 @@ def of(*sections: str) -> str:
     return "\n".join(lines)
 
 
-def type_in(folder: Path, lines: str, *, seconds: int, **environment: str) -> str:
+def type_in(folder: Path, lines: str, *, seconds: float = HANGS_AFTER, **environment: str) -> str:
     """The output of one shell that runs these lines and stops at the first failure."""
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", lines],
@@ -242,11 +242,10 @@ def prepared(scratch: Path) -> Path:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("sections", QUICK, ids=" and ".join)
 def test_commands_do_what_they_say(prepared: Path, sections: tuple[str, ...]) -> None:
     lines = of(*sections)
-    out = type_in(prepared, lines, seconds=600)
+    out = type_in(prepared, lines)
     started = len(re.findall(r"^(?:[A-Z_]+=\S+ )*(?:torchrun|sbatch|bash examples)", lines, re.M))
     planned = started + lines.count("--dry-run")
     assert out.count("> the launch is sound; nothing was started and nothing written\n") == planned
@@ -267,7 +266,6 @@ def test_the_quickstart_as_printed(scratch: Path) -> None:
 
 @pytest.mark.verify
 @pytest.mark.ranks
-@pytest.mark.timeout(600)
 def test_an_adapter_as_printed(prepared: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -276,7 +274,7 @@ def test_an_adapter_as_printed(prepared: Path) -> None:
     (prepared / "trains" / "torchrun").write_text(TRAINER)
     (prepared / "trains" / "torchrun").chmod(0o755)
     path = f"{prepared / 'trains'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    out = type_in(prepared, of("An adapter on your own text"), seconds=500, PATH=path)
+    out = type_in(prepared, of("An adapter on your own text"), PATH=path)
     assert re.search(r"successfully saved checkpoint from iteration +3 to runs/adapter", out)
     assert "checkpoints hold what trains; the rest is in " in out
     base = AutoModelForCausalLM.from_pretrained(prepared / "Llama-2-7b-hf")

@@ -25,7 +25,7 @@ from tests.end_to_end.test_training import (
     run_main,
 )
 from tests.end_to_end.test_training import RUN as SCRIPT_RUN
-from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.ranks import HANGS_AFTER, ROOT, run_ranks
 
 RUN = [sys.executable, SCRIPT, *MODEL, "--mock-data"]
 ENVIRONMENT = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
@@ -160,7 +160,9 @@ def test_killed_and_unwritable_trackers_cost_one_line_each(tmp_path: Path) -> No
                 break
         rest = process.stdout.read()
         stopped = time.monotonic()
-        assert process.wait(timeout=60) == 0, process.stderr.read() if process.stderr else ""
+        assert process.wait(timeout=HANGS_AFTER) == 0, (
+            process.stderr.read() if process.stderr else ""
+        )
         assert time.monotonic() - stopped < 30
     assert {line.split(" is left out")[0] for line in lost} == {"Weights & Biases", "TensorBoard"}
     assert "is left out" not in rest

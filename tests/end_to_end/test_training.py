@@ -26,7 +26,7 @@ import pytest
 import pretrain_llama
 from data.indexed_dataset import IndexedDatasetWriter
 from paro.errors import RunError, UserError
-from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.ranks import HANGS_AFTER, ROOT, run_ranks
 from tests.helpers.scripts import run_script
 
 SCRIPT = "pretrain_llama.py"
@@ -171,7 +171,7 @@ def test_all_ranks_stop_when_one_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True) as process:
         ranks = wait_for_training(process.pid, tmp_path / "log", num_ranks=2)
         subprocess.run(["kill", "-9", str(ranks[1])], check=True)
-        assert process.wait(timeout=60) != 0
+        assert process.wait(timeout=HANGS_AFTER) != 0
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 

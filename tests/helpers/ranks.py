@@ -32,6 +32,10 @@ PRELOADED = (
     "torch.distributed.fsdp",
 )
 
+# Seconds after which a process counts as hanging: on a slow machine that other tests keep busy some
+# take 30 times as long as alone.
+HANGS_AFTER = 600.0
+
 # After a failure: how long other ranks may still report an earlier one.
 _LAST_WORDS_SECONDS = 1.0
 
@@ -48,7 +52,7 @@ def run_ranks(
     /,
     *args: Any,
     init: bool = True,
-    timeout: float = 120.0,
+    timeout: float = HANGS_AFTER,
     **kwargs: Any,
 ) -> list[Result]:
     """The results of `function(*args, **kwargs)` on each of `world_size` ranks, by rank.

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from tests.helpers.ranks import PRELOADED, ROOT, RankError
+from tests.helpers.ranks import HANGS_AFTER, PRELOADED, ROOT, RankError
 
 # torchrun gets this long to end its ranks; it kills them itself after 30 s.
 _GRACE_SECONDS = 45.0
@@ -86,7 +86,7 @@ def run_script(
     *,
     env: Mapping[str, str] | None = None,
     before: Callable[[], None] | None = None,
-    timeout: float = 240.0,
+    timeout: float = HANGS_AFTER,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a `Script` to its end: under torchrun, or plain with nproc 0."""
     with TemporaryDirectory() as name:

@@ -149,7 +149,7 @@ def test_strategies_train_as_one_process_does(
     references: dict[Key, Trained], world_size: int, group_size: int, letters: tuple[str, ...]
 ) -> None:
     cases = [(flags_for(name, world_size=world_size), ()) for name in letters]
-    results = run_ranks(train_cases, world_size, cases, group_size, timeout=240)
+    results = run_ranks(train_cases, world_size, cases, group_size)
     reference = reference_for(references)
     for number, (flags, _) in enumerate(cases):
         for by_rank in results:
@@ -202,7 +202,7 @@ def test_variants_train_as_one_process_does(
     cases = [
         (flags_for(s, world_size=world_size, more=more), frozen) for s, more, frozen in variants
     ]
-    results = run_ranks(train_cases, world_size, cases, group_size, timeout=280)
+    results = run_ranks(train_cases, world_size, cases, group_size)
     for number, (strategy, more, frozen) in enumerate(variants):
         reference = reference_for(references, more, frozen)
         for by_rank in results:

@@ -18,7 +18,7 @@ from paro.planning.machine.machine import Machine, Measured
 from paro.strategy import legal_letters
 from paro.topology import Axes
 from paro.training import assembly
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import HANGS_AFTER, run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import assert_formulas, assert_same, flags_for
 
@@ -83,7 +83,7 @@ def check(pairs: Sequence[tuple[str, str]], *, iterations: int, timeout: float) 
 
 @pytest.mark.ranks
 def test_one_of_each() -> None:
-    check(CROSSING_BOTH, iterations=2, timeout=240)
+    check(CROSSING_BOTH, iterations=2, timeout=HANGS_AFTER)
 
 
 @pytest.mark.ranks

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from paro.errors import UserError
+from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tools.cluster import network, state
 from tools.cluster.counters import nic_bytes, reset_traffic, traffic
 from tools.cluster.launch import run
@@ -23,7 +24,6 @@ from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.emulated_cluster import main, make_parser
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = [sys.executable, str(ROOT / "tools/emulated_cluster.py")]
 UP = ("up", "--nodes", "2", "--ranks-per-node", "2", "--inter", "1mbit")
 NAME = f"test-{os.getpid()}"
@@ -308,7 +308,7 @@ def test_a_signal_ends_a_run_and_one_runs_at_a_time(two_nodes: Cluster, tmp_path
     again = call(*UP, "--name", NAME)
     assert_one_line(again.returncode, again.stderr, "is up already (2 nodes x 2 ranks")
     running.send_signal(signal.SIGINT)
-    assert running.wait(timeout=60) == 128 + signal.SIGINT
+    assert running.wait(timeout=HANGS_AFTER) == 128 + signal.SIGINT
     assert list(processes_in(two_nodes.spec.namespaces)) == []
 
 

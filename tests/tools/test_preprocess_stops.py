@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ranks import HANGS_AFTER
 from tests.tools.test_preprocess_data import NULL, both_files, lines_file
 from tools.preprocess_data import main
 
@@ -42,7 +43,7 @@ def children(pid: int) -> list[int]:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_AFTER
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -67,7 +68,7 @@ def test_a_killed_worker_is_one_line_and_leaves_the_good_files(
     assert process.stderr is not None
     assert process.stderr.readline().startswith("Processed")
     os.kill(children(process.pid)[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS_AFTER)
     assert process.returncode == 2
     last = err.splitlines()[-1]
     assert last.startswith("preprocess_data.py: error: a worker process was killed")
@@ -89,7 +90,7 @@ def test_stopping_it_is_one_line_and_leaves_no_worker(
     workers = children(process.pid)
     assert len(workers) == 2
     process.send_signal(stop)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS_AFTER)
     assert process.returncode == 130
     assert err.splitlines()[-1].startswith("preprocess_data.py: stopped")
     assert "Traceback" not in err
@@ -106,7 +107,7 @@ def test_workers_leave_when_the_first_process_is_killed(tmp_path: Path) -> None:
     assert process.stderr.readline().startswith("Processed")
     workers = children(process.pid)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANGS_AFTER)
     wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
     assert not list(tmp_path.glob("*.idx"))
 
@@ -120,7 +121,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_good_files(
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (65536, 65536))
     process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(good_files),
                     "--workers", "1", *NULL, preexec_fn=limit)  # fmt: skip
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS_AFTER)
     assert process.returncode == 1
     assert f"{good_files}_text_document.bin cannot be written: File too large" in err
     assert sum(not line.startswith("Processed") for line in err.splitlines()) == 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.ranks import HANGS_AFTER
 from tools.report import main
 from tools.run_report.charts import CHARTS, PLACEHOLDERS
 from tools.run_report.runs import differences, read_runs
@@ -241,7 +242,7 @@ def test_a_browser_shows_it_in_light_and_in_the_dark(two_runs: list[Path], tmp_p
             ],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=HANGS_AFTER,
         )
         assert picture.exists(), done.stderr
         assert "CONSOLE" not in done.stderr, done.stderr

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.helpers.ranks import HANGS_AFTER
+
 PAGES = 1024  # of 4 KB, in a tensor
 
 # Page faults of 20 steps that allocate 3 tensors of 4 MB, keep one and free all.
@@ -36,7 +38,11 @@ print(plain, faults())
 @pytest.mark.process
 def test_the_next_step_has_no_page_faults() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", STEPS],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANGS_AFTER,
     )
     kept, figures = done.stdout.splitlines()
     assert kept == "True"

@@ -56,7 +56,7 @@ def train_all(base: str, flag_lists: Sequence[str]) -> list[Trained]:
 
 @pytest.mark.ranks
 def test_two_byte_types_follow_the_gathered_run() -> None:
-    rotated = run_ranks(train_all, 4, ROTATED, BF16, timeout=300)
+    rotated = run_ranks(train_all, 4, ROTATED, BF16)
     gathered = run_ranks(train_all, 4, GATHERED, [f.replace(IN_PLACE, "") for f in BF16])
     for number, flags in enumerate(BF16):
         wanted = gathered[0][number]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.scripts import run_script
 from tools.bench.study_crashes import Kill, Study, losses, make_parser, wanted_kinds
 
@@ -28,7 +29,7 @@ def study(folder: Path, *flags: object, timeout: float) -> dict[str, Any]:
 @pytest.mark.verify
 def test_a_killed_training_resumes_and_its_losses_are_the_undisturbed_ones(tmp_path: Path) -> None:
     few = ["--ranks", 2, "--group-size", 1, "--strategy", "NNG", "--train-iters", 9]
-    figures = study(tmp_path, "--kills", 1, "--inside", 1, *few, timeout=280.0)
+    figures = study(tmp_path, "--kills", 1, "--inside", 1, *few, timeout=HANGS_AFTER)
     assert figures["complaints"] == []
     assert figures["kills"] >= 1  # more if one came too late for the save
     assert figures["inside_asynchronous_saves"] >= 1

@@ -22,7 +22,6 @@ SMALL = (
 @pytest.mark.verify
 @pytest.mark.root
 @pytest.mark.ranks
-@pytest.mark.timeout(900)
 def test_failures_are_recovered_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(
         name="small",
