@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from model.config import LlamaConfig, RecomputeConfig
+from model.config import LlamaConfig, RecomputeConfig, flops_per_token
 from model.llama import Llama
 from tests.model.test_llama import CONFIGS, build
 
@@ -117,3 +119,14 @@ def test_samples_that_are_one_document_each_take_the_plain_path() -> None:
     model = build(CONFIGS["mha"])
     plain = model(*draw())
     assert torch.equal(model(*draw(), document_lengths=(S,) * SAMPLES), plain)
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa of 2", "odd ffn, wide heads"])
+def test_no_score_between_documents_is_computed(name: str) -> None:
+    config = CONFIGS[name]
+    model = build(config)
+    # torch counts attention only if it is computed with matrix products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(*draw(), positions_BS=positions(), document_lengths=LENGTHS).backward()
+    alone = [length * flops_per_token(config, length, causal=False) for length in LENGTHS]
+    assert counter.get_total_flops() == sum(alone)
