@@ -32,8 +32,8 @@ PRELOADED = (
     "torch.distributed.fsdp",
 )
 
-# Seconds after which a process counts as hanging: on a slow machine that other tests keep busy some
-# take 30 times as long as alone.
+# Seconds after which a process counts as hanging: beside other tests some take ten times as long as
+# alone.
 HANGS_AFTER = 600.0
 
 # After a failure: how long other ranks may still report an earlier one.
