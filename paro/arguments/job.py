@@ -81,7 +81,7 @@ def add_validation_args(parser: ArgumentParser) -> None:
 def add_checkpointing_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("checkpointing").add_argument
     add("--save", metavar="DIR", help="save checkpoints under DIR; default: none is saved")
-    add("--save-interval", type=int, metavar="N",
+    add("--save-interval", "--persistent-save-interval", type=int, metavar="N",
         help="save every N iterations; default: at the end only")
     add("--save-retain-interval", type=int, metavar="N",
         help="keep checkpoints of every N iterations and the last two; another is removed by the "

@@ -233,9 +233,10 @@ def add_learning_rate_args(parser: ArgumentParser) -> None:
         help="the shape of WSD's tail")
     add("--lr-wsd-decay-iters", type=int, metavar="N", help="iterations of WSD's tail")
     add("--lr-wsd-decay-samples", type=int, metavar="N", help="the same in samples")
-    add("--override-opt_param-scheduler", action="store_true",
+    add("--override-opt_param-scheduler", "--override-opt-param-scheduler", action="store_true",
         help="let the flags of learning rate and weight decay differ from those of --load")
-    add("--use-checkpoint-opt_param-scheduler", action="store_true",
+    add("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler",
+        action="store_true",
         help="keep the learning rate and weight decay schedules of --load, whatever flags say")
 
 

@@ -151,7 +151,7 @@ TABLE = (
     (
         "--save-interval",
         "save-steps save-every checkpoint-interval save-freq checkpoint-every ckpt-interval "
-        "save-frequency persistent-save-interval",
+        "save-frequency",
     ),
     ("--save-retain-interval", "save-total-limit keep-latest-k keep-last"),
     ("--ckpt-format", "dist-ckpt-format"),
@@ -165,8 +165,6 @@ TABLE = (
         "report-to wandb use-wandb wandb-log enable-wandb tracker logger",
     ),
     ("--wandb-exp-name", "run-name wandb-run-name experiment-name exp-name wandb-name"),
-    ("--override-opt_param-scheduler", "override-opt-param-scheduler"),
-    ("--use-checkpoint-opt_param-scheduler", "use-checkpoint-opt-param-scheduler"),
     ("--yaml-cfg", "config config-file job-config cfg config-path"),
 )
 SYNONYMS = {name: meaning for meaning, names in TABLE for name in names.split()}

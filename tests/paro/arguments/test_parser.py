@@ -193,13 +193,30 @@ def test_a_bare_start_names_all_that_is_needed_and_an_example() -> None:
         ("--gradient-checkpointing", "--recompute-granularity full"),
         ("--nproc-per-node", "torchrun"),
         ("--num_layers", "--num-layers"),
-        ("--persistent-save-interval", "--save-interval"),
     ],
 )
 def test_a_name_of_another_framework_is_translated(flag: str, meant: str) -> None:
     (line,) = told([*COMPLETE, flag, "7"])
     assert line.startswith(f"{flag} 7 is unknown: ")
     assert meant in line
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "values"),
+    [
+        ("--override-opt_param-scheduler", "--override-opt-param-scheduler", []),
+        ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler", []),
+        ("--save-interval", "--persistent-save-interval", ["7"]),
+    ],
+)
+def test_both_spellings_of_megatron_are_one_flag(
+    name: str, other: str, values: list[str], tmp_path: Path
+) -> None:
+    assert parse_args([other, *values]) == parse_args([name, *values]) != parse_args([])
+    path = tmp_path / "flags.yaml"
+    path.write_text(f"{other.removeprefix('--')}: {values[0] if values else 'true'}\n")
+    of_file = vars(parse_args(["--yaml-cfg", str(path)])) | {"yaml_cfg": None}
+    assert of_file == vars(parse_args([name, *values]))
 
 
 def test_hints_lead_to_flags_that_do_something() -> None:
@@ -324,6 +341,6 @@ def test_no_flag_takes_what_is_no_finite_number(value: str) -> None:
         words += [action.option_strings[0]] + [f" {value}"] * count  # "-1e400" alone is a flag
     with pytest.raises(UserError) as caught:
         parse_args(words, trains=False)
-    refused = {f"--{line.split(': ')[0].partition('--')[2]}" for line in caught.value.args}
+    refused = {re.findall(r"--[\w-]+", line)[0] for line in caught.value.args}
     assert refused >= {action.option_strings[0] for action in numbers}
     assert f"argument --lr: {value} is not a finite number" in caught.value.args
