@@ -286,7 +286,8 @@ def _add_dry_run_args(parser: ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="do that, and start no rank")
     add("--world-size", type=int, metavar="N", help="with --dry-run: the ranks to plan for; needed")
     add("--ranks-per-node", type=int, metavar="N",
-        help="with --dry-run: how many of them a node has; default 8, or all where they are fewer")
+        help="with --dry-run: how many of them a node has; default: a group of --paro-machine, "
+        "else 8, or all where they are fewer")
     add("--device-memory-gb", type=float, metavar="GB",
         help="with --dry-run: fail unless the predicted memory of a rank fits a device of so many "
         "GB (1e9 bytes), a tenth of which is left to CUDA and to fragmentation; default: what "

@@ -13,7 +13,7 @@ from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.cost_model import merged, model_state_bytes
-from paro.planning.machine.files import find_machine
+from paro.planning.machine.files import machine_of_launch
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.description import bits_text, describe
@@ -37,36 +37,20 @@ DEFAULT_STRATEGY = "IIG"
 DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 
-def take_machine(text: str | None, world: World, group_size: int) -> Machine | None:
-    """The machine of --paro-machine (a name or a file), scaled to this world size.
-
-    `UserError` if it was measured on other ranks or its groups do not nest with ours.
-    """
-    if text is None:
-        return None
-    machine = find_machine(text)
-    if machine.measured and (machine.world_size, machine.group_size) != (world.size, group_size):
-        raise UserError(
-            f"--paro-machine {text} was measured on {machine.world_size} ranks in groups of "
-            f"{machine.group_size}, this run has {world.size} in groups of {group_size}: measure "
-            "it here with tools/bench_collectives.py --machine-file"
-        )
-    machine = machine.for_world(world.size, subject="--paro-machine")
-    small, large = sorted((group_size, machine.group_size))
-    if large % small != 0:
-        raise UserError(
-            f"--paro-machine {text} has groups of {machine.group_size}, which do not nest with "
-            f"--paro-group-size {group_size}: choose {machine.group_size}, or one that divides it"
-        )
-    return machine
-
-
 def take_sharding(
     args: Namespace, world: World
 ) -> tuple[ShardingConfig, Strategy | None, tuple[str, ...]]:
     """How states are sharded, and log lines; without a strategy if the planner is to choose it."""
+    machine: Machine | None = None
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
+    if args.paro_machine is not None:
+        machine, group_size = machine_of_launch(
+            args.paro_machine,
+            world_size=world.size,
+            ranks_per_node=world.ranks_per_node,
+            group_size=args.paro_group_size,
+        )
     text = args.paro_strategy
     if text is None:
         zero1 = args.use_distributed_optimizer
@@ -100,7 +84,7 @@ def take_sharding(
         survive=survive,
         elastic=args.paro_elastic,
         inter_bits=args.paro_inter_bits,
-        machine=take_machine(args.paro_machine, world, group_size),
+        machine=machine,
     )
     return sharding, strategy, lines
 

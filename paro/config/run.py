@@ -55,6 +55,7 @@ from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
+from paro.planning.machine.files import find_machine
 from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
@@ -190,9 +191,15 @@ class RunConfig:
 
 
 def take_world(args: Namespace) -> World:
-    """The ranks to configure for: those started by the launcher, or those of --dry-run."""
+    """The ranks to configure for: those started by the launcher, or those of --dry-run.
+
+    A node of a dry run is a group of --paro-machine, unless --ranks-per-node says otherwise.
+    """
     check_flags(args)
-    return _take(LaunchConfig, args).world()
+    launch = _take(LaunchConfig, args)
+    if not launch.dry_run or args.paro_machine is None:
+        return launch.world()
+    return launch.world(find_machine(args.paro_machine).group_size)
 
 
 def take_watch(args: Namespace) -> tuple[WatchConfig, RuntimeConfig]:

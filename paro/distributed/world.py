@@ -48,13 +48,8 @@ class LaunchConfig:
                 raise UserError(f"{flag} {value} must be positive")
         if self.world_size > MOST_RANKS:
             raise UserError(f"--world-size {self.world_size} must be at most {MOST_RANKS}")
-        if self.world_size % self._ranks_per_node():
-            raise UserError(
-                f"--world-size {self.world_size} is no multiple of the {self._ranks_per_node()} "
-                "ranks of a node: give --ranks-per-node, or another number of ranks"
-            )
 
-    def world(self) -> World:
+    def world(self, default_ranks_per_node: int = DEFAULT_RANKS_PER_NODE) -> World:
         """Rank 0 of the planned ranks in a dry run, else this process; `UserError` if invalid."""
         if not self.dry_run:
             return read_world()
@@ -64,10 +59,13 @@ class LaunchConfig:
                 "--dry-run is one plain process, here are "
                 f"{os.environ['WORLD_SIZE']}: start it with python instead of torchrun"
             )
-        return World(size=self.world_size, ranks_per_node=self._ranks_per_node())
-
-    def _ranks_per_node(self) -> int:
-        return self.ranks_per_node or min(DEFAULT_RANKS_PER_NODE, self.world_size or 1)
+        ranks_per_node = self.ranks_per_node or min(default_ranks_per_node, self.world_size)
+        if self.world_size % ranks_per_node:
+            raise UserError(
+                f"--world-size {self.world_size} is no multiple of the {ranks_per_node} ranks of a "
+                "node: give --ranks-per-node, or another number of ranks"
+            )
+        return World(size=self.world_size, ranks_per_node=ranks_per_node)
 
     def _given(self) -> dict[str, float | None]:
         return {

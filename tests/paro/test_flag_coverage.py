@@ -132,8 +132,8 @@ CASES = {
     ),
     "paro_inter_bits": (
         (),
-        "--paro-machine dgx-h100",
-        "--paro-machine dgx-h100 --paro-inter-bits auto",
+        "--paro-machine dgx-h100 --paro-group-size 2",
+        "--paro-machine dgx-h100 --paro-group-size 2 --paro-inter-bits auto",
     ),
     "paro_machine": ((), "", "--paro-machine machine.json"),
     "paro_rotate_in_place": (

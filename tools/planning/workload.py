@@ -20,12 +20,10 @@ from paro.collectives.schedule import COLLECTIVES
 from paro.config.inter_bits import check_inter_bits
 from paro.config.model import take_model
 from paro.errors import UserError
-from paro.planning.machine.files import find_machine
-from paro.planning.machine.machine import Machine
+from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.search.search_space import Materialize, Workload
 from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
-from paro.strategy import check_group_size
 from tools.shared.command_line import Parser
 
 DESCRIPTION = """\
@@ -116,14 +114,17 @@ def add_failure_args(parser: Parser) -> None:
 
 def case_of(args: Namespace) -> Workload:
     """The workload to plan; a `UserError` names the flag to change."""
-    machine = find_machine(args.paro_machine)
-    world_size = machine.world_size if args.world_size is None else args.world_size
+    world_size = args.world_size
+    if world_size is None:
+        world_size = find_machine(args.paro_machine).world_size
     if world_size < 1:
         raise UserError(f"--world-size {world_size} must be at least 1")
-    machine = machine.for_world(world_size, subject="--paro-machine")
-    group_size = machine.group_size if args.paro_group_size is None else args.paro_group_size
-    check_group_size(world_size, group_size)
-    check_groups(machine, group_size)
+    machine, group_size = machine_of_launch(
+        args.paro_machine,
+        world_size=world_size,
+        ranks_per_node=None,
+        group_size=args.paro_group_size,
+    )
     if args.paro_rotate_in_place and args.paro_materialize != "rotate":
         raise UserError("--paro-rotate-in-place needs --paro-materialize rotate")
     batch = args.global_batch_size
@@ -174,16 +175,6 @@ def precision_of(args: Namespace) -> PrecisionConfig:
         inter_grad_error_feedback=args.paro_inter_grad_error_feedback,
         lora_base_dtype=args.lora_base_dtype,
     )
-
-
-def check_groups(machine: Machine, group_size: int) -> None:
-    """Raises `UserError` unless the groups of the run and of the machine nest."""
-    small, large = sorted((group_size, machine.group_size))
-    if large % small != 0:
-        raise UserError(
-            f"--paro-group-size {group_size} and the groups of {machine.group_size} of machine "
-            f"{machine.name} do not nest: choose {machine.group_size}, or one that divides it"
-        )
 
 
 def vocab_size_of(args: Namespace) -> int:

@@ -43,6 +43,7 @@ from paro.planning.machine.machine import (
     bits_per_second,
     rate_text,
 )
+from paro.strategy import check_group_size
 from paro.topology import Axes
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
@@ -108,6 +109,33 @@ def find_machine(text: str) -> Machine:
             f"{', '.join(shipped_machines())}"
         )
     return read_machine(path)
+
+
+def machine_of_launch(
+    text: str, *, world_size: int, ranks_per_node: int | None, group_size: int | None
+) -> tuple[Machine, int]:
+    """The machine of --paro-machine with this many ranks, and the degree of letter I on it.
+
+    That is `group_size` if --paro-group-size gives it, else a node; without `ranks_per_node` a node
+    is a group of the machine. `UserError` if the machine contradicts them.
+    """
+    machine = find_machine(text).for_world(world_size, subject="--paro-machine")
+    groups = machine.group_size
+    own = ranks_per_node or groups if group_size is None else group_size
+    check_group_size(world_size, own)
+    nest = max(own, groups) % min(own, groups) == 0
+    if own == groups or (nest and group_size is not None and not machine.measured):
+        return machine, own
+    whose, advice = f"--paro-group-size is {own}", f"take a divisor or a multiple of {groups}"
+    if group_size is None:
+        whose = f"a node of this launch has {own}"
+        advice = f"take a file of such nodes, or give --paro-group-size {groups}"
+    if machine.measured:
+        advice = (
+            f"give --paro-group-size {groups}, or measure it so with "
+            "tools/bench_collectives.py --machine-file"
+        )
+    raise UserError(f"--paro-machine {text} has groups of {groups} ranks and {whose}: {advice}")
 
 
 def read_machine(path: Path) -> Machine:

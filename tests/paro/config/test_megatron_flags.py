@@ -49,7 +49,8 @@ def test_lengths_in_iterations_follow_the_schedule() -> None:
 
 
 def test_the_planner_plans_for_the_last_size() -> None:
-    words = "--step-batch-size-schedule 0:8,640:16 --paro-machine dgx-a100-roce100"
+    words = "--step-batch-size-schedule 0:8,640:16 --paro-machine dgx-a100-roce100 "
+    words += "--paro-group-size 2"
     config = configure(f"{ITERS} {words}")
     case = case_of(
         config.model,

@@ -8,13 +8,16 @@ import pytest
 
 from paro.arguments.parser import parse_args
 from paro.config.record import recorded_arguments
-from paro.config.run import RunConfig
+from paro.config.run import RunConfig, take_world
+from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.files import machine_to_json
 from paro.planning.search.planner import letter_rows
 from paro.planning.survival import survival
 from tests.paro.planning.cases import machine, workload
+from tools.planning.workload import case_of as plan_case
+from tools.planning.workload import make_parser
 
 # Blocks as wide as LLaMA-7B's, so that links and memory decide as they do for a user.
 RUN = (
@@ -124,23 +127,62 @@ def test_mistakes_are_told_in_one_line(flags: str, told: str) -> None:
     assert told in str(error.value)
 
 
+def test_nodes_of_a_dry_run_are_the_groups_of_the_machine_as_in_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "nodes-of-4.json"
+    path.write_text(machine_to_json(machine(group_size=4, inter=25)), encoding="utf-8")
+    own = f"--paro-machine {path} --world-size 16"
+
+    def dry_run(flags: str) -> tuple[World, ShardingConfig]:
+        args = parse_args(f"{RUN} {own} --dry-run {flags}".split())
+        return take_world(args), RunConfig.from_args(args, take_world(args)).sharding
+
+    world, sharding = dry_run("")
+    assert world == World(size=16, ranks_per_node=4)
+    plan = make_parser().parse_args(f"{own} --llama-preset 7B --seq-length 512".split())
+    planned = plan_case(plan)
+    assert (planned.machine, planned.group_size) == (sharding.machine, sharding.group_size)
+    assert sharding.group_size == 4
+    assert dry_run("--ranks-per-node 4")[1] == sharding
+    assert dry_run("--ranks-per-node 8 --paro-group-size 8")[1].group_size == 8
+    with pytest.raises(UserError, match="groups of 4 ranks and a node of this launch has 8: take"):
+        dry_run("--ranks-per-node 8")
+    with pytest.raises(UserError, match="no multiple of the 4 ranks of a node"):
+        dry_run("--world-size 18")
+
+
 def test_groups_may_be_several_nodes() -> None:
     config = configured("--paro-machine dgx-h100 --paro-group-size 16 --paro-strategy IIG")
     assert config.strategy.degrees == (16, 16, 32)
 
 
-def test_a_world_that_disagrees_with_the_machine() -> None:
-    with pytest.raises(UserError, match="groups of 8, which do not divide the 12 ranks"):
+@pytest.mark.parametrize(
+    ("flags", "ranks", "per_node", "told"),
+    [
+        ("--paro-group-size 4", 12, 4, "groups of 8, which do not divide the 12 ranks"),
+        (
+            "--paro-group-size 12",
+            48,
+            8,
+            "has groups of 8 ranks and --paro-group-size is 12: take a divisor or a multiple of 8",
+        ),
+        (
+            "",
+            48,
+            4,
+            "dgx-h100 has groups of 8 ranks and a node of this launch has 4: take a file of such "
+            "nodes, or give --paro-group-size 8",
+        ),
+    ],
+)
+def test_a_world_that_disagrees_with_the_machine(
+    flags: str, ranks: int, per_node: int, told: str
+) -> None:
+    with pytest.raises(UserError, match=r"\A[^\n]*\Z") as error:
         configured(
-            "--paro-machine dgx-h100 --paro-group-size 4 --micro-batch-size 1 "
-            "--global-batch-size 12",
-            World(size=12, ranks_per_node=4),
+            f"--paro-machine dgx-h100 --micro-batch-size 1 --global-batch-size {ranks} {flags}",
+            World(size=ranks, ranks_per_node=per_node),
         )
-    with pytest.raises(UserError, match="do not nest with --paro-group-size 12"):
-        configured(
-            "--paro-machine dgx-h100 --micro-batch-size 1 --global-batch-size 48",
-            World(size=48, ranks_per_node=12),
-        )
+    assert told in str(error.value)
 
 
 @pytest.mark.slow("searches all candidates of a model")

@@ -27,7 +27,8 @@ LAUNCHES = [
     f"{SMALL} --group-query-attention --num-query-groups 2 --recompute-activations",
     f"{SMALL} --paro-strategy zero1 --rampup-batch-size 8 8 48 --lr-warmup-fraction 0.1",
     f"{SMALL} --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2",
-    f"{PRESET} --llama-preset 7B --paro-strategy auto --paro-machine dgx-a100-roce100 --bf16",
+    f"{PRESET} --llama-preset 7B --paro-strategy auto --bf16 --paro-machine dgx-a100-roce100 "
+    "--paro-group-size 2",
 ]
 
 
@@ -66,7 +67,12 @@ def test_nothing_that_was_decided_is_left_open() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["zero1", "auto --paro-machine dgx-a100-roce100", "IIG --paro-group-size 4"]
+    "given",
+    [
+        "zero1",
+        "auto --paro-machine dgx-a100-roce100 --paro-group-size 4",
+        "IIG --paro-group-size 4",
+    ],
 )
 def test_the_strategy_is_recorded_as_it_runs(given: str) -> None:
     config = configure(f"{PRESET} --llama-preset 7B --bf16 --paro-strategy {given}", WORLD)

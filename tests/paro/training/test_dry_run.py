@@ -230,7 +230,7 @@ def test_a_machine_file_is_read(tmp_path: Path) -> None:
     machine = Machine(name="two by two", source="", world_size=4, group_size=2, measured=(row,))
     (tmp_path / "machine.json").write_text(machine_to_json(machine))
     words = f"{MOCK} --paro-machine {tmp_path}/machine.json --dry-run --world-size 8"
-    with pytest.raises(UserError, match="was measured on 4 ranks in groups of 2, this run has 8"):
+    with pytest.raises(UserError, match="was measured on 4 ranks in groups of 2, this is for 8"):
         planned(words)
 
 
