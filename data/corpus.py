@@ -23,6 +23,8 @@ TEXT_BYTES = 2**22  # a longer .txt file is encoded in parts, cut at ends of lin
 ROWS = 4096  # of a batch at most
 # Where a long text is cut: after the last line end not followed by a blank, else after the last.
 LINE_ENDS = (re.compile(rb".*\n(?=\S)", re.DOTALL), re.compile(rb".*\n", re.DOTALL))
+_LIST, _OBJECT = re.compile(r"\s*\[\s*({|$)"), re.compile(r"\s*{\s*$")
+_TOO_LONG = "requires too much memory"  # what zstd says of a window that its caller did not allow
 
 Rows = Mapping[str, list[Any]]
 OnBad = Callable[[str], None]
@@ -73,6 +75,11 @@ def open_binary(piece: Piece) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
         except (EOFError, zlib.error, OSError) as error:
             if piece.compression is None:
                 raise
+            if _TOO_LONG in str(error):
+                raise UserError(
+                    f"{piece.path} has a zstd window above 128 MiB, which pyarrow does not take: "
+                    "compress it again, zstd -dc --long=31 OLD | zstd -o NEW"
+                ) from error
             raise UserError(f"{piece.path} is damaged or truncated: {error}") from error
 
 
@@ -272,10 +279,18 @@ def _read(batch: RawBatch, number: int, raw: Any, keys: Sequence[str]) -> Texts:
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise bad(f" is not valid JSON: {error}") from error
+        raise bad(f" is not valid JSON: {error}{_way_to_lines(text)}") from error
     if not isinstance(entry, dict):
-        raise bad(f" is not a JSON object such as {{{keys[0]!r}: ...}}")
+        raise bad(f" is not a JSON object such as {{{keys[0]!r}: ...}}{_way_to_lines(text)}")
     return Texts(number, tuple(_texts(entry, key, bad) for key in keys), len(raw))
+
+
+def _way_to_lines(text: str) -> str:
+    """What to do if this line begins a list of objects, or an object of several lines; else ''."""
+    for begun, query in (_LIST, "'.[]'"), (_OBJECT, "."):
+        if begun.match(text):
+            return f": one JSON object a line is wanted; jq -c {query} FILE prints that"
+    return ""
 
 
 def _texts(entry: Mapping[str, Any], key: str, bad: Callable[[str], _BadError]) -> list[str]:
@@ -284,12 +299,21 @@ def _texts(entry: Mapping[str, Any], key: str, bad: Callable[[str], _BadError]) 
         raise bad(f" has no key {key!r}; its keys are: {present}")
     value = entry[key]
     texts = value if isinstance(value, list) else [value]
-    for text in texts:
-        if not isinstance(text, str):
-            raise bad(f": the value of {key!r} is no text but {type(text).__name__}")
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:  # JSON escapes can encode invalid text
-                raise bad(f": the value of {key!r} holds half a surrogate pair") from error
-    return texts
+    return [_checked(text, key, bad) for text in texts]
+
+
+def _checked(text: Any, key: str, bad: Callable[[str], _BadError]) -> str:
+    if isinstance(text, bytes):  # a column without Parquet's mark of UTF-8
+        try:
+            return text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            reason = f": the value of {key!r} is not UTF-8 (byte {error.start + 1})"
+            raise bad(reason) from error
+    if not isinstance(text, str):
+        raise bad(f": the value of {key!r} is no text but {type(text).__name__}")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON escapes can encode invalid text
+            raise bad(f": the value of {key!r} holds half a surrogate pair") from error
+    return text

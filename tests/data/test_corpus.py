@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -82,6 +83,18 @@ def test_a_damaged_compressed_file_is_named(
     assert "\n" not in str(caught.value)
 
 
+def test_a_zstd_window_that_is_too_long_is_no_damage(tmp_path: Path) -> None:
+    line = b'{"text": "a"}\n'
+    magic, window, last_raw = b"\x28\xb5\x2f\xfd\x00", (31 - 10) << 3, len(line) << 3 | 1
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(magic + bytes([(27 - 10) << 3]) + last_raw.to_bytes(3, "little") + line)
+    assert texts(path) == [(["a"],)]
+    path.write_bytes(magic + bytes([window]) + last_raw.to_bytes(3, "little") + line)
+    with pytest.raises(UserError, match=r"window above 128 MiB.*zstd -dc --long=31") as caught:
+        texts(path)
+    assert "damaged" not in str(caught.value)
+
+
 def write_parquet(path: Path, values: list[object]) -> Path:
     table = pyarrow.table({"text": values, "id": list(range(len(values)))})
     parquet.write_table(table, path, row_group_size=3)
@@ -101,6 +114,21 @@ def test_a_parquet_file_without_the_column_or_with_other_values(tmp_path: Path) 
         texts(path, "body")
     with pytest.raises(UserError, match=r"a\.parquet, row 5: the value of 'text' is no text but"):
         texts(path)
+
+
+BINARY = (pyarrow.binary(), pyarrow.large_binary(), pyarrow.list_(pyarrow.binary()))
+
+
+@pytest.mark.parametrize("kind", [*BINARY, pyarrow.dictionary(pyarrow.int8(), pyarrow.binary())])
+def test_a_column_of_bytes_is_read_as_utf8(tmp_path: Path, kind: Any) -> None:
+    def write(name: str, *values: bytes) -> Path:
+        column = pyarrow.array([[v] for v in values] if kind == BINARY[2] else values).cast(kind)
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / name)
+        return tmp_path / name
+
+    assert texts(write("a.parquet", "é".encode(), b"b")) == [(["é"],), (["b"],)]
+    with pytest.raises(UserError, match=r"b\.parquet, row 2: .*'text' is not UTF-8 \(byte 3\)"):
+        texts(write("b.parquet", b"fine", b"no\xff"))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +156,9 @@ BAD_LINES = [
     (b'{"text": "a"', "is not valid JSON"),
     (b"[" * 100_000, "is not valid JSON"),
     (b'["a"]', "is not a JSON object"),
+    (b'[{"text": "a"}, {"text": "b"}]', r"not a JSON object .*: one .* a line .*; jq -c '\.\[\]' "),
+    (b" [", r"not valid JSON: .*: one .* a line .*; jq -c '\.\[\]' "),
+    (b"{ ", r"not valid JSON: .*: one .* a line is wanted; jq -c \. "),
     (b'{"body": "a", "id": 2}', "has no key 'text'; its keys are: body, id"),
     (b'{"text": 3}', "the value of 'text' is no text but int"),
     (b'{"text": ["a", null]}', "the value of 'text' is no text but NoneType"),
@@ -153,7 +184,9 @@ def test_bad_lines_are_left_out_and_told_of(tmp_path: Path) -> None:
     batches = read_batches(find_pieces([path]), ["text"])
     found = [item.by_key for batch in batches for item in texts_of(batch, ["text"], told.append)]
     assert found == [(["1"],)]
-    assert [message.split(" ")[2].rstrip(":") for message in told] == list("23456789")
+    assert [message.split(" ")[2].rstrip(":") for message in told] == [
+        str(number) for number in range(2, 2 + len(BAD_LINES))
+    ]
 
 
 def test_a_txt_file_that_is_not_utf8_is_named(
