@@ -71,6 +71,11 @@ def up_name(weight: str) -> str:
     return f"{weight}_lora_b"
 
 
+def adapted_weight(name: str) -> str:
+    """The name of the weight that an adapter of this name stands beside."""
+    return name.removesuffix("_lora_a").removesuffix("_lora_b")
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter's name is that of an adapter."""
     return name.endswith(("_lora_a", "_lora_b"))

@@ -69,8 +69,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def describe(conversion: Conversion, source: Source) -> str:
     config, adapters = source.config, ""
+    if source.adapters:
+        adapters = f"; {len(source.adapters) // 2} adapters"
     if source.lora is not None:
-        adapters = f"; adapters of rank {source.lora.rank} on {', '.join(source.lora.targets)}"
+        adapters += f" of rank {source.lora.rank} on {', '.join(source.lora.targets)}"
     types = sorted({str(t.dtype).removeprefix("torch.") for t in source.tensors.values()})
     return (
         f"{conversion.source}: {config.num_layers} layers, hidden size {config.hidden_size}, "

@@ -72,7 +72,7 @@ class Conversion:
             source = self._open()
         self._check_adapters(source)
         self._rows(source)
-        merges = source.lora is not None and not self.writes_adapters
+        merges = bool(source.adapters) and not self.writes_adapters
         cast = partial(_cast, dtype=self.dtype or (torch.float32 if merges else None))
         return replace(source, tensors=cast(source.tensors), adapters=cast(source.adapters))
 
@@ -90,7 +90,7 @@ class Conversion:
     def _check_adapters(self, source: Source) -> None:
         """`UserError` unless flags say what becomes of adapters, and there are some if they do."""
         given = f"--input {self.source}"
-        if source.lora is None:
+        if not source.adapters:
             if self.merge or self.target_format == PEFT:
                 flag = "--merge" if self.merge else "--to peft"
                 raise UserError(f"{flag}: {given} has no adapters: leave it out")
@@ -99,8 +99,14 @@ class Conversion:
             raise UserError("--merge and --to peft contradict each other: give one of them")
         if not self.merge and not self.writes_adapters:
             raise UserError(
-                f"{given} has adapters of rank {source.lora.rank}: give --merge to write the model "
-                "with them merged into its weights, or --to peft to write them alone"
+                f"{given} has adapters: give --merge to write the model with them merged into its "
+                "weights, or --to peft to write them alone"
+            )
+        if self.writes_adapters and source.lora is None:
+            raise UserError(
+                f"{given}: the adapters of a run have one rank and scaling, no rank above the size "
+                "of a matrix, and the same modules in all layers, unlike these: give --merge and "
+                "--to paro, hf or megatron to write the model with them merged into its weights"
             )
 
     def num_bytes(self, source: Source) -> int:

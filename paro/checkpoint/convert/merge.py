@@ -12,14 +12,20 @@ from model.lora_config import LoraConfig, down_name, up_name
 from paro.checkpoint.convert.source import LazyTensor, Source
 
 
-def with_adapters(source: Source, lora: LoraConfig, adapters: Mapping[str, LazyTensor]) -> Source:
-    """A model with adapters: they are kept, and merged into its tensors, which become fp32."""
+def with_adapters(
+    source: Source,
+    lora: LoraConfig | None,
+    adapters: Mapping[str, LazyTensor],
+    scalings: Mapping[str, float],
+) -> Source:
+    """A model with adapters: they are kept, and merged into its tensors, which become fp32.
+
+    `scalings` are by the weights that have adapters; `lora` is None if no run has such adapters.
+    """
     tensors = dict(source.tensors)
-    for name, up in adapters.items():
-        weight = name.removesuffix("_lora_b")
-        if name == up_name(weight):
-            down = adapters[down_name(weight)]
-            tensors[weight] = _sum(tensors[weight], down, up, lora.scaling)
+    for weight, scaling in scalings.items():
+        down, up = adapters[down_name(weight)], adapters[up_name(weight)]
+        tensors[weight] = _sum(tensors[weight], down, up, scaling)
     return replace(source, tensors=tensors, lora=lora, adapters=adapters)
 
 

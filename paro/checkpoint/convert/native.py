@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer
 from model.config import LlamaConfig
-from model.lora_config import is_adapter
+from model.lora_config import adapted_weight, is_adapter
 from paro.checkpoint.adapters import adapters_of
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import as_base, open_base
@@ -78,7 +78,10 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
         begins_with_bos=_begins_with_bos(common),
         notes=notes,
     )
-    return source if lora is None else with_adapters(source, lora, adapters)
+    if lora is None:
+        return source
+    scalings = dict.fromkeys(map(adapted_weight, adapters), lora.scaling)
+    return with_adapters(source, lora, adapters, scalings)
 
 
 def _tensors_in(directory: Path, manifest: Manifest | None) -> dict[str, LazyTensor]:

@@ -3,79 +3,102 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import nextafter, sqrt
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from model.config import parameter_shapes
 from model.hugging_face import hugging_face_name
-from model.lora_config import MODULES, LoraConfig, down_name, is_adapter, targets_of
+from model.lora_config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
 from paro.checkpoint.convert.merge import with_adapters
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
-from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.errors import UserError, about
-from paro.untrusted.schema import read_json
+from paro.untrusted.schema import Between, Positive, conform, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+_OLD_WEIGHTS = "adapter_model.bin"
+_Alpha = Annotated[float, Between(1e-30, 1e30)]
 
 
 class _Fields(TypedDict):
     """The fields of adapter_config.json that decide what the adapters compute."""
 
     peft_type: str
-    r: int
-    lora_alpha: float
-    target_modules: list[str] | str
-    lora_dropout: NotRequired[float]
+    r: Positive
+    lora_alpha: _Alpha
+    target_modules: NotRequired[list[str] | str | None]
+    lora_dropout: NotRequired[Annotated[float, Between(0.0, nextafter(1.0, 0.0))]]
+    init_lora_weights: NotRequired[bool | str | None]
+    use_rslora: NotRequired[bool | None]
+    exclude_modules: NotRequired[list[str] | str | None]
+    layers_to_transform: NotRequired[list[int] | int | None]
+    rank_pattern: NotRequired[dict[str, Positive] | None]
+    alpha_pattern: NotRequired[dict[str, _Alpha] | None]
 
 
-# Other fields, and the values with which they change nothing.
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "bias": (None, "none"),
-    "fan_in_fan_out": (None, False),
-    "layer_replication": (None,),
-    "layers_to_transform": (None, []),
-    "lora_bias": (None, False),
-    "alora_invocation_tokens": (None,),
-    "alpha_pattern": (None, {}),
-    "exclude_modules": (None, []),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None,),
-    "use_dora": (None, False),
-    "use_qalora": (None, False),
-    "use_rslora": (None, False),
+# Other fields that change nothing in what trained adapters compute: where they come from, and how
+# they began. The rest must be empty, also the fields of a newer peft.
+_HARMLESS = {
+    *("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type"),
+    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "runtime_config"),
+    *("ensure_weight_tying", "inference_mode"),
+    *("layers_pattern", "megatron_core", "qalora_group_size"),
 }
+# The beginnings of adapters that leave the weights beside them as they are. PiSSA, OLoRA, CorDA and
+# LoRA-GA subtract from these weights what the adapters begin with, and LoftQ quantizes them.
+_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_MERGED = "let peft merge these adapters, if it can (merge_and_unload), and convert its model"
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A linear layer of a block of the base; `name` is the one that peft knows it by."""
+
+    weight: str  # its parameter, in this project's words
+    name: str
+    layer: int
+
+    def is_among(self, names: Sequence[str]) -> bool:
+        """Whether this module's name is one of the names or ends, after a dot, with one."""
+        return any(f".{self.name}".endswith(f".{name}") for name in names)
 
 
 def open_peft(directory: Path, base: Source) -> Source:
-    """The `base` with the adapters of a folder; `UserError` names the bad file or field."""
+    """The `base` with the adapters of a folder; `UserError` names the bad file or field.
+
+    Which modules have adapters is decided by the tensors in the folder.
+    """
     path = directory / CONFIG
     if not path.is_file():
         raise UserError(f"{directory} holds no adapters of peft: it has no {CONFIG}")
-    everything, fields = read_json(path, dict[str, Any]), read_json(path, _Fields)
+    everything = read_json(path, dict[str, Any])
+    fields: _Fields = conform(everything, _Fields, str(path))
     with about(f"{path}: "):
-        lora = _lora_of(everything, fields)
-        config = replace(base.config, lora=lora)
-        shapes = {n: shape for n, shape in parameter_shapes(config).items() if is_adapter(n)}
-    stored = open_safetensors(directory / WEIGHTS)
-    names = {peft_name(name): name for name in shapes}
-    for theirs in stored.keys() ^ names.keys():
-        where = "only the file has" if theirs in stored else "the file lacks"
+        _check_supported(everything, fields)
+    if (directory / _OLD_WEIGHTS).exists() and not (directory / WEIGHTS).exists():
         raise UserError(
-            f"{directory / WEIGHTS} and {CONFIG} or --base do not agree: {where} {theirs}"
+            f"{directory} has {_OLD_WEIGHTS}, which may hold programs, in place of {WEIGHTS}: open "
+            "it with peft and save it again"
         )
-    for theirs, name in names.items():
-        if stored[theirs].shape != shapes[name]:
-            there, here = ("x".join(map(str, s)) for s in (stored[theirs].shape, shapes[name]))
-            raise UserError(
-                f"{directory / WEIGHTS}: {theirs} is {there}, and a model of --base needs {here}: "
-                "these are adapters of another model"
-            )
-    return with_adapters(base, lora, {name: stored[theirs] for theirs, name in names.items()})
+    modules = [
+        _Module(weight, _module_name(weight), layer)
+        for layer in range(base.config.num_layers)
+        for weight in (f"blocks.{layer}.{kind}" for kind in MODULES.values())
+    ]
+    adapters = _adapters_in(directory / WEIGHTS, modules, fields)
+    scales: dict[str, tuple[int, float]] = {}  # rank and alpha by weight
+    for module in modules:
+        if (down := adapters.get(down_name(module.weight))) is not None:
+            stored = next(iter(down.shape), 0) if fields.get("rank_pattern") else 0
+            rank = stored or fields["r"]
+            scales[module.weight] = (rank, _alpha_of(module, rank, fields))
+    _check_shapes(directory / WEIGHTS, base, adapters, scales)
+    scalings = {weight: alpha / rank for weight, (rank, alpha) in scales.items()}
+    return with_adapters(base, _alike(base, scales, fields), adapters, scalings)
 
 
 def write_peft(source: Source, directory: Path, advance: Callable[[int], None]) -> None:
@@ -101,22 +124,112 @@ def write_peft(source: Source, directory: Path, advance: Callable[[int], None]) 
 
 def peft_name(name: str) -> str:
     """The name of an adapter in peft's file."""
-    weight = name.removesuffix("_lora_a").removesuffix("_lora_b")
+    weight = adapted_weight(name)
     part = "lora_A" if name == down_name(weight) else "lora_B"
-    return f"base_model.model.{hugging_face_name(weight).removesuffix('weight')}{part}.weight"
+    return f"base_model.model.{_module_name(weight)}.{part}.weight"
 
 
-def _lora_of(everything: Mapping[str, Any], fields: _Fields) -> LoraConfig:
+def _module_name(weight: str) -> str:
+    """peft's name of the module of a weight."""
+    return hugging_face_name(weight).removesuffix(".weight")
+
+
+def _check_supported(everything: Mapping[str, Any], fields: _Fields) -> None:
     if fields["peft_type"] != "LORA":
         raise UserError(f"peft_type is {fields['peft_type']}, and only LORA is supported")
-    for name, values in _NOTHING.items():
-        if everything.get(name) not in values:
-            raise UserError(f"{name} {everything[name]} is not supported")
-    modules = fields["target_modules"]
-    text = modules if isinstance(modules, str) else ",".join(modules)
+    beginning = fields.get("init_lora_weights")
+    if beginning not in _BEGINNINGS:
+        raise UserError(
+            f"init_lora_weights {beginning} changes the base, or is unknown: let peft convert them "
+            "(save_pretrained with path_initial_model_for_weight_conversion) or merge "
+            "them (merge_and_unload), or give --base the changed base and set the field to true"
+        )
+    for name in sorted(everything.keys() - _Fields.__annotations__.keys() - _HARMLESS):
+        if everything[name] and everything[name] != "none":
+            raise UserError(f"{name} {everything[name]} is not supported: {_MERGED}")
+    for key in fields.get("alpha_pattern") or {}:
+        if not re.fullmatch(r"\^?[\w.]+", key):
+            raise UserError(f"alpha_pattern has the regular expression {key}: {_MERGED}")
+
+
+def _adapters_in(path: Path, modules: Sequence[_Module], fields: _Fields) -> dict[str, LazyTensor]:
+    """The tensors of a file by this project's names; `UserError` if some are missing or strange."""
+    stored = open_safetensors(path)
+    names = {part(module.weight): module for part in (down_name, up_name) for module in modules}
+    found = {name: stored[peft_name(name)] for name in names if peft_name(name) in stored}
+    if strange := sorted(stored.keys() - map(peft_name, names)):
+        raise UserError(
+            f"{path} has {strange[0]}, and only {', '.join(MODULES)} of the "
+            f"{modules[-1].layer + 1} layers of --base have adapters here: {_MERGED}"
+        )
+    targets = {name for name, module in names.items() if _is_target(module, fields, found)}
+    for name in sorted(targets ^ found.keys()):
+        where = "only the file has" if name in found else "the file lacks"
+        raise UserError(
+            f"{path} and target_modules of {CONFIG} do not agree: {where} {peft_name(name)}"
+        )
+    if not found:
+        raise UserError(f"{path} holds no adapters")
+    return found
+
+
+def _is_target(module: _Module, fields: _Fields, found: Mapping[str, LazyTensor]) -> bool:
+    """Whether a module has adapters, by their names; where they are an expression, by the file."""
+    targets, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
+    if targets == ALL_LINEAR:
+        targets = list(MODULES)
+    if targets is None or isinstance(targets, str) or isinstance(excluded, str):
+        return down_name(module.weight) in found or up_name(module.weight) in found
+    if module.is_among(excluded):
+        return False
+    layers = fields.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers or [module.layer]
+    return module.name in targets or (module.is_among(targets) and module.layer in layers)
+
+
+def _alpha_of(module: _Module, rank: int, fields: _Fields) -> float:
+    """The alpha with which a module's scaling is alpha / rank."""
+    alpha = fields["lora_alpha"]
+    for key, value in (fields.get("alpha_pattern") or {}).items():
+        name = key.removeprefix("^")
+        if module.name == name if key.startswith("^") else module.is_among([name]):
+            alpha = value
+            break
+    return alpha * sqrt(rank) if fields.get("use_rslora") else float(alpha)
+
+
+def _check_shapes(
+    path: Path,
+    base: Source,
+    adapters: Mapping[str, LazyTensor],
+    scales: Mapping[str, tuple[int, float]],
+) -> None:
+    for weight, (rank, _) in scales.items():
+        rows, columns = base.tensors[weight].shape
+        for name, shape in ((down_name(weight), (rank, columns)), (up_name(weight), (rows, rank))):
+            if adapters[name].shape != shape:
+                there, here = ("x".join(map(str, s)) for s in (adapters[name].shape, shape))
+                raise UserError(
+                    f"{path}: {peft_name(name)} is {there}, and a model of --base needs {here}: "
+                    "these are adapters of another model"
+                )
+
+
+def _alike(
+    base: Source, scales: Mapping[str, tuple[int, float]], fields: _Fields
+) -> LoraConfig | None:
+    """The configuration of a run with these adapters; None if no run has such adapters."""
+    kinds = {weight.rpartition(".")[2] for weight in scales}
+    rank, alpha = next(iter(scales.values()))
+    if (
+        len(scales) < len(kinds) * base.config.num_layers
+        or {*scales.values()} != {(rank, alpha)}
+        or rank > min(min(base.tensors[weight].shape) for weight in scales)
+    ):
+        return None
     return LoraConfig(
-        rank=fields["r"],
-        alpha=float(fields["lora_alpha"]),
-        dropout=float(fields.get("lora_dropout", 0.0)),
-        targets=targets_of(text),
+        rank=rank,
+        alpha=alpha,
+        dropout=fields.get("lora_dropout", 0.0),
+        targets=tuple(kind for kind in MODULES.values() if kind in kinds),
     )

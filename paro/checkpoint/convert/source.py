@@ -80,8 +80,8 @@ class Source:
     tokenizer: Mapping[str, Any] | None = None  # fields of TokenizerConfig, if known
     begins_with_bos: bool = False  # whether training texts began with BOS
     notes: tuple[str, ...] = ()
-    lora: LoraConfig | None = None  # of adapters, which are merged into `tensors`
-    adapters: Mapping[str, LazyTensor] = field(default_factory=dict)  # by name, if there are any
+    adapters: Mapping[str, LazyTensor] = field(default_factory=dict)  # merged into `tensors` too
+    lora: LoraConfig | None = None  # of the adapters; None if no run of this project has such
 
     @property
     def ends(self) -> frozenset[int]:

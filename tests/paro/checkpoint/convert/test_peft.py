@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from paro.checkpoint.base import stored_parameters
 from paro.checkpoint.convert.native import open_native
-from paro.checkpoint.convert.peft import peft_name
+from paro.checkpoint.convert.peft import WEIGHTS, peft_name
 from paro.checkpoint.convert.safetensors_file import open_safetensors
 from paro.checkpoint.convert.source import Source
 from paro.errors import UserError
@@ -134,15 +138,28 @@ def test_flags_that_do_not_agree(root: Path) -> None:
     ("changes", "told"),
     [
         ({"r": 4}, "lora_A.weight is 3x20, and a model of --base needs 4x20"),
-        ({"r": 0}, "--lora-rank 0 must be at least 1"),
+        ({"r": 0}, "r: 0 is not allowed, it must be 1 or more"),
+        ({"lora_dropout": 1}, "lora_dropout: 1 is not allowed"),
         ({"r": "many"}, "adapter_config.json: r: 'many' is of the wrong type"),
         ({"peft_type": "IA3"}, "peft_type is IA3, and only LORA is supported"),
         ({"use_dora": True}, "use_dora True is not supported"),
-        ({"use_rslora": True}, "use_rslora True is not supported"),
         ({"bias": "all"}, "bias all is not supported"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern {'q_proj': 2} is not supported"),
+        ({"of_a_newer_peft": {"a": 1}}, "of_a_newer_peft {'a': 1} is not supported"),
+        (
+            {"alpha_pattern": {"(v|o)_proj": 2}},
+            "alpha_pattern has the regular expression (v|o)_proj",
+        ),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changes the base"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4 changes"),
+        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights corda changes the base"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights lora_ga changes the base"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights loftq changes the base"),
+        ({"init_lora_weights": "of a newer peft"}, "or is unknown"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported"),
-        ({"target_modules": ["lm_head"]}, "'lm_head' is unknown"),
+        ({"target_modules": ["lm_head"]}, "only the file has"),
+        ({"layers_to_transform": [0, 1]}, "only the file has"),
+        ({"exclude_modules": ["o_proj"]}, "only the file has"),
         ({"target_modules": "all-linear"}, "the file lacks"),
         ({"target_modules": ["v_proj"]}, "only the file has"),
         ({"lora_alpha": None}, "lora_alpha"),
@@ -158,6 +175,116 @@ def test_adapters_that_do_not_fit_are_refused(
     line = refused(tmp_path, *words, "--base", str(root / "base"))
     assert told in line
     assert str(tmp_path / "peft") in line
+
+
+def edited(folder: Path, changes: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
+V_PROJ, O_PROJ, UP_PROJ = "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"
+FIRST = f"model.layers.0.{V_PROJ}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept", "scalings"),
+    [
+        ({"target_modules": r".*(self_attn\.[vo]|up)_proj"}, "", {}),
+        ({"target_modules": r"model\.layers\.[02]\..*"}, r"layers\.[02]\.", {}),
+        ({"target_modules": [V_PROJ, O_PROJ, UP_PROJ]}, "", {}),
+        ({"target_modules": [FIRST, f"1.{O_PROJ}"]}, f"0.{V_PROJ}|1.{O_PROJ}", {}),
+        ({"layers_to_transform": [0, 2], "layers_pattern": "layers"}, r"layers\.[02]\.", {}),
+        ({"layers_to_transform": 1}, r"layers\.1\.", {}),
+        ({"exclude_modules": [f"1.{V_PROJ}", UP_PROJ]}, f"[02].{V_PROJ}|{O_PROJ}", {}),
+        (
+            {"target_modules": "all-linear", "exclude_modules": r".*layers\.0.*"},
+            r"layers\.[12]\.",
+            {},
+        ),
+        ({"rank_pattern": {"v_proj": 2}}, "", {V_PROJ: 6 / 2}),
+        ({"alpha_pattern": {"self_attn.v_proj": 12, "^v_proj": 7}}, "", {V_PROJ: 12 / 3}),
+        ({"alpha_pattern": {f"^{FIRST}": 3, V_PROJ: 12}}, "", {FIRST: 3 / 3, V_PROJ: 12 / 3}),
+        ({"use_rslora": True}, "", {"": 6 / sqrt(3)}),
+        (
+            {"use_rslora": True, "rank_pattern": {V_PROJ: 2}},
+            "",
+            {V_PROJ: 6 / sqrt(2), "": 6 / sqrt(3)},
+        ),
+        ({"init_lora_weights": "eva"}, "", {}),
+    ],
+)
+def test_the_adapters_of_a_file_merge_where_and_as_they_are(
+    root: Path, tmp_path: Path, changes: dict[str, Any], kept: str, scalings: dict[str, float]
+) -> None:
+    folder, base = tmp_path / "peft", open_native(root / "base")
+    shutil.copytree(root / "peft", folder)
+    ranks = changes.get("rank_pattern", {})
+    tensors = {}
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        rank = next((rank for part, rank in ranks.items() if part in name), 3)
+        if re.search(kept, name):
+            tensors[name] = tensor[:rank] if "lora_A" in name else tensor[:, :rank]
+    edited(folder, changes, tensors)
+    wanted = {name: tensor.whole(torch.float32) for name, tensor in base.tensors.items()}
+    names = {
+        peft_name(f"{name}_lora_a"): name for name in base.tensors if name.startswith("blocks")
+    }
+    for down in filter(names.get, tensors):
+        scaling = next((value for part, value in scalings.items() if part in down), 6 / 3)
+        up = tensors[down.replace("lora_A", "lora_B")]
+        wanted[names[down]] += scaling * up @ tensors[down]
+    merged = open_native(
+        converted(
+            tmp_path, "peft", "paro", "peft", "whole", "--merge", "--base", str(root / "base")
+        )
+    )
+    for name, tensor in merged.tensors.items():
+        torch.testing.assert_close(tensor.whole(torch.float32), wanted[name], rtol=0, atol=1e-6)
+
+
+def test_adapters_that_no_run_has_are_only_merged(root: Path, tmp_path: Path) -> None:
+    words = ("--from", "peft", "--input", str(tmp_path / "peft"), "--base", str(root / "base"))
+    tensors = load_file(root / "peft" / WEIGHTS)
+    some = {name: tensor for name, tensor in tensors.items() if ".layers.2." not in name}
+    for changes, kept in (
+        ({"layers_to_transform": [0, 1]}, some),
+        ({"alpha_pattern": {"v_proj": 2}}, tensors),
+    ):
+        shutil.copytree(root / "peft", tmp_path / "peft")
+        edited(tmp_path / "peft", changes, kept)
+        for target in ("paro", "peft"):
+            assert "the same modules in all layers" in refused(tmp_path, *words, "--to", target)
+        shutil.rmtree(tmp_path / "peft")
+
+
+def test_adapters_of_no_rank_are_refused(root: Path, tmp_path: Path) -> None:
+    words = ("--from", "peft", "--input", str(tmp_path / "peft"), "--base", str(root / "base"))
+    tensors = load_file(root / "peft" / WEIGHTS)
+    for cut in (lambda tensor: tensor.new_zeros(()), lambda tensor: tensor[:0]):
+        shutil.copytree(root / "peft", tmp_path / "peft")
+        emptied = {name: cut(tensor) for name, tensor in tensors.items()}
+        edited(tmp_path / "peft", {"rank_pattern": {"v_proj": 2}}, emptied)
+        assert "adapters of another model" in refused(tmp_path, *words, "--to", "hf", "--merge")
+        shutil.rmtree(tmp_path / "peft")
+
+
+def test_a_stabilized_scaling_is_written_as_an_alpha(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "peft", tmp_path / "peft")
+    edited(tmp_path / "peft", {"use_rslora": True}, load_file(root / "peft" / WEIGHTS))
+    back = converted(tmp_path, "peft", "paro", "peft", "back", "--base", str(root / "base"))
+    lora = open_native(back).lora
+    assert lora is not None
+    assert lora.scaling == pytest.approx(6 / sqrt(3))
+    assert (lora.rank, lora.targets) == (3, ("wv", "wo", "w_up"))
+
+
+def test_old_files_of_peft_are_named(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "peft", tmp_path / "peft")
+    (tmp_path / "peft" / WEIGHTS).rename(tmp_path / "peft" / "adapter_model.bin")
+    words = ("--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft"))
+    line = refused(tmp_path, *words, "--base", str(root / "base"))
+    assert "has adapter_model.bin, which may hold programs" in line
 
 
 def test_damaged_files_are_refused(root: Path, tmp_path: Path) -> None:

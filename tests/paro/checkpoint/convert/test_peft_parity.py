@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.lora_config import is_adapter
 from paro.checkpoint.convert.peft import peft_name
+from paro.errors import UserError
 from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.step import train_step
 from tests.helpers.training import save_run, whole_parameters
@@ -100,3 +101,88 @@ def test_peft_opens_what_was_trained(tmp_path: Path) -> None:
     with adapted.disable_adapter():
         plain = logits_of(adapted, tokens_BS)
     assert (plain - logits_of(merged, tokens_BS)).abs().max() > 1e-3
+
+
+LAYER = "model.layers.0.self_attn"
+QV = ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": r".*layers\.[02]\..*(q|up)_proj"},
+        {"target_modules": [f"{LAYER}.q_proj", "1.mlp.up_proj"]},
+        {"target_modules": "all-linear", "exclude_modules": ["o_proj"]},
+        {"target_modules": QV, "layers_to_transform": [0, 2]},
+        {"target_modules": QV, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 5}},
+        {"target_modules": QV, "alpha_pattern": {f"^{LAYER}.q_proj": 32, "0.self_attn.v_proj": 3}},
+        {"target_modules": QV, "use_rslora": True},
+        {"target_modules": QV, "init_lora_weights": "gaussian"},
+        {"target_modules": QV, "init_lora_weights": "orthogonal"},
+        {"target_modules": QV, "init_lora_weights": "mica"},
+        {"target_modules": QV, "init_lora_weights": False},
+    ],
+)
+def test_what_peft_saves_merges_as_peft_opens_it(tmp_path: Path, config: dict[str, Any]) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base, folder = hugging_face_base(tmp_path), tmp_path / "adapters"
+    adapted = get_peft_model(opened(base), LoraConfig(r=4, task_type="CAUSAL_LM", **config))
+    moved(adapted).save_pretrained(folder)
+    wanted = PeftModel.from_pretrained(opened(base), folder)
+    assert_same_logits(merged(base, folder), wanted)
+
+
+@pytest.mark.parametrize("beginning", ["pissa", "pissa_niter_3", "olora"])
+def test_what_changes_the_base_is_refused_until_peft_has_converted_it(
+    tmp_path: Path, beginning: str
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = hugging_face_base(tmp_path)
+    config = LoraConfig(r=4, target_modules=QV, init_lora_weights=beginning, task_type="CAUSAL_LM")
+    adapted = get_peft_model(opened(base), config)
+    adapted.peft_config["default"].init_lora_weights = True
+    adapted.save_pretrained(tmp_path / "begun")
+    adapted.peft_config["default"].init_lora_weights = beginning
+    moved(adapted).save_pretrained(tmp_path / "adapters")
+    with pytest.raises(UserError, match=f"init_lora_weights {beginning} changes the base"):
+        merged(base, tmp_path / "adapters")
+    begun = str(tmp_path / "begun")
+    folder = tmp_path / "converted"
+    adapted.save_pretrained(folder, path_initial_model_for_weight_conversion=begun)
+    assert_same_logits(merged(base, folder), adapted)
+
+
+def hugging_face_base(folder: Path) -> Path:
+    trained(f"--save {folder / 'base'}")
+    return to("hf", folder / "base", folder / "hf")
+
+
+def opened(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def moved(adapted: Any) -> Any:
+    """The same model with other values in its adapters."""
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return adapted
+
+
+def merged(base: Path, folder: Path) -> Any:
+    words = ["--from", "peft", "--to", "hf", "--merge", "--base", str(base)]
+    convert([*words, "--input", str(folder), "--output", str(base.parent / "merged")])
+    return opened(base.parent / "merged")
+
+
+def assert_same_logits(one: Any, other: Any) -> None:
+    tokens_BS = some_tokens(60, length=12)
+    found = logits_of(one, tokens_BS)
+    torch.testing.assert_close(found, logits_of(other, tokens_BS), rtol=1e-4, atol=1e-4)
+    with other.disable_adapter():
+        assert (found - logits_of(other, tokens_BS)).abs().max() > 1e-2
