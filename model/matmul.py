@@ -72,7 +72,9 @@ def outputs(x: Operand, weight: Operand) -> Tensor:
         return F.linear(x, weight)
     assert isinstance(weight, Scaled)
     flat = _product(x, x.data.flatten(0, -2), weight, weight.data)
-    return flat.unflatten(0, x.data.shape[:-1])
+    # Not a view, to which autograd would allow no addition in place: of a bias, for example.
+    shaped: Tensor = torch.ops.aten._unsafe_view(flat, [*x.data.shape[:-1], flat.shape[-1]])
+    return shaped
 
 
 def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = None) -> Tensor:
