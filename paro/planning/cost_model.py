@@ -49,6 +49,11 @@ class UnitSize:
         return self.trainable_numel + self.frozen_numel
 
 
+def first_trained(units: Sequence[UnitSize]) -> int:
+    """The index of the first unit that trains; the number of units if none does."""
+    return next((i for i, unit in enumerate(units) if unit.trainable_numel), len(units))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStateBytes:
     """Bytes of model state that every rank holds throughout a run."""
@@ -75,9 +80,9 @@ def size_units(
     or below it trains). A unit that borrows another gathers it again.
     """
     trained = (index for index, unit in enumerate(units) if any(map(is_trained, unit.shapes)))
-    first_trained = next(trained, len(units))
+    first = next(trained, len(units))
     in_backward = {
-        unit.name: unit.backward_needs_weight and first_trained <= index < len(units) - 1
+        unit.name: unit.backward_needs_weight and first <= index < len(units) - 1
         for index, unit in enumerate(units)
     }
     num_gathers = dict.fromkeys(in_backward, 0)

@@ -25,12 +25,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig, unit_shapes
-from paro.planning.cost_model import UnitShapes, UnitSize, size_units
+from paro.planning.cost_model import UnitShapes, UnitSize, first_trained, size_units
 from paro.planning.rotation import rotating_units_of
 from paro.precision import PrecisionConfig
 
@@ -97,10 +97,11 @@ def units_of(
 
 
 def activations_of(
-    config: LlamaConfig, batch: MicroBatch, *, first_trained: int = 0
+    config: LlamaConfig, batch: MicroBatch, units: Sequence[UnitSize]
 ) -> tuple[UnitActivations, ...]:
-    """Activations of each unit of `units_of`; units before `first_trained` do not train."""
-    blocks = (_block(config, batch, layer, first_trained) for layer in range(config.num_layers))
+    """Activations of each of the units, which `units_of` made."""
+    first = first_trained(units)
+    blocks = (_block(config, batch, layer, first) for layer in range(config.num_layers))
     return (_embedding(config, batch), *blocks, _head(config, batch))
 
 
@@ -124,7 +125,7 @@ def embedding_adds_rows(batch: MicroBatch) -> bool:
 
 
 def _block(
-    config: LlamaConfig, batch: MicroBatch, layer: int, first_trained: int
+    config: LlamaConfig, batch: MicroBatch, layer: int, first_trained_unit: int
 ) -> UnitActivations:
     index = layer + 1  # after the embedding
     residual = _residual(config, batch)
@@ -164,8 +165,8 @@ def _block(
             in_forward=in_forward,
             **transients,
         )
-    if index >= first_trained:
-        first = max(first, first_trained - 1)
+    if index >= first_trained_unit:
+        first = max(first, first_trained_unit - 1)
     kept = residual if layer == first else 0
     recomputed = block_activations(config, batch) - max(kept, unkept)
     return UnitActivations(

@@ -217,7 +217,7 @@ def _predict(
         world_size=world_size,
         units=units,
         precision=config.precision,
-        activations=activations_of(config.model, batch),
+        activations=activations_of(config.model, batch, units),
         prefetch_units=config.sharding.prefetch_units,
         num_micro_batches=config.batches.most_micro_batches,
         device_type=device_type,

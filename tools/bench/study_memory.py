@@ -75,7 +75,7 @@ class Setting:
             world_size=self.world_size,
             units=units,
             precision=self.precision,
-            activations=activations_of(model, batch),
+            activations=activations_of(model, batch, units),
             prefetch_units=1,
             num_micro_batches=2,
             device_type="cuda",

@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from paro.planning.cost_model import UnitSize, merged, model_state_bytes
+from paro.planning.cost_model import UnitSize, first_trained, merged, model_state_bytes
 from paro.planning.units import UnitActivations, matmuls_write
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
@@ -205,9 +205,7 @@ class PeakMemory:
     @cached_property
     def _backward(self) -> range:
         """Units that run backward: from the last to the first that trains."""
-        trained = (i for i, unit in enumerate(self.units) if unit.trainable_numel)
-        first = next(trained, len(self.units))
-        return range(len(self.units) - 1, first - 1, -1)
+        return range(len(self.units) - 1, first_trained(self.units) - 1, -1)
 
     @cached_property
     def _order(self) -> tuple[int, ...]:

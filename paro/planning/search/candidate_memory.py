@@ -57,9 +57,7 @@ class CandidateMemory:
                 world_size=workload.world_size,
                 units=tuple(units),
                 precision=workload.precision,
-                activations=activations_of(
-                    computing.model, computing.batch, first_trained=computing.first_trained
-                ),
+                activations=activations_of(computing.model, computing.batch, units),
                 prefetch_units=workload.prefetch_units,
                 num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
                 device_type=workload.device_type,

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from model.config import ATTENTION_CUTS, MLP_CUTS, LlamaConfig, parameter_shapes
-from paro.planning.cost_model import UnitSize
+from paro.planning.cost_model import UnitSize, first_trained
 from paro.planning.machine.machine import Device
 from paro.planning.units import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
@@ -67,9 +67,7 @@ class Computing:
 
     @cached_property
     def first_trained(self) -> int:
-        """The index of the first unit that trains; the number of units if none does."""
-        trained = (i for i, unit in enumerate(self.units) if unit.trainable_numel)
-        return next(trained, len(self.units))
+        return first_trained(self.units)
 
     @cached_property
     def recomputed_groups(self) -> tuple[range, ...]:

@@ -280,6 +280,14 @@ PLANNED = (
 )
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_the_planner_predicts_the_memory_that_the_launch_does(share: float) -> None:
+    recompute = "--recompute-granularity full --recompute-num-layers 3"
+    plan = planned(f"{PLANNED} --trainable last-blocks:{share} {recompute} --paro-strategy GGG")
+    assert plan.launch is not None
+    assert plan.launch.memory_bytes == plan.memory.total
+
+
 @pytest.mark.slow("searches all candidates of a model")
 def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(f"{PLANNED} --paro-strategy NII", capsys)

@@ -11,7 +11,7 @@ from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
 from paro.planning import units as planning_llama
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
-from paro.planning.search.trainable import Trainable
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.units import MicroBatch, activations_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
@@ -22,7 +22,10 @@ BASE_BF16 = replace(FP32, lora_base_dtype="bf16")
 BF16 = PrecisionConfig(compute="bf16")
 ALL_BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 RUNS_OF_TWO = RecomputeConfig(granularity="full", num_layers=2)
+RUNS_OF_THREE = RecomputeConfig(granularity="full", num_layers=3)
 EACH = RecomputeConfig(granularity="full")
+ALL = Trainable()
+LAST_HALF = Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.5)
 
 
 SMALL = LlamaConfig(
@@ -49,6 +52,7 @@ class Workload:
     prefetch_units: int = 1
     num_micro_batches: int = 2
     loss_chunk: int = 512  # tokens
+    trainable: Trainable = ALL
     at: str
 
 
@@ -150,6 +154,22 @@ CASES = {
         batch_size=1,
         at="backward",
         prefetch_units=0,
+    ),
+    "a run of recomputed blocks that begins frozen": Workload(
+        strategy="GGG",
+        config=replace(SMALL, recompute=RUNS_OF_THREE),
+        precision=FP32,
+        batch_size=8,
+        at="backward",
+        trainable=LAST_HALF,
+    ),
+    "recomputed blocks below the first that trains": Workload(
+        strategy="GGG",
+        config=replace(SMALL, recompute=EACH),
+        precision=FP32,
+        batch_size=8,
+        at="backward",
+        trainable=LAST_HALF,
     ),
     "adapters": Workload(
         strategy="ING",
@@ -297,11 +317,12 @@ def predict(workload: Workload, *, device: str) -> MemorySnapshot:
         compute_bytes=BYTES_OF[workload.precision.compute],
         device_type=device,
     )
+    units = workload.trainable.units(workload.config, world_size=8)
     return PeakMemory(
         world_size=8,
-        units=Trainable().units(workload.config, world_size=8),
+        units=units,
         precision=workload.precision,
-        activations=activations_of(workload.config, batch),
+        activations=activations_of(workload.config, batch, units),
         prefetch_units=workload.prefetch_units,
         num_micro_batches=workload.num_micro_batches,
         device_type=device,
@@ -318,7 +339,7 @@ def measure(workload: Workload, device: str) -> int:
         workload.precision,
         prefetch_units=workload.prefetch_units,
         device=device,
-        is_trained=Trainable().names(workload.config).__contains__,
+        is_trained=workload.trainable.names(workload.config).__contains__,
     )
 
     def step() -> None:

@@ -177,9 +177,9 @@ def test_memory_of_many_is_that_of_one(
         computing = estimator.costs(candidate).computing
         alone = PeakMemory(
             world_size=32,
-            units=trainable.units(given.model, world_size=32),
+            units=computing.units,
             precision=given.precision,
-            activations=activations_of(given.model, computing.batch),
+            activations=activations_of(given.model, computing.batch, computing.units),
             prefetch_units=ahead,
             num_micro_batches=3,
             device_type=given.device_type,
