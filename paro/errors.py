@@ -205,7 +205,7 @@ def about(prefix: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise type(error)(f"{prefix}{error}") from error
+        raise type(error)(prefix + "; ".join(error.args)) from error
 
 
 def listed(names: Sequence[str]) -> str:

@@ -48,7 +48,7 @@ from tools.collective_timing.device import LARGE, SMALL, measure_device, trainin
 from tools.collective_timing.memory import with_communicators
 from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race
-from tools.collective_timing.text import describe, memory_line, table
+from tools.collective_timing.text import describe, memory_line, table, written_lines
 from tools.collective_timing.trial import Move
 from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw
@@ -350,6 +350,7 @@ def write(
         source = f"measured by tools/bench_collectives.py: {describe(facts)}"
         machine = measured_machine(settings, outcomes, source, device)
         write_text(settings.machine_file, machine_to_json(machine))
+        print_line(*written_lines(settings.machine_file, machine))
     if settings.plot is not None:
         plot(settings.plot, describe(facts), of_world)
 

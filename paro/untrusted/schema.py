@@ -1,4 +1,4 @@
-"""Checks untrusted JSON against types; a `UserError` is `FILE: field: what`."""
+"""Checks untrusted JSON against types; a `UserError` is `FILE: field: what`, for every field."""
 
 # Planning imports only the standard library, so this is our own; pydantic takes 0.2 s until its
 # first check, this 0.06 s. A type is a dataclass (its fields and no others), a TypedDict (its
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -47,6 +48,7 @@ Figure = Annotated[float, Between(-1e30, 1e30)]  # to compute with and to draw
 
 _MAX_DEPTH = 64
 _SHOWN = 60  # characters of a wrong value
+_MOST = 12  # wrong fields that are named
 _NESTS = (dict, list)
 _NAMES: dict[type, str] = {
     bool: "true or false",
@@ -82,7 +84,7 @@ def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True)
 
 
 def conform(value: Any, kind: Any, what: str) -> Any:
-    """The value as one of type `kind`; `UserError` names `what` and the first wrong field."""
+    """The value as one of type `kind`; `UserError` names `what` and the fields that are wrong."""
     try:
         return _conform(value, kind)
     except _WrongError as error:
@@ -90,15 +92,23 @@ def conform(value: Any, kind: Any, what: str) -> Any:
 
 
 class _WrongError(Exception):
-    """What is wrong with a value, and the path to it, innermost first."""
+    """What is wrong with a value and its members: pairs of a path, such as `.a[0]`, and a text."""
 
-    def __init__(self, text: str, *path: str) -> None:
-        self.text = text
-        self.path = list(path)
+    def __init__(self, text: str, path: str = "") -> None:
+        self.found = [(path, text)]
 
     def __str__(self) -> str:
-        field = "".join(reversed(self.path)).removeprefix(".")
-        return f"{field}: {self.text}" if field else self.text
+        named = [(path.removeprefix("."), text) for path, text in self.found]
+        told = [f"{path}: {text}" if path else text for path, text in named[:_MOST]]
+        more = len(named) - len(told)
+        return "; ".join([*told, f"and {more} more"] if more else told)
+
+
+def _raise_all(wrong: list[tuple[str, str]]) -> None:
+    if wrong:
+        error = _WrongError("")
+        error.found = wrong
+        raise error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,8 +180,8 @@ def _of_union(value: Any, kinds: tuple[Any, ...]) -> Any:
             return _conform(value, kind)
         except _WrongError as error:
             errors.append(error)
-    deepest = max(errors, key=lambda error: len(error.path))
-    if deepest.path or len(kinds) == 1:
+    deepest = max(errors, key=lambda error: len(error.found[0][0]))
+    if deepest.found[0][0] or len(kinds) == 1:
         raise deepest
     names = " or ".join(_NAMES.get(get_origin(kind) or kind, "an object") for kind in kinds)
     raise _WrongError(f"{_shown(value)} is of the wrong type, it must be {names}")
@@ -184,23 +194,29 @@ def _collection(value: Any, origin: type, kinds: tuple[Any, ...]) -> Any:
             for name in value:
                 if not (name.isascii() and name.isdigit() and len(name) < 19):
                     raise _WrongError("is no number", f".{name}")
-        pairs = [(kinds[0](name), _member(v, kinds[1], f".{name}")) for name, v in value.items()]
-        return dict(pairs)
+        members = _members((f".{name}", item, kinds[1]) for name, item in value.items())
+        return dict(zip(map(kinds[0], value), members, strict=True))
     if origin is tuple and kinds[-1] is not Ellipsis:
         if len(value) != len(kinds):
             raise _WrongError(f"{_shown(value)} is not allowed, it must have {len(kinds)} items")
     else:
         kinds = (kinds[0],) * len(value)
     places = enumerate(zip(value, kinds, strict=True))
-    return origin(_member(item, kind, f"[{index}]") for index, (item, kind) in places)
+    return origin(_members((f"[{index}]", item, kind) for index, (item, kind) in places))
 
 
-def _member(value: Any, kind: Any, name: str) -> Any:
-    try:
-        return _conform(value, kind)
-    except _WrongError as error:
-        error.path.append(name)
-        raise
+def _members(
+    members: Iterable[tuple[str, Any, Any]], wrong: Sequence[tuple[str, str]] = ()
+) -> list[Any]:
+    """The values of members (path, value, type); their mistakes come after those of `wrong`."""
+    found, told = [], [*wrong]
+    for name, value, kind in members:
+        try:
+            found.append(_conform(value, kind))
+        except _WrongError as error:
+            told += [(f"{name}{path}", text) for path, text in error.found]
+    _raise_all(told)
+    return found
 
 
 @cache
@@ -220,22 +236,26 @@ def _record(value: Any, kind: Any) -> Any:
     types, needed = _hints(kind)
     if not isinstance(value, dict):
         raise _WrongError(f"{_shown(value)} is no object with the fields {', '.join(types)}")
-    for name in types:
-        if name in needed and name not in value:
-            raise _WrongError("is missing", f".{name}")
-    found = {
-        name: _member(item, types[name], f".{name}")
-        for name, item in value.items()
-        if name in types
-    }
+    wrong = [(f".{name}", "is missing") for name in types if name in needed and name not in value]
+    if not is_typeddict(kind):
+        unknown = [name for name in value if name not in types]
+        known = f"is unknown; the fields are {', '.join(types)}"
+        wrong += [(f".{n}", known if n == unknown[-1] else "is unknown") for n in unknown]
+    names = [name for name in value if name in types]
+    members = _members(((f".{name}", value[name], types[name]) for name in names), wrong)
+    found = dict(zip(names, members, strict=True))
     if is_typeddict(kind):
         return {**value, **found}
-    if unknown := [name for name in value if name not in types]:
-        raise _WrongError(f"is unknown; the fields are {', '.join(types)}", f".{unknown[0]}")
     try:
         return kind(**found)
-    except UserError as error:  # of its own checks
-        raise _WrongError(str(error)) from None
+    except UserError as error:  # of its own checks, which may begin with the name of a field
+        parts = [text.partition(": ") for text in error.args]
+        _raise_all(
+            [
+                (f".{name}", rest) if name in types else ("", f"{name}{colon}{rest}")
+                for name, colon, rest in parts
+            ]
+        )
 
 
 def _shown(value: Any) -> str:

@@ -302,6 +302,11 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "without a model; of a communicator: none, gloo has no communicators\n" in done.stdout
+    assert (
+        f"wrote the machine file {machine_file}, for these 4 ranks in groups of 2:\n" in done.stdout
+    )
+    assert "by native, flat and ho-ring, over intra, inter and both axes, of 64 by" in done.stdout
+    assert f"\n--paro-machine {machine_file} plans with it: tools/plan.py; " in done.stdout
     found = json.loads(rows_file.read_text(encoding="utf-8"))
 
     conditions = {key: value for key, value in found.items() if not key.endswith("rows")}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from paro.planning.machine.machine import Device
+from paro.errors import listed
+from paro.planning.machine.machine import Device, Machine, rate_text
 from paro.quantities import count_text, ranks_text, size_text
 from paro.topology import Link
 
@@ -50,3 +52,32 @@ def memory_line(device: Device) -> str:
     group = device.communicator_bytes
     each = "none, gloo has no communicators" if group is None else size_text(group)
     return f"memory: {size_text(device.reserved_bytes)} without a model; of a communicator: {each}"
+
+
+def written_lines(path: Path, machine: Machine) -> list[str]:
+    """What a machine file holds that was just written, and which programs take it."""
+    rows, device = machine.measured, machine.device
+    sizes = sorted({row.num_bytes for row in rows})
+    ranks = ranks_text(machine.world_size, machine.group_size)
+    lines = [f"wrote the machine file {path}, for these {ranks}:"]
+    if rows:
+        lines.append(
+            f"  {listed([*dict.fromkeys(row.op.value for row in rows)])} by "
+            f"{listed([*dict.fromkeys(row.algorithm for row in rows)])}, over "
+            f"{listed([*dict.fromkeys(row.axes.value for row in rows)])} axes, of "
+            f"{size_text(sizes[0])} to {size_text(sizes[-1])}"
+        )
+    for link in Link:
+        speed = machine.link(link)
+        if speed is not None:
+            rate, source = rate_text(speed.bits_per_second), speed.bandwidth_source.value
+            latency = f"{speed.latency_seconds * 1e6:.0f} us a hop"
+            lines.append(f"  {link.value} links of {rate} ({source}), {latency}")
+    if device is not None:
+        flops = f"{device.sustained_flops / 1e12:.3g} TFLOP/s of {device.peak_flops / 1e12:.3g}"
+        lines.append(f"  {device.name}, {size_text(device.memory_bytes)}, {flops} in training")
+    return [
+        *lines,
+        f"--paro-machine {path} plans with it: tools/plan.py; pretrain_llama.py with --dry-run, "
+        "--paro-strategy auto or --paro-collective auto",
+    ]

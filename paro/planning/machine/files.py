@@ -1,26 +1,7 @@
 """Reads and writes machine files: JSON, typed by hand or from tools/bench_collectives.py."""
 
-#     {"format": "paro-machine-1",
-#      "name": "two-nodes",
-#      "source": "where the figures come from",
-#      "world_size": 8, "group_size": 4, "nic": "per-rank",
-#      "links": {
-#       "intra": null,
-#       "inter": {"bandwidth": "100mbit", "bandwidth_source": "typed", "latency_seconds": 3e-4}},
-#      "measured": [
-#       {"axes": "both", "op": "all_gather", "algorithm": "ho-ring", "bytes": 32000000,
-#        "seconds": 0.37}]}
-#
-# and, for planning, where known:
-#
-#      "device": {"name": "A100", "memory_bytes": 80e9, "reserved_bytes": 7e8, "peak_flops": 312e12,
-#       "sustained_flops": 150e12, "memory_bytes_per_second": 1.5e12,
-#       "coding_bytes_per_second": 1.2e12, "communicator_bytes": 7e8, "fragmentation": 0.05},
-#      "uneven": [{"num_groups": 1, "compute": 0.8, "intra": 1, "inter": 0.5}],
-#      "sources": {"device.peak_flops": "NVIDIA A100 data sheet, bf16 dense"}
-#
-# machine.py documents the fields. Unknown fields are rejected, since a misspelt one would go
-# unnoticed.
+# docs/planning.md shows and explains the fields. Unknown fields are rejected, since a misspelt one
+# would go unnoticed.
 
 from __future__ import annotations
 
@@ -43,6 +24,7 @@ from paro.planning.machine.machine import (
     bits_per_second,
     rate_text,
 )
+from paro.planning.machine.rules import numbers, refuse
 from paro.strategy import check_group_size
 from paro.topology import Axes
 from paro.untrusted.regular_file import read_bytes
@@ -57,6 +39,14 @@ class _Link:
     bandwidth: str
     bandwidth_source: BandwidthSource
     latency_seconds: float
+
+    def __post_init__(self) -> None:
+        wrong = numbers(self, "latency_seconds", or_zero=True)
+        try:
+            bits_per_second(self.bandwidth)
+        except UserError as error:
+            wrong.insert(0, f"bandwidth: {error}")
+        refuse(*wrong)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +64,12 @@ class _Row:
     seconds: float
     cpu_seconds: float | None = None
     busy_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        refuse(
+            *numbers(self, "bytes", "seconds"),
+            *numbers(self, "cpu_seconds", "busy_seconds", or_zero=True),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +150,9 @@ def machine_from_json(text: str | bytes, where: str) -> Machine:
             world_size=fields.world_size,
             group_size=fields.group_size,
             nic=fields.nic,
-            intra=_link_speed(fields.links.intra, "intra"),
-            inter=_link_speed(fields.links.inter, "inter"),
-            measured=tuple(_measured(row, index) for index, row in enumerate(fields.measured)),
+            intra=_speed_of(fields.links.intra),
+            inter=_speed_of(fields.links.inter),
+            measured=tuple(map(_measured, fields.measured)),
             device=fields.device,
             uneven=fields.uneven,
             sources=tuple(fields.sources.items()),
@@ -214,27 +210,23 @@ def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:
     }
 
 
-def _link_speed(link: _Link | None, name: str) -> LinkSpeed | None:
+def _speed_of(link: _Link | None) -> LinkSpeed | None:
     if link is None:
         return None
-    with about(f"links.{name}."):
-        with about("bandwidth: "):
-            rate = bits_per_second(link.bandwidth)
-        return LinkSpeed(
-            bits_per_second=rate,
-            latency_seconds=link.latency_seconds,
-            bandwidth_source=link.bandwidth_source,
-        )
+    return LinkSpeed(
+        bits_per_second=bits_per_second(link.bandwidth),
+        latency_seconds=link.latency_seconds,
+        bandwidth_source=link.bandwidth_source,
+    )
 
 
-def _measured(row: _Row, index: int) -> Measured:
-    with about(f"measured[{index}]."):
-        return Measured(
-            axes=row.axes,
-            op=row.op,
-            algorithm=row.algorithm,
-            num_bytes=row.bytes,
-            seconds=row.seconds,
-            cpu_seconds=row.cpu_seconds,
-            busy_seconds=row.busy_seconds,
-        )
+def _measured(row: _Row) -> Measured:
+    return Measured(
+        axes=row.axes,
+        op=row.op,
+        algorithm=row.algorithm,
+        num_bytes=row.bytes,
+        seconds=row.seconds,
+        cpu_seconds=row.cpu_seconds,
+        busy_seconds=row.busy_seconds,
+    )

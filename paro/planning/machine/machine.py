@@ -18,9 +18,9 @@ from itertools import pairwise
 
 from paro.collectives.schedule import Op
 from paro.errors import UserError, about
+from paro.planning.machine.rules import numbers, refuse, rule
 from paro.topology import MOST_RANKS, Axes, Link
 
-_MAX = 1e30  # of any time, size or rate; sums and products of them stay finite
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -47,8 +47,7 @@ class LinkSpeed:
     bandwidth_source: BandwidthSource
 
     def __post_init__(self) -> None:
-        _check_number("bandwidth in bits per second", self.bits_per_second)
-        _check_number("latency_seconds", self.latency_seconds, or_zero=True)
+        refuse(*numbers(self, "bits_per_second"), *numbers(self, "latency_seconds", or_zero=True))
 
     @property
     def is_typed(self) -> bool:
@@ -68,10 +67,10 @@ class Measured:
     busy_seconds: float | None = None  # `seconds` while all ranks compute; CPU ranks
 
     def __post_init__(self) -> None:
-        _check_number("bytes", self.num_bytes)
-        _check_number("seconds", self.seconds)
-        _check_number("cpu_seconds", self.cpu_seconds or 0.0, or_zero=True)
-        _check_number("busy_seconds", self.busy_seconds or 0.0, or_zero=True)
+        refuse(
+            *numbers(self, "num_bytes", "seconds"),
+            *numbers(self, "cpu_seconds", "busy_seconds", or_zero=True),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,22 +96,20 @@ class Device:
     fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
 
     def __post_init__(self) -> None:
-        _check_number("device.memory_bytes", self.memory_bytes)
-        within = 0 <= self.reserved_bytes < self.memory_bytes
-        _check("device.reserved_bytes", self.reserved_bytes, within, "less than memory_bytes")
-        _check_number("device.peak_flops", self.peak_flops)
-        within = 0 < self.sustained_flops <= self.peak_flops
-        name = f"device.sustained_flops of {self.peak_flops:g}"
-        _check(name, self.sustained_flops, within, "positive, and no more than peak_flops")
-        _check_number("device.memory_bytes_per_second", self.memory_bytes_per_second)
-        _check_number("device.coding_bytes_per_second", self.coding_bytes_per_second or 1)
-        _check_number("device.step_seconds", self.step_seconds, or_zero=True)
-        _check_number("device.piece_seconds", self.piece_seconds, or_zero=True)
-        _check_number("device.job_seconds", self.job_seconds, or_zero=True)
-        _check_number("device.cores", 1 if self.cores is None else self.cores)
-        _check_number("device.communicator_bytes", self.communicator_bytes or 0, or_zero=True)
-        within = 0 <= (self.fragmentation or 0) < 1
-        _check("device.fragmentation", self.fragmentation, within, "0 or more and below 1")
+        reserved, sustained = self.reserved_bytes, self.sustained_flops
+        less = 0 <= reserved < self.memory_bytes
+        slower = 0 < sustained <= self.peak_flops
+        at_most = f"positive, and no more than peak_flops ({self.peak_flops:g})"
+        share = self.fragmentation
+        refuse(
+            *numbers(self, "memory_bytes", "peak_flops", "memory_bytes_per_second", "cores"),
+            *numbers(self, "coding_bytes_per_second"),
+            *numbers(self, "step_seconds", "piece_seconds", "job_seconds", or_zero=True),
+            *numbers(self, "communicator_bytes", or_zero=True),
+            rule("reserved_bytes", reserved, less, "less than memory_bytes"),
+            rule("sustained_flops", sustained, slower, at_most),
+            rule("fragmentation", share, 0 <= (share or 0) < 1, "0 or more and below 1"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +122,7 @@ class GroupSpeed:
     inter: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("num_groups", "compute", "intra", "inter"):
-            _check_number(name, getattr(self, name))
+        refuse(*numbers(self, "num_groups", "compute", "intra", "inter"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +143,12 @@ class Machine:
 
     def __post_init__(self) -> None:
         possible = 0 < self.world_size <= MOST_RANKS
-        _check("world_size", self.world_size, possible, f"1 to {MOST_RANKS}")
         divides = self.group_size > 0 and self.world_size % self.group_size == 0
-        name = f"group_size of {self.world_size} ranks"
-        _check(name, self.group_size, divides, "one of their divisors")
+        divisor = f"a divisor of world_size ({self.world_size})"
+        refuse(
+            rule("world_size", self.world_size, possible, f"1 to {MOST_RANKS}"),
+            rule("group_size", self.group_size, divides, divisor),
+        )
         rows = [(row.axes, row.op, row.algorithm, row.num_bytes) for row in self.measured]
         for row, following in pairwise(sorted(rows, key=str)):
             if row == following:
@@ -190,17 +188,6 @@ class Machine:
 
     def link(self, link: Link) -> LinkSpeed | None:
         return self.intra if link is Link.INTRA else self.inter
-
-
-def _check(field: str, value: object, holds: bool, rule: str) -> None:
-    if not holds:
-        raise UserError(f"{field}: {value} is not allowed, it must be {rule}")
-
-
-def _check_number(field: str, value: float, *, or_zero: bool = False) -> None:
-    holds = 0 < value <= _MAX or (or_zero and value == 0)
-    least = "a number of 0 or more" if or_zero else "a positive number"
-    _check(field, value, holds, f"{least} and at most {_MAX:g}")
 
 
 def bits_per_second(text: str) -> int:

@@ -75,7 +75,7 @@ def test_json_becomes_the_types() -> None:
         ('"parts": [{"size": 1.5}]', "parts[0].size: 1.5 is not allowed, it must be a whole"),
         ('"parts": [{"size": 1e99}]', "parts[0].size: 1e+99 is not allowed, it must be a whole"),
         ('"parts": [{"size": 1, "x": 1}]', "parts[0].x: is unknown; the fields are size"),
-        ('"parts": [{"size": 13}]', "parts[0]: size: 13 is too odd"),
+        ('"parts": [{"size": 13}]', "parts[0].size: 13 is too odd"),
         ('"parts": [{"size": 1, "colour": "x"}]', "parts[0].colour: 'x' is none of red, blue"),
         ('"parts": [{"size": 1, "shape": ["x"]}]', "parts[0].shape[0]: 'x' is of the wrong"),
         ('"rate": NaN', "rate: nan is not allowed, it must be a finite number"),
@@ -100,6 +100,19 @@ def test_the_wrong_field_is_named(more: str, message: str) -> None:
         parse_json(f"{{{name}{more}}}", Open, "F")
     assert len(str(caught.value)) < 300
     assert str(caught.value).isprintable()
+
+
+def test_all_wrong_fields_are_named() -> None:
+    text = """{"kind": "c", "parts": [{"size": 13}, {"a": 1, "b": 2}], "rate": 1, "level": 0}"""
+    with pytest.raises(UserError) as caught:
+        parse_json(text, Open, "F")
+    assert str(caught.value) == (
+        "F: name: is missing; kind: 'c' is none of a, b; parts[0].size: 13 is too odd; "
+        "parts[1].size: is missing; parts[1].a: is unknown; parts[1].b: is unknown; the fields are "
+        "size, colour, shape; level: 0 is not allowed, it must be from 1 to 8"
+    )
+    with pytest.raises(UserError, match=r"^F: \[0\]: N.*; \[11\]: N[^;]*; and 88 more$"):
+        conform([None] * 100, list[bool], "F")
 
 
 def test_a_field_that_is_there_twice() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,25 @@ import pytest
 
 from paro.collectives.schedule import Op
 from paro.errors import UserError
-from paro.planning.machine.files import machine_from_json, machine_to_json, read_machine
-from paro.planning.machine.machine import BandwidthSource, LinkSpeed, Machine, Measured, Nic
+from paro.planning.machine.files import (
+    find_machine,
+    machine_from_json,
+    machine_to_json,
+    read_machine,
+)
+from paro.planning.machine.machine import (
+    BandwidthSource,
+    Device,
+    GroupSpeed,
+    LinkSpeed,
+    Machine,
+    Measured,
+    Nic,
+)
+from paro.planning.search.planner import letter_rows
 from paro.topology import Axes
+from tests.helpers.ranks import ROOT
+from tests.paro.planning.cases import machine, workload
 
 MACHINE = Machine(
     name="two-nodes",
@@ -79,7 +97,7 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
         (
             ("group_size",),
             3,
-            "group_size of 8 ranks: 3 is not allowed, it must be one of their div",
+            "group_size: 3 is not allowed, it must be a divisor of world_size (8)",
         ),
         (("world_size",), 1 << 40, "world_size: 1099511627776 is not allowed, it must be 1 to"),
         (("measured", 0, "algorithm"), "magic", "measured[0].algorithm: 'magic' is none of native"),
@@ -111,6 +129,45 @@ def test_a_mistake_names_file_and_field(
         machine_from_json(changed(keys, value), "machine file m.json")
     assert told in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_all_mistakes_of_a_file_are_told_at_once() -> None:
+    fields = json.loads(machine_to_json(machine()))
+    del fields["source"], fields["nic"], fields["device"]["reserved_bytes"]
+    fields |= {"group_size": "8", "intra": {}}
+    fields["links"]["inter"] |= {"bandwidth": "fast", "latency_seconds": -1}
+    with pytest.raises(UserError) as error:
+        machine_from_json(json.dumps(fields), "file")
+    told = str(error.value).removeprefix("file: ").split("; ")
+    assert [text.split(": ")[0] for text in told if not text.startswith("the fields are")] == [
+        "source",
+        "nic",
+        "intra",
+        "group_size",
+        "links.inter.bandwidth",
+        "links.inter.latency_seconds",
+        "device.reserved_bytes",
+    ]
+    fields = json.loads(machine_to_json(machine()))
+    fields["device"] |= {"memory_bytes": 0, "sustained_flops": 1e30, "cores": -1}
+    with pytest.raises(UserError, match=r"device\.memory_bytes: 0.*cores: -1.*sustained_flops: 1e"):
+        machine_from_json(json.dumps(fields), "file")
+
+
+def test_the_page_shows_a_file_to_copy(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```json\n(.*?)^```$", page, re.S | re.M)
+    path = tmp_path / "nodes-of-4.json"
+    path.write_text(example, encoding="utf-8")
+    copied = find_machine(str(path))
+    assert (copied.name, copied.group_size, copied.nic) == (path.stem, 4, Nic.SHARED)
+    assert copied.inter is not None
+    assert copied.inter.bits_per_second == 25e9
+    named = {f.name for kind in (Device, GroupSpeed) for f in dataclasses.fields(kind)}
+    section = page[page.index("\n## Machine files\n") : page.index("\n### Measure a machine\n")]
+    assert {*json.loads(example), *named} <= set(re.findall(r"\w+", section))
+    found = letter_rows(workload(machine=copied, group_size=4, global_batch_size=64))
+    assert all(row.seconds > 0 for row in found)
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def test_machines_that_do_not_exist_or_do_not_match() -> None:
         (
             "sustained_flops",
             400e12,
-            "device.sustained_flops of 3e+14: 400000000000000.0 is not allowed",
+            "device.sustained_flops: 400000000000000.0 is not allowed, it must be positive, and no "
+            "more than peak_flops (3e+14)",
         ),
         ("memory_bytes", 0, "device.memory_bytes: 0 is not allowed"),
         ("reserved_bytes", 81e9, "device.reserved_bytes: 81000000000 is not allowed"),
