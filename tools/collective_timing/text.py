@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paro.errors import listed
-from paro.planning.machine.machine import Device, Machine, rate_text
+from paro.planning.machine.machine import Device, Machine
 from paro.quantities import count_text, ranks_text, size_text
 from paro.topology import Link
 
@@ -70,11 +70,13 @@ def written_lines(path: Path, machine: Machine) -> list[str]:
     for link in Link:
         speed = machine.link(link)
         if speed is not None:
-            rate, source = rate_text(speed.bits_per_second), speed.bandwidth_source.value
-            latency = f"{speed.latency_seconds * 1e6:.0f} us a hop"
-            lines.append(f"  {link.value} links of {rate} ({source}), {latency}")
+            rate, latency = speed.bits_per_second / 1e9, speed.latency_seconds * 1e6
+            source = speed.bandwidth_source.value
+            lines.append(
+                f"  {link.value} links: {rate:.4g} Gbit/s ({source}), {latency:.0f} us a hop"
+            )
     if device is not None:
-        flops = f"{device.sustained_flops / 1e12:.3g} TFLOP/s of {device.peak_flops / 1e12:.3g}"
+        flops = f"{device.sustained_flops / 1e9:,.0f} of {device.peak_flops / 1e9:,.0f} GFLOP/s"
         lines.append(f"  {device.name}, {size_text(device.memory_bytes)}, {flops} in training")
     return [
         *lines,
