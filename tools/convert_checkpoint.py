@@ -46,6 +46,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --from paro: where its base is, if it moved; with --from peft: the model of the "
         "adapters, a checkpoint of paro or, with --merge, also a Hugging Face folder",
     )
+    add(
+        "--base-model-name-or-path",
+        metavar="NAME",
+        help="with --to peft: what the adapters call their base, a Hugging Face folder or a name "
+        "of the hub; default: the folder that the base was converted from",
+    )
     add("--merge", action="store_true", help="merge its adapters into the weights, in fp32")
     add("--output", required=True, type=Path, metavar="DIR", help="a folder that does not exist")
     add("--dtype", choices=list(DTYPES), help="type of the tensors; default: as they are stored")
@@ -92,6 +98,7 @@ def convert(args: argparse.Namespace) -> None:
         dtype=DTYPES.get(args.dtype),
         iteration=args.ckpt_step,
         base=args.base,
+        base_model=args.base_model_name_or_path,
         merge=args.merge,
         divisible_by=args.make_vocab_size_divisible_by,
         padded_vocab_size=args.padded_vocab_size,

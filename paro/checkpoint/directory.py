@@ -72,6 +72,7 @@ class _Common(TypedDict):
     trainable: NotRequired[str]
     lora: NotRequired[dict[str, Any] | None]
     base: NotRequired[Base | None]
+    converted_from: NotRequired[str | None]  # the Hugging Face folder with the same weights
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:

@@ -47,6 +47,7 @@ class Conversion:
     dtype: torch.dtype | None  # None: as it is stored
     iteration: int | None = None  # of a checkpoint of this project; None: the latest one
     base: str | None = None  # where its base is, if it has one that moved
+    base_model: str | None = None  # what adapters of peft call their base; None: its origin
     merge: bool = False  # whether adapters may be merged into the weights
     divisible_by: int  # padded vocabulary rows are a multiple of this
     padded_vocab_size: int | None = None  # overrides divisible_by
@@ -66,6 +67,8 @@ class Conversion:
             raise UserError(f"--ckpt-step {self.iteration} needs --from paro")
         if self.base is not None and self.source_format not in ("paro", PEFT):
             raise UserError(f"--base {self.base} needs --from paro or peft")
+        if self.base_model is not None and self.target_format != PEFT:
+            raise UserError(f"--base-model-name-or-path {self.base_model} needs --to peft")
         if self.source_format == PEFT and self.base is None:
             raise UserError("--from peft needs --base, the folder of the model of these adapters")
         with reading(f"--input {self.source}"):
@@ -144,7 +147,7 @@ class Conversion:
         temporary.mkdir()
         try:
             if self.target_format == PEFT:
-                write_peft(source, temporary, advance)
+                notes = [write_peft(source, temporary, advance, self.base_model)]
             elif self.writes_adapters:
                 write_adapters(source, Path(str(self.base)), temporary, target, advance)
             elif self.target_format == "hf":

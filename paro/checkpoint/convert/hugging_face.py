@@ -80,6 +80,7 @@ def open_hugging_face(directory: Path) -> Source:
         tensors=tensors,
         companions=companions,
         tokenizer=tokenizer_of(companions),
+        origin=str(directory.resolve()),
         begins_with_bos=begins_with_bos(companions),
         notes=tuple(_missing_companions(directory, companions)),
     )

@@ -61,8 +61,10 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
         raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}")
     common = common_of(directory)
     found = _tensors_in(directory, read_manifest(directory))
+    origin = common.get("converted_from")
     under = open_base(common.get("base"), base, f"{directory}")
     if under is not None:
+        origin = common_of(under[0]).get("converted_from") if all(map(is_adapter, found)) else None
         found = _tensors_in(*under) | found
     lora = adapters_of(common, directory)
     config = replace(_config(directory, common), lora=lora)
@@ -75,6 +77,7 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
         tensors=unpadded(config, tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer,
+        origin=origin,
         begins_with_bos=_begins_with_bos(common),
         notes=notes,
     )
@@ -119,6 +122,7 @@ def write_native(
         "vocab_size": source.config.vocab_size,
         "tokenizer": _tokenizer_there(source, final / COMPANIONS),
         "begins_with_bos": source.begins_with_bos,
+        "converted_from": None if source.adapters else source.origin,
         "parameters_only": True,
     }
     finish_checkpoint(partial_directory, 0, common, sums)

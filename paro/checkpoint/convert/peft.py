@@ -101,8 +101,14 @@ def open_peft(directory: Path, base: Source) -> Source:
     return with_adapters(base, _alike(base, scales, fields), adapters, scalings)
 
 
-def write_peft(source: Source, directory: Path, advance: Callable[[int], None]) -> None:
-    """Fills an empty folder, which `PeftModel.from_pretrained` opens, with a source's adapters."""
+def write_peft(
+    source: Source, directory: Path, advance: Callable[[int], None], base_model: str | None
+) -> str:
+    """Fills an empty folder, which peft opens, with a source's adapters; a line to print about it.
+
+    `base_model` names the base for peft's AutoPeftModel; None: the folder that the source is from.
+    """
+    base_model = base_model or source.origin
     lora = source.lora
     assert lora is not None, "no adapters"
     tensors = {peft_name(name): tensor for name, tensor in source.adapters.items()}
@@ -111,7 +117,7 @@ def write_peft(source: Source, directory: Path, advance: Callable[[int], None]) 
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base_model,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
@@ -120,6 +126,9 @@ def write_peft(source: Source, directory: Path, advance: Callable[[int], None]) 
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    if base_model is None:
+        return f"{CONFIG} names no base, as it is not known: give --base-model-name-or-path"
+    return f"{CONFIG} names the base {base_model}"
 
 
 def peft_name(name: str) -> str:

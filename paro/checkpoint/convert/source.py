@@ -78,6 +78,7 @@ class Source:
     tensors: Mapping[str, LazyTensor]
     companions: Mapping[str, Path] = field(default_factory=dict)
     tokenizer: Mapping[str, Any] | None = None  # fields of TokenizerConfig, if known
+    origin: str | None = None  # the Hugging Face folder with these weights, without adapters
     begins_with_bos: bool = False  # whether training texts began with BOS
     notes: tuple[str, ...] = ()
     adapters: Mapping[str, LazyTensor] = field(default_factory=dict)  # merged into `tensors` too

@@ -103,6 +103,47 @@ def test_adapters_merge_into_a_folder_of_hugging_face(root: Path, tmp_path: Path
     assert_same_model(open_native(tmp_path / "whole"), open_native(root / "run"))
 
 
+def named_base(folder: Path) -> str | None:
+    fields = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    name: str | None = fields["base_model_name_or_path"]
+    return name
+
+
+def test_adapters_name_the_folder_that_their_base_was_converted_from(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = str(converted(root, "paro", "hf", "base", str(tmp_path / "hf")))
+    one_row = ("--make-vocab-size-divisible-by", "1")
+    base = converted(tmp_path, "hf", "paro", "hf", "base", *one_row)
+    trained(f"{LORA} --load {base} --save {tmp_path / 'run'}")
+    assert named_base(converted(tmp_path, "paro", "peft", "run", "peft")) == hf
+    assert f"adapter_config.json names the base {hf}" in capsys.readouterr().out
+    converted(tmp_path, "peft", "paro", "peft", "back", "--base", str(base))
+    assert named_base(converted(tmp_path, "paro", "peft", "back", "peft again")) == hf
+    name = ("--base-model-name-or-path", "some/model")
+    assert named_base(converted(tmp_path, "paro", "peft", "run", "hub", *name)) == "some/model"
+    assert "needs --to peft" in refused(
+        tmp_path, "--from", "paro", "--to", "hf", "--input", str(base), *name
+    )
+
+
+def test_adapters_on_other_weights_do_not_name_that_folder(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named_base(root / "peft") is None
+    hf = converted(root, "paro", "hf", "base", str(tmp_path / "hf"))
+    one_row = ("--make-vocab-size-divisible-by", "1")
+    base = str(converted(tmp_path, "hf", "paro", "hf", "base", *one_row))
+    trained(f"--trainable names:*.wq --load {base} --save {tmp_path / 'tuned'}")
+    merge = ("--merge", "--base", str(hf), *one_row)
+    converted(root, "peft", "paro", "peft", str(tmp_path / "merged"), *merge)
+    for folder in ("tuned", "merged"):
+        run = tmp_path / f"on_{folder}"
+        trained(f"{LORA} --load {tmp_path / folder} --save {run}")
+        assert named_base(converted(tmp_path, "paro", "peft", run.name, f"peft {folder}")) is None
+        assert "give --base-model-name-or-path" in capsys.readouterr().out
+
+
 def refused(root: Path, *words: str) -> str:
     out = root / "refused"
     with pytest.raises(UserError) as caught:

@@ -154,6 +154,19 @@ def test_what_changes_the_base_is_refused_until_peft_has_converted_it(
     assert_same_logits(merged(base, folder), adapted)
 
 
+def test_peft_finds_the_folder_that_the_base_was_converted_from(tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    hugging_face_base(tmp_path)
+    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
+    convert([*words, "--make-vocab-size-divisible-by", "1", "--output", str(tmp_path / "again")])
+    lora = "--lora-rank 4 --lora-target-modules all-linear --lr 0.05"
+    trained(f"{lora} --load {tmp_path / 'again'} --save {tmp_path / 'run'}")
+    folder = to("peft", tmp_path / "run", tmp_path / "peft")
+    adapted = AutoPeftModelForCausalLM.from_pretrained(folder)
+    assert_same_logits(merged(tmp_path / "hf", folder), adapted)
+
+
 def hugging_face_base(folder: Path) -> Path:
     trained(f"--save {folder / 'base'}")
     return to("hf", folder / "base", folder / "hf")
