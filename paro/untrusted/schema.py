@@ -3,13 +3,14 @@
 # Planning imports only the standard library, so this is our own; pydantic takes 0.2 s until its
 # first check, this 0.06 s. A type is a dataclass (its fields and no others), a TypedDict (its
 # fields, and others unchecked), an Enum, a Literal, a union, a list, tuple or dict of types, or
-# `Annotated` with a range of whole numbers or with `Between`.
+# `Annotated` with a range of whole numbers or `Between`. A dataclass may refuse its fields, and may
+# say in `mistakes` what is wrong with those that conform, also where others do not.
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -48,7 +49,7 @@ Figure = Annotated[float, Between(-1e30, 1e30)]  # to compute with and to draw
 
 _MAX_DEPTH = 64
 _SHOWN = 60  # characters of a wrong value
-_MOST = 12  # wrong fields that are named
+_MOST = 20  # wrong fields that are named
 _NESTS = (dict, list)
 _NAMES: dict[type, str] = {
     bool: "true or false",
@@ -205,18 +206,24 @@ def _collection(value: Any, origin: type, kinds: tuple[Any, ...]) -> Any:
     return origin(_members((f"[{index}]", item, kind) for index, (item, kind) in places))
 
 
-def _members(
-    members: Iterable[tuple[str, Any, Any]], wrong: Sequence[tuple[str, str]] = ()
-) -> list[Any]:
-    """The values of members (path, value, type); their mistakes come after those of `wrong`."""
-    found, told = [], [*wrong]
+def _members(members: Iterable[tuple[str, Any, Any]]) -> list[Any]:
+    """The values of members (path, value, type)."""
+    found, wrong = _conforming(members)
+    _raise_all(wrong)
+    return [*found.values()]
+
+
+def _conforming(
+    members: Iterable[tuple[str, Any, Any]],
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The values of the members that conform, by path, and what is wrong with the others."""
+    found, wrong = {}, []
     for name, value, kind in members:
         try:
-            found.append(_conform(value, kind))
+            found[name] = _conform(value, kind)
         except _WrongError as error:
-            told += [(f"{name}{path}", text) for path, text in error.found]
-    _raise_all(told)
-    return found
+            wrong += [(f"{name}{path}", text) for path, text in error.found]
+    return found, wrong
 
 
 @cache
@@ -241,21 +248,26 @@ def _record(value: Any, kind: Any) -> Any:
         unknown = [name for name in value if name not in types]
         known = f"is unknown; the fields are {', '.join(types)}"
         wrong += [(f".{n}", known if n == unknown[-1] else "is unknown") for n in unknown]
-    names = [name for name in value if name in types]
-    members = _members(((f".{name}", value[name], types[name]) for name in names), wrong)
-    found = dict(zip(names, members, strict=True))
+    members = ((f".{name}", item, types[name]) for name, item in value.items() if name in types)
+    conforming, more = _conforming(members)
+    found = {path[1:]: item for path, item in conforming.items()}
+    own = getattr(kind, "mistakes", None)
+    _raise_all([*wrong, *more, *_of_fields(own(found) if own else (), types)])
     if is_typeddict(kind):
         return {**value, **found}
     try:
         return kind(**found)
-    except UserError as error:  # of its own checks, which may begin with the name of a field
-        parts = [text.partition(": ") for text in error.args]
-        _raise_all(
-            [
-                (f".{name}", rest) if name in types else ("", f"{name}{colon}{rest}")
-                for name, colon, rest in parts
-            ]
-        )
+    except UserError as error:
+        _raise_all(_of_fields(error.args, types))
+
+
+def _of_fields(texts: Iterable[str], types: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a record's own checks say, with the path where it begins with the name of a field."""
+    parts = [text.partition(": ") for text in texts]
+    return [
+        (f".{name}", rest) if name in types else ("", f"{name}{colon}{rest}")
+        for name, colon, rest in parts
+    ]
 
 
 def _shown(value: Any) -> str:

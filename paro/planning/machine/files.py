@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about
@@ -22,9 +23,10 @@ from paro.planning.machine.machine import (
     Measured,
     Nic,
     bits_per_second,
+    ranks_mistakes,
     rate_text,
 )
-from paro.planning.machine.rules import numbers, refuse
+from paro.planning.machine.rules import numbers
 from paro.strategy import check_group_size
 from paro.topology import Axes
 from paro.untrusted.regular_file import read_bytes
@@ -40,13 +42,15 @@ class _Link:
     bandwidth_source: BandwidthSource
     latency_seconds: float
 
-    def __post_init__(self) -> None:
-        wrong = numbers(self, "latency_seconds", or_zero=True)
-        try:
-            bits_per_second(self.bandwidth)
-        except UserError as error:
-            wrong.insert(0, f"bandwidth: {error}")
-        refuse(*wrong)
+    @staticmethod
+    def mistakes(given: Mapping[str, Any]) -> list[str]:
+        wrong = numbers(given, "latency_seconds", or_zero=True)
+        if "bandwidth" in given:
+            try:
+                bits_per_second(given["bandwidth"])
+            except UserError as error:
+                wrong.insert(0, f"bandwidth: {error}")
+        return wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +69,10 @@ class _Row:
     cpu_seconds: float | None = None
     busy_seconds: float | None = None
 
-    def __post_init__(self) -> None:
-        refuse(
-            *numbers(self, "bytes", "seconds"),
-            *numbers(self, "cpu_seconds", "busy_seconds", or_zero=True),
-        )
+    @staticmethod
+    def mistakes(given: Mapping[str, Any]) -> list[str]:
+        wrong = numbers(given, "bytes", "seconds")
+        return wrong + numbers(given, "cpu_seconds", "busy_seconds", or_zero=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,10 @@ class _File:
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def mistakes(given: Mapping[str, Any]) -> list[str]:
+        return ranks_mistakes(given)
 
 
 def shipped_machines() -> tuple[str, ...]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from enum import Enum
 from itertools import pairwise
+from typing import Any
 
 from paro.collectives.schedule import Op
 from paro.errors import UserError, about
@@ -47,7 +48,8 @@ class LinkSpeed:
     bandwidth_source: BandwidthSource
 
     def __post_init__(self) -> None:
-        refuse(*numbers(self, "bits_per_second"), *numbers(self, "latency_seconds", or_zero=True))
+        given = asdict(self)
+        refuse(numbers(given, "bits_per_second") + numbers(given, "latency_seconds", or_zero=True))
 
     @property
     def is_typed(self) -> bool:
@@ -67,10 +69,9 @@ class Measured:
     busy_seconds: float | None = None  # `seconds` while all ranks compute; CPU ranks
 
     def __post_init__(self) -> None:
-        refuse(
-            *numbers(self, "num_bytes", "seconds"),
-            *numbers(self, "cpu_seconds", "busy_seconds", or_zero=True),
-        )
+        given = asdict(self)
+        wrong = numbers(given, "num_bytes", "seconds")
+        refuse(wrong + numbers(given, "cpu_seconds", "busy_seconds", or_zero=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,20 +97,27 @@ class Device:
     fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
 
     def __post_init__(self) -> None:
-        reserved, sustained = self.reserved_bytes, self.sustained_flops
-        less = 0 <= reserved < self.memory_bytes
-        slower = 0 < sustained <= self.peak_flops
-        at_most = f"positive, and no more than peak_flops ({self.peak_flops:g})"
-        share = self.fragmentation
-        refuse(
-            *numbers(self, "memory_bytes", "peak_flops", "memory_bytes_per_second", "cores"),
-            *numbers(self, "coding_bytes_per_second"),
-            *numbers(self, "step_seconds", "piece_seconds", "job_seconds", or_zero=True),
-            *numbers(self, "communicator_bytes", or_zero=True),
-            rule("reserved_bytes", reserved, less, "less than memory_bytes"),
-            rule("sustained_flops", sustained, slower, at_most),
-            rule("fragmentation", share, 0 <= (share or 0) < 1, "0 or more and below 1"),
+        refuse(self.mistakes(asdict(self)))
+
+    @staticmethod
+    def mistakes(given: Mapping[str, Any]) -> list[str]:
+        """What is wrong with these fields, of which some may be missing."""
+        wrong = numbers(
+            given,
+            *("memory_bytes", "peak_flops", "memory_bytes_per_second"),
+            *("coding_bytes_per_second", "cores"),
         )
+        may_be_zero = ("step_seconds", "piece_seconds", "job_seconds", "communicator_bytes")
+        wrong += numbers(given, *may_be_zero, or_zero=True)
+        memory, reserved = given.get("memory_bytes"), given.get("reserved_bytes")
+        if memory is not None and reserved is not None:
+            wrong += rule("reserved_bytes", reserved, 0 <= reserved < memory, "below memory_bytes")
+        peak, sustained = given.get("peak_flops"), given.get("sustained_flops")
+        if peak is not None and sustained is not None:
+            at_most = f"positive, and no more than peak_flops ({peak:g})"
+            wrong += rule("sustained_flops", sustained, 0 < sustained <= peak, at_most)
+        share = given.get("fragmentation")
+        return wrong + rule("fragmentation", share, 0 <= (share or 0) < 1, "0 or more and below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +130,7 @@ class GroupSpeed:
     inter: float = 1.0
 
     def __post_init__(self) -> None:
-        refuse(*numbers(self, "num_groups", "compute", "intra", "inter"))
+        refuse(numbers(asdict(self), "num_groups", "compute", "intra", "inter"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +150,7 @@ class Machine:
     sources: tuple[tuple[str, str], ...] = ()  # (field of the file, source of its value)
 
     def __post_init__(self) -> None:
-        possible = 0 < self.world_size <= MOST_RANKS
-        divides = self.group_size > 0 and self.world_size % self.group_size == 0
-        divisor = f"a divisor of world_size ({self.world_size})"
-        refuse(
-            rule("world_size", self.world_size, possible, f"1 to {MOST_RANKS}"),
-            rule("group_size", self.group_size, divides, divisor),
-        )
+        refuse(ranks_mistakes({"world_size": self.world_size, "group_size": self.group_size}))
         rows = [(row.axes, row.op, row.algorithm, row.num_bytes) for row in self.measured]
         for row, following in pairwise(sorted(rows, key=str)):
             if row == following:
@@ -188,6 +190,14 @@ class Machine:
 
     def link(self, link: Link) -> LinkSpeed | None:
         return self.intra if link is Link.INTRA else self.inter
+
+
+def ranks_mistakes(given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with `world_size` and `group_size`, of which one may be missing."""
+    ranks, group = given.get("world_size", MOST_RANKS), given.get("group_size", 1)
+    wrong = rule("world_size", ranks, 0 < ranks <= MOST_RANKS, f"1 to {MOST_RANKS}")
+    divides = group > 0 and (ranks % group == 0 or "world_size" not in given)
+    return wrong + rule("group_size", group, divides, f"a divisor of world_size ({ranks})")
 
 
 def bits_per_second(text: str) -> int:

@@ -134,8 +134,8 @@ def test_a_mistake_names_file_and_field(
 def test_all_mistakes_of_a_file_are_told_at_once() -> None:
     fields = json.loads(machine_to_json(machine()))
     del fields["source"], fields["nic"], fields["device"]["reserved_bytes"]
-    fields |= {"group_size": "8", "intra": {}}
-    fields["links"]["inter"] |= {"bandwidth": "fast", "latency_seconds": -1}
+    fields |= {"group_size": 3, "intra": {}}
+    fields["links"]["inter"] = {"bandwidth": "fast", "latency_seconds": -1}
     with pytest.raises(UserError) as error:
         machine_from_json(json.dumps(fields), "file")
     told = str(error.value).removeprefix("file: ").split("; ")
@@ -143,10 +143,11 @@ def test_all_mistakes_of_a_file_are_told_at_once() -> None:
         "source",
         "nic",
         "intra",
-        "group_size",
+        "links.inter.bandwidth_source",
         "links.inter.bandwidth",
         "links.inter.latency_seconds",
         "device.reserved_bytes",
+        "group_size",
     ]
     fields = json.loads(machine_to_json(machine()))
     fields["device"] |= {"memory_bytes": 0, "sustained_flops": 1e30, "cores": -1}
