@@ -179,7 +179,7 @@ def run(
         copies=copies,
         observers=observers,
     )
-    report.is_live = is_live
+    report.is_live = is_live and not terminal.keeps_lines
     if is_live and log.is_last:
         report.view = terminal.open_view(
             facts, title=title_of(config), placement=placement, bytes_before=bytes_before

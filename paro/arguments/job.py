@@ -156,7 +156,8 @@ def add_logging_args(parser: ArgumentParser) -> None:
         help="write the timers of --timing-log-level to TensorBoard and W&B too, as <timer>-time")
     add("--terminal", choices=("auto", "lines", "live"), default="auto",
         help="live: a view with progress, loss, throughput, memory and placement instead of log "
-        "lines, drawn by the first rank; auto: live on a terminal that the ranks of one node share")
+        "lines, drawn by the first rank; auto: live on a terminal that the ranks of one node "
+        "share; live with standard output in a file: the lines go there, the view to the terminal")
     add("--heartbeat-file", metavar="FILE",
         help="a small file that is rewritten during training, at most once a second")
     add("--hang-dump-minutes", type=float, metavar="MINUTES",

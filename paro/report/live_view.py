@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -19,11 +19,12 @@ from rich.text import Text
 
 from paro.errors import one_line, shown
 from paro.report.record import IterationRecord, Metrics, RunFacts
+from paro.report.time_left import duration
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 60
 _LEAST_SECONDS = 0.25  # between two redraws: faster ones are not visible
-_MEMORY = 0.9  # weight of past iterations in the running mean of the iteration time
+_HOME = "\x1b[H"  # moves the cursor to the first line
 
 
 def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
@@ -41,12 +42,14 @@ def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
     )
 
 
-def duration(seconds: float) -> str:
-    """Seconds as 1:02:03, preceded by the days if there are any."""
-    whole = max(0, round(seconds))
-    days, rest = divmod(whole, 86400)
-    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return f"{days} d {text}" if days else text
+class Spark:
+    """Values as block characters, as many as the place has columns."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = values
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(spark_line(self._values, width=min(_SPARKS, options.max_width)))
 
 
 class LiveView:
@@ -66,28 +69,38 @@ class LiveView:
         self._placement = tuple(map(shown, placement))
         self._bytes_before = bytes_before  # on a CPU: of the process before the model was built
         self._losses: list[float] = []
-        self._seconds: float | None = None  # per iteration, running mean
+        self._held_out: dict[str, str] = {}  # the last loss on each set
+        self._seconds_left = 0.0
         self._drawn = -math.inf
         self._latest: tuple[IterationRecord, Metrics] | None = None
         self._is_below = False
         self.console = console or Console()
-        self._live = Live(console=self.console, auto_refresh=False, transient=False)
+        self._width = self.console.width
+        # What is printed scrolls above the view, unless standard output is not where it is drawn.
+        self._live = Live(
+            console=self.console, auto_refresh=False, redirect_stdout=not self.console.stderr
+        )
         self._live.start()
         self.console.show_cursor(True)  # else it would stay hidden after the run is killed
 
     def show(self, message: str) -> None:
         """Prints a message above the view."""
+        self._leave_what_is_wrapped()
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
-    def iteration(self, record: IterationRecord, metrics: Metrics) -> None:
+    def iteration(self, record: IterationRecord, metrics: Metrics, *, seconds_left: float) -> None:
         if not record.skipped:
             self._losses.append(record.lm_loss)
-        seconds = record.iteration_time_ms / 1000.0
-        before = seconds if self._seconds is None else self._seconds
-        self._seconds = _MEMORY * before + (1.0 - _MEMORY) * seconds
+        self._seconds_left = seconds_left
         self._latest = (record, metrics)
         if time.monotonic() - self._drawn >= _LEAST_SECONDS:
             self._draw()
+
+    def validation(self, data_set: str, *, iteration: int, lm_loss: float) -> None:
+        """Takes an evaluation, which the next redraw shows."""
+        name = one_line(data_set.removeprefix("validation-"))
+        before = "" if name == "validation" else f"{name} "
+        self._held_out[data_set] = f"{before}{lm_loss:.4f} at iteration {iteration}"
 
     def begin_below(self) -> None:
         """Starts the view again below, once: a launcher printed below it at an interrupt.
@@ -107,24 +120,42 @@ class LiveView:
     def _draw(self) -> None:
         if self._latest is not None:
             self._drawn = time.monotonic()
+            self._leave_what_is_wrapped()
             self._live.update(self.render(*self._latest), refresh=True)
 
+    def _leave_what_is_wrapped(self) -> None:
+        """Begins again on an empty screen if the terminal has become narrower.
+
+        It may have wrapped the lines of the view: then nobody knows how many to draw over.
+        """
+        width = self.console.width
+        if width < self._width:
+            self.console.file.write("\n" * self.console.height + _HOME)
+        self._width = width
+
     def render(self, record: IterationRecord, metrics: Metrics) -> Panel:
-        """The view after an iteration."""
-        rows = Table.grid(padding=(0, 2))
+        """The view after an iteration; without the placement where the terminal is too low."""
+        rows = Table.grid(padding=(0, 2), expand=True)
         rows.add_column(style="bold cyan", no_wrap=True)
-        rows.add_column(overflow="fold")
+        rows.add_column(overflow="fold", ratio=1)
         rows.add_row("loss", self._loss(metrics))
+        if self._held_out:
+            rows.add_row("validation", Text(", ".join(self._held_out.values())))
         for name, text in self._figures(record, metrics).items():
             rows.add_row(name, text)
         parts: list[Any] = [self._progress(record), Text(), rows]
-        if self._placement:
-            parts += [Text(), Text("\n".join(self._placement), style="dim", no_wrap=True)]
+        if not self._placement:
+            return self._panel(parts)
+        placement = Text("\n".join(self._placement), style="dim", no_wrap=True, overflow="ellipsis")
+        whole = self._panel([*parts, Text(), placement])
+        fits = len(self.console.render_lines(whole)) <= self.console.height
+        return whole if fits else self._panel(parts)
+
+    def _panel(self, parts: Sequence[Any]) -> Panel:
         return Panel(Group(*parts), title=self._title, title_align="left", padding=(0, 1))
 
     def _progress(self, record: IterationRecord) -> Table:
         done, of = record.iteration, self._facts.train_iters
-        left = (of - done) * (self._seconds or 0.0)
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
@@ -132,18 +163,22 @@ class LiveView:
         row.add_row(
             Text(f"iteration {done}/{of}", style="bold"),
             ProgressBar(total=of, completed=done),
-            f"{100.0 * done / of:.1f}%, {duration(left)} left",
+            f"{100.0 * done / of:.1f}%, {duration(self._seconds_left)} left",
         )
         return row
 
-    def _loss(self, metrics: Metrics) -> str:
+    def _loss(self, metrics: Metrics) -> Table:
         least = min(self._losses, default=math.nan)
-        return f"{metrics.lm_loss:.4f}  {spark_line(self._losses)}  least {least:.4f}"
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_row(f"{metrics.lm_loss:.4f}", Spark(self._losses), f"least {least:.4f}")
+        return row
 
     def _figures(self, record: IterationRecord, metrics: Metrics) -> dict[str, str]:
         facts, exposed = self._facts, record.exposed
         share = exposed.total * 1e5 / record.iteration_time_ms
-        predicted = facts.predicted.get("total")
         return {
             "throughput": (
                 f"{metrics.tokens_per_second:,.0f} tokens/s, "
@@ -154,8 +189,7 @@ class LiveView:
                 f"{100 * metrics.mfu:.2f}% with attention in full, "
                 f"{100 * metrics.mfu_causal:.2f}% with causal attention halved"
             ),
-            "memory": f"{_megabytes(metrics.peak_memory_bytes)} at most"
-            + (f", {_megabytes(predicted + self._bytes_before)} predicted" if predicted else ""),
+            "memory": self._memory(metrics),
             "sent": (
                 f"{_megabytes(record.intra_bytes)} inside groups, "
                 f"{_megabytes(record.inter_bytes)} between; "
@@ -166,6 +200,16 @@ class LiveView:
                 f"data {record.data_wait_ms:.1f} ms"
             ),
         }
+
+    def _memory(self, metrics: Metrics) -> str:
+        """On a GPU its allocator counts the tensors; on a CPU there is only the whole process."""
+        most = f"{_megabytes(metrics.peak_memory_bytes)} at most"
+        predicted = self._facts.predicted.get("total")
+        if not self._bytes_before:
+            forecast = "" if predicted is None else f", {_megabytes(predicted)} predicted"
+            return f"tensors {most}{forecast}"
+        forecast = "" if predicted is None else f"; tensors {_megabytes(predicted)} predicted"
+        return f"process {most}, {_megabytes(self._bytes_before)} before the model{forecast}"
 
 
 def _megabytes(num_bytes: float) -> str:

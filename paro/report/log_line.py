@@ -1,4 +1,4 @@
-"""The printed lines of a run: Megatron's exact format, with tokens/s and MFU appended."""
+"""The printed lines of a run: Megatron's exact format, with more fields appended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from paro.report.record import IterationRecord, Metrics, RunFacts
+from paro.report.time_left import duration
 
 _NAME_WIDTH = 48
 
@@ -28,6 +29,7 @@ def iteration_line(
     facts: RunFacts,
     *,
     with_throughput: bool,
+    seconds_left: float,
     now: datetime,
 ) -> str:
     """The log line of an interval; parsers of Megatron's line find every field in its position."""
@@ -53,6 +55,7 @@ def iteration_line(
     fields.append(f"number of nan iterations: {metrics.nan_iterations:3d}")
     fields.append(f"tokens/s: {metrics.tokens_per_second:.1f}")
     fields.append(f"MFU: {100.0 * metrics.mfu:.2f}%")
+    fields.append(f"time left: {duration(seconds_left)}")
     return "".join(field + " | " for field in fields).rstrip(" ")
 
 
@@ -61,12 +64,15 @@ def perplexity(lm_loss: float) -> float:
     return math.exp(min(20.0, lm_loss))
 
 
-def validation_block(*, iteration: int, lm_loss: float, data_set: str | None) -> str:
-    """The validation line between two rules; `data_set` is its name in the final evaluations."""
+def validation_block(*, iteration: int, lm_loss: float, data_set: str | None, read: str) -> str:
+    """The validation line between two rules; `data_set` is its name in the final evaluations.
+
+    `read` says which samples of the set the loss is of.
+    """
     where = f"iteration {iteration}" + (f" on {data_set} set" if data_set else "")
     line = (
         f" validation loss at {where} | lm loss value: {lm_loss:.6E} | "
-        f"lm loss PPL: {perplexity(lm_loss):.6E} | "
+        f"lm loss PPL: {perplexity(lm_loss):.6E} | samples: {read} | "
     )
     rule = "-" * (len(line) + 1)
     return "\n".join([rule, line, rule])

@@ -19,12 +19,17 @@ from paro.report.rank_times import RankTimes, straggler_line, timer_lines
 from paro.report.record import IterationRecord, Metrics, RunFacts, summarize
 from paro.report.run_record import RunRecord
 from paro.report.tags import scalars_of
+from paro.report.time_left import TimeLeft
 
 
 class View(Protocol):
     """Interface of the live view that replaces log lines on a terminal."""
 
-    def iteration(self, record: IterationRecord, metrics: Metrics) -> None: ...
+    def iteration(
+        self, record: IterationRecord, metrics: Metrics, *, seconds_left: float
+    ) -> None: ...
+
+    def validation(self, data_set: str, *, iteration: int, lm_loss: float) -> None: ...
 
     def begin_below(self) -> None: ...
 
@@ -101,6 +106,7 @@ class Report:
         self._dashboards = dashboards
         self._interval: list[IterationRecord] = []
         self._is_first = True
+        self._time_left = TimeLeft(facts.train_iters)
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
 
     def start(self, choices: Mapping[str, str]) -> None:
@@ -131,7 +137,8 @@ class Report:
         alone = self._summarize([record])
         self._totals["skipped-iterations"] += alone.skipped_iterations
         self._totals["nan-iterations"] += alone.nan_iterations
-        self._show(record, alone)
+        left = self._time_left.after(record.iteration, seconds=record.iteration_time_ms / 1000.0)
+        self._show(lambda view: view.iteration(record, alone, seconds_left=left))
         if due or record.iteration % self.config.tensorboard_log_interval == 0:
             self._write_dashboards(record, alone)
         if not due:
@@ -142,6 +149,7 @@ class Report:
             metrics,
             self._facts,
             with_throughput=self.config.log_throughput,
+            seconds_left=left,
             now=datetime.now(),
         )
         if not self.is_live:
@@ -176,11 +184,23 @@ class Report:
             )
 
     def validation(
-        self, *, iteration: int, samples: int, lm_loss: float, data_set: str | None = None
+        self,
+        *,
+        iteration: int,
+        samples: int,
+        lm_loss: float,
+        read: str,
+        data_set: str | None = None,
     ) -> None:
-        """Prints an evaluation; `data_set` is its name if there are several, or after training."""
-        self.log.log_last(validation_block(iteration=iteration, lm_loss=lm_loss, data_set=data_set))
+        """Prints an evaluation of the samples `read`, such as `1 to 48`.
+
+        `data_set` is its name if there are several, or after training.
+        """
+        self.log.log_last(
+            validation_block(iteration=iteration, lm_loss=lm_loss, data_set=data_set, read=read)
+        )
         name = data_set or "validation"
+        self._show(lambda view: view.validation(name, iteration=iteration, lm_loss=lm_loss))
         scalars = {f"lm loss {name}": lm_loss, f"lm loss {name} ppl": perplexity(lm_loss)}
         self._dashboards.write(scalars, iteration=iteration, samples=samples)
         self._records.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
@@ -211,10 +231,10 @@ class Report:
         self._records.close()
         self._dashboards.close()
 
-    def _show(self, record: IterationRecord, alone: Metrics) -> None:
+    def _show(self, change: Callable[[View], None]) -> None:
         try:
             if self.view is not None:
-                self.view.iteration(record, alone)
+                change(self.view)
         except Exception as error:  # for example: the terminal is closed
             self.view = None
             self.log.log_last(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +26,18 @@ def live_is_wanted(choice: str, control: Control) -> bool:
 
 
 class Terminal:
-    """Prints lines; above the view once it is open."""
+    """Prints lines; above the view once it is open.
+
+    Where only standard error is a terminal, a view is drawn there, and the lines still go to
+    standard output: to the file or the pipe that it is.
+    """
 
     def __init__(self) -> None:
         self._view: Any = None
+        self.keeps_lines = sys.stderr.isatty() and not sys.stdout.isatty()
 
     def show(self, message: str) -> None:
-        if self._view is None:
+        if self._view is None or self.keeps_lines:
             print_line(message)
         else:
             self._view.show(message)
@@ -41,7 +47,8 @@ class Terminal:
     ) -> Any:
         """Opens the live view on this rank and returns it."""
         module = importlib.import_module("paro.report.live_view")
+        console = importlib.import_module("rich.console").Console(stderr=self.keeps_lines)
         self._view = module.LiveView(
-            facts, title=title, placement=placement, bytes_before=bytes_before
+            facts, title=title, placement=placement, bytes_before=bytes_before, console=console
         )
         return self._view

@@ -300,17 +300,28 @@ class Loop:
         config, state = self.training.config, self.state
         if not config.eval_interval or state.iteration % config.eval_interval != 0:
             return
-        if self._evaluate(self._sources.valid, data_set=None):
-            state.consumed_valid_samples += config.eval_iters * self.training.batches.eval_batch
+        if self._evaluate(self._sources.valid, begin=state.consumed_valid_samples):
+            state.consumed_valid_samples += self._samples_per_evaluation
 
     def _evaluate_at_end(self) -> None:
-        self._evaluate(self._sources.valid, data_set="validation")
-        self._evaluate(self._sources.test, data_set="test")
+        begin = self.state.consumed_valid_samples
+        self._evaluate(self._sources.valid, begin=begin, data_set="validation")
+        self._evaluate(self._sources.test, begin=0, data_set="test")
 
-    def _evaluate(self, sets: tuple[HeldOut, ...], *, data_set: str | None) -> bool:
-        """Evaluates every set; whether any of them is read further by the next evaluation."""
+    @property
+    def _samples_per_evaluation(self) -> int:
+        return self.training.config.eval_iters * self.training.batches.eval_batch
+
+    def _evaluate(
+        self, sets: tuple[HeldOut, ...], *, begin: int, data_set: str | None = None
+    ) -> bool:
+        """Evaluates every set; whether any of them is read further by the next evaluation.
+
+        One that is not read as a whole is read from the sample after the first `begin`.
+        """
         if self.training.config.eval_iters == 0:
             return False
+        part = f"{begin + 1} to {begin + self._samples_per_evaluation}"
         for held_out in sets:
             self._begin("evaluating")
             self._report.validation(
@@ -318,6 +329,7 @@ class Loop:
                 samples=self.state.consumed_train_samples,
                 lm_loss=self._loss_on(held_out),
                 data_set=f"validation-{held_out.name}" if held_out.name else data_set,
+                read=part if held_out.num_micro_batches is None else "all",
             )
         return any(held_out.num_micro_batches is None for held_out in sets)
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -20,12 +21,17 @@ RUN = [SCRIPT, *MODEL, "--mock-data"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def on_a_terminal(*words: str, interrupted: bool = False) -> tuple[str, int]:
-    """The output of Python on its own terminal, and its status; optionally with a Ctrl-C."""
+def on_a_terminal(
+    *words: str, interrupted: bool = False, output: IO[bytes] | None = None
+) -> tuple[str, int]:
+    """What Python writes to its own terminal, and its status; optionally with a Ctrl-C.
+
+    Standard output may be elsewhere: then it is what standard error gets.
+    """
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     with subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, env=environment, stdout=there, stderr=there
+        [sys.executable, *words], cwd=ROOT, env=environment, stdout=output or there, stderr=there
     ) as process:
         os.close(there)
         written = b""
@@ -60,6 +66,21 @@ def test_a_terminal_gets_a_view_and_lines_where_it_asks_for_them() -> None:
     assert status == 0, lines
     assert lines.count("elapsed time per iteration") == 4
     assert "iteration 4/4" not in lines
+
+
+@pytest.mark.ranks
+def test_a_file_gets_the_lines_while_the_terminal_shows_the_view(tmp_path: Path) -> None:
+    short = [*RUN, "--train-iters", "4", "--eval-iters", "1", "--terminal", "live"]
+    with (tmp_path / "log").open("wb") as log:
+        view, status = on_a_terminal(*short, output=log)
+    lines = (tmp_path / "log").read_text()
+    assert status == 0, view
+    assert "│ iteration 4/4" in view
+    assert re.search(r"│ validation +\d", view)
+    assert "lm loss" not in view
+    assert lines.count("elapsed time per iteration") == 4
+    assert lines.count("validation loss at") == 2  # on the validation and the test set
+    assert not {"│", "\x1b"} & set(lines)
 
 
 @pytest.mark.ranks

@@ -125,11 +125,14 @@ def test_skip_train_evaluates_what_was_saved_and_writes_nothing(tmp_path: Path) 
     (on_the_way,) = re.findall(r"validation loss at iteration 3 \| lm loss value: (\S+)", trained)
     wanted = evaluations(trained) | {"validation": float(on_the_way)}
     assert wanted.keys() == {"validation", "test"}
+    samples = re.findall(r"validation loss at .* \| samples: (.*) \|", trained)
+    assert samples == ["1 to 16", "17 to 32", "1 to 16"]
     before = sorted(tmp_path.rglob("*"))
     records = ["--metrics-file", tmp_path / "metrics", "--tensorboard-dir", tmp_path / "board"]
     spread = ["--paro-strategy", "GGG", "--paro-group-size", "2"]
     skipped = on_ranks([*flags, *records, *spread, "--skip-train", "--save", tmp_path / "new"], 4)
     assert evaluations(skipped) == pytest.approx(wanted, rel=1e-5)
+    assert re.findall(r"validation loss at .* \| samples: (.*) \|", skipped) == ["1 to 16"] * 2
     assert "skipping training (--skip-train is on) ..." in skipped
     assert re.search(r"^optimizer +G .* 0\.00$", skipped, re.MULTILINE)  # parameters only
     assert "iteration        " not in skipped

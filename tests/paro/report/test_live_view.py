@@ -4,49 +4,121 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from paro.distributed.exposed_time import Exposed
-from paro.report.live_view import LiveView, duration, spark_line
+from paro.report.live_view import LiveView, spark_line
 from paro.report.log import Log
-from paro.report.record import summarize
+from paro.report.record import IterationRecord, summarize
 from tests.paro.report.test_report import FACTS, record
 
 PLACEMENT = ["state       placed", "parameters  I"]
 
 
-def make() -> tuple[LiveView, io.StringIO]:
+def make(
+    *, width: int = 110, height: int = 40, bytes_before: int = 290_000_000
+) -> tuple[LiveView, io.StringIO]:
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=110, height=40, color_system=None)
+    console = Console(
+        file=stream, force_terminal=True, width=width, height=height, color_system=None
+    )
     facts = replace(FACTS, predicted={"total": 5_000_000})
     view = LiveView(
-        facts, title="llama", placement=PLACEMENT, bytes_before=290_000_000, console=console
+        facts, title="llama", placement=PLACEMENT, bytes_before=bytes_before, console=console
     )
     return view, stream
 
 
+def show(view: LiveView, seen: IterationRecord) -> None:
+    metrics = summarize([seen], FACTS, peak_memory_bytes=300_000_000)
+    view.iteration(seen, metrics, seconds_left=2.0)
+
+
+def last_drawn(stream: io.StringIO) -> list[str]:
+    """The lines of the view as it was drawn last."""
+    drawn = "╭" + stream.getvalue().rpartition("╭")[2]
+    return drawn[: drawn.rindex("╯") + 1].splitlines()
+
+
 def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
     view, stream = make()
-    seen = replace(record(5), exposed=Exposed(gather=0.02, reduce=0.005))
-    view.iteration(seen, summarize([seen], FACTS, peak_memory_bytes=300_000_000))
+    view.validation("validation", iteration=2, lm_loss=6.5)
+    view.validation("validation", iteration=4, lm_loss=5.25)
+    show(view, replace(record(5), exposed=Exposed(gather=0.02, reduce=0.005)))
     view.close()
     text = stream.getvalue()
     for wanted in (
         "llama",
         "iteration 5/20",
-        "25.0%, 0:00:02 left",  # 15 of 0.1 s
+        "25.0%, 0:00:02 left",
         "5.0000",
+        "validation  5.2500 at iteration 4 ",
         "1,280 tokens/s, 640 a device",
         "0.38% with attention in full",
-        "300.0 MB at most, 295.0 MB predicted ",
+        "process 300.0 MB at most, 290.0 MB before the model; tensors 5.0 MB predicted ",
         "exposed 25 ms (25%)",
         "learning rate 1.000E-01, gradient norm 1.000",
         "parameters  I",
     ):
         assert wanted in text, wanted
+
+
+def test_the_allocator_of_a_gpu_counts_what_is_predicted() -> None:
+    view, stream = make(bytes_before=0)
+    show(view, record(5))
+    view.close()
+    assert "tensors 300.0 MB at most, 5.0 MB predicted " in stream.getvalue()
+
+
+def test_sets_of_held_out_data_are_named() -> None:
+    view, stream = make()
+    for name, lm_loss in (("validation-web", 2.0), ("validation-books", 3.0), ("test", 4.0)):
+        view.validation(name, iteration=4, lm_loss=lm_loss)
+    show(view, record(5))
+    view.close()
+    wanted = "web 2.0000 at iteration 4, books 3.0000 at iteration 4, test 4.0000 at iteration 4"
+    assert wanted in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_it_is_as_wide_as_the_terminal(width: int) -> None:
+    view, stream = make(width=width)
+    for iteration in range(1, 20):
+        show(view, record(iteration))
+    view.close()
+    lines = last_drawn(stream)
+    assert {len(line) for line in lines} == {width}
+    (loss,) = (line for line in lines if "loss " in line)
+    assert re.search("19.0000  ▁[▁-█]+█ +least 1.0000", loss)
+    assert "parameters  I" in "".join(lines)
+
+
+def test_a_low_terminal_shows_figures_and_no_placement() -> None:
+    view, stream = make(height=12)
+    show(view, record(5))
+    view.close()
+    lines = last_drawn(stream)
+    assert len(lines) <= 12
+    assert "gradient norm" in "".join(lines)
+    assert "parameters" not in "".join(lines)
+
+
+def test_a_terminal_that_gets_narrower_keeps_nothing_of_the_wrapped_view_on_the_screen() -> None:
+    view, stream = make()
+    anew = "\n" * view.console.height + "\x1b[H"
+    for width, starts in ((110, 0), (60, 1), (60, 1), (80, 1), (79, 2)):
+        view.console.width = width
+        view.show("a line")
+        assert stream.getvalue().count(anew) == starts
+    show(view, record(5))
+    view.console.width = 60
+    view.close()
+    assert stream.getvalue().count(anew) == 3
+    assert {len(line) for line in last_drawn(stream)} == {60}
 
 
 def test_what_is_printed_meanwhile_scrolls_by_above() -> None:
@@ -63,8 +135,7 @@ def test_what_is_printed_meanwhile_scrolls_by_above() -> None:
 
 def test_what_a_launcher_wrote_below_is_not_drawn_over() -> None:
     view, stream = make()
-    seen = record(5)
-    view.iteration(seen, summarize([seen], FACTS, peak_memory_bytes=1))
+    show(view, record(5))
     stream.write("Received 2 death signal\n")
     view.begin_below()
     view.begin_below()
@@ -77,10 +148,8 @@ def test_what_a_launcher_wrote_below_is_not_drawn_over() -> None:
 
 def test_it_is_drawn_a_few_times_a_second_at_most() -> None:
     view, stream = make()
-    seen = record(1)
-    metrics = summarize([seen], FACTS, peak_memory_bytes=1)
     for _ in range(50):
-        view.iteration(seen, metrics)
+        show(view, record(1))
     assert stream.getvalue().count("tokens/s") <= 2
     view.close()
 
@@ -88,7 +157,7 @@ def test_it_is_drawn_a_few_times_a_second_at_most() -> None:
 def test_a_skipped_iteration_has_no_part_in_the_loss() -> None:
     view, stream = make()
     for seen in (record(2), replace(record(3), skipped=True, lm_loss=math.nan)):
-        view.iteration(seen, summarize([seen], FACTS, peak_memory_bytes=1))
+        show(view, seen)
     view.close()
     assert "least 2.0000" in stream.getvalue()
 
@@ -106,12 +175,3 @@ def test_a_skipped_iteration_has_no_part_in_the_loss() -> None:
 )
 def test_spark_line(values: list[float], wanted: str) -> None:
     assert spark_line(values, width=8) == wanted
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (-1, 59.6, 3723, 90061)] == [
-        "0:00:00",
-        "0:01:00",
-        "1:02:03",
-        "1 d 1:01:01",
-    ]

@@ -41,17 +41,19 @@ def record(iteration: int = 10, **changes: object) -> IterationRecord:
 
 def line(*interval: IterationRecord, with_throughput: bool = False) -> str:
     metrics = summarize(interval, FACTS, peak_memory_bytes=1)
-    return iteration_line(interval, metrics, FACTS, with_throughput=with_throughput, now=NOW)
+    return iteration_line(
+        interval, metrics, FACTS, with_throughput=with_throughput, seconds_left=3723.0, now=NOW
+    )
 
 
-def test_the_line_is_megatrons_with_two_fields_appended() -> None:
+def test_the_line_is_megatrons_with_three_fields_appended() -> None:
     # 32 samples of 128 tokens in half a second; 2048 tokens/s per rank at 6e6 FLOPs of 1e12.
     assert line(record(lm_loss=7.5)) == (
         " [2026-03-01 12:30:05] iteration       10/    1000 | consumed samples:          320 |"
         " elapsed time per iteration (ms): 500.0 | learning rate: 3.000000E-04 |"
         " global batch size:    32 | lm loss: 7.500000E+00 | loss scale: 1.0 | grad norm: 1.250 |"
         " number of skipped iterations:   0 | number of nan iterations:   0 |"
-        " tokens/s: 8192.0 | MFU: 1.23% |"
+        " tokens/s: 8192.0 | MFU: 1.23% | time left: 1:02:03 |"
     )
 
 
@@ -106,15 +108,18 @@ def test_a_parser_of_megatrons_line_reads_ours() -> None:
     ],
 )
 def test_validation_stands_between_rules(data_set: str | None, where: str) -> None:
-    above, text, below = validation_block(iteration=200, lm_loss=2.0, data_set=data_set).split("\n")
+    block = validation_block(iteration=200, lm_loss=2.0, data_set=data_set, read="1 to 48")
+    above, text, below = block.split("\n")
     assert text == (
         f" validation loss at {where} | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+        "samples: 1 to 48 | "
     )
     assert above == below == "-" * (len(text) + 1)
 
 
 def test_perplexity_of_a_diverged_model_is_bounded() -> None:
-    assert "PPL: 4.851652E+08" in validation_block(iteration=1, lm_loss=1e6, data_set=None)
+    block = validation_block(iteration=1, lm_loss=1e6, data_set=None, read="all")
+    assert "PPL: 4.851652E+08" in block
 
 
 def test_arguments_are_sorted_and_dotted() -> None:

@@ -148,7 +148,7 @@ def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) 
         predicted_bytes=2**21, reserved_bytes=2**21, states_bytes=2**20, bytes_before=0
     )
     report.memory(iteration=1)
-    report.validation(iteration=9, samples=72, lm_loss=1.0, data_set="test")
+    report.validation(iteration=9, samples=72, lm_loss=1.0, data_set="test", read="1 to 8")
     text = capsys.readouterr().out
     assert "model states: 1.0 | predicted peak: 2.0" in text
     assert " validation loss at iteration 9 on test set | lm loss value: 1.000000E+00 |" in text
@@ -185,7 +185,7 @@ def test_a_run_that_was_replaced_leaves_the_files_to_its_successor(tmp_path: Pat
     files = {file: file.read_bytes() for file in tmp_path.iterdir()}
     replaced = True
     report.iteration(record(2))
-    report.validation(iteration=2, samples=16, lm_loss=1.0, data_set=None)
+    report.validation(iteration=2, samples=16, lm_loss=1.0, read="all")
     report.close()
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
     assert len(files) == 2

@@ -1,0 +1,33 @@
+"""How long a run still takes, by the clock on the wall, and times as text."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+_ITERATIONS = 1000  # a change of pace shows, and one slow save among them does not
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1:02:03, preceded by the days if there are any."""
+    whole = max(0, round(seconds))
+    days, rest = divmod(whole, 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days} d {text}" if days else text
+
+
+class TimeLeft:
+    """Takes the end of every iteration; what comes between two, such as a save, counts too."""
+
+    def __init__(self, train_iters: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._train_iters = train_iters
+        self._clock = clock
+        self._ends: deque[float] = deque(maxlen=_ITERATIONS + 1)
+
+    def after(self, iteration: int, *, seconds: float) -> float:
+        """Seconds until the run ends, when an iteration that took `seconds` has ended."""
+        self._ends.append(self._clock())
+        if len(self._ends) > 1:
+            seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return (self._train_iters - iteration) * seconds
