@@ -32,6 +32,7 @@ class Dashboard(Protocol):
     """The interface that the report needs from either service."""
 
     name: str
+    place: str  # where a reader finds what is written
 
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None: ...
 
@@ -46,6 +47,7 @@ class TensorBoard:
     def __init__(self, folder: str, *, queue_size: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self.place = folder
         self._writer: Any = SummaryWriter(log_dir=folder, max_queue=queue_size)
 
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
@@ -90,8 +92,13 @@ class WeightsAndBiases:
             id=known,
             resume=None if known is None else "allow",
             # No wandb thread captures what ranks print: the output would fail with the service.
-            settings=wandb.Settings(console="off"),
+            # Silent: else its last words follow those of the run. Warnings and errors still come.
+            settings=wandb.Settings(console="off", silent=True),
         )
+        mode, folder = self._run.settings.mode, self._run.settings.sync_dir
+        self.place = mode if mode in _LOCAL_MODES else self._run.url
+        if mode == "offline":
+            self.place += f", until you run wandb sync {folder}"
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
             with replacing(place) as temporary:
@@ -174,7 +181,9 @@ class Dashboards:
     def open(self, flag: str, make: Callable[[], Dashboard]) -> None:
         """Adds the dashboard that `make` returns, or prints why `flag` has no effect."""
         try:
-            self._open.append(_Writer(make()))
+            board = make()
+            self._open.append(_Writer(board))
+            self._log.log_last(f"> {board.name}: {board.place}")
         except Exception as error:
             self._log.log_last(f"{flag} has no effect: {type_and_message(error)}")
 

@@ -113,6 +113,8 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     ]
     assert "> strategy: IIG, 4 ranks in groups of 2" in first.stdout
     assert "validation loss at iteration 1 on validation set" in first.stdout
+    assert "> Weights & Biases: offline" in first.stdout
+    assert "\nwandb: " not in first.stdout  # it would follow our last lines
     metrics = read_metrics(run_dir / "metrics.jsonl")
     assert [line["iteration"] for line in metrics] == [1]
     # Close to the loss of a uniform guess, ln 4096, which the summary also prints.

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,15 +24,17 @@ class FakeWandb(ModuleType):
         super().__init__("wandb")
         self.id = "abc123"
         self.step = 0
-        self.settings: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}
+        self.settings = SimpleNamespace(mode="online", sync_dir="wandb/offline-run-1")
+        self.url = "https://wandb.ai/e/p/runs/abc123"
         self.logged: list[tuple[dict[str, float], int]] = []
         self.finished = False
 
-    def init(self, **settings: Any) -> "FakeWandb":
-        self.settings = settings
+    def init(self, **given: Any) -> "FakeWandb":
+        self.given = given
         return self
 
-    def Settings(self, **settings: str) -> dict[str, str]:  # noqa: N802
+    def Settings(self, **settings: Any) -> dict[str, Any]:  # noqa: N802
         return settings
 
     def log(self, scalars: dict[str, float], step: int) -> None:
@@ -46,6 +48,7 @@ class Broken:
     """A dashboard whose disk is full."""
 
     name = "Broken"
+    place = "nowhere"
 
     def __init__(self) -> None:
         self.calls = 0
@@ -67,12 +70,24 @@ def test_wandb_needs_no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     boards = open_dashboards(config, Log(), {"lr": 0.1})
     boards.write({"lm loss": 2.0}, iteration=3, samples=24)
     boards.close()
-    assert wandb.settings == {
+    assert wandb.given == {
         "project": "p", "entity": "e", "name": "n", "dir": None, "config": {"lr": 0.1},
-        "id": None, "resume": None, "settings": {"console": "off"},
+        "id": None, "resume": None, "settings": {"console": "off", "silent": True},
     }  # fmt: skip
     assert wandb.logged == [({"lm loss": 2.0, "samples vs steps": 24}, 3)]
     assert wandb.finished
+
+
+def test_a_run_that_is_not_online_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb = FakeWandb()
+    wandb.settings.mode = "offline"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    open_dashboards(ReportConfig(wandb_project="p"), Log(), {}).close()
+    assert capsys.readouterr().out == (
+        "> Weights & Biases: offline, until you run wandb sync wandb/offline-run-1\n"
+    )
 
 
 def test_tensorboard_has_each_tag_over_iterations_and_over_samples(tmp_path: Path) -> None:
@@ -109,7 +124,11 @@ def test_a_dashboard_that_fails_is_left_out_and_the_others_go_on(
     boards.close()
     assert broken.calls == 1
     assert len(wandb.logged) == 2
-    assert capsys.readouterr().out == ("Broken is left out from here on: OSError: no space left\n")
+    assert capsys.readouterr().out == (
+        "> Weights & Biases: https://wandb.ai/e/p/runs/abc123\n"
+        "> Broken: nowhere\n"
+        "Broken is left out from here on: OSError: no space left\n"
+    )
 
 
 KEY = 40 * "0"
@@ -177,6 +196,7 @@ class Stuck:
     """A dashboard that hangs in its first write until it is released."""
 
     name = "Stuck"
+    place = "nowhere"
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -195,7 +215,9 @@ def test_one_that_hangs_holds_nobody(capsys: pytest.CaptureFixture[str]) -> None
     for iteration in range(2000):
         boards.write({"lm loss": 2.0}, iteration=iteration, samples=8)
     assert time.perf_counter() - begin < 2.0
-    assert capsys.readouterr().out == "Stuck is left out from here on: it is 1000 writes late\n"
+    assert capsys.readouterr().out == (
+        "> Stuck: nowhere\nStuck is left out from here on: it is 1000 writes late\n"
+    )
     boards.open("--stuck", lambda: stuck)
     boards.write({"lm loss": 2.0}, iteration=1, samples=8)
     boards.close(seconds=0.1)
@@ -217,7 +239,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
         for step in (iteration + 1, iteration + 2):
             boards.write({"lm loss": 2.0}, iteration=step, samples=8)
         boards.close()
-        return wandb.settings
+        return wandb.given
 
     assert start(0)["id"] is None
     assert (tmp_path / "ckpt" / RUN_ID_FILE).read_text() == "abc123\n"
@@ -237,10 +259,10 @@ def test_names_are_cleaned_before_they_are_sent(
     boards = open_dashboards(config, Log(), {"load": "\x1b[2J", "lr": 0.5})
     boards.write({f"validation-\x1b{'x' * 5000}": 2.0}, iteration=1, samples=8)
     boards.close()
-    assert wandb.settings["project"] == "p\\x1b"
-    assert wandb.settings["name"].startswith("n\\u202exx")
-    assert len(wandb.settings["name"]) <= 128
-    assert wandb.settings["config"] == {"load": "\\x1b[2J", "lr": 0.5}
+    assert wandb.given["project"] == "p\\x1b"
+    assert wandb.given["name"].startswith("n\\u202exx")
+    assert len(wandb.given["name"]) <= 128
+    assert wandb.given["config"] == {"load": "\\x1b[2J", "lr": 0.5}
     ((figures, _),) = wandb.logged
     (tag,) = [name for name in figures if name.startswith("validation-")]
     assert tag.startswith("validation-\\x1bxx")
