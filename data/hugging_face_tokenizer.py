@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
+from data.hub import how_to_fetch
 from paro.errors import UserError
 from paro.untrusted.regular_file import check_regular, read_bytes
 from paro.untrusted.schema import read_json
@@ -222,7 +223,7 @@ def _load_with_transformers(model: str) -> _Loaded:
     except Exception as error:  # OSError, ValueError, TypeError and more, depending on the folder
         raise UserError(
             f"--tokenizer-model {model} is neither a tokenizer.json nor a tokenizer that "
-            f"transformers finds on this machine: get it first, such as with 'hf download {model}'"
+            f"transformers finds on this machine{how_to_fetch(model)}"
         ) from error
     return _Loaded(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -11,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from data.hub import HUB_NAME
 from paro.errors import UserError, reading
 
 COMPRESSIONS = (".gz", ".zst", ".zstd")
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class SourceKind(Enum):

@@ -16,6 +16,7 @@ from torch import Tensor
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data.hub import how_to_fetch
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from model.decoding import Decoder
@@ -136,7 +137,7 @@ def open_model(directory: Path, iteration: int | None = None, base: str | None =
     if iteration is None and latest_iteration(directory) is None:
         raise UserError(
             f"--load {directory} holds no checkpoint: give the --save of a training, or a folder "
-            "with a converted model or one of Hugging Face"
+            f"with a converted model or one of Hugging Face{how_to_fetch(directory)}"
         )
     return open_native(directory, iteration, base)
 

@@ -16,6 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 
+from data.hub import how_to_fetch
 from paro.checkpoint.convert.conversion import OPENERS
 from paro.checkpoint.convert.hugging_face import is_hugging_face
 from paro.checkpoint.convert.megatron import is_megatron
@@ -62,6 +63,7 @@ def format_of(directory: Path) -> str:
     raise UserError(
         f"--load {directory} holds no checkpoint: give a folder with a tracker "
         "latest_checkpointed_iteration.txt, or with config.json, or with params.json"
+        f"{how_to_fetch(directory)}"
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.hub import how_to_fetch
 from data.loader import Datasets
 from paro.checkpoint.agreement import with_claim
 from paro.checkpoint.background import Background, HostCopy
@@ -266,7 +267,7 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
         if not any(control.gather(exists)):
             raise UserError(
                 f"--load {checkpoint.load} does not exist: give a folder of checkpoints, or leave "
-                "--load out to begin with random weights"
+                f"--load out to begin with random weights{how_to_fetch(checkpoint.load)}"
             )
 
 

@@ -150,6 +150,8 @@ def test_transformers_is_not_imported(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither a tokenizer\.json nor a tokenizer that trans"):
         HuggingFaceTokenizer(str(tmp_path))
+    with pytest.raises(UserError, match="hf download an-owner/a-model"):
+        HuggingFaceTokenizer("an-owner/a-model")
 
 
 @pytest.mark.parametrize(

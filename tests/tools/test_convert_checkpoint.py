@@ -265,6 +265,7 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path: Path) -> None:
     folder, out = tmp_path / "hf", tmp_path / "out"
     save_folder(folder, 3, max_shard_size="20KB")
     assert f"--input {out} is no folder" in mistake("hf", "paro", out, out)
+    assert "hf download an-owner/a-model" in mistake("hf", "paro", Path("an-owner/a-model"), out)
     assert f"--output {folder} exists" in mistake("hf", "paro", folder, folder)
     assert "has no config.json" in mistake("hf", "paro", tmp_path, out)
     assert "holds no checkpoint" in mistake("paro", "hf", folder, out)

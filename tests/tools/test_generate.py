@@ -234,6 +234,7 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     assert f"--load {tmp_path} holds no checkpoint" in mistake("--load", tmp_path, "--prompt", "1")
     missing = tmp_path / "missing"
     assert f"--load {missing} holds no" in mistake("--load", missing, "--prompt", "1")
+    assert "hf download an-owner/a-model" in mistake("--load", "an-owner/a-model", "--prompt", "1")
 
 
 def test_damage_is_named_and_another_iteration_can_be_asked_for(

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from data.atomic_file import temporary_beside
+from data.hub import how_to_fetch
 from data.tokenizer import padded_vocab_size
 from paro.checkpoint.convert.hugging_face import (
     is_hugging_face,
@@ -55,7 +56,7 @@ class Conversion:
     def open(self) -> Source:
         """The model to convert, lazy, in the target dtype; `UserError` for wrong flags."""
         if not self.source.is_dir():
-            raise UserError(f"--input {self.source} is no folder")
+            raise UserError(f"--input {self.source} is no folder{how_to_fetch(self.source)}")
         if self.target.exists() or self.target.is_symlink():
             raise UserError(f"--output {self.target} exists: remove it or give another name")
         if self.padded_vocab_size is not None and self.target_format == "hf":

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
+from data.hub import how_to_fetch
 from data.tokenizer_config import saved_tokenizer
 from model.config import LlamaConfig
 from model.lora_config import adapted_weight, is_adapter
@@ -58,7 +59,7 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
     """
     directory = find_checkpoint(root, iteration)
     if directory is None:
-        raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}")
+        raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}{how_to_fetch(root)}")
     common = common_of(directory)
     found = _tensors_in(directory, read_manifest(directory))
     origin = common.get("converted_from")
