@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -17,11 +17,12 @@ _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` file, a folder that contains one, or anything else transformers loads: a
-    folder of other files, or a hub name in its cache.
+    """A `tokenizer.json` file or a folder that contains one, which mean the same, or anything else
+    transformers loads: a folder of other files, or a hub name in its cache.
 
-    A `tokenizer.json` does not define which token ends a document. That comes from `eos_token` in
-    the `tokenizer_config.json` next to it, as in published models, or from `eos_token_id` in their
+    The files next to a `tokenizer.json` may add tokens, which get their ids as in transformers. It
+    does not define which token ends a document: that comes from `eos_token` in the
+    `tokenizer_config.json` next to it, as in published models, or from `eos_token_id` in their
     `config.json`. Nothing is downloaded, since every rank would do so.
 
     Texts of a corpus get no special tokens. Megatron's type of this name adds the tokenizer's, such
@@ -30,13 +31,9 @@ class HuggingFaceTokenizer:
 
     def __init__(self, model: str) -> None:
         path = Path(model)
-        if path.exists() and not path.is_dir():
-            loaded = _load_tokenizer_json(path)
-        elif (path / TOKENIZER_JSON).is_file():
-            # Importing transformers alone takes ten times as long as this whole load.
-            loaded = _load_tokenizer_json(path / TOKENIZER_JSON, more_tokens=True)
-        else:
-            loaded = _load_with_transformers(model)
+        file = path / TOKENIZER_JSON if path.is_dir() else path
+        # Importing transformers alone takes ten times as long as reading a tokenizer.json.
+        loaded = _load_tokenizer_json(file) if file.exists() else _load_with_transformers(model)
         if loaded.eos is None:
             raise UserError(
                 f"--tokenizer-model {model} does not say which token ends a document: put "
@@ -110,8 +107,8 @@ class _TokenizerFields(TypedDict, total=False):
     split_special_tokens: bool | None
 
 
-def _load_tokenizer_json(path: Path, *, more_tokens: bool = False) -> _Loaded:
-    """`more_tokens`: also add tokens from the files next to it, like transformers does."""
+def _load_tokenizer_json(path: Path) -> _Loaded:
+    """A tokenizer.json with the tokens that the files next to it add."""
     try:
         import tokenizers
     except ImportError as error:
@@ -124,13 +121,8 @@ def _load_tokenizer_json(path: Path, *, more_tokens: bool = False) -> _Loaded:
     tokenizer.no_truncation()  # a file may enable it
     tokenizer.no_padding()
     config = _read_config(path.parent)
-    if more_tokens:
-        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        for token in _added_tokens(path.parent, config):
-            if token["content"] not in known:  # the first of two equal tokens counts
-                known.add(token["content"])
-                tokenizer.add_tokens([_added_token(token)])
-        tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+    _add_tokens(tokenizer, path.parent, config)
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
 
     def special(part: str) -> int | None:
         text = _content(config.get(f"{part}_token"))
@@ -159,30 +151,60 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Tokens that transformers adds to a tokenizer.json that lacks them, in its order."""
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    named = [config.get(f"{part}_token") for part in _NAMED]
-    special = [
-        {**(token if isinstance(token, dict) else {"content": token}), "special": True}
-        for token in (*named, *(extra.values() if isinstance(extra, dict) else extra))
-        if token is not None
-    ]
+def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    """Adds the tokens that transformers adds to a tokenizer.json, in its order: those with an id of
+    their own, then those with a role, then the extra ones. A text that is there keeps its id."""
+    named, extra = _special_tokens(config)
+    names = {_content(token) for token in named}
+    present = tokenizer.get_added_tokens_decoder()
+    unchanged = {repr(token) for token in present.values()}
     if "added_tokens_decoder" in config:
         decoder = config["added_tokens_decoder"]
-        yield from (decoder[number] for number in sorted(decoder))
+        numbered = {number: _added_token(token) for number, token in decoder.items()}
     else:
-        texts = {token["content"] for token in special}
         ids = _read(folder / "added_tokens.json", dict[str, int])
-        for text in sorted(ids, key=lambda text: ids[text]):
-            yield {"content": text, "normalized": text not in texts, "special": text in texts}
-    yield from special
+        special = {*names, *map(_content, extra)}
+        numbered = {ids[text]: _plain_token(text, special=text in special) for text in ids}
+        numbered |= present
+        _mark_special(numbered.values(), names)
+    tokens = [numbered[number] for number in sorted(numbered)]
+    added = [token for token in tokens if repr(token) not in unchanged]
+    known = {token.content for token in (*present.values(), *added)}
+    added += [token for token in map(_added_token, (*named, *extra)) if token.content not in known]
+    _mark_special(added, names)
+    tokenizer.add_tokens(added)
 
 
-def _added_token(fields: Mapping[str, Any]) -> Any:
+def _special_tokens(config: Mapping[str, Any]) -> tuple[list[str | _Token], list[str | _Token]]:
+    """The tokens with a role of their own (`eos_token`, `image_token`), and the extra ones."""
+    tokens = {f"{part}_token": config.get(f"{part}_token") for part in _NAMED}
+    tokens |= {
+        key: config[key]
+        for key in config
+        if key.endswith("_token") and isinstance(config[key], str)
+    }
+    extra, older = config.get("extra_special_tokens"), config.get("additional_special_tokens")
+    if isinstance(extra, dict):
+        tokens, extra = tokens | extra, None
+    return [token for token in tokens.values() if token is not None], extra or older or []
+
+
+def _mark_special(tokens: Iterable[Any], names: Container[str | None]) -> None:
+    for token in tokens:
+        token.special = token.special or token.content in names
+
+
+def _plain_token(text: str, *, special: bool) -> Any:
+    return _added_token({"content": text, "normalized": not special, "special": special})
+
+
+def _added_token(token: str | Mapping[str, Any]) -> Any:
+    """The library's token; one that is only a text is special."""
     from tokenizers import AddedToken
 
-    return AddedToken(**{name: fields[name] for name in _Token.__annotations__ if name in fields})
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    return AddedToken(**{name: token[name] for name in _Token.__annotations__ if name in token})
 
 
 def _content(token: Any) -> str | None:

@@ -75,13 +75,31 @@ def tokens_beside(folder: Path) -> None:
     write(folder, "tokenizer_config.json", {**fields, **extra, "bos_token": "x"})
 
 
+def roles_beside(folder: Path) -> None:
+    """Other flags for a token of tokenizer.json, roles of the model's own, extra tokens twice."""
+    tokenizer = byte_level(["<s>"])
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=True), AddedToken("</s>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    decoder = {
+        str(size - 2): {"content": "<tool>", "special": True, "lstrip": True, "rstrip": True},
+        str(size + 7): {"content": "<new>", "special": False, "single_word": True},
+    }
+    named = {"eos_token": "</s>", "image_token": "<pad>"}
+    extra = {"audio": {"content": "<mask>", "lstrip": True, "__type": "AddedToken"}}
+    fields = {"extra_special_tokens": extra, "additional_special_tokens": ["<|im_end|>", "<new>"]}
+    write(folder, "tokenizer_config.json", {"added_tokens_decoder": decoder, **named, **fields})
+
+
 def of_old(folder: Path) -> None:
     """The three files that transformers wrote before 4.34."""
     tokenizer = byte_level(["<s>"])
+    tokenizer.add_tokens(["<pad>"])
     size = tokenizer.get_vocab_size()
     tokenizer.save(str(folder / "tokenizer.json"))
     write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    write(folder, "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "</s>"})
+    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    write(folder, "special_tokens_map.json", named)
     write(folder, "added_tokens.json", {"</s>": size + 1, "<tool>": size})
 
 
@@ -118,13 +136,19 @@ def gpt2(folder: Path) -> None:
     write(folder, "config.json", {"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0})
 
 
-@pytest.mark.parametrize("make", [modern, tokens_beside, of_old, unigram, qwen, gpt2])
-def test_ids_and_ends_are_transformers(make: Callable[[Path], None], tmp_path: Path) -> None:
+FOLDERS = [modern, tokens_beside, roles_beside, of_old, unigram, qwen, gpt2]
+
+
+@pytest.mark.parametrize("given", ["", "tokenizer.json"])
+@pytest.mark.parametrize("make", FOLDERS)
+def test_ids_and_ends_are_transformers(
+    make: Callable[[Path], None], given: str, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     make(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    ours = HuggingFaceTokenizer(str(tmp_path))
+    ours = HuggingFaceTokenizer(str(tmp_path / given))
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text) == ids, text
