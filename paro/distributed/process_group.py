@@ -15,9 +15,10 @@ import torch.distributed as dist
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
 from paro.distributed.host_memory import keep_freed_memory
+from paro.distributed.interface import choose_interface, interface_text
 from paro.distributed.rendezvous import open_store, refusals_are_shared, rendezvous
 from paro.distributed.world import World
-from paro.errors import UserError, writing
+from paro.errors import RunError, UserError, writing
 
 _MAX_MINUTES = 365 * 24 * 60
 
@@ -83,14 +84,7 @@ def distributed(
     else:
         keep_freed_memory()
     if world.size > 1:
-        store = open_store(world, config.timeout)
-        dist.init_process_group(
-            "gloo",
-            store=rendezvous(store, world, config.timeout, settings or {}),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=config.timeout,
-        )
+        _connect(config, world, settings or {})
     control = Control(world, device)
     yield control
     # Not after an exception: with a dead peer this would hang. A gloo group is not destroyed: its
@@ -100,6 +94,23 @@ def distributed(
         control.barrier()
     except RuntimeError as error:
         raise RuntimeError(f"at the end, while waiting for the others: {error}") from error
+
+
+def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -> None:
+    """Makes the default group of all ranks, once they agree; `RunError` if some do not connect."""
+    store = rendezvous(open_store(world, config.timeout), world, config.timeout, settings)
+    choose_interface(store, world)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=config.timeout,
+        )
+    except RuntimeError as error:  # a DistError is one
+        what = str(error).partition("\n")[0]
+        raise RunError(f"ranks do not reach each other ({what}): {interface_text()}") from error
 
 
 def seed_everything(seed: int) -> None:

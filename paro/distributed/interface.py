@@ -1,0 +1,68 @@
+"""Chooses the network interface of gloo, which would take the one of the host's name."""
+
+# On many hosts that name is a loopback address: 127.0.1.1 in /etc/hosts of Debian and Ubuntu, or
+# 127.0.0.1 in a container with the host's network. Ranks of other nodes then connect to themselves.
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+import torch.distributed as dist
+
+from paro.distributed.world import World, read_address
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def choose_interface(store: dist.Store, world: World) -> None:
+    """Sets gloo's variable where several nodes train and it is not set; all ranks call it.
+
+    NCCL's interface if its variable names one, else the one towards MASTER_ADDR. On rank 0's node
+    that may be the loopback, and is then the one towards the next node. If there is none, gloo
+    chooses.
+    """
+    if world.size <= world.ranks_per_node:
+        return
+    own = _source_towards(read_address()[0])
+    store.set(f"address/{world.rank}", own)
+    if os.environ.get(VARIABLE):
+        return
+    of_nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if of_nccl in (name for _, name in socket.if_nameindex()):
+        os.environ[VARIABLE] = of_nccl
+        return
+    if _is_loopback(own) and world.rank < world.ranks_per_node:
+        own = _source_towards(store.get(f"address/{world.ranks_per_node}").decode())
+    found = None if _is_loopback(own) else _interface_with(own)
+    if found is not None:
+        os.environ[VARIABLE] = found
+
+
+def interface_text() -> str:
+    """Which interface gloo uses, and how to choose another, for an error message."""
+    chosen = os.environ.get(VARIABLE)
+    where = f"the interface {chosen}" if chosen else f"the address of {socket.gethostname()}"
+    return f"gloo uses {where}: on every node set {VARIABLE} to an interface that all nodes reach"
+
+
+def _source_towards(host: str) -> str:
+    """The address of this host from which packets to another would leave; none is sent."""
+    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _interface_with(address: str) -> str | None:
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return str(name)
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

@@ -1,0 +1,72 @@
+"""Gloo's interface on several nodes: the user's, NCCL's, or that of the way to another node."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from paro.distributed import interface
+from paro.distributed.interface import VARIABLE, choose_interface, interface_text
+from paro.distributed.world import World
+
+# On rank 0's node the host's name, which is MASTER_ADDR, is a loopback address.
+ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "fe80::1%ib0"}
+SOURCES = {"node0": "127.0.1.1", "10.0.0.2": "10.0.0.1", "127.0.1.1": "127.0.0.1", "ib": "fe80::1"}
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (VARIABLE, "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # set, so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(interface, "_source_towards", SOURCES.__getitem__)
+    monkeypatch.setattr(interface.socket, "if_nameindex", lambda: [*enumerate(ADDRESSES, 1)])
+    found = {name: [SimpleNamespace(address=each)] for name, each in ADDRESSES.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    return monkeypatch
+
+
+def chosen(rank: int = 0, *, of_peer: str = "10.0.0.2", per_node: int = 2) -> str | None:
+    store = dist.HashStore()
+    store.set("address/2", of_peer)
+    choose_interface(store, World(rank=rank, size=4, ranks_per_node=per_node))
+    assert per_node == 4 or store.check([f"address/{rank}"])
+    return interface.os.environ.get(VARIABLE)
+
+
+def test_the_first_node_takes_the_way_to_the_second(host: pytest.MonkeyPatch) -> None:
+    assert chosen(rank=1) == "eth0"
+
+
+def test_other_nodes_take_the_way_to_the_first(host: pytest.MonkeyPatch) -> None:
+    host.setenv("MASTER_ADDR", "10.0.0.2")
+    assert chosen(rank=2) == "eth0"
+    assert "gloo uses the interface eth0" in interface_text()
+
+
+def test_an_address_of_version_6_has_an_interface(host: pytest.MonkeyPatch) -> None:
+    host.setenv("MASTER_ADDR", "ib")
+    assert chosen(rank=2) == "ib0"
+
+
+def test_variables_win(host: pytest.MonkeyPatch) -> None:
+    host.setenv("NCCL_SOCKET_IFNAME", "^docker0")  # no name of an interface
+    assert chosen() == "eth0"
+    host.delenv(VARIABLE)
+    host.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert chosen() == "ib0"
+    host.setenv(VARIABLE, "lo")
+    assert chosen() == "lo"
+
+
+@pytest.mark.parametrize("given", [{"per_node": 4}, {"of_peer": "127.0.1.1"}])
+def test_gloo_chooses_on_one_node_and_without_a_way(
+    host: pytest.MonkeyPatch, given: dict[str, object]
+) -> None:
+    assert chosen(**given) is None  # type: ignore[arg-type]
+    assert f"set {VARIABLE} to an interface" in interface_text()
