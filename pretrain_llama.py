@@ -11,11 +11,7 @@ from typing import Any, NoReturn
 
 from data.loader import Datasets
 from data.waits import Wait
-from model.attention import check_attention
-from model.compilation import check_compiler
 from model.config import num_parameters
-from model.fusion import usable_kernels
-from model.matmul import check_fp8_device
 from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim, claimed
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
@@ -28,8 +24,6 @@ from paro.distributed.rendezvous import refusals_are_shared
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_job_id, world_or_alone
 from paro.errors import RunError, UserError
-from paro.optim.adamw import choose_adamw
-from paro.quantization.blocks import choose_kernels
 from paro.report.config import ReportConfig
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
@@ -43,7 +37,6 @@ from paro.report.report import Report, open_report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.training.assembly import (
-    TORCH_TYPES,
     build_data,
     build_sources,
     build_training,
@@ -52,6 +45,7 @@ from paro.training.assembly import (
 )
 from paro.training.changed_flags import order_record
 from paro.training.dry_run import run_dry
+from paro.training.kernels import agree_on_kernels
 from paro.training.local_copies import LocalCopies, local_copies
 from paro.training.loop import Loop, Saving
 from paro.training.memory_check import check_memory
@@ -241,21 +235,13 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     """Builds model and optimizer and logs them; also returns the lines of the placement table."""
     with control.raise_on_all_ranks(name_rank=True):
         warning = check_memory(config, control.world, control.device)
-        check_fp8_device(config.model.fp8_format, control.device)
-        check_compiler(config.model, control.device)
-        dtype = TORCH_TYPES[config.precision.compute]
-        kernel = check_attention(config.model, dtype, control.device)
-        adamw = choose_adamw(config.optim.adam_implementation, control.device)
     if warning is not None:
         log.log0(warning)
-    log.log0(f"> attention: {kernel}")
-    codes = choose_kernels(control.device).line if config.precision.has_codes else None
-    fused = usable_kernels(config.model, config.fusions, dtype, control.device)
-    for line in (fused.line, adamw.line, codes):
-        if line is not None:
-            log.log0(f"> {line}")
+    with_kernels, lines = agree_on_kernels(config, control)
+    for line in lines:
+        log.log0(line)
     seed_everything(config.train.seed)
-    training = build_training(config, control)
+    training = build_training(with_kernels, control)
     placement = placement_lines(config, training)
     for line in (*config.notices, model_line(config), *trained_lines(config), *placement):
         log.log0(line)

@@ -215,13 +215,18 @@ def first_difference(everyone: Mapping[int, Mapping[str, str]]) -> str:
     """The first setting that is not the same on all ranks, with its values and their ranks."""
     names = dict.fromkeys(name for settings in everyone.values() for name in settings)
     for name in names:
-        ranks: dict[str, list[int]] = {}
-        for rank, settings in everyone.items():
-            ranks.setdefault(settings.get(name, "absent"), []).append(rank)
-        if len(ranks) > 1:
-            values = ", ".join(f"{value[:80]} on {_ranks(of)}" for value, of in ranks.items())
-            return f"{name} must be the same on all ranks, and is {values}"
+        values = {rank: each.get(name, "absent")[:80] for rank, each in everyone.items()}
+        if len(set(values.values())) > 1:
+            return f"{name} must be the same on all ranks, and is {by_value(values)}"
     raise AssertionError("nothing differs")
+
+
+def by_value(values: Mapping[int, str]) -> str:
+    """The values of all ranks, each once with its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value or "nothing", []).append(rank)
+    return ", ".join(f"{value} on {_ranks(of)}" for value, of in ranks.items())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from paro.errors import UserError
 from tests.helpers.ranks import HANGS_AFTER, ROOT
-from tools.cluster import launch, network, state
+from tools.cluster import network, state
 from tools.cluster.counters import nic_bytes, reset_traffic, traffic
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster, down, up
@@ -219,34 +219,6 @@ def test_every_rank_uses_its_own_nic_and_the_loopback_inside_its_node(
         assert 1_030_000 < nic.sent < 1_200_000, nic
         assert 1_030_000 < nic.received < 1_200_000, nic
     assert all(size > 6_000_000 for size in measured.inside)
-
-
-WITHOUT_INTERFACE = """
-import os, sys
-del os.environ["GLOO_SOCKET_IFNAME"]
-from paro.distributed.process_group import RuntimeConfig, distributed
-from paro.distributed.world import read_world
-world = read_world()
-with distributed(RuntimeConfig(distributed_backend="gloo"), world) as control:
-    assert control.gather(world.rank) == [0, 1, 2, 3]
-os.write(1, f"{os.environ['GLOO_SOCKET_IFNAME']}\\n".encode())
-os._exit(0)  # as entry scripts do: gloo's threads may abort an interpreter that shuts down
-"""
-
-
-@pytest.mark.root
-def test_ranks_meet_where_the_name_of_a_host_is_a_loopback_address(
-    two_nodes: Cluster,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hosts = "".join(f"127.0.1.1 {two_nodes.spec.node(node)}\n" for node in range(2))
-    monkeypatch.setattr(launch, "hosts_file", lambda _spec: hosts)
-    script = tmp_path / "meet.py"
-    script.write_text(WITHOUT_INTERFACE)
-    assert run(two_nodes, [str(script)], env={"PYTHONPATH": str(ROOT)}) == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == 2 * ["nic0"] + 2 * ["node 1: nic0"]
 
 
 GATHER = """
