@@ -50,6 +50,7 @@ from paro.report.log import print_line
 from paro.report.memory import peak_memory_bytes
 from tools.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Step, Task
 from tools.shared.command_line import Parser, status_of
+from tools.shared.device import device_of
 from tools.shared.output import write_text
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
@@ -129,8 +130,6 @@ def task_of(args: argparse.Namespace) -> Task:
         raise UserError(
             f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}"
         )
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device")
     config = LlamaConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -146,7 +145,7 @@ def task_of(args: argparse.Namespace) -> Task:
     size = (args.micro_batch_size, args.seq_length + 1)
     text_BS = torch.randint(args.vocab_size, size, generator=torch.Generator().manual_seed(SEED))
     tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
-    device = torch.device(args.device)
+    device = device_of(args.device)
     batch = Batch(tokens_BS, labels_BS, torch.ones(tokens_BS.shape)).to(device)
     return Task(
         config=config,

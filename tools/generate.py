@@ -30,6 +30,7 @@ from paro.errors import UserError, reading
 from paro.report.log import print_line
 from paro.untrusted.regular_file import read_text
 from tools.shared.command_line import Parser
+from tools.shared.device import device_of
 
 UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete character
 
@@ -74,13 +75,14 @@ def continuations(
     Only ids below `num_ids` are sampled: rows of the output layer above are padding.
     """
     generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
+    device = model.embedding.weight.device
     decoder = Decoder(model)
     logits_BV = decoder.start(prompts)
     while True:
-        rows = logits_BV[:, :num_ids].float()
+        rows = logits_BV[:, :num_ids].float().cpu()  # where the generators are
         tokens = [sampling.choose(*pair) for pair in zip(rows, generators, strict=True)]
         yield tokens
-        logits_BV = decoder.step(torch.tensor(tokens))
+        logits_BV = decoder.step(torch.tensor(tokens, device=device))
 
 
 def continuation(
@@ -174,8 +176,10 @@ def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
     return TokenizerConfig(tokenizer_type=kind, tokenizer_model=moved_to)
 
 
-def load_model(source: Source, tokenizer: Tokenizer) -> Llama:
-    """The model with its trained parameters, in fp32 on the CPU."""
+def load_model(
+    source: Source, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype
+) -> Llama:
+    """The model with its trained parameters."""
     if tokenizer.vocab_size > source.config.vocab_size:
         raise UserError(
             f"--tokenizer-model has {tokenizer.vocab_size} entries and the model "
@@ -183,7 +187,7 @@ def load_model(source: Source, tokenizer: Tokenizer) -> Llama:
         )
     with torch.device("meta"):
         model = Llama(source.config)
-    parameters = {name: tensor.whole(torch.float32) for name, tensor in source.tensors.items()}
+    parameters = {name: tensor.whole(dtype).to(device) for name, tensor in source.tensors.items()}
     model.load_state_dict(parameters, assign=True)
     return model.requires_grad_(False)
 
@@ -192,7 +196,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         description=(
             "Continues prompts with the latest checkpoint of a training, a converted model or a "
-            "Hugging Face folder, on the CPU in fp32."
+            "Hugging Face folder, in fp32 unless --bf16 or --fp16 is given."
         ),
         allow_abbrev=False,
     )
@@ -200,6 +204,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--load", required=True, type=Path, metavar="DIR", help="the model")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")
     add("--base", metavar="DIR", help="where the base of --load is, if it moved")
+    add(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda or cuda:N; default: the first GPU, or the CPU without one",
+    )
+    dtype = parser.add_mutually_exclusive_group().add_argument
+    for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
+        dtype(flag, action="store_true", help=f"hold the model and compute in {name}")
     add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
     add("--prompt-file", type=Path, metavar="FILE", help="more prompts, one a line")
     add(
@@ -270,12 +282,14 @@ def generate(args: argparse.Namespace) -> None:
     )
     if args.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
+    device = device_of(args.device)
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     prompts = read_prompts(args)
     with reading(f"--load {args.load}"):
         source = open_model(args.load, args.ckpt_step, args.base)
     tokenizer = load_tokenizer(source, args.tokenizer_model)
     texts = encode(tokenizer, prompts)
-    model = load_model(source, tokenizer)
+    model = load_model(source, tokenizer, device, dtype)
     begun = beginnings(source, tokenizer, texts)
     ends, at_most = source.ends | {tokenizer.eod}, args.max_new_tokens
     batch = continuations(model, begun, sampling, num_ids=tokenizer.vocab_size)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from paro.training.assembly import build_training
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import ROOT
 from tests.helpers.training import save_run
-from tools.generate import Sampling, continuation, main, text_of, until_end
+from tools.generate import Sampling, continuation, continuations, main, text_of, until_end
 from tools.train_tokenizer import main as train_tokenizer
 
 VOCAB = 60  # NullTokenizer's; the model has 64 rows
@@ -92,6 +93,39 @@ def test_greedy_takes_the_most_probable_token_every_time(
     words = ("--load", checkpoint, "--prompt", "3 1 2", "--temperature", 0, "--max-new-tokens", 12)
     assert printed(capsys, *words) == " ".join(map(str, ids)) + "\n"
     assert printed(capsys, *words, "--seed", 5) == " ".join(map(str, ids)) + "\n"
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [("--bf16", torch.bfloat16), ("--fp16", torch.float16)])
+def test_a_type_is_that_of_the_model(
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+    dtype: torch.dtype,
+) -> None:
+    held: list[Llama] = []
+
+    def watched(model: Llama, *others: Any, **more: Any) -> Iterator[list[int]]:
+        held.append(model)
+        return continuations(model, *others, **more)
+
+    monkeypatch.setattr("tools.generate.continuations", watched)
+    words = ("--load", checkpoint, "--prompt", "3 1 2", "--temperature", 0, "--max-new-tokens", 4)
+    assert printed(capsys, *words, flag, "--device", "cpu").startswith("3 1 2 ")
+    assert {p.dtype for p in held[0].parameters()} == {dtype}
+    with pytest.raises(SystemExit, match="2"):
+        main([*map(str, words), "--bf16", "--fp16"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_gpu_continues_as_the_cpu_does(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--load", checkpoint, "--prompt", "3 1 2", "--temperature", 0, "--max-new-tokens", 12)
+    wanted = printed(capsys, *words, "--device", "cpu")
+    assert printed(capsys, *words, "--device", "cuda") == wanted
+    assert printed(capsys, *words) == wanted
 
 
 def test_sampling_is_repeated_by_its_seed_alone(

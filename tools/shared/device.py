@@ -1,0 +1,26 @@
+"""The device of a tool's --device flag, if this machine has it."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from paro.errors import UserError
+
+
+def device_of(name: str | None) -> torch.device:
+    """The CPU or a GPU by torch's name for it; None: the first GPU, or the CPU without one."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return torch.device("cuda", 0) if there else torch.device("cpu")
+    if name == "cpu":
+        return torch.device(name)
+    found = re.fullmatch(r"cuda(?::(\d{1,4}))?", name)
+    if found is None:
+        raise UserError(f"--device {name} is unknown: give cpu, cuda or cuda:1")
+    number = int(found[1] or 0)
+    if number >= there:
+        sees = f"{there} CUDA device{'s' if there > 1 else ''}" if there else "no CUDA device"
+        raise UserError(f"--device {name}: torch sees {sees} here")
+    return torch.device("cuda", number)
