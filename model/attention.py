@@ -35,7 +35,8 @@ _NAMES = {
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
     SDPBackend.MATH: "matrix products and a softmax",
 }
-_LARGEST_HEAD = 256  # of FlashAttention
+# What FlashAttention takes: heads of at most so many channels, a multiple of 8 of them.
+_LARGEST_HEAD, _HEAD_MULTIPLE, _FLASH_CAPABILITY = 256, 8, (8, 0)
 _PROBE_TOKENS = 128
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
@@ -96,44 +97,78 @@ def varlen_for(q_BSNH: Tensor, backend: AttentionBackend) -> Varlen | None:
         and backend in ("auto", "flash")
         and q_BSNH.dtype in (torch.float16, torch.bfloat16)
         and q_BSNH.shape[-1] <= _LARGEST_HEAD
+        and q_BSNH.shape[-1] % _HEAD_MULTIPLE == 0
     )
-    return _find_varlen() if takes else None
+    return _find_varlen(q_BSNH.device) if takes else None
 
 
 @cache
-def _find_varlen() -> Varlen | None:
+def _find_varlen(device: torch.device) -> Varlen | None:
+    if torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
+        return None
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return as_varlen(varlen_attn)
+    return as_varlen(varlen_attn, device)
 
 
-def as_varlen(varlen_attn: Callable[..., Any]) -> Varlen:
-    """torch's function as called here: its parameters differ between 2.11 and 2.13."""
+def as_varlen(varlen_attn: Callable[..., Any], device: torch.device) -> Varlen:
+    """torch's function as called here: its parameters differ between 2.11 and 2.13.
+
+    That of 2.11 has no word for grouped heads; whether it takes them is tried.
+    """
     names = inspect.signature(varlen_attn).parameters
     causal = {"is_causal": True} if "is_causal" in names else {"window_size": (-1, 0)}
-    takes_groups = "enable_gqa" in names
+    has_word = "enable_gqa" in names
 
     def run(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, bounds_N: Tensor, longest: int) -> Tensor:
         options: dict[str, Any] = dict(causal)
-        group_size = q_TNH.shape[1] // k_TKH.shape[1]
-        if takes_groups:
-            options["enable_gqa"] = group_size > 1
-        elif group_size > 1:
-            k_TKH, v_TKH = (part.repeat_interleave(group_size, 1) for part in (k_TKH, v_TKH))
+        if has_word:
+            options["enable_gqa"] = q_TNH.shape[1] > k_TKH.shape[1]
         out: Tensor = varlen_attn(
             q_TNH, k_TKH, v_TKH, bounds_N, bounds_N, longest, longest, **options
         )
         return out
 
-    return run
+    def run_repeating(
+        q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, bounds_N: Tensor, longest: int
+    ) -> Tensor:
+        group_size = q_TNH.shape[1] // k_TKH.shape[1]
+        if group_size > 1:
+            k_TKH, v_TKH = (part.repeat_interleave(group_size, 1) for part in (k_TKH, v_TKH))
+        return run(q_TNH, k_TKH, v_TKH, bounds_N, longest)
+
+    return run if has_word or _agree(run, run_repeating, device) else run_repeating
 
 
-def check_attention(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> str:
+def _agree(one: Varlen, other: Varlen, device: torch.device) -> bool:
+    """Whether two functions attend alike with grouped heads, forward and backward."""
+    bounds_N = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+    leaves = [
+        torch.linspace(-2.0, 2.0, 8 * heads * 8, device=device).sin().view(8, heads, 8)
+        for heads in (4, 2, 2)
+    ]
+    found = []
+    for run in (one, other):
+        q_TNH, k_TKH, v_TKH = (leaf.bfloat16().requires_grad_() for leaf in leaves)
+        try:
+            out_TNH = run(q_TNH, k_TKH, v_TKH, bounds_N, 5)
+            out_TNH.backward(q_TNH.detach())
+        except (RuntimeError, ValueError):
+            return False
+        grads = (q_TNH.grad, k_TKH.grad, v_TKH.grad)
+        found.append(torch.cat([each.flatten() for each in (out_TNH, *grads) if each is not None]))
+    return torch.allclose(*found, atol=2.0**-5)
+
+
+def check_attention(
+    config: LlamaConfig, dtype: torch.dtype, device: torch.device, *, documents: bool = False
+) -> str:
     """Which kernel computes attention, in words; `UserError` if the chosen one cannot.
 
-    A short sample of the model's heads is computed forward and backward.
+    A short sample of the model's heads is computed forward and backward; with `documents`, two that
+    are kept apart.
     """
     backend = config.attention_backend
     q_BSNH, k_BSKH, v_BSKH = (
@@ -145,14 +180,26 @@ def check_attention(config: LlamaConfig, dtype: torch.dtype, device: torch.devic
     if backend == "auto":
         grouped = config.num_attention_heads != config.num_query_groups
         q, k, v = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
-        chosen = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped)
-        return f"auto, for these heads {_NAMES.get(SDPBackend(chosen), 'another kernel')}"
+        chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped))
+        name = _NAMES.get(chosen, "another kernel")
+        words = f"auto, for these heads {name}"
+        if chosen is SDPBackend.MATH:
+            words += (
+                ", which keep all scores: the predicted memory counts them with "
+                "--attention-backend unfused"
+            )
+    else:
+        name = _NAMES[_KERNELS[backend]]
+        words = f"{backend}, {name}"
+    half = _PROBE_TOKENS // 2
+    lengths = documents_of((half, half) if documents else None, 1, device)
     try:
-        _attend(q_BSNH, k_BSKH, v_BSKH, backend).sum().backward()
+        attend(q_BSNH, k_BSKH, v_BSKH, backend, lengths).sum().backward()
     except RuntimeError as error:
         kind = str(dtype).removeprefix("torch.")
         raise UserError(
-            f"--attention-backend {backend}: {_NAMES[_KERNELS[backend]]} does not compute heads of "
-            f"{config.kv_channels} channels in {kind} on this {device.type}: give auto, or another"
+            f"--attention-backend {backend}: {name} does not compute heads of "
+            f"{config.kv_channels} channels in {kind} on this {device.type}: give "
+            f"{'unfused' if backend == 'auto' else 'auto'}, or another"
         ) from error
-    return f"{backend}, {_NAMES[_KERNELS[backend]]}"
+    return words

@@ -56,7 +56,9 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     device, dtype = control.device, TORCH_TYPES[config.precision.compute]
     check_fp8_device(config.model.fp8_format, device)
     check_compiler(config.model, device)
-    yield "attention", f"attention: {check_attention(config.model, dtype, device)}"
+    apart = config.data.reset_attention_mask
+    kernel = check_attention(config.model, dtype, device, documents=apart)
+    yield "attention", f"attention: {kernel}"
     yield "blocks", usable_kernels(config.model, config.fusions, dtype, device).line or ""
     yield "AdamW", choose_adamw(config.optim.adam_implementation, device).line or ""
     if config.precision.has_codes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -95,18 +95,24 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, bounds_N: Tensor, longest: int) 
 class StandIn:
     """Stands for torch's varlen_attn with the parameters of a version."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, takes_groups: bool = False) -> None:
         names = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", *options)
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
         self._options = set(options)
+        self.takes_groups = takes_groups or "enable_gqa" in options
+        self.key_heads = 0  # of the last call
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         query, key, value, bounds_N, other_bounds_N, longest, other_longest = args
         assert options.keys() == self._options
         assert options.get("is_causal", True)
         assert options.get("window_size", (-1, 0)) == (-1, 0)
-        assert options.get("enable_gqa", False) == (query.shape[1] != key.shape[1])
+        self.key_heads = key.shape[1]
+        groups = query.shape[1] != self.key_heads
+        assert "enable_gqa" not in self._options or options["enable_gqa"] == groups
+        if groups and not self.takes_groups:
+            raise ValueError("queries and keys have different numbers of heads")
         assert torch.equal(bounds_N, other_bounds_N)
         assert longest == other_longest
         return one_by_one(query, key, value, bounds_N, longest)
@@ -115,6 +121,7 @@ class StandIn:
 SIGNATURES = {
     "causal by a flag": StandIn("is_causal"),
     "causal by a window": StandIn("window_size"),
+    "groups without a word": StandIn("window_size", takes_groups=True),  # torch 2.11
     "groups of queries too": StandIn("window_size", "enable_gqa"),  # torch 2.13
 }
 
@@ -126,22 +133,54 @@ def test_documents_in_one_call(
 ) -> None:
     calls: list[int] = []
 
+    of_version = SIGNATURES[signature]
+    run = as_varlen(of_version, CPU)
+
     def varlen(*args: Tensor | int) -> Tensor:
         calls.append(len(args))
-        return as_varlen(SIGNATURES[signature])(*args)  # type: ignore[arg-type]
+        return run(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention, "varlen_for", lambda *_: varlen)
     bounds_N = torch.tensor([0, 5, 7, 14, 15, 21], dtype=torch.int32)
     documents = Documents(LENGTHS, bounds_N)
     compare(lambda q, k, v: attend(q, k, v, "auto", documents), True, torch.float32, groups)
     assert len(calls) == 1
+    assert of_version.key_heads == (groups if of_version.takes_groups else 4)
 
 
-def test_only_sixteen_bits_on_a_gpu_go_in_one_call() -> None:
+class FakeHeads(NamedTuple):
+    """What is asked of queries on a GPU that is not there."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "capability", "taken"),
+    [
+        (torch.bfloat16, 64, (8, 0), True),
+        (torch.float16, 256, (9, 0), True),
+        (torch.float32, 64, (9, 0), False),
+        (torch.bfloat16, 512, (9, 0), False),
+        (torch.bfloat16, 20, (9, 0), False),
+        (torch.float16, 64, (7, 5), False),
+    ],
+)
+def test_one_call_takes_what_flash_attention_takes(
+    dtype: torch.dtype,
+    size: int,
+    capability: tuple[int, int],
+    taken: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention._find_varlen.cache_clear()
     assert varlen_for(heads(4, 1, torch.bfloat16), "auto") is None, "this is a CPU"
-    for dtype, size in ((torch.float32, 64), (torch.bfloat16, 512)):
-        with torch.device("meta"):
-            assert varlen_for(torch.empty(1, 2, 4, size, dtype=dtype), "auto") is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(attention, "_agree", lambda *_: True)  # needs the GPU
+    found = varlen_for(FakeHeads(torch.device("cuda"), dtype, (1, 2, 4, size)), "auto")  # type: ignore[arg-type]
+    attention._find_varlen.cache_clear()
+    assert (found is not None) == taken
 
 
 @pytest.mark.gpu
