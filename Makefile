@@ -14,7 +14,7 @@ WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 STARTS_PROCESSES := ranks or process or gpu or root or browser or verify
 
-.PHONY: help setup quickstart check test lint coverage verify gpu clean
+.PHONY: help setup quickstart check test lint coverage verify gpu files clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ GPU_PYTHON ?= $(if $(REHEARSE),$(BIN)/python,python3)
 gpu: $(if $(REHEARSE),setup)  ## check and measure GPUs: PARTS=a,e GPUS=8 OUT=folder REHEARSE=1
 	$(GPU_PYTHON) tools/check_gpu.py $(if $(PARTS),--parts $(PARTS)) $(if $(GPUS),--gpus $(GPUS)) \
 		$(if $(OUT),--out $(OUT)) $(if $(REHEARSE),--rehearse)
+
+files:  ## every file of the product, with its first line
+	@awk 'FNR == 1 { gsub(/"/, ""); printf "%-52s %s\n", FILENAME, $$0 }' \
+		$$(git ls-files pretrain_llama.py 'paro/*.py' 'model/*.py' 'data/*.py' 'tools/*.py')
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Pre-trains a LLaMA of 364 million parameters on one GPU of 16 GB: one plain process, no launcher.
+# bf16 needs a GPU of compute capability 8.0 or newer (RTX 3090, 4080, A4000, L4 and later); for a
+# T4 or V100 set PRECISION=fp16.
 #
 #   bash examples/single_gpu.sh CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PREFIX
 # MOCK as tokenizer and data trains on synthetic tokens; a SentencePiece tokenizer and a corpus are
 # what examples/quickstart.sh makes, too. DRY_RUN=1 in front starts nothing: it checks the command
 # line, on any machine, and says what the GPU would hold.
 #
-# From the environment: TRAIN_ITERS, GPU_MEMORY_GB (16).
+# From the environment: TRAIN_ITERS, GPU_MEMORY_GB (16), PRECISION (bf16).
 set -euo pipefail
 [[ ${1:-} != @(-h|--help) ]] || { sed '1d; /^#SBATCH/d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"; exit; }
 cd "$(dirname "$0")/.."
@@ -46,7 +48,7 @@ TRAINING_ARGS=(
     --adam-beta1 0.9
     --adam-beta2 0.95
     --clip-grad 1.0
-    --bf16
+    "--${PRECISION:-bf16}"
 )
 
 if [[ $TOKENIZER_ARG == MOCK || $DATA_ARG == MOCK ]]; then

@@ -159,7 +159,7 @@ def _agree(one: Varlen, other: Varlen, device: torch.device) -> bool:
             return False
         grads = (q_TNH.grad, k_TKH.grad, v_TKH.grad)
         found.append(torch.cat([each.flatten() for each in (out_TNH, *grads) if each is not None]))
-    return torch.allclose(*found, atol=2.0**-5)
+    return torch.allclose(found[0], found[1], atol=2.0**-5)
 
 
 def check_attention(

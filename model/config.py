@@ -16,7 +16,7 @@ ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 Fp8Format = Literal["e4m3", "hybrid"]
 Compiler = Literal["inductor", "aot_eager"]
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
-FP8_CAPABILITY = (8, 9)  # of GPUs, that matmuls in fp8 need
+BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # of GPUs, that matmuls in these types need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,22 +19,28 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from model.config import FP8_CAPABILITY, Fp8Format
+from model.config import BF16_CAPABILITY, FP8_CAPABILITY, Fp8Format
 from paro.errors import UserError
 
 _FOR_VALUES = torch.float8_e4m3fn
 _FOR_GRADS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 
 
-def check_fp8_device(fp8: Fp8Format | None, device: torch.device) -> None:
-    """`UserError` if matmuls in fp8 are asked for on a GPU that has none."""
-    if fp8 is None or device.type != "cuda":
+def check_matmul_types(fp8: Fp8Format | None, dtype: torch.dtype, device: torch.device) -> None:
+    """`UserError` if a GPU does not multiply matrices in fp8, or in bf16, as asked."""
+    if device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < FP8_CAPABILITY:
+    has = f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+    if fp8 is not None and (major, minor) < FP8_CAPABILITY:
         raise UserError(
-            f"--fp8-format {fp8} needs a GPU of compute capability 8.9 or newer, and "
-            f"{torch.cuda.get_device_name(device)} has {major}.{minor}: leave it out"
+            f"--fp8-format {fp8} needs a GPU of compute capability 8.9 or newer, and {has}: leave "
+            "it out"
+        )
+    if dtype == torch.bfloat16 and (major, minor) < BF16_CAPABILITY:
+        raise UserError(
+            f"--bf16 needs a GPU of compute capability 8.0 or newer, and {has}: give --fp16; "
+            "attention has no FlashAttention there and is slower"
         )
 
 

@@ -10,8 +10,11 @@ import os
 import pickle
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from paro.distributed.world import read_world
 
 FLIGHT_PREFIX = "rank_"  # file names in --flight-recorder-dir are this prefix and the rank
 
@@ -45,6 +48,7 @@ def recorded_collectives() -> bytes | None:
     recorders = importlib.import_module("torch._C._distributed_c10d")
     backends = {backend for backend, _ in distributed_c10d._world.pg_map.values()}
     if "nccl" in backends:
+        torch.cuda.set_device(read_world().local_rank)  # a thread's is GPU 0, not yet this rank's
         return bytes(recorders._dump_nccl_trace())
     recorded = pickle.loads(recorders._dump_fr_trace())
     # For gloo groups torch omits the names by which its analysis tool looks up their ranks.

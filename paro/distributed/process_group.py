@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
+from paro.distributed.gpu import check_gpu
 from paro.distributed.host_memory import keep_freed_memory
 from paro.distributed.interface import choose_interface, interface_text
 from paro.distributed.rendezvous import open_store, refusals_are_shared, rendezvous
@@ -49,18 +50,7 @@ def device_for(config: RuntimeConfig, world: World) -> torch.device:
     """The GPU of this local rank for nccl, the CPU for gloo; `UserError` without the GPU."""
     if config.distributed_backend == "gloo":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError(
-            "--distributed-backend nccl needs CUDA devices and torch sees none; "
-            "give --distributed-backend gloo to run on CPU ranks"
-        )
-    if world.local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {world.local_rank} has no GPU: torch sees {torch.cuda.device_count()}; "
-            "start one process per GPU, and under SLURM give GPUs to the node (--gpus-per-node) "
-            "instead of one to each task, so that ranks see each other's"
-        )
-    return torch.device("cuda", world.local_rank)
+    return check_gpu(world.local_rank)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import replace
 from model.attention import check_attention
 from model.compilation import check_compiler
 from model.fusion import Fusions, usable_kernels
-from model.matmul import check_fp8_device
+from model.matmul import check_matmul_types
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.rendezvous import by_value
@@ -54,7 +54,7 @@ def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, li
 def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     """What this rank would use for each purpose; empty where there is no choice."""
     device, dtype = control.device, TORCH_TYPES[config.precision.compute]
-    check_fp8_device(config.model.fp8_format, device)
+    check_matmul_types(config.model.fp8_format, dtype, device)
     check_compiler(config.model, device)
     apart = config.data.reset_attention_mask
     kernel = check_attention(config.model, dtype, device, documents=apart)

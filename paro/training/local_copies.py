@@ -196,6 +196,9 @@ class _Copier:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def __call__(self, target: Tensor, source: Tensor) -> None:
+        if self._stream is not None:
+            # A new thread's device is GPU 0, where every rank of the node would get a context.
+            torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):  # nothing without one
             target.copy_(source, non_blocking=self._stream is not None)
         if self._stream is not None:

@@ -374,6 +374,7 @@ def test_the_container_holds_what_a_run_needs() -> None:
     assert {"pretrain_llama.py", "paro", "model", "data", "requirements.txt"} <= sources
     assert all((ROOT / source).exists() for source in sources)
     assert re.search(r"^RUN python -m pip install .*-r requirements.txt", text, re.M)
+    assert {"gcc", "g++", "libc6-dev"} <= set(text.split())  # Triton and inductor call them
     assert text.index("COPY requirements.txt constraints.txt") < text.index("RUN python -m pip")
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import pkgutil
 import re
 import shlex
 import subprocess
-import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -36,21 +33,6 @@ README = PAGES[ROOT / "README.md"]
 TEXT = "\n".join(PAGES.values())
 MEASURED = (ROOT / "examples" / "measured" / "README.md").read_text(encoding="utf-8")
 MOST_LINES, MOST_COLUMNS = 300, 100  # of the README; tables and links may be wider
-
-# Folders whose files are listed one by one; of tests/ only the folder.
-LISTED = ("paro", "model", "data", "tools", "examples", "docs")
-FOLDERS = {  # without a package's docstring
-    "docs": "A page for each subject.",
-    "examples": "One launch script per story.",
-    "shipped": "Clusters to plan for, every figure with its source.",
-    "measured": "What was measured: every figure, and the files as the tools wrote them.",
-    "gpu-rehearsal": "What make gpu writes, rehearsed on a CPU.",
-    "steps-25mbit": "Steps of the emulated cluster where links decide how long they are.",
-    "steps-100mbit": "Steps where it is processor time that decides.",
-    "part-25mbit": "Steps that train a part of a model, where links decide.",
-    "part-100mbit": "The same with links four times as fast.",
-}
-COLUMN = 31
 
 FENCED = r"^```\w*\n(.*?)^```$"
 
@@ -251,51 +233,3 @@ def test_walks_name_what_exists_in_few_stops() -> None:
         assert 5 < len(stops) <= 10
         for _, name in stops:
             pkgutil.resolve_name(name)
-
-
-# Files
-
-
-def first_line(path: Path) -> str:
-    """A description: a docstring's first line, a script's first comment, or a page's title."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        lines = text.splitlines()
-        return lines[0 if lines[0].startswith("# ") and path.suffix == ".md" else 1][2:]
-    docstring = ast.get_docstring(ast.parse(text))
-    assert docstring, f"{path} has no docstring"
-    return docstring.splitlines()[0]
-
-
-def listing(folder: Path, depth: int) -> list[str]:
-    """A folder and all its files, one line each."""
-    package = folder / "__init__.py"
-    indent = "  " * depth
-    own = first_line(package) if package.exists() else FOLDERS[folder.name]
-    lines = [f"{indent}{folder.name}/".ljust(COLUMN) + own]
-    inside = [path for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__")]
-    for path in sorted(inside, key=lambda path: (path.is_dir(), path.name)):
-        if path.is_dir():
-            lines += listing(path, depth + 1)
-        elif path.suffix not in (".json", ".jsonl", ".png"):
-            lines.append(f"{indent}  {path.name}".ljust(COLUMN) + first_line(path))
-    return lines
-
-
-def tree() -> str:
-    """The list of files for docs/architecture.md, with the files' own first lines."""
-    entry = "pretrain_llama.py"
-    lines = [entry.ljust(COLUMN) + first_line(ROOT / entry)]
-    for name in LISTED:
-        lines += listing(ROOT / name, 0)
-    lines.append("tests/".ljust(COLUMN) + first_line(ROOT / "tests" / "__init__.py"))
-    return "\n".join(lines) + "\n"
-
-
-def test_every_product_file_is_listed_with_its_own_first_line() -> None:
-    (block,) = fenced("Files")
-    assert block == tree(), f"`python -m {__name__}` prints the list as it should be"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(tree())

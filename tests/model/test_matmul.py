@@ -13,7 +13,7 @@ from model.config import FP8_CAPABILITY, Fp8Format
 from model.layers import gated_linear, linear, normed_linears, rms_norm, shared_norm
 from model.matmul import (
     Scaled,
-    check_fp8_device,
+    check_matmul_types,
     input_grads,
     number_weights,
     operand,
@@ -178,10 +178,21 @@ def test_a_gpu_multiplies_as_a_cpu_does(fp8: Fp8Format) -> None:
 def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
-    check_fp8_device(None, torch.device("cuda"))
-    check_fp8_device("e4m3", torch.device("cpu"))
+    check_matmul_types(None, torch.bfloat16, torch.device("cuda"))
+    check_matmul_types("e4m3", torch.bfloat16, torch.device("cpu"))
     with pytest.raises(UserError, match=r"8.9 or newer, and A100 has 8.0: leave it out"):
-        check_fp8_device("e4m3", torch.device("cuda"))
+        check_matmul_types("e4m3", torch.bfloat16, torch.device("cuda"))
+
+
+def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
+    for dtype in (torch.float16, torch.float32):
+        check_matmul_types(None, dtype, torch.device("cuda"))
+    with pytest.raises(
+        UserError, match=r"--bf16 needs .* 8.0 or newer, and T4 has 7.5: give --fp16"
+    ):
+        check_matmul_types(None, torch.bfloat16, torch.device("cuda"))
 
 
 class Sink:

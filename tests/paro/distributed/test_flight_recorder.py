@@ -7,11 +7,14 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as recorders
 from torch.distributed import distributed_c10d
 
+from paro.distributed import flight_recorder
 from paro.distributed.flight_recorder import record_flights, recorded_collectives
+from paro.distributed.world import World
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,11 @@ def test_nccl_s_recorder_is_read_where_any_group_is_nccl_s(
     monkeypatch.setattr(type(distributed_c10d._world), "pg_map", property(lambda _: groups))
     monkeypatch.setattr(recorders, "_dump_nccl_trace", lambda: dump("NCCL's"), raising=False)
     monkeypatch.setattr(recorders, "_dump_fr_trace", lambda: dump("others"))
+    monkeypatch.setattr(flight_recorder, "read_world", lambda: World(local_rank=3))
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     recorded = recorded_collectives()
+    assert devices == ([3] if "nccl" in backends else [])
     assert recorded is not None
     assert pickle.loads(recorded)["recorder"] == read
 
