@@ -88,4 +88,7 @@ def _is_accepted(rule: Rule, args: Namespace) -> bool:
         return getattr(args, rule.dest) in rule.values
     if rule.paired_with:
         return bool(getattr(args, rule.paired_with.removeprefix("--").replace("-", "_")))
+    if rule.unless:
+        (other,) = (found for found in RULES if found.flag == rule.unless)
+        return not hasattr(args, other.dest) or _is_accepted(other, args)
     return rule.outcome is not Outcome.REFUSED

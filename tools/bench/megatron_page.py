@@ -129,6 +129,7 @@ def _reason(rule: Rule) -> str:
 def _spelled(rule: Rule) -> str:
     values = ", ".join(f"`{value}`" for value in rule.values)
     given_with = f" with `{rule.paired_with}`" if rule.paired_with else ""
+    given_with += f" unless a value of `{rule.unless}` is refused" if rule.unless else ""
     return f"`{rule.flag}`{f' {values}' if values else ''}{given_with}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.arguments.megatron_rules.rule import accepted, ignored, refused, values
+from paro.arguments.megatron_rules.rule import accepted, ignored, refused, unless, values
 
 _SHARD = (
     "give --paro-strategy GGG, or IIG with --paro-group-size {value}, which spread the parameters "
@@ -28,10 +28,12 @@ PARALLEL_RULES = (
     *values("--context-parallel-size", (1,), "sequences are not cut", _FIT_LONG),
     *values("--expert-model-parallel-size", (1,), "LLaMA is dense", "LLaMA is dense: give 1"),
     *values("--expert-tensor-parallel-size", (1,), "LLaMA is dense", "LLaMA is dense: give 1"),
-    *refused(
+    *unless(
+        "--sequence-parallel",
+        "--tensor-model-parallel-size",
+        "it is off without tensor parallelism",
         "it belongs to tensor parallelism; to save the same activations give "
         "--recompute-activations, or --recompute-granularity full",
-        "--sequence-parallel",
     ),
     *refused(
         "there is no tensor parallelism; gathers and reductions overlap by themselves, see "

@@ -19,8 +19,9 @@ class Rule:
     """How one flag is treated, and why.
 
     An accepted flag is a switch, or takes one of `values`; with `paired_with` it is a switch that
-    requires that other flag. Other uses of it are refused, and the error gives `instead`. Ignored
-    and refused flags take any values.
+    requires that other flag, with `unless` one that may not go with a refused value of that other
+    flag. Other uses of it are refused, and the error gives `instead`. Ignored and refused flags
+    take any values.
     """
 
     flag: str
@@ -28,6 +29,7 @@ class Rule:
     why: str = ""
     values: tuple[str | int | float, ...] = ()
     paired_with: str = ""
+    unless: str = ""
     instead: str = ""
 
     @property
@@ -51,6 +53,11 @@ def values(
 def paired_with(flag: str, other: str, why: str, instead: str) -> tuple[Rule]:
     """A switch that requests what another flag, given together with it, does."""
     return (Rule(flag, Outcome.ACCEPTED, why, paired_with=other, instead=instead),)
+
+
+def unless(flag: str, other: str, why: str, instead: str) -> tuple[Rule]:
+    """A switch that requests what PaRO does anyway, unless another flag's value is refused."""
+    return (Rule(flag, Outcome.ACCEPTED, why, unless=other, instead=instead),)
 
 
 def ignored(why: str, flags: str) -> tuple[Rule, ...]:

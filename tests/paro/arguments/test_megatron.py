@@ -21,7 +21,7 @@ def test_each_flag_has_one_rule_and_each_rule_says_why() -> None:
     for rule in RULES:
         is_refused = rule.outcome is Outcome.REFUSED
         assert bool(rule.why) != is_refused, rule.flag
-        has_condition = bool(rule.values or rule.paired_with)
+        has_condition = bool(rule.values or rule.paired_with or rule.unless)
         assert bool(rule.instead) == (is_refused or has_condition), rule.flag
 
 
@@ -64,6 +64,7 @@ def test_what_is_refused_says_what_to_do() -> None:
     words = []
     for rule in rules:
         words += [rule.flag, *(["7"] if rule.values else [])]
+    assert {rule.unless for rule in rules} < {"", *words}
     lines = refusals(parse_args(words))
     for rule in rules:
         (line,) = [line for line in lines if rule.flag in re.split(r"[ ,]", line.split(" not ")[0])]
@@ -81,6 +82,14 @@ def test_masking_between_documents_is_accepted_beside_its_twin() -> None:
     assert refusals(both) == []
 
 
+def test_sequence_parallelism_is_off_without_tensor_parallelism() -> None:
+    for words in ([], ["--tensor-model-parallel-size", "1"]):
+        assert refusals(parse_args([*words, "--sequence-parallel"])) == []
+    _, line = refusals(parse_args(["--tensor-model-parallel-size", "2", "--sequence-parallel"]))
+    assert line.startswith("--sequence-parallel is not supported: ")
+    assert "--recompute-activations" in line
+
+
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
@@ -90,7 +99,6 @@ def test_masking_between_documents_is_accepted_beside_its_twin() -> None:
             "or IIG with --paro-group-size 4",
         ),
         ("--context-parallel-size 2", "--recompute-granularity full"),
-        ("--sequence-parallel", "--recompute-activations"),
         ("--fp4-format e2m1", "--fp8-format"),
         ("--attention-dropout 0.1", "without dropout"),
         ("--normalization LayerNorm", "RMSNorm"),

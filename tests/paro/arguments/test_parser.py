@@ -137,14 +137,14 @@ def test_a_mistake_is_one_line(argv: list[str], message: str) -> None:
 
 def test_all_mistakes_are_told_at_once() -> None:
     words = (
-        "--num-layers many --hidden-sise 64 --fp4-format e2m1 --sequence-parallel --zzz 1 2 "
+        "--num-layers many --hidden-sise 64 --fp4-format e2m1 --use-mup --zzz 1 2 "
         "--lr-decay-style steps --learning-rate 1e-3 --rampup-batch-size 1 --mock-data"
     )
     head, *lines = told(words.split())
     starts = [
         *("argument --num-layers:", "argument --lr-decay-style:", "argument --rampup-batch-size:"),
         *("--hidden-sise 64 is unknown", "--zzz 1 2 is unknown", "--learning-rate 1e-3 is unknown"),
-        *("--sequence-parallel is not supported", "--fp4-format e2m1 is not supported"),
+        *("--use-mup is not supported", "--fp4-format e2m1 is not supported"),
         *("--num-attention-heads is missing", "--seq-length is missing"),
         *("--micro-batch-size is missing", "--train-iters or --train-samples is missing"),
     ]
@@ -280,8 +280,8 @@ def test_an_empty_file_gives_no_flag(tmp_path: Path) -> None:
         ("num-layer: 4", "num-layer is unknown: did you mean --num-layers?"),
         ("learning_rate: 4", "learning-rate is unknown: give --lr"),
         ("tensor-model-parallel-size: two", "tensor-model-parallel-size: invalid int value"),
-        ("sequence-parallel: 1.5e", "--sequence-parallel 1.5e is not supported"),
-        ("sequence-parallel: true", "--sequence-parallel is not supported"),
+        ("squared-relu: 1.5e", "--squared-relu 1.5e is not supported"),
+        ("squared-relu: true", "--squared-relu is not supported"),
         ("data-path: true", "data-path: needs a plain value"),
         ("yaml-cfg: other.yaml", "yaml-cfg is unknown"),
         ("num-layers: four", "num-layers: argument --num-layers: invalid int value: 'four'"),

@@ -351,7 +351,7 @@ LLAMA3_8B = """
     --tiktoken-pattern v2 --split 99,1,0 --no-create-attention-mask-in-dataloader
     --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100
     --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6
-    --ckpt-format torch_dist --distributed-timeout-minutes 60
+    --ckpt-format torch_dist --distributed-timeout-minutes 60 --sequence-parallel
 """
 
 
@@ -388,7 +388,6 @@ def test_a_llama3_script_runs_unchanged() -> None:
     ("words", "advice"),
     [
         ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-param-gather", "tensorwise"),
-        ("--sequence-parallel", "--recompute-activations"),
         ("--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5", "one learning rate"),
     ],
 )
