@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -72,9 +71,8 @@ def test_data_that_shrink_end_all_ranks_with_one_line(tmp_path: Path, num_worker
         os.truncate(tmp_path / "corpus.bin", 100)
         process.stdout.read()  # until every rank, which holds the pipe open, is gone
         said = process.stderr.read()
-    assert process.returncode == 1  # torchrun's own
+    assert process.returncode == 2
     told = f"{tmp_path}/corpus.bin has 100 bytes and had 320,000 when it was opened"
     lines = {text for text in said.splitlines() if text.startswith("pretrain_llama.py: error: ")}
     assert any(line.startswith(f"pretrain_llama.py: error: {told}") for line in lines)
-    assert 'pretrain_llama.py", line' not in said  # only torchrun has a traceback
-    assert re.search(r"exitcode *: 2", said)
+    assert "Traceback" not in said

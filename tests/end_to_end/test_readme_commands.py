@@ -65,6 +65,13 @@ LAUNCHER = """#!/bin/sh
 while [ "$1" != pretrain_llama.py ]; do shift; done
 exec python "$@" --dry-run --world-size 32
 """
+# Stands for python, and starts what is on the PATH instead of our own torchrun.
+PYTHON = f"""#!/bin/sh
+case $1 in
+    */torchrun.py) exec torchrun "$@" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
 SBATCH = """#!/bin/sh
 [ "$1" = --nodes ] || exit 9
 export SLURM_JOB_NUM_NODES=$2 SLURM_NTASKS_PER_NODE=8 SLURM_JOB_NODELIST=n SLURM_SUBMIT_DIR=$PWD
@@ -233,7 +240,8 @@ def prepared(scratch: Path) -> Path:
     for letters in ("iig", "nig", "ggg"):
         write_run(scratch / "runs" / f"{letters}.jsonl", letters.upper())
     (scratch / "bin").mkdir()
-    for name, script in (("torchrun", LAUNCHER), ("srun", LAUNCHER), ("sbatch", SBATCH)):
+    programs = {"python": PYTHON, "torchrun": LAUNCHER, "srun": LAUNCHER, "sbatch": SBATCH}
+    for name, script in programs.items():
         (scratch / "bin" / name).write_text(script)
         (scratch / "bin" / name).chmod(0o755)
     (scratch / "bin" / "scontrol").write_text("#!/bin/sh\necho node0\n")
@@ -271,8 +279,9 @@ def test_an_adapter_as_printed(prepared: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     (prepared / "trains").mkdir()
-    (prepared / "trains" / "torchrun").write_text(TRAINER)
-    (prepared / "trains" / "torchrun").chmod(0o755)
+    for name, script in (("python", PYTHON), ("torchrun", TRAINER)):
+        (prepared / "trains" / name).write_text(script)
+        (prepared / "trains" / name).chmod(0o755)
     path = f"{prepared / 'trains'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     out = type_in(prepared, of("An adapter on your own text"), PATH=path)
     assert re.search(r"successfully saved checkpoint from iteration +3 to runs/adapter", out)

@@ -17,21 +17,26 @@ from paro.checkpoint.directory import TRACKER
 from tests.end_to_end.test_training import MODEL, SCRIPT
 from tests.helpers.ranks import ROOT
 
-RUN = [SCRIPT, *MODEL, "--mock-data"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+RUN = [sys.executable, SCRIPT, *MODEL, "--mock-data"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ONE_MACHINE = ["bash", "examples/one_machine.sh"]
 
 
 def on_a_terminal(
     *words: str, interrupted: bool = False, output: IO[bytes] | None = None
 ) -> tuple[str, int]:
-    """What Python writes to its own terminal, and its status; optionally with a Ctrl-C.
+    """What a command writes to its own terminal, and its status; optionally with a Ctrl-C.
 
     Standard output may be elsewhere: then it is what standard error gets.
     """
     here, there = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        **{"TERM": "xterm", "COLUMNS": "120", "LINES": "40", "WANDB_MODE": "offline"},
+    }
     with subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, env=environment, stdout=output or there, stderr=there
+        words, cwd=ROOT, env=environment, stdout=output or there, stderr=there
     ) as process:
         os.close(there)
         written = b""
@@ -84,16 +89,25 @@ def test_a_file_gets_the_lines_while_the_terminal_shows_the_view(tmp_path: Path)
 
 
 @pytest.mark.ranks
-def test_a_run_under_torchrun_saves_at_ctrl_c_and_says_how_to_continue(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "status", "after"),
+    [(TORCHRUN, 1, "Traceback"), (ONE_MACHINE, 0, "")],
+    ids=["torchrun", "one_machine.sh"],
+)
+def test_a_run_saves_at_ctrl_c_and_says_how_to_continue(
+    tmp_path: Path, launcher: list[str], status: int, after: str
+) -> None:
     save = ["--train-iters", "1000000", "--save", str(tmp_path), "--load", str(tmp_path)]
-    command = [*TORCHRUN, *RUN, *save, "--exit-signal-handler"]
-    text, status = on_a_terminal(*command, interrupted=True)
-    assert status == 1, text  # torchrun's own
+    board = ["--wandb-project", "p", "--wandb-save-dir", str(tmp_path)]
+    command = [*launcher, "--nproc-per-node", "2", *RUN[1:], *save, *board]
+    text, ended_with = on_a_terminal(*command, "--exit-signal-handler", interrupted=True)
+    assert ended_with == status, text
     saved = int((tmp_path / TRACKER).read_text())
     assert "[exiting program after receiving SIGINT.]" in text
-    # The view closes complete, with our last line below it, before torchrun's own traceback.
+    # The view closes complete; our last line is below it, before a traceback of torchrun's own.
     ended = text.rindex("╯\n")
     line = f"iteration {saved} is saved in {tmp_path}: the same command continues from there\n"
-    assert text[ended + 2 :].startswith(f"{line}Traceback"), text[ended:]
+    below = text[ended + 2 :]
+    assert below.startswith(f"{line}{after}") if after else below == line
     assert f"│ iteration {saved}/1000000" in text[text.rindex("╭─") : ended]
-    assert text.count("Traceback") == 1
+    assert text.count("Traceback") == (1 if after else 0)
