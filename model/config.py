@@ -92,6 +92,7 @@ class LlamaConfig:
     rope_scaling_original_max_position_embeddings: int = 8192
     rope_scaling_low_freq_factor: float = 1.0
     rope_scaling_high_freq_factor: float = 4.0
+    rotary_seq_len_interpolation_factor: float = 1.0  # positions are divided by it
     add_qkv_bias: bool = False  # on the query, key and value projections (Qwen2)
     qk_layernorm: bool = False  # RMSNorm on each head's query and key (Qwen3)
     norm_epsilon: float = 1e-5
@@ -125,6 +126,7 @@ class LlamaConfig:
             ("--rotary-base", self.rotary_base),
             ("--rope-scaling-factor", self.rope_scaling_factor),
             ("--rope-scaling-low-freq-factor", self.rope_scaling_low_freq_factor),
+            ("--rotary-seq-len-interpolation-factor", self.rotary_seq_len_interpolation_factor),
             ("--norm-epsilon", self.norm_epsilon),
             ("--init-method-std", self.init_method_std),
         ):

@@ -1,4 +1,4 @@
-"""Rotary position embedding in Hugging Face's half-rotation form, with LLaMA-3.1's scaling."""
+"""Rotary position embedding in Hugging Face's half-rotation form, plain or scaled."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
     """Radians per position of each pair of channels, fp32 on the CPU, [head size / 2]."""
     exponents = torch.arange(0, config.kv_channels, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / config.rotary_base ** (exponents / config.kv_channels)
-    if not config.use_rope_scaling:
-        return frequencies
-    # LLaMA-3.1: frequencies with fewer than `low` turns over the original context are divided by
-    # `factor`, those with more than `high` turns are kept, and those in between are interpolated.
-    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
-    original = config.rope_scaling_original_max_position_embeddings
-    turns = original * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * frequencies + (1.0 - keep) * frequencies / config.rope_scaling_factor
+    if config.use_rope_scaling:
+        # LLaMA-3.1: frequencies with fewer than `low` turns over the original context are divided
+        # by `factor`, those with more than `high` turns are kept, those in between interpolated.
+        low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+        original = config.rope_scaling_original_max_position_embeddings
+        turns = original * frequencies / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        factor = config.rope_scaling_factor
+        frequencies = keep * frequencies + (1.0 - keep) * frequencies / factor
+    # Instead of the positions.
+    return frequencies / config.rotary_seq_len_interpolation_factor
 
 
 @lru_cache(maxsize=8)

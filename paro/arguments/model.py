@@ -60,6 +60,8 @@ def add_model_args(parser: ArgumentParser) -> None:
         help="longest sequence the model is made for; default: the preset's, or --seq-length")
     add("--rotary-base", type=float, metavar="BASE",
         help="base of the rotary embedding's wavelengths; default 10000")
+    add("--rotary-seq-len-interpolation-factor", type=float, metavar="X",
+        help="divide positions by X (linear RoPE scaling); default 1")
     add("--use-rope-scaling", action="store_true", default=None,
         help="stretch long wavelengths as LLaMA-3.1 does, by --rope-scaling-factor")
     add("--rope-scaling-factor", type=float, metavar="X",

@@ -193,6 +193,10 @@ def test_causal_attention_counts_half() -> None:
         ({"rotary_base": 0.0}, ["--rotary-base 0.0"]),
         ({"rope_scaling_factor": -8.0}, ["--rope-scaling-factor -8.0"]),
         (
+            {"rotary_seq_len_interpolation_factor": 0.0},
+            ["--rotary-seq-len-interpolation-factor 0.0"],
+        ),
+        (
             {"rope_scaling_original_max_position_embeddings": 0},
             ["--rope-scaling-original-max-position-embeddings 0"],
         ),

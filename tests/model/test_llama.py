@@ -36,6 +36,7 @@ CONFIGS = {
     "tied": replace(MHA, tie_embeddings_and_output_weights=True),
     "odd ffn, wide heads": replace(MHA, ffn_hidden_size=77, kv_channels=24, num_query_groups=2),
     "base": replace(MHA, rotary_base=5e5),
+    "linear by 4": replace(MHA, rotary_seq_len_interpolation_factor=4.0),
     "llama3 by 8": LLAMA3,
     "llama3 by 32": replace(LLAMA3, rope_scaling_factor=32.0),
     "llama3 from 32": replace(
@@ -138,11 +139,15 @@ def test_is_one_graph_to_torch_compile(config: LlamaConfig) -> None:
         assert_near(gradients[key], wanted, key)
 
 
-@pytest.mark.parametrize("name", ["base", "llama3 by 8", "llama3 by 32", "llama3 from 32"])
+@pytest.mark.parametrize(
+    "name", ["base", "linear by 4", "llama3 by 8", "llama3 by 32", "llama3 from 32"]
+)
 def test_rotary_settings_are_seen_at_this_length(name: str) -> None:
     """Otherwise equality with transformers would not test them."""
     changed = CONFIGS[name]
-    plain = replace(changed, rotary_base=1e4, use_rope_scaling=False)
+    plain = replace(
+        changed, rotary_base=1e4, use_rope_scaling=False, rotary_seq_len_interpolation_factor=1.0
+    )
     tokens, _, _ = batch()
 
     with torch.no_grad():

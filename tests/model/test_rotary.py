@@ -46,6 +46,20 @@ def test_scaling_slows_long_waves_and_leaves_short_ones() -> None:
     assert torch.all((between > 0.125) & (between < 1.0))
 
 
+@pytest.mark.parametrize("preset", ["7B", "llama3.1-8B"])
+def test_interpolated_positions_are_divided(preset: str) -> None:
+    """As Megatron-LM does it: positions, whatever scales the frequencies."""
+    plain = LLAMA_PRESETS[preset]
+    stretched = replace(plain, rotary_seq_len_interpolation_factor=2.5)
+    divided = torch.arange(9, dtype=torch.float32) / 2.5
+    cos, sin = rotations(stretched, 9, torch.float32, torch.device("cpu"))
+
+    angles = torch.outer(divided, inverse_frequencies(plain))[:, None, :]
+
+    torch.testing.assert_close(cos, torch.cat((angles, angles), dim=-1).cos())
+    torch.testing.assert_close(sin, angles.sin())
+
+
 def _turned(x_BSNH: Tensor, config: LlamaConfig = HEADS) -> Tensor:
     return rotate(x_BSNH, *rotations(config, x_BSNH.shape[1], x_BSNH.dtype, x_BSNH.device))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from paro.arguments.megatron_rules.rule import accepted, refused, values
 
 _SWIGLU = "LLaMA's MLP is SwiGLU: leave it out"
-_STRETCH = "positions are not interpolated; --use-rope-scaling stretches as LLaMA-3.1 does"
+_STRETCH = (
+    "YaRN is not supported; --use-rope-scaling stretches as LLaMA-3.1 does, and "
+    "--rotary-seq-len-interpolation-factor divides positions"
+)
 _DENSE = "LLaMA is dense: leave it out"
 _ONE_ATTENTION = "LLaMA's attention is softmax over all earlier tokens: leave it out"
 
@@ -51,7 +54,6 @@ MODEL_RULES = (
         "queries and keys are normalized by --qk-layernorm alone: leave it out",
         "--qk-l2-norm --qk-clip --qk-clip-alpha --qk-clip-threshold",
     ),
-    *refused(_STRETCH, "--rotary-seq-len-interpolation-factor"),
     *refused(
         _STRETCH,
         "--yarn-original-max-position-embeddings --yarn-beta-fast --yarn-beta-slow "

@@ -72,18 +72,13 @@ _WITHOUT_TRANSFORMER_ENGINE = {
     "mlp_norm": "pre_mlp_layernorm.weight",
 }
 
-# Our fields and Megatron's arguments for them, which have the names of the flags.
-_SIZES = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "kv_channels": "kv_channels",
-    "max_position_embeddings": "max_position_embeddings",
-    "norm_epsilon": "norm_epsilon",
-}
-_FEATURES = ("add_qkv_bias", "qk_layernorm")
-_OPTIONAL = ("rotary_base", "use_rope_scaling", "rope_scaling_factor", "init_method_std")
+# Fields that Megatron's arguments have under the same names, which are those of the flags.
+_FIELDS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("max_position_embeddings", "norm_epsilon", "init_method_std"),
+    *("add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor"),
+)
+_ROTARY = ("rotary_base", "rotary_seq_len_interpolation_factor")  # whole numbers in Megatron
 # Megatron's hard-coded values under --use-rope-scaling.
 _ROPE_SCALING = {
     "rope_scaling_original_max_position_embeddings": 8192,
@@ -96,7 +91,6 @@ _FIXED = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
-    "rotary_seq_len_interpolation_factor": None,
     "add_bias_linear": False,
     "apply_layernorm_1p": False,
     "window_size": None,
@@ -105,7 +99,6 @@ _FIXED = {
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
-_EQUIVALENT = {"rotary_seq_len_interpolation_factor": 1}  # another value that means the same
 
 
 class _Args(TypedDict):
@@ -167,8 +160,9 @@ def write_megatron(
     for name, shape in parameter_shapes(config).items():
         theirs, tensor = megatron_name(name), source.tensors[name]
         writers.setdefault(theirs, []).append((_place(config, name), tensor))
-        others = shapes.get(theirs, ((0, *shape[1:]), tensor.dtype))[0]
-        shapes[theirs] = ((others[0] + shape[0], *shape[1:]), tensor.dtype)
+        others, dtype = shapes.get(theirs, ((0, *shape[1:]), tensor.dtype))
+        dtype = torch.promote_types(dtype, tensor.dtype)  # so that no part loses bits
+        shapes[theirs] = ((others[0] + shape[0], *shape[1:]), dtype)
     # Never written, so they take no memory; `skip_data` reserves their space in the file.
     room = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     path = root / "release" / FILE
@@ -187,6 +181,12 @@ def write_megatron(
 
 
 def _check_rope_scaling(config: LlamaConfig) -> None:
+    for name in _ROTARY:
+        if getattr(config, name) % 1.0:
+            raise UserError(
+                f"Megatron-LM's --{name.replace('_', '-')} is a whole number, and this model has "
+                f"{getattr(config, name)}"
+            )
     for name, theirs in _ROPE_SCALING.items() if config.use_rope_scaling else ():
         if getattr(config, name) != theirs:
             raise UserError(
@@ -241,7 +241,7 @@ def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tupl
     for name, ours in _FIXED.items():
         theirs = given.get(name, ours)
         is_plain = theirs is None or isinstance(theirs, str | int | float)
-        if not is_plain or theirs not in (ours, _EQUIVALENT.get(name, ours)):
+        if not is_plain or theirs != ours:
             there = repr(theirs) if is_plain else f"a {type(theirs).__name__}"
             raise UserError(
                 f"{path} is not of this architecture: {name} is {there} there, and must be {ours!r}"
@@ -250,11 +250,11 @@ def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tupl
     embeddings = [embedding for embedding in stored if is_weight(embedding)]
     if len(embeddings) != len(ranks):
         raise UserError(f"{path} has no embedding.word_embeddings.weight")
-    fields = {ours: given[theirs] for ours, theirs in _SIZES.items() if theirs in given}
+    names = (*_FIELDS, *_ROTARY)
+    fields = {name: given[name] for name in names if given.get(name) is not None}
     groups = "num_query_groups" if given.get("group_query_attention") else "num_attention_heads"
     if groups in given:
         fields["num_query_groups"] = given[groups]
-    fields |= {name: given[name] for name in (*_OPTIONAL, *_FEATURES) if name in given}
     fields["vocab_size"] = sum(embedding.shape[0] for embedding in embeddings)
     tied = not args["untie_embeddings_and_output_weights"]
     fields["tie_embeddings_and_output_weights"] = tied
@@ -361,16 +361,14 @@ def _state(
 ) -> dict[str, Any]:
     """The contents of Megatron's file, with tensors of the right shape but no values."""
     dtype = next(iter(room.values())).dtype
+    interpolation = int(config.rotary_seq_len_interpolation_factor)
     args = {
         **_FIXED,
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        **{name: getattr(config, name) for name in _FEATURES},
+        **{name: getattr(config, name) for name in _FIELDS},
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
         "num_query_groups": config.num_query_groups,
         "rotary_base": int(config.rotary_base),
-        "use_rope_scaling": config.use_rope_scaling,
-        "rope_scaling_factor": config.rope_scaling_factor,
-        "init_method_std": config.init_method_std,
+        "rotary_seq_len_interpolation_factor": None if interpolation == 1 else interpolation,
         "untie_embeddings_and_output_weights": not config.tie_embeddings_and_output_weights,
         "tensor_model_parallel_size": 1,
         "seq_length": config.max_position_embeddings,

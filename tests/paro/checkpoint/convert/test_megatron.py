@@ -45,6 +45,7 @@ CONFIGS = {
     "mha": replace(CONFIG, num_query_groups=6, use_rope_scaling=False, rope_scaling_factor=8.0),
     "tied": replace(CONFIG, tie_embeddings_and_output_weights=True),
     "biases and norms of heads": MODERN,
+    "divided positions": replace(CONFIG, rotary_seq_len_interpolation_factor=4.0),
 }
 
 
@@ -121,11 +122,42 @@ def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
         assert torch.equal(model[attention + theirs], tensors[f"blocks.1.{ours}"])
 
 
-def test_a_rotation_that_megatron_has_no_flags_for_is_refused(tmp_path: Path) -> None:
-    config = replace(CONFIG, rope_scaling_original_max_position_embeddings=4096)
-    with pytest.raises(UserError, match="takes 8192, and this model has 4096"):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "rope_scaling_original_max_position_embeddings",
+            4096,
+            "takes 8192, and this model has 4096",
+        ),
+        (
+            "rotary_seq_len_interpolation_factor",
+            2.5,
+            "--rotary-seq-len-interpolation-factor is a whole number, and this model has 2.5",
+        ),
+        ("rotary_base", 1e4 + 0.5, "--rotary-base is a whole number, and this model has 10000.5"),
+    ],
+)
+def test_a_rotation_that_megatron_has_no_flags_for_is_refused(
+    name: str, value: float, message: str, tmp_path: Path
+) -> None:
+    config = replace(CONFIG, **{name: value})
+    with pytest.raises(UserError, match=message):
         write_megatron(source_of(config), tmp_path, ignored, rows=128, divisible_by=128)
     assert not any(tmp_path.iterdir())
+
+
+def test_parts_of_different_types_lose_no_bits(tmp_path: Path) -> None:
+    source = source_of(CONFIG, torch.bfloat16)
+    wide = {"blocks.0.wq", "blocks.1.w_gate"}
+    exact = random_tensors(CONFIG, torch.float32)
+    tensors = {name: lazy(exact[name]) if name in wide else t for name, t in source.tensors.items()}
+    mixed = replace(source, tensors=tensors)
+    write_megatron(mixed, tmp_path, ignored, rows=128, divisible_by=128)
+    back = open_megatron(tmp_path).tensors
+    for name, tensor in tensors.items():
+        read = back[name].rows(0, tensor.shape[0])
+        assert torch.equal(read.float(), tensor.rows(0, tensor.shape[0]).float()), name
 
 
 def resave(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -174,7 +206,6 @@ def test_what_megatron_saves_beside_the_weights_is_passed_over(
         ("num_experts", 8),
         ("pipeline_model_parallel_size", 2),
         ("apply_layernorm_1p", True),
-        ("rotary_seq_len_interpolation_factor", 4),
         ("window_size", (1023, 0)),
     ],
 )
@@ -190,6 +221,7 @@ def test_another_architecture_is_named_by_its_field(
 def test_an_interpolation_of_one_is_none(tmp_path: Path) -> None:
     path = saved(tmp_path / "megatron")
     name = "rotary_seq_len_interpolation_factor"
+    assert getattr(contents(path)["args"], name) is None
     resave(path, lambda content: setattr(content["args"], name, 1))
     assert open_megatron(tmp_path / "megatron").config == CONFIG
 
