@@ -39,6 +39,7 @@ class _Family:
 
     architecture: str
     add_qkv_bias: bool = False
+    has_attention_bias: bool = False  # whether attention_bias adds biases, also to the output
     qk_layernorm: bool = False
     says: Mapping[str, Any] = field(default_factory=dict)  # further fields of its config.json
     # Defaults of transformers for fields that a config.json leaves out.
@@ -50,7 +51,7 @@ class _Family:
 
 _FAMILIES = {
     "llama": _Family(
-        architecture="LlamaForCausalLM", says={"attention_bias": False, "mlp_bias": False}
+        architecture="LlamaForCausalLM", has_attention_bias=True, says={"mlp_bias": False}
     ),
     "mistral": _Family(
         architecture="MistralForCausalLM",
@@ -67,8 +68,9 @@ _FAMILIES = {
     ),
     "qwen3": _Family(
         architecture="Qwen3ForCausalLM",
+        has_attention_bias=True,
         qk_layernorm=True,
-        says={"attention_bias": False, "use_sliding_window": False},
+        says={"use_sliding_window": False},
         num_key_value_heads=32,
         head_dim=128,
         max_position_embeddings=32768,
@@ -111,7 +113,6 @@ _OTHERS = {
 # Fields that must have this value in every family; any other value is another architecture.
 _FIXED: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the activation of its gate"),
-    "attention_bias": (False, "a bias on the output projection of attention too"),
     "mlp_bias": (False, "biases in its MLPs"),
     "partial_rotary_factor": (1.0, "heads that are rotated in part"),
     "quantization_config": (None, "quantized weights"),
@@ -131,10 +132,24 @@ _ROPE_SCALING = {
 }
 
 
+# What transformers can scale positions by; with factor 1 none of them does.
+_SCALINGS = ("linear", "dynamic", "yarn", "longrope", "proportional", "llama3")
+
+
 class _Rope(TypedDict, total=False):
     rope_theta: float
     rope_type: str
     type: str
+    factor: float | None
+    attention_factor: float | None  # of yarn and longrope: scales queries and keys
+    short_factor: list[float] | None  # of longrope: for each pair of channels
+    long_factor: list[float] | None
+
+
+class _Interpolation(TypedDict):
+    """The field of rope_type linear."""
+
+    factor: float
 
 
 class _Scaling(TypedDict):
@@ -163,10 +178,12 @@ class _Fields(TypedDict):
     rms_norm_eps: NotRequired[float]
     max_position_embeddings: NotRequired[int]
     initializer_range: NotRequired[float]
+    attention_bias: NotRequired[bool]
     tie_word_embeddings: NotRequired[bool]
     rope_theta: NotRequired[float]
     rope_parameters: NotRequired[_Rope | None]
     rope_scaling: NotRequired[_Rope | None]
+    original_max_position_embeddings: NotRequired[int]
     layer_types: NotRequired[list[str] | None]
 
 
@@ -180,26 +197,29 @@ def hugging_face_name(name: str) -> str:
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
     """The config.json of the family that fits this model; `UserError` if none does."""
-    kinds = {
-        (family.add_qkv_bias, family.qk_layernorm): name
-        for name, family in reversed(_FAMILIES.items())  # prefer llama to mistral
-    }
-    model_type = kinds.get((config.add_qkv_bias, config.qk_layernorm))
-    if model_type is None:
-        raise UserError(
-            "transformers has no model with both --add-qkv-bias and --qk-layernorm: it cannot be "
-            "written for it"
-        )
+    model_type = "llama"
+    if config.add_qkv_bias or config.qk_layernorm:
+        model_type = "qwen3" if config.qk_layernorm else "qwen2"
     family = _FAMILIES[model_type]
+    says = dict(family.says)
+    if family.has_attention_bias:
+        says["attention_bias"] = config.add_qkv_bias
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
     if config.use_rope_scaling:
         rope |= {theirs: getattr(config, ours) for ours, theirs in _ROPE_SCALING.items()}
         rope["rope_type"] = "llama3"
+    if config.rotary_seq_len_interpolation_factor != 1.0:
+        if config.use_rope_scaling:
+            raise UserError(
+                "transformers has no model with both --use-rope-scaling and "
+                "--rotary-seq-len-interpolation-factor: it cannot be written for it"
+            )
+        rope |= {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     return {
         "architectures": [family.architecture],
         "model_type": model_type,
         "hidden_act": "silu",
-        **family.says,
+        **says,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": config.num_query_groups,
         "head_dim": config.kv_channels,
@@ -211,10 +231,18 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
+def output_biases(fields: Mapping[str, Any]) -> list[str]:
+    """Biases that transformers' model of this config.json has and this one has not."""
+    is_there = _FAMILIES[fields.get("model_type", "llama")].has_attention_bias
+    layers = range(fields["num_hidden_layers"] if is_there and fields.get("attention_bias") else 0)
+    return [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in layers]
+
+
 def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
     """The model that a config.json of any version of transformers describes.
 
-    `UserError` names the first feature that this model does not support.
+    `UserError` names the first feature that this model does not support. Biases on attention's
+    output projection, see `output_biases`, have to be zero.
     """
     family = _family(conform(dict(fields), _Kind, ""))
     fields = conform(dict(fields), _Fields, "")
@@ -228,17 +256,16 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
     heads = sizes["num_attention_heads"]
     groups = fields.get("num_key_value_heads", family.num_key_value_heads)
     head = fields.get("head_dim", family.head_dim)
+    longest = fields.get("max_position_embeddings", family.max_position_embeddings)
     return LlamaConfig(
         **sizes,
-        **_rope(fields, rope),
+        **_rope(fields, rope, longest),
         num_query_groups=heads if groups is None else groups,
         kv_channels=sizes["hidden_size"] // heads if head is None else head,
-        add_qkv_bias=family.add_qkv_bias,
+        add_qkv_bias=family.add_qkv_bias or bool(output_biases(fields)),
         qk_layernorm=family.qk_layernorm,
         norm_epsilon=fields.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=fields.get(
-            "max_position_embeddings", family.max_position_embeddings
-        ),
+        max_position_embeddings=longest,
         init_method_std=fields.get("initializer_range", 0.02),
         tie_embeddings_and_output_weights=fields.get("tie_word_embeddings", False),
     )
@@ -268,16 +295,37 @@ def _check_window(fields: Mapping[str, Any], family: _Family) -> None:
         raise UserError(f"layer_types has {others[0]!r} and may have full_attention alone")
 
 
-def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The RoPE fields, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """The RoPE fields, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+
+    `longest`: the longest sequence, which LLaMA-3.1's scaling stretches if no other is stated.
+    """
+    if "full_attention" in rope:
+        raise UserError("rope_parameters are given by type of layer there, and have to be flat")
     base = float(rope.get("rope_theta", fields.get("rope_theta", 10000.0)))
+    own: dict[str, Any] = {"rotary_base": base}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return {"rotary_base": base}
+    if kind == "default" or (kind in _SCALINGS and _scales_nothing(rope)):
+        return own
+    if kind == "linear":
+        linear = conform(dict(rope), _Interpolation, "")
+        return own | {"rotary_seq_len_interpolation_factor": linear["factor"]}
     if kind != "llama3":
         raise UserError(
-            f"rope_type is {kind!r} there and has to be default or llama3 (scaled positions)"
+            f"rope_type is {kind!r} there and has to be default, linear or llama3, or its factor 1 "
+            "(scaled positions)"
         )
-    scaling = conform(dict(rope), _Scaling, "")
+    original = "original_max_position_embeddings"
+    stretched = {original: longest, **rope}
+    if original in fields:  # which has priority in transformers
+        stretched[original] = fields[original]
+    scaling = conform(stretched, _Scaling, "")
     factors = {ours: scaling[theirs] for ours, theirs in _ROPE_SCALING.items()}
-    return {"rotary_base": base, "use_rope_scaling": True, **factors}
+    return own | {"use_rope_scaling": True, **factors}
+
+
+def _scales_nothing(rope: Mapping[str, Any]) -> bool:
+    factors = [rope.get("attention_factor") or 1]
+    for name in ("short_factor", "long_factor"):
+        factors += rope.get(name) or ()
+    return rope.get("factor") == 1 and all(factor == 1 for factor in factors)

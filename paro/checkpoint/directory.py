@@ -51,6 +51,10 @@ class Base(TypedDict):
     checksum: Count  # of its manifest, and so of all its files
 
 
+# What a Hugging Face configuration says of special tokens, such as pad_token_id.
+TokenIds = dict[str, int | list[int] | None]
+
+
 class _Common(TypedDict):
     """Which fields of common.json are read, of a run or a conversion; older ones have fewer."""
 
@@ -69,6 +73,7 @@ class _Common(TypedDict):
     has_moments: NotRequired[bool]
     dynamic_loss_scale: NotRequired[bool]
     begins_with_bos: NotRequired[bool]
+    token_ids: NotRequired[TokenIds]
     trainable: NotRequired[str]
     lora: NotRequired[dict[str, Any] | None]
     base: NotRequired[Base | None]

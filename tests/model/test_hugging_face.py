@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from model.config import LLAMA_PRESETS, LlamaConfig
-from model.hugging_face import hugging_face_config, llama_config
+from model.hugging_face import hugging_face_config, llama_config, output_biases
+from model.rotary import inverse_frequencies
 from paro.errors import UserError
 
 
@@ -77,17 +80,28 @@ def test_a_wrong_field_is_named(field: str, value: Any, message: str) -> None:
 
 
 def test_what_no_architecture_has_is_said() -> None:
-    config = replace(LLAMA_PRESETS["qwen3-8B"], add_qkv_bias=True)
-    with pytest.raises(UserError, match="both --add-qkv-bias and --qk-layernorm"):
+    config = replace(LLAMA_PRESETS["llama3.1-8B"], rotary_seq_len_interpolation_factor=4.0)
+    with pytest.raises(UserError, match="both --use-rope-scaling and --rotary-seq-len-interpol"):
         hugging_face_config(config)
+
+
+@pytest.mark.parametrize("preset", ["7B", "qwen3-8B"])
+def test_biases_of_attention_are_those_of_queries_keys_and_values(preset: str) -> None:
+    fields = hugging_face_config(LLAMA_PRESETS[preset]) | {"num_hidden_layers": 2}
+    assert not output_biases(fields)
+    biased = fields | {"attention_bias": True}
+    assert llama_config(biased) == replace(llama_config(fields), add_qkv_bias=True)
+    assert output_biases(biased) == [f"model.layers.{n}.self_attn.o_proj.bias" for n in (0, 1)]
+    assert llama_config(hugging_face_config(llama_config(biased))) == llama_config(biased)
+    # transformers' classes of other families do not read the field
+    for other in ("mistral", "qwen2"):
+        assert not output_biases(biased | {"model_type": other})
 
 
 @pytest.mark.parametrize(
     ("preset", "field", "value", "feature"),
     [
         ("7B", "hidden_act", "gelu", "activation"),
-        ("7B", "attention_bias", True, "output projection"),
-        ("qwen3-8B", "attention_bias", True, "output projection"),
         ("7B", "mlp_bias", True, "biases in its MLPs"),
         ("7B", "partial_rotary_factor", 0.5, "rotated in part"),
         ("7B", "quantization_config", {"bits": 4}, "quantized"),
@@ -104,15 +118,67 @@ def test_another_model_is_named_by_its_feature(
         llama_config(fields)
 
 
-def test_another_rotation_is_named() -> None:
-    fields = hugging_face_config(LLAMA_PRESETS["llama3.1-8B"])
-    fields["rope_parameters"]["rope_type"] = "yarn"
-    with pytest.raises(UserError, match=r"^rope_type is 'yarn' there"):
-        llama_config(fields)
-    fields = hugging_face_config(LLAMA_PRESETS["7B"])
-    fields["rope_parameters"]["partial_rotary_factor"] = 0.5
-    with pytest.raises(UserError, match=r"^partial_rotary_factor is 0\.5 there"):
-        llama_config(fields)
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0}
+
+
+@pytest.mark.slow("imports transformers")
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4},
+        {"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
+        {"type": "linear", "factor": 3.0},
+        {"rope_type": "llama3", "type": "linear", **LLAMA3, "original_max_position_embeddings": 16},
+        LLAMA3,
+        *({"rope_type": kind, "factor": 1.0} for kind in ("linear", "dynamic", "yarn")),
+        {"rope_type": "yarn", "factor": 1, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 9},
+        {"rope_type": "proportional", "factor": 1.0},
+        {"rope_type": "longrope", "factor": 1.0, "long_factor": [1.0] * 4, "short_factor": [1] * 4},
+        {"rope_type": "default", "factor": 5.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "beside", [{}, {"rope_theta": 7e3, "original_max_position_embeddings": 24}]
+)
+def test_scaled_positions_are_those_of_transformers(
+    form: str, scaling: dict[str, Any], beside: dict[str, Any]
+) -> None:
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    sizes = hugging_face_config(replace(LLAMA_PRESETS["7B"], kv_channels=8))
+    del sizes["rope_parameters"]
+    fields = sizes | {"max_position_embeddings": 64, form: scaling} | beside
+    theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**copy.deepcopy(fields)))
+
+    ours = inverse_frequencies(llama_config(fields))
+
+    torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0.0)
+    assert theirs.attention_scaling == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "^rope_type is 'yarn' there .* linear or llama3"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "^rope_type is 'dynamic' there"),
+        ({"rope_type": "yarn", "factor": 1.0, "attention_factor": 2.0}, "^rope_type is 'yarn'"),
+        ({"rope_type": "longrope", "factor": 1.0, "long_factor": [2.0]}, "^rope_type is 'longrope"),
+        ({"rope_type": "mrope", "factor": 1.0}, "^rope_type is 'mrope' there"),
+        ({"rope_type": "linear"}, "factor: is missing"),
+        ({"rope_type": "linear", "factor": 0.0}, "^--rotary-seq-len-interpolation-factor 0.0"),
+        (
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            r"^partial_rotary_factor is 0\.5 there",
+        ),
+        ({"full_attention": {"rope_theta": 5e5}}, "by type of layer"),
+    ],
+)
+def test_another_rotation_is_named(scaling: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        llama_config(hugging_face_config(LLAMA_PRESETS["7B"]) | {"rope_parameters": scaling})
 
 
 def test_any_original_length_and_factors_come_back() -> None:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
 
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE, write_gpt2_tokenizer_json
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
-from model.config import LlamaConfig, parameter_shapes
-from model.hugging_face import hugging_face_config, hugging_face_name, llama_config
-from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors
+from model.hugging_face import (
+    hugging_face_config,
+    hugging_face_name,
+    llama_config,
+    output_biases,
+)
+from paro.checkpoint.convert.hugging_face_weights import INDEX, WEIGHTS, find_tensors
+from paro.checkpoint.convert.safetensors_file import write_safetensors
+from paro.checkpoint.convert.source import LazyTensor, Source
+from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError, about
-from paro.untrusted.schema import read_json
+from paro.untrusted.schema import conform, read_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -34,6 +42,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_FILE_BYTES = 5 * 10**9  # the limit of transformers
 
 
@@ -52,10 +61,6 @@ class _Steps(TypedDict, total=False):
     post_processor: _Step | None
 
 
-class _Index(TypedDict):
-    weight_map: dict[str, str]
-
-
 def is_hugging_face(directory: Path) -> bool:
     return (directory / CONFIG).is_file()
 
@@ -67,13 +72,9 @@ def open_hugging_face(directory: Path) -> Source:
     fields = read_json(directory / CONFIG, dict[str, Any])
     with about(f"{directory / CONFIG} is not of this architecture: "):
         config = llama_config(fields)
-    names = {name: hugging_face_name(name) for name in parameter_shapes(config)}
-    stored = _stored_tensors(directory)
-    found = {name: stored[theirs] for name, theirs in names.items() if theirs in stored}
-    tensors = checked_tensors(config, found, directory, names)
-    unknown = sorted(set(stored) - set(names.values()) - _superfluous(config))
-    if unknown:
-        raise UserError(f"{directory} has {unknown[0]}, which this model has not")
+        stated = {name: fields[name] for name in TOKEN_IDS if name in fields}
+        token_ids: TokenIds = conform(stated, TokenIds, "")
+    config, tensors, notes = find_tensors(directory, config, output_biases(fields))
     companions = companions_in(directory)
     return Source(
         config=config,
@@ -82,7 +83,8 @@ def open_hugging_face(directory: Path) -> Source:
         tokenizer=tokenizer_of(companions),
         origin=str(directory.resolve()),
         begins_with_bos=begins_with_bos(companions),
-        notes=tuple(_missing_companions(directory, companions)),
+        token_ids=token_ids,
+        notes=(*notes, *_missing_companions(directory, companions)),
     )
 
 
@@ -138,9 +140,9 @@ def write_hugging_face(
 
     `advance` is called with the bytes of every piece written.
     """
-    dtype = next(iter(source.tensors.values())).dtype
-    fields = _config_fields(source, str(dtype).removeprefix("torch."))
+    fields = _config_fields(source)
     tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
+    tensors |= _zeros(source, output_biases(fields))
     files = list(_files(tensors, max_file_bytes))
     weight_map: dict[str, str] = {}
     for number, part in enumerate(files, start=1):
@@ -148,9 +150,10 @@ def write_hugging_face(
         write_safetensors(directory / name, part, advance)
         weight_map |= dict.fromkeys(part, name)
     if len(files) > 1:
+        size = sum(tensor.num_bytes for tensor in tensors.values())
         _write_json(
             directory / INDEX,
-            {"metadata": {"total_size": source.num_bytes}, "weight_map": weight_map},
+            {"metadata": {"total_size": size}, "weight_map": weight_map},
         )
     copy_companions(source.companions, directory)
     _write_json(directory / CONFIG, fields)
@@ -172,32 +175,6 @@ def _write_tokenizer(source: Source, directory: Path) -> list[str]:
     return [f"{pieces} is copied as it is: it has no equal in a tokenizer.json"]
 
 
-def _stored_tensors(directory: Path) -> dict[str, LazyTensor]:
-    if (directory / INDEX).is_file():
-        index: _Index = read_json(directory / INDEX, _Index)
-        names = sorted(set(index["weight_map"].values()))
-        if any(Path(name).name != name for name in names):
-            raise UserError(f"{directory / INDEX} is damaged (it names files elsewhere)")
-    elif (directory / WEIGHTS).is_file():
-        names = [WEIGHTS]
-    else:
-        raise UserError(
-            f"{directory} has neither {WEIGHTS} nor {INDEX}: other files of weights may hold "
-            "programs; have transformers save it with safe_serialization"
-        )
-    stored: dict[str, LazyTensor] = {}
-    for name in names:
-        stored |= open_safetensors(directory / name)
-    return stored
-
-
-def _superfluous(config: LlamaConfig) -> set[str]:
-    """Tensors that older versions stored too: inverse frequencies, and a copy of a tied head."""
-    layers = range(config.num_layers)
-    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers}
-    return buffers | ({"lm_head.weight"} if config.tie_embeddings_and_output_weights else set())
-
-
 def _missing_companions(directory: Path, companions: Mapping[str, Path]) -> Iterator[str]:
     if tokenizer_of(companions) is None:
         yield f"{directory} has no tokenizer: prompts are token ids"
@@ -205,33 +182,60 @@ def _missing_companions(directory: Path, companions: Mapping[str, Path]) -> Iter
         yield f"{directory} has no {GENERATION_CONFIG}: none is written"
 
 
-def _config_fields(source: Source, dtype: str) -> dict[str, Any]:
+def _config_fields(source: Source) -> dict[str, Any]:
     """The source's own config.json if it describes this model; else a new one."""
+    ours = "tie_embeddings_and_output_weights"
+    tied = getattr(source.config, ours)
     if CONFIG in source.companions:
         fields = read_json(source.companions[CONFIG], dict[str, Any])
-        if llama_config(fields) == source.config:
+        described = llama_config(fields)
+        if replace(described, **{ours: tied}) == source.config:
+            if getattr(described, ours) != tied:  # the file stored another output layer
+                fields["tie_word_embeddings"] = tied
             known = [name for name in ("dtype", "torch_dtype") if name in fields]
+            dtype = _stated_dtype(source, [fields[name] for name in known])
             return fields | dict.fromkeys(known or ["torch_dtype"], dtype)
     fields = hugging_face_config(replace(source.config, recompute=None))
     rope = fields.pop("rope_parameters")
     # In the form of transformers 4, which version 5 reads too.
     fields["rope_theta"] = rope.pop("rope_theta")
-    fields["rope_scaling"] = rope if source.config.use_rope_scaling else None
-    return fields | {"torch_dtype": dtype} | _special_ids(source)
+    fields["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return fields | {"torch_dtype": _stated_dtype(source, [])} | _special_ids(source)
 
 
-def _special_ids(source: Source) -> dict[str, int | None]:
-    """The BOS and EOS ids: without them transformers would assume 1 and 2."""
-    unknown: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
-    if source.tokenizer is None:
-        return unknown
-    try:
-        tokenizer = build_tokenizer(TokenizerConfig(**source.tokenizer))
-    except UserError as error:
-        if not source.companions:  # its files are missing; the source's notes say so
-            return unknown
-        raise UserError(f"the tokenizer cannot be read: {error}") from error
-    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
+def _stated_dtype(source: Source, before: Sequence[Any]) -> str:
+    """The dtype for config.json: the one `before` if tensors have it, else one that holds all."""
+    dtypes = {tensor.dtype for tensor in source.tensors.values()}
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    widest = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+    return next((name for name in before if name in names), widest)
+
+
+def _zeros(source: Source, names: Sequence[str]) -> dict[str, LazyTensor]:
+    """Biases that are zero, one of each layer, in the type of its other biases."""
+
+    def zeros(dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        return torch.zeros(stop - start, dtype=dtype)
+
+    dtypes = [source.tensors[f"blocks.{layer}.bq"].dtype for layer in range(len(names))]
+    shape = (source.config.hidden_size,)
+    return {
+        name: LazyTensor(shape=shape, dtype=dtype, rows=partial(zeros, dtype))
+        for name, dtype in zip(names, dtypes, strict=True)
+    }
+
+
+def _special_ids(source: Source) -> TokenIds:
+    """The configuration's own ids, else the tokenizer's: without them transformers assumes some."""
+    ids: TokenIds = {"bos_token_id": None, "eos_token_id": None}
+    if source.tokenizer is not None:
+        try:
+            tokenizer = build_tokenizer(TokenizerConfig(**source.tokenizer))
+            ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
+        except UserError as error:
+            if source.companions:  # else its files are missing; the source's notes say so
+                raise UserError(f"the tokenizer cannot be read: {error}") from error
+    return ids | source.token_ids
 
 
 def _files(tensors: Mapping[str, LazyTensor], limit: int) -> Iterator[dict[str, LazyTensor]]:

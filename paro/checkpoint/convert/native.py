@@ -80,6 +80,7 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
         tokenizer=tokenizer,
         origin=origin,
         begins_with_bos=_begins_with_bos(common),
+        token_ids=common.get("token_ids", {}),
         notes=notes,
     )
     if lora is None:
@@ -124,6 +125,7 @@ def write_native(
         "tokenizer": _tokenizer_there(source, final / COMPANIONS),
         "begins_with_bos": source.begins_with_bos,
         "converted_from": None if source.adapters else source.origin,
+        "token_ids": source.token_ids,
         "parameters_only": True,
     }
     finish_checkpoint(partial_directory, 0, common, sums)
@@ -147,7 +149,7 @@ def write_adapters(
     sums = _write_tensors(source.adapters, 0, partial_directory, final, advance)
     kept = ("model", "max_position_embeddings", "init_method_std", "vocab_size", "tokenizer")
     own = {
-        **{name: common[name] for name in (*kept, "begins_with_bos") if name in common},
+        **{n: common[n] for n in (*kept, "begins_with_bos", "token_ids") if n in common},
         "lora": asdict(source.lora),
         "base": named,
         "parameters_only": True,

@@ -17,11 +17,11 @@ from paro.checkpoint.convert.source import LazyTensor
 from paro.errors import UserError, describe
 from paro.untrusted.regular_file import check_regular
 
-_DTYPES = {
+_DTYPES = {  # in the order in which the library writes tensors
     "F64": torch.float64,
     "F32": torch.float32,
-    "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F16": torch.float16,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -56,8 +56,9 @@ def write_safetensors(
     path: Path, tensors: Mapping[str, LazyTensor], advance: Callable[[int], None]
 ) -> None:
     """Writes the same file as the library, with one piece of one tensor in memory at a time."""
-    # In the library's order: wide types first, for alignment, then by name.
-    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    # Wide types first, for alignment, then by name.
+    order = [*_NAMES]
+    tensors = dict(sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():

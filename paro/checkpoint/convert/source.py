@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.config import LlamaConfig, parameter_shapes
 from model.lora_config import LoraConfig
+from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError
 from paro.layout import Shape
 from paro.untrusted.schema import read_json
@@ -80,6 +81,7 @@ class Source:
     tokenizer: Mapping[str, Any] | None = None  # fields of TokenizerConfig, if known
     origin: str | None = None  # the Hugging Face folder with these weights, without adapters
     begins_with_bos: bool = False  # whether training texts began with BOS
+    token_ids: TokenIds = field(default_factory=dict)  # of the config.json that it began from
     notes: tuple[str, ...] = ()
     adapters: Mapping[str, LazyTensor] = field(default_factory=dict)  # merged into `tensors` too
     lora: LoraConfig | None = None  # of the adapters; None if no run of this project has such
