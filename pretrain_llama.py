@@ -163,7 +163,7 @@ def run(
         report.scalars(recovery.panel(), state.iteration, state.consumed_train_samples)
     order = order_record(config, datasets)
     if copies is not None:
-        copies.begin(training, order, resumed.base)
+        copies.begin(training, order, resumed)
     loop = Loop(
         training,
         state,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paro.checkpoint.background import Background
 from paro.checkpoint.boxes import boxed_states
-from paro.checkpoint.directory import Base, common_of, newest_whole
+from paro.checkpoint.directory import common_of, newest_whole
 from paro.checkpoint.local.folder import LocalFolder, check_room, local_folder
 from paro.checkpoint.local.generation import NUM_SLOTS, GenerationWriter
 from paro.checkpoint.local.recovery import recover
@@ -82,9 +82,9 @@ class LocalCopies:
         )
         state = state_of(found.common, self._config, self._log, "local copies")
         recovery = Recovery(seconds, found.own_node_bytes, found.other_nodes_bytes)
-        return Resumed(state, found.common["base"], recovery)
+        return Resumed(state, found.common["base"], recovery, found.common.get("token_ids"))
 
-    def begin(self, training: Training, order: Mapping[str, Any] | None, base: Base | None) -> None:
+    def begin(self, training: Training, order: Mapping[str, Any] | None, resumed: Resumed) -> None:
         """Prepares the files; raises `UserError` on all ranks unless their nodes have room."""
         control, near = self._folder.control, self._folder.near_ranks
         optimizer = training.optimizer
@@ -101,7 +101,7 @@ class LocalCopies:
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
         check_room(self._folder, num_bytes)
-        self._record = partial(common_record, self._config, training, order=order, base=base)
+        self._record = partial(common_record, self._config, training, order=order, resumed=resumed)
         every = every_text(self._interval)
         self._log.log0(
             f"> local copies: {every}, two generations, {size_text(num_bytes)} of memory on this "

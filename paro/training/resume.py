@@ -17,7 +17,6 @@ from paro.checkpoint.boxes import PARAM, boxed_states
 from paro.checkpoint.claim import Claim
 from paro.checkpoint.config import FREE_FIELDS, CheckpointConfig
 from paro.checkpoint.directory import (
-    Base,
     newest_good,
     next_earlier,
     read_common,
@@ -67,7 +66,7 @@ class Saver:
         self._log = log
         self._progress = progress
         self._order = order
-        self._base = resumed.base
+        self._resumed = resumed
         self._root = Path(config.checkpoint.save)
         self._background = Background()
         self._copy = HostCopy()
@@ -116,7 +115,7 @@ class Saver:
             self._log.log0(f"trying again at iteration {state.iteration}")
         config, training = self._config, self._training
         self._refuse_not_finite(state)
-        shards = training.optimizer.flat_shards(frozen=self._base is None)
+        shards = training.optimizer.flat_shards(frozen=self._resumed.base is None)
         if config.checkpoint.no_save_optim:
             shards = (shard for shard in shards if shard.state == PARAM)
         states = boxed_states(shards, writers=self._ranks.near_ranks)
@@ -127,7 +126,7 @@ class Saver:
             self._root,
             state.iteration,
             states,
-            common_record(config, training, state, order=self._order, base=self._base),
+            common_record(config, training, state, order=self._order, resumed=self._resumed),
             ranks=self._ranks,
             log=self._log.log0,
         )
@@ -228,7 +227,7 @@ def common_record(
     state: TrainState,
     *,
     order: Mapping[str, Any] | None,
-    base: Base | None,
+    resumed: Resumed,
 ) -> dict[str, Any]:
     """What a checkpoint holds besides tensors, as JSON."""
     lora = config.model.lora
@@ -249,7 +248,8 @@ def common_record(
         "world_size": training.control.world.size,
         "trainable": str(config.trainable) if lora is None else "adapters",
         "lora": None if lora is None else asdict(lora),
-        "base": base,
+        "base": resumed.base,
+        "token_ids": resumed.token_ids or {},
         "arguments": recorded_arguments(config),
     }
 
@@ -324,7 +324,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
     else:
         state = state_of(common, config, log, f"--load {flags.load}")
-    return Resumed(state, base)
+    return Resumed(state, base, token_ids=common.get("token_ids"))
 
 
 def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: Log) -> None:

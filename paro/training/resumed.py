@@ -1,4 +1,4 @@
-"""What a run begins with: the state to continue from, and the base of the checkpoints it saves."""
+"""What a run begins with: the state to continue from, and what its checkpoints take over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paro.checkpoint.base import as_base, stored_parameters
-from paro.checkpoint.directory import Base, find_checkpoint
+from paro.checkpoint.directory import Base, TokenIds, find_checkpoint
 from paro.config.run import RunConfig
 from paro.training.step import TrainState
 
@@ -34,6 +34,7 @@ class Resumed(NamedTuple):
     state: TrainState | None = None  # to continue from; None: iteration 0
     base: Base | None = None  # of the checkpoints to save; None: they are complete
     recovery: Recovery | None = None  # None: from --load
+    token_ids: TokenIds | None = None  # of the configuration of the model that training began with
 
     def saved_iteration(self, config: RunConfig) -> int | None:
         """The iteration that was loaded from --save, and is not saved again."""
