@@ -40,6 +40,7 @@ READERS = {
     "paro.arguments.yaml_flags": "yaml",
     "paro.checkpoint.adapters": "tests/paro/training/test_lora.py",
     "paro.checkpoint.convert.hugging_face": "hugging face",
+    "paro.checkpoint.convert.hugging_face_weights": "hugging face",
     "paro.checkpoint.convert.megatron": "megatron",
     "paro.checkpoint.convert.meta": "meta",
     "paro.checkpoint.convert.native": "native",

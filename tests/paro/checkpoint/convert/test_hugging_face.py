@@ -42,6 +42,8 @@ def test_a_run_whose_tokenizer_is_gone_is_converted_without_it(
     [
         ("--qk-layernorm --kv-channels 24", "Qwen3ForCausalLM"),
         ("--add-qkv-bias", "Qwen2ForCausalLM"),
+        ("--add-qkv-bias --qk-layernorm", "Qwen3ForCausalLM"),
+        ("--rotary-seq-len-interpolation-factor 2.5", "LlamaForCausalLM"),
         (
             "--use-rope-scaling --rope-scaling-original-max-position-embeddings 8 "
             "--rope-scaling-low-freq-factor 0.5 --rope-scaling-high-freq-factor 2",
@@ -68,9 +70,10 @@ def test_a_run_opens_in_transformers_as_its_own_architecture(
 
 
 def test_a_model_that_transformers_has_not_is_one_line(tmp_path: Path) -> None:
-    flags = "--qk-layernorm --add-qkv-bias --tokenizer-type NullTokenizer --vocab-size 64"
-    save_untrained(tmp_path / "saved", f"{SIZES} {flags}")
+    flags = "--use-rope-scaling --rotary-seq-len-interpolation-factor 2"
+    null = "--tokenizer-type NullTokenizer --vocab-size 64"
+    save_untrained(tmp_path / "saved", f"{SIZES} {flags} {null}")
     words = ["--to", "hf", "--input", str(tmp_path / "saved"), "--output", str(tmp_path / "hf")]
-    with pytest.raises(UserError, match="no model with both --add-qkv-bias and --qk-layer"):
+    with pytest.raises(UserError, match="no model with both --use-rope-scaling and --rot"):
         convert(["--from", "paro", *words])
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

@@ -125,16 +125,8 @@ def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (
-            "rope_scaling_original_max_position_embeddings",
-            4096,
-            "takes 8192, and this model has 4096",
-        ),
-        (
-            "rotary_seq_len_interpolation_factor",
-            2.5,
-            "--rotary-seq-len-interpolation-factor is a whole number, and this model has 2.5",
-        ),
+        ("rope_scaling_original_max_position_embeddings", 4096, "takes 8192, and .* has 4096"),
+        ("rotary_seq_len_interpolation_factor", 2.5, "is a whole number, and this model has 2.5"),
         ("rotary_base", 1e4 + 0.5, "--rotary-base is a whole number, and this model has 10000.5"),
     ],
 )
