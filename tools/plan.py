@@ -36,6 +36,7 @@ from tools.planning.tables import (
     as_json,
     front_table,
     misfits,
+    nothing_fits,
     purchase_lines,
     purchases,
     rows_table,
@@ -75,12 +76,16 @@ def report(args: Namespace, workload: Workload) -> None:
     print_line(title(workload), "")
     rotated = rotated_rows(workload) if workload.materialize.rotates else ()
     rows = best_first((*letter_rows(workload), *rotated))
-    print_line(rows_table(workload, rows), *misfits(workload, rows), "")
+    if any(row.fits for row in rows):
+        print_line(rows_table(workload, rows), *misfits(workload, rows), "")
+    else:
+        print_line(*nothing_fits(workload, rows), "")
     found = plan(workload)
-    print_line(*describe(found), "", "memory against time, all candidates:")
-    print_line(front_table(found), "")
+    print_line(*describe(found))
     bought = purchases(workload, found)
-    print_line("what more would buy:", *purchase_lines(bought))
+    if found.best is not None:
+        print_line("", "memory against time, all candidates:", front_table(found), "")
+        print_line("what more would buy:", *purchase_lines(bought))
     failing: dict[str, object] | None = None
     if args.mtbf_hours is not None:
         failures = failures_of(args, workload)

@@ -290,5 +290,5 @@ def _add_dry_run_args(parser: ArgumentParser) -> None:
         "else 8, or all where they are fewer")
     add("--device-memory-gb", type=float, metavar="GB",
         help="with --dry-run: fail unless the predicted memory of a rank fits a device of so many "
-        "GB (1e9 bytes), a tenth of which is left to CUDA and to fragmentation; default: what "
-        "--paro-machine has")
+        "GB (1e9 bytes); under nccl it includes the CUDA context, NCCL's communicators and "
+        "fragmentation; default: what --paro-machine has")

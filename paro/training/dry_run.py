@@ -36,7 +36,7 @@ from paro.report.log_line import arguments_block
 from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_training
 from paro.training.local_copies import every_text, predicted_bytes
-from paro.training.memory_check import checkpoint_bytes
+from paro.training.memory_check import checkpoint_bytes, remedy_of
 from paro.training.placement import placement_lines, predict_memory
 from paro.training.resume import base_of
 from paro.training.step import Training
@@ -211,7 +211,12 @@ def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
         if best is not None and gain > TIE:
             yield f"> {gain:.1%} faster there, and it fits: {best.candidate.describe()}"
         elif plan.fits:
-            yield "> nothing that fits is faster there"
+            yield f"> of {_candidates(found)} none that fits is faster there"
+
+
+def _candidates(found: SearchResult | None) -> str:
+    assert found is not None, "a launch that is timed was searched for"
+    return f"{found.num_candidates} candidates, which differ in {found.searched},"
 
 
 def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
@@ -225,9 +230,10 @@ def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
         whose += f" of {workload.machine.name}"
     if gigabytes is not None:
         whose = f"--device-memory-gb {gigabytes:g}"
-    advice = "lower --micro-batch-size, recompute more, or spread more by --paro-strategy"
+    limit, device = plan.device_bytes, plan.training.device.type
+    advice = remedy_of(plan.config, plan.world, device, lambda other: other.total <= limit)
     if found is not None and found.best is not None:
-        advice = f"the fastest that fits is {found.best.candidate.describe()}"
+        advice += f"; the fastest that fits is {found.best.candidate.describe()}"
     return (
         f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, more than "
         f"{whose}: {advice}"

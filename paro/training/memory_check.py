@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from model.config import parameter_shapes
+from model.config import RecomputeConfig, parameter_shapes
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.memory.gathering import MemorySnapshot
+from paro.planning.search.remedies import least_recomputation, recompute_flags
 from paro.precision import BYTES_OF
 from paro.quantities import count_text, size_text
 from paro.report.memory import available_host_bytes
@@ -25,33 +27,41 @@ def check_memory(config: RunConfig, world: World, device: torch.device) -> str |
     rank's tensors take. Where the estimates of the rest make it too much, a warning is returned.
     """
     memory = predict_peak(config, world.size, device.type)
-    on_host, warning = _async_copy_bytes(config, world), None
+    copy, warning = _async_copy_bytes(config, world), None
+    on_host = copy
     if device.type == "cuda":
-        warning = _check_device(memory, device)
+        warning = _check_device(config, world, memory, device)
     else:
         on_host += memory.allocated
     available, ranks = available_host_bytes(), max(1, world.ranks_per_node)
     if available is None or on_host * ranks <= available:
         return warning
+    remedy = "leave --async-save out"
+    if device.type == "cpu":
+        remedy = remedy_of(
+            config, world, "cpu", lambda other: (copy + other.allocated) * ranks <= available
+        )
     raise UserError(
         f"{count_text(ranks, 'rank')} of this host {'needs' if ranks == 1 else 'need'} "
         f"{size_text(on_host * ranks)} of its memory, and {size_text(available)} can be had: "
-        + (_remedy(memory.allocations) if device.type == "cpu" else "leave --async-save out")
+        f"{remedy}"
     )
 
 
-def _check_device(memory: DeviceMemory, device: torch.device) -> str | None:
+def _check_device(
+    config: RunConfig, world: World, memory: DeviceMemory, device: torch.device
+) -> str | None:
     free, total = torch.cuda.mem_get_info(device)
     left = f"{device} has {size_text(free)} free of {size_text(total)}"
-    remedy = _remedy(memory.allocations)
+    more = memory.total - memory.context  # this process has its context already
+    if more <= free:
+        return None
+    remedy = remedy_of(config, world, "cuda", lambda other: other.total - other.context <= free)
     if memory.allocated > free:
         raise UserError(
             f"a rank needs {size_text(memory.allocated)} of device memory at {memory.name}, and "
             f"{left}: {remedy}"
         )
-    more = memory.total - memory.context  # this process has its context already
-    if more <= free:
-        return None
     return (
         f"WARNING: with communicators and fragmentation, which are estimates, a rank needs "
         f"{size_text(more)} of device memory at {memory.name}, and {left}. If it runs out: {remedy}"
@@ -81,8 +91,22 @@ def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
     )
 
 
-def _remedy(snapshot: MemorySnapshot) -> str:
-    """What to change, by what takes most of the memory."""
+def remedy_of(
+    config: RunConfig, world: World, device_type: str, fits: Callable[[DeviceMemory], bool]
+) -> str:
+    """What to change where the predicted memory does not fit; first what is surely enough."""
+
+    def predicted(recompute: RecomputeConfig | None) -> DeviceMemory:
+        model = replace(config.model, recompute=recompute)
+        return predict_peak(replace(config, model=model), world.size, device_type)
+
+    enough = least_recomputation(config.model, lambda recompute: fits(predicted(recompute)))
+    advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
+    if config.batches.micro_batch_size > 1:
+        advice.append("lower --micro-batch-size")
+    snapshot = predicted(config.model.recompute).allocations
     if snapshot.states * 2 > snapshot.total:
-        return "spread more by --paro-strategy, start more ranks, or take a smaller model"
-    return "lower --micro-batch-size or --seq-length, or give --recompute-granularity full"
+        advice += ["spread more by --paro-strategy", "start more ranks", "take a smaller model"]
+    else:
+        advice.append("lower --seq-length")
+    return ", or ".join(advice)

@@ -87,8 +87,28 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(
     )
     assert "use larger devices" in told.err
     assert told.err.count("\n") == 1
-    assert "* GGG needs" in told.out
+    assert "as given nothing fits the 2 GB of a device\nGGG needs the least: " in told.out
+    assert "; no flag is enough alone\n" in told.out
+    assert "NNN" not in told.out
     assert json.loads(path.read_text(encoding="utf-8"))["best"] is None
+
+
+def test_where_nothing_fits_as_given_the_smallest_change_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = CASE.replace("--num-layers 3", "--num-layers 8").replace("size 2 ", "size 4 ").split()
+    limit = "--device-memory-gb", "8.5"
+    main([*flags, *limit])
+    summary = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert summary[0] == "as given nothing fits the 8.5 GB of a device"
+    assert re.match(r"GGG needs the least: 9\.\d GB at the ", summary[1])
+    assert summary[2].startswith("largest part: communicators; enough alone: ")
+    blocks = "--recompute-granularity full --recompute-method block --recompute-num-layers"
+    found = re.search(rf"{blocks} (\d+)", summary[2])
+    assert found
+    for count, fits in ((int(found[1]), True), (int(found[1]) - 1, False)):
+        main([*flags, *limit, *blocks.split(), str(count)])
+        assert ("as given nothing fits" not in capsys.readouterr().out) is fits
 
 
 def test_letters_that_mean_the_same_are_one_row(

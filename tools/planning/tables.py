@@ -11,6 +11,7 @@ from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import TIE, SearchResult, best_that_fits
+from paro.planning.search.remedies import single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.quantities import count_text, ranks_text
 
@@ -83,6 +84,18 @@ def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
     found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]
     gigabytes = workload.device_bytes / 1e9
     return [f"*: does not fit the {gigabytes:g} GB of a device", *found] if found else []
+
+
+def nothing_fits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
+    """Where no row fits: the least need, what it is for, and single changes that are enough."""
+    name, least = min(_alike(rows), key=lambda row: row[1].memory_bytes)
+    changes = "; or ".join(single_changes(workload, least.candidate))
+    return [
+        f"as given nothing fits the {workload.device_bytes / 1e9:g} GB of a device",
+        f"{name} needs the least: {least.memory.describe()}",
+        f"largest part: {least.memory.largest_part}; "
+        + (f"enough alone: {changes}" if changes else "no flag is enough alone"),
+    ]
 
 
 def front_table(found: SearchResult) -> str:

@@ -98,6 +98,10 @@ class DeviceMemory:
             "context": self.context,
         }
 
+    @property
+    def largest_part(self) -> str:
+        return max(self.parts().items(), key=lambda part: part[1])[0]
+
     def describe(self) -> str:
         """One line with all parts that are not 0, in GB, or in MB if the total is below 1 GB."""
         unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)

@@ -11,7 +11,10 @@ from paro.quantization.formats import EXACT_BITS
 
 def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
     """Lines for the start of a run; `chose` is the verb in front of the best candidate."""
-    head = f"planner: {plan.num_candidates} candidates, {plan.num_simulated} of them simulated"
+    head = (
+        f"planner: {plan.num_candidates} candidates, {plan.num_simulated} of them simulated; they "
+        f"differ in {plan.searched}"
+    )
     return (head,) if plan.best is None else (head, *_choice(plan, plan.best, chose))
 
 
@@ -83,7 +86,7 @@ def _reason(plan: SearchResult, best: Estimate) -> str:
     enough = best.seconds / (1 + TIE)
     faster = [e for e in plan.front if not e.fits and e.seconds < enough]
     if not faster:
-        return f"{reason}; nothing is faster, even with more memory"
+        return f"{reason}; no candidate is faster, even with more memory"
     nearest = min(faster, key=lambda e: e.memory_bytes)
     return (
         f"{reason}; {nearest.candidate.describe()} would be "

@@ -50,6 +50,7 @@ class SearchResult:
     least: Estimate  # the candidate that needs the least memory
     num_candidates: int
     num_simulated: int
+    searched: str  # what the candidates differ in
     device_bytes: int
     other_bits: Estimate | None = None  # the best with 16 bits instead of codes, or the reverse
 
@@ -222,6 +223,7 @@ def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchR
         least=search.estimate(search.rows[0]),
         num_candidates=len(search.rows),
         num_simulated=search.num_simulated,
+        searched=search_space.describe(),
         device_bytes=workload.device_bytes,
         other_bits=search.other_bits(best),
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from model.config import RecomputeConfig
+from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Candidate, Materialize, Workload
@@ -20,7 +21,7 @@ _SMALLER = {
 def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
     """One line: the least memory, and each single change that would make it fit."""
     least = plan.least
-    changes = "; or ".join(_changes(workload, least.candidate))
+    changes = "; or ".join(single_changes(workload, least.candidate))
     return (
         f"nothing fits the {plan.device_bytes / 1e9:g} GB of a device: the least is "
         f"{least.memory_bytes / 1e9:.1f} GB with {least.candidate.describe()} "
@@ -28,14 +29,16 @@ def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
     )
 
 
-def _changes(workload: Workload, least: Candidate) -> Iterator[str]:
+def single_changes(workload: Workload, least: Candidate) -> Iterator[str]:
     """Flags, and a number of ranks, each of which would be enough alone."""
     if workload.prefetch_units and _fits(replace(workload, prefetch_units=0), least):
         yield "--paro-prefetch-units 0"
-    full = RecomputeConfig(granularity="full")
-    whole = least.recompute is not None and least.recompute.granularity == "full"
-    if not whole and _fits(workload, replace(least, recompute=full)):
-        yield "--recompute-granularity full"
+    recompute = least_recomputation(
+        replace(workload.model, recompute=least.recompute),
+        lambda recompute: _fits(workload, replace(least, recompute=recompute)),
+    )
+    if recompute is not None:
+        yield recompute_flags(recompute)
     if least.micro_batch_size > 1:
         size = _largest_micro_batch(workload, least)
         if size is not None:
@@ -45,6 +48,34 @@ def _changes(workload: Workload, least: Candidate) -> Iterator[str]:
     if ranks is not None:
         how = ", gathered" if least.materialize.rotates else ""
         yield f"{ranks} ranks, with all states spread over all of them{how}"
+
+
+def least_recomputation(
+    model: LlamaConfig, fits: Callable[[RecomputeConfig], bool]
+) -> RecomputeConfig | None:
+    """The fewest first blocks whose recomputation makes it fit; None if even all are too few."""
+    given, fewest, most = model.recompute, 1, model.num_layers
+    if given is not None and given.granularity == "full":
+        if given.method == "uniform":
+            return None
+        fewest = given.num_layers + 1
+
+    def first(count: int) -> RecomputeConfig:
+        if count == most:
+            return RecomputeConfig(granularity="full")
+        return RecomputeConfig(granularity="full", method="block", num_layers=count)
+
+    counts = range(fewest, most + 1)  # the more, the less memory
+    found = bisect_left(counts, True, key=lambda count: fits(first(count)))
+    return first(counts[found]) if found < len(counts) else None
+
+
+def recompute_flags(recompute: RecomputeConfig) -> str:
+    """The flags that select it."""
+    text = f"--recompute-granularity {recompute.granularity}"
+    if recompute.method == "uniform":
+        return text
+    return f"{text} --recompute-method block --recompute-num-layers {recompute.num_layers}"
 
 
 def _smaller_way(workload: Workload, least: Candidate) -> Iterator[str]:

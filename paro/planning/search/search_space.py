@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.collectives.schedule import NCCL_COLLECTIVES
-from paro.errors import UserError
+from paro.errors import UserError, listed
 from paro.planning.machine.machine import Machine
 from paro.planning.memory.device import Overheads
 from paro.planning.rotation import rotation_infeasible_reason
@@ -151,11 +151,18 @@ class Candidate:
 
     def describe(self) -> str:
         """One line, with the values of the flags."""
-        recompute = "no recomputation"
-        if self.recompute is not None:
-            recompute = f"{self.recompute.granularity} recomputation"
+        recompute = _recompute_text(self.recompute)
         name = self.name + (f" ({self.letters})" if self.letters else "")
         return f"{name}, micro-batches of {self.micro_batch_size}, {self.collective}, {recompute}"
+
+
+def _recompute_text(recompute: RecomputeConfig | None) -> str:
+    if recompute is None:
+        return "no recomputation"
+    if recompute.method == "block":
+        return f"recomputation of the first {recompute.num_layers} blocks"
+    together = f" in groups of {recompute.num_layers}" if recompute.num_layers > 1 else ""
+    return f"{recompute.granularity} recomputation{together}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +174,16 @@ class SearchSpace:
     collectives: tuple[str, ...] | None = None
     recomputes: tuple[RecomputeConfig | None, ...] | None = None
     materializes: tuple[Materialize, ...] | None = None
+
+    def describe(self) -> str:
+        """What candidates differ in; all else is as given."""
+        choices = {
+            "strategies": self.strategies,
+            "micro-batch sizes": self.micro_batch_sizes,
+            "collectives": self.collectives,
+            "recomputation (none, selective, full)": self.recomputes,
+        }
+        return listed([name for name, given in choices.items() if given is None or len(given) > 1])
 
 
 def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Candidate]:

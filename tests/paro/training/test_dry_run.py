@@ -266,7 +266,7 @@ def test_too_little_memory_ends_with_one_line_and_status_2(tmp_path: Path) -> No
     (line,) = done.stderr.splitlines()
     assert line.startswith("pretrain_llama.py: error: a rank needs 1")
     assert "1243.3 GB at the reduction of blocks.79" in line
-    assert "more than --device-memory-gb 80: lower" in line
+    assert "more than --device-memory-gb 80: lower --micro-batch-size, or spread more by" in line
     mistake = line.removeprefix("pretrain_llama.py: error: ")
     assert done.stdout.splitlines()[1] == f"> the launch would fail: {mistake}"
     assert "the launch is sound" not in done.stdout

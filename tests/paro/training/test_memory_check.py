@@ -51,6 +51,19 @@ def test_the_line_says_what_to_lower() -> None:
     assert "lower --micro-batch-size" in refusal(big, 1)
 
 
+BLOCKS = "--recompute-granularity full --recompute-method block --recompute-num-layers"
+
+
+def test_the_fewest_blocks_whose_recomputation_is_enough_are_named() -> None:
+    words = "--num-layers 8 --micro-batch-size 16 --global-batch-size 64"
+    left = needs(f"{words} {BLOCKS} 2") + needs(f"{words} {BLOCKS} 5")  # of two ranks
+    told = refusal(words, left)
+    assert f": give {BLOCKS} 4, or lower --micro-batch-size, or " in told
+    assert refusal(f"{words} {BLOCKS} 4", left) == ""
+    assert f": give {BLOCKS} 4, or " in refusal(f"{words} {BLOCKS} 3", left)
+    assert "--recompute" not in refusal(words, 1)
+
+
 def test_the_copy_of_an_async_save_counts() -> None:
     both = 2 * needs("")
     save = "--save saved --async-save"
@@ -67,7 +80,7 @@ def test_a_device_must_have_what_a_rank_needs() -> None:
     with mock.patch("torch.cuda.mem_get_info", return_value=(free, 8 * 10**10)):
         told = refusal("", None, torch.device("cuda", 0))
     assert " of device memory at the backward of blocks.1, and cuda:0 has " in told
-    assert " free of 80.0 GB: lower --micro-batch-size " in told
+    assert " free of 80.0 GB: " in told
 
 
 def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:

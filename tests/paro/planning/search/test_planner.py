@@ -295,7 +295,11 @@ WIDE_BLOCKS = {"model": replace(SMALL, hidden_size=4096, ffn_hidden_size=32768)}
     ("changes", "given", "told"),
     [
         ({"prefetch_units": 2}, {"prefetch_units": 0}, "--paro-prefetch-units 0"),
-        ({}, {"recompute": RecomputeConfig(granularity="full")}, "--recompute-granularity full"),
+        (
+            {},
+            {"recompute": RecomputeConfig(granularity="full", method="block", num_layers=3)},
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        ),
         ({"micro_batch_size": 6}, {"micro_batch_size": 3}, "--micro-batch-size 3"),
         (
             {"machine": machine(world_size=8), **WIDE_BLOCKS},
