@@ -1,4 +1,4 @@
-"""Checks untrusted JSON against types; a `UserError` is `FILE: field: what`, for every field."""
+"""Checks untrusted JSON against types; a `UserError` says `FILE: field: what`, of every field."""
 
 # Planning imports only the standard library, so this is our own; pydantic takes 0.2 s until its
 # first check, this 0.06 s. A type is a dataclass (its fields and no others), a TypedDict (its
