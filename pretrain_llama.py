@@ -40,6 +40,7 @@ from paro.training.assembly import (
     build_data,
     build_sources,
     build_training,
+    initializer_of,
     run_facts,
     start_state,
 )
@@ -182,12 +183,22 @@ def run(
 
 
 def resume(config: RunConfig, training: Training, copies: LocalCopies | None, log: Log) -> Resumed:
-    """Fills the run from local copies, else from --load; what it begins with."""
+    """Fills the run from local copies, else from --load, else with initial values.
+
+    No initial value is drawn for what is filled.
+    """
     recovered = copies.recover(training) if copies is not None else None
     if recovered is not None:
         return recovered
-    with training.control.raise_on_all_ranks():
-        return FROM_NOTHING if config.checkpoint.load is None else load_run(config, training, log)
+    draw, resumed = initializer_of(config), FROM_NOTHING
+    if config.checkpoint.load is not None:
+        if config.model.lora is not None:  # a checkpoint may have no adapters
+            training.optimizer.initialize(draw, frozen=False)
+        with training.control.raise_on_all_ranks():
+            resumed = load_run(config, training, log)
+    if resumed is FROM_NOTHING:
+        training.optimizer.initialize(draw)
+    return resumed
 
 
 def start_report(
@@ -241,7 +252,7 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     for line in lines:
         log.log0(line)
     seed_everything(config.train.seed)
-    training = build_training(with_kernels, control)
+    training = build_training(with_kernels, control, initialized=False)
     placement = placement_lines(config, training)
     for line in (*config.notices, model_line(config), *trained_lines(config), *placement):
         log.log0(line)

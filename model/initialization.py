@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,17 +55,31 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
     return specs
 
 
-def initial_values(spec: ParameterInit, seed: int, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the flattened parameter, in fp32 on the CPU."""
+def initial_values(
+    spec: ParameterInit, seed: int, start: int, stop: int, *, num_threads: int = 1
+) -> Tensor:
+    """Elements [start, stop) of the flattened parameter, in fp32 on the CPU.
+
+    They do not depend on the number of threads that draw them.
+    """
     assert 0 <= start <= stop <= spec.numel, f"[{start}, {stop}) of {spec.numel} in {spec.name}"
     if spec.std is None and spec.bound is None:
         return torch.full((stop - start,), spec.constant, dtype=torch.float32, device="cpu")
     values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
-    for block in range(start // BLOCK, -(-stop // BLOCK)):
+
+    def fill(block: int) -> None:
         begin, end = block * BLOCK, min((block + 1) * BLOCK, spec.numel)
         drawn = _draw(seed, spec.name, block, end - begin, uniform=spec.bound is not None)
         low, high = max(start, begin), min(stop, end)
         values[low - start : high - start] = drawn[low - begin : high - begin]
+
+    blocks = range(start // BLOCK, -(-stop // BLOCK))
+    if min(num_threads, len(blocks)) > 1:
+        with ThreadPoolExecutor(num_threads) as pool:  # torch draws without holding the GIL
+            list(pool.map(fill, blocks))
+    else:
+        for block in blocks:
+            fill(block)
     if spec.bound is not None:
         return values.mul_(2 * spec.bound).sub_(spec.bound)
     assert spec.std is not None, "checked above"

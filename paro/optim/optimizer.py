@@ -136,10 +136,12 @@ class ParoOptimizer:
         self._parts = [UnitOptimizer(unit, config) for unit in model.trainable_units]
 
     @torch.no_grad()
-    def initialize(self, initializer: Initializer) -> None:
-        """Initializes all parameters; a rank computes only the values that it holds."""
+    def initialize(self, initializer: Initializer, *, frozen: bool = True) -> None:
+        """Initializes parameters, `frozen` ones too; a rank makes only the values that it holds."""
         masters = {part.unit: part for part in self._parts}
         for unit in self.model.units:
+            if not (frozen or unit.trainable):
+                continue
             values = _initial_values(unit.layout, unit.param_start, unit.param_shard, initializer)
             unit.param_shard.copy_(values)
             part = masters.get(unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 
@@ -49,6 +50,7 @@ from paro.topology import AxisSpan, Topology, Use, make_topology
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
 
+_MOST_DRAWING_THREADS = 16
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -57,8 +59,9 @@ def build_training(
     control: Control,
     *,
     traffic: ByteCounter | None = None,
+    initialized: bool = True,
 ) -> Training:
-    """Model, optimizer and schedules with their initial values; no data yet.
+    """Model, optimizer and schedules, with initial values if `initialized`; no data yet.
 
     Sent bytes are counted in `traffic`. On the meta device there are shapes only: no storage and no
     process groups.
@@ -73,8 +76,8 @@ def build_training(
     timers = make_timers(config.report.timing_log_level, device)
     sharded = _spread(model, config, control, traffic, timers)
     optimizer = ParoOptimizer(sharded, config.optim)
-    if device.type != "meta":
-        optimizer.initialize(_initializer(config))
+    if initialized and device.type != "meta":
+        optimizer.initialize(initializer_of(config))
     return Training(
         config=config.train,
         batches=config.batches,
@@ -211,11 +214,14 @@ def _algorithm(config: RunConfig, control: Control) -> AlgorithmChoice:
         return AlgorithmChoice(names=(name,), pieces=pieces)
 
 
-def _initializer(config: RunConfig) -> Initializer:
+def initializer_of(config: RunConfig) -> Initializer:
+    """Draws initial values in the threads that a rank has of its node."""
     specs = parameter_initializers(config.model)
+    of_rank = len(os.sched_getaffinity(0)) // config.sharding.ranks_per_node
+    num_threads = max(1, min(of_rank, _MOST_DRAWING_THREADS))
 
     def values_of(name: str, begin: int, end: int) -> torch.Tensor:
-        return initial_values(specs[name], config.train.seed, begin, end)
+        return initial_values(specs[name], config.train.seed, begin, end, num_threads=num_threads)
 
     return values_of
 

@@ -272,7 +272,7 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
-    """Fills the run from --load."""
+    """Fills the run from --load; `FROM_NOTHING` itself if there is no checkpoint."""
     # Imported here because DCP takes half a second.
     from paro.checkpoint.load import Loading, load_checkpoint
 

@@ -41,6 +41,12 @@ def test_pieces_are_those_of_the_whole(cuts: list[int]) -> None:
     assert torch.equal(torch.cat(pieces), whole)
 
 
+def test_any_number_of_threads_draws_the_same() -> None:
+    for start, stop in ((0, SEVERAL_BLOCKS.numel), (BLOCK - 1, BLOCK + 1), (5, 9)):
+        alone = initial_values(SEVERAL_BLOCKS, 1, start, stop)
+        assert torch.equal(initial_values(SEVERAL_BLOCKS, 1, start, stop, num_threads=4), alone)
+
+
 def test_the_rule_of_seeds_stays() -> None:
     """A change of the rule changes the loss curve of every --seed."""
     spec = ParameterInit(name="blocks.3.w_up", numel=BLOCK + 20, std=1.0)

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from model import initialization
 from paro.checkpoint.directory import begin_checkpoint, candidates, finish_checkpoint
 from tests.end_to_end.test_checkpoint_flags import nodes, on_nodes
 from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, run_main, write_corpus
@@ -167,3 +169,24 @@ def test_starting_over_takes_one_name_on_all_nodes(tmp_path: Path, nodes: list[s
         assert candidates(tmp_path / node / "ckpt") == ([1], None)
         assert candidates(tmp_path / node / "ckpt" / "earlier_2") == ([3], None)
     assert candidates(tmp_path / "b" / "ckpt" / "earlier_1") == ([2], None)
+
+
+@pytest.mark.parametrize("more", [(), ("--lora-rank", 2)])
+def test_no_initial_value_is_drawn_for_what_is_loaded(
+    tmp_path: Path, more: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    draw = initialization._draw
+
+    def counted(seed: int, name: str, block: int, numel: int, *, uniform: bool) -> Tensor:
+        drawn.append(name)
+        return draw(seed, name, block, numel, uniform=uniform)
+
+    monkeypatch.setattr(initialization, "_draw", counted)
+    flags = (*RUN, "--train-iters", 4, "--exit-interval", 2)
+    run(*flags, "--save", tmp_path, "--load", tmp_path)
+    assert "head.weight" in drawn
+    drawn.clear()
+    run(*flags, "--load", tmp_path, *more)
+    assert all("lora_a" in name for name in drawn), drawn
+    assert bool(drawn) == bool(more)
