@@ -17,6 +17,22 @@ from paro.arguments.megatron_rules.rule import Outcome, Rule
 from paro.arguments.needed import details_without_full
 from paro.errors import listed
 
+# A LLaMA's parts, what a GPT of Megatron-LM has in their place, and the flags that ask for them.
+_PARTS = (
+    ("RMSNorm for LayerNorm", "--normalization"),
+    ("SwiGLU for GELU", "--swiglu"),
+    (
+        "rotary positions for learned ones",
+        "--position-embedding-type --use-rotary-position-embeddings",
+    ),
+    ("linear layers without biases", "--disable-bias-linear"),
+    (
+        "an output layer of its own (--tie-embeddings-and-output-weights ties it)",
+        "--tie-embeddings-and-output-weights",
+    ),
+    ("no dropout in attention", "--attention-dropout"),
+    ("no dropout behind it", "--hidden-dropout"),
+)
 RULES = (*MODEL_RULES, *COMPUTE_RULES, *PARALLEL_RULES, *JOB_RULES, *ELSEWHERE_RULES)
 
 
@@ -70,6 +86,22 @@ def ignored_lines(args: Namespace) -> tuple[str, ...]:
         for rule, given in _given(args)
         if rule.outcome is Outcome.IGNORED
     )
+
+
+def changed_parts(args: Namespace) -> tuple[str, ...]:
+    """A line with the parts of the model that Megatron-LM would make differently; or none.
+
+    Flags that Megatron-LM alone has tell its script from one of this project, which asks for none.
+    """
+    given = _given(args)
+    asked = {rule.flag for rule, _ in given if _is_accepted(rule, args)}
+    if args.tie_embeddings_and_output_weights is not None:
+        asked.add("--tie-embeddings-and-output-weights")
+    parts = _PARTS if given or args.vocab_file else [part for part in _PARTS if "tie" in part[1]]
+    changed = [part for part, flags in parts if not asked.intersection(flags.split())]
+    if not changed or args.llama_preset is not None or args.use_checkpoint_args:
+        return ()
+    return (f"Megatron-LM makes another model of these flags: this LLaMA has {listed(changed)}",)
 
 
 def _given(args: Namespace) -> list[tuple[Rule, str]]:

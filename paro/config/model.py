@@ -56,16 +56,6 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     )
 
 
-def output_layer_notice(args: Namespace) -> tuple[str, ...]:
-    """A notice if neither a flag nor a preset says whether the output layer is tied."""
-    if args.tie_embeddings_and_output_weights is not None or args.llama_preset is not None:
-        return ()
-    return (
-        "neither --untie-embeddings-and-output-weights nor --tie-embeddings-and-output-weights is "
-        "given: the output layer has weights of its own here, Megatron-LM ties it to the embedding",
-    )
-
-
 def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
     """The preset's sizes, without those that are derived from sizes that flags changed."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}

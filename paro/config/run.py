@@ -12,7 +12,7 @@ from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LLAMA_PRESETS, LlamaConfig
 from model.fusion import Fusions
-from paro.arguments.megatron import ignored_lines
+from paro.arguments.megatron import changed_parts, ignored_lines
 from paro.arguments.needed import missing_flags
 from paro.arguments.parser import check_flags
 from paro.checkpoint.config import CheckpointConfig
@@ -38,7 +38,7 @@ from paro.config.checks import (
     flags_without_effect,
 )
 from paro.config.inter_bits import check_inter_bits, inter_bits_notices
-from paro.config.model import output_layer_notice, take_model
+from paro.config.model import take_model
 from paro.config.plan import (
     RankDevice,
     case_of,
@@ -108,7 +108,7 @@ class RunConfig:
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
         """The configuration for `world`, whose ranks need not exist; `UserError` for mistakes."""
         check_flags(args)
-        notices = (*ignored_lines(args), *flags_without_effect(args))
+        notices = (*changed_parts(args), *ignored_lines(args), *flags_without_effect(args))
         checkpoint = _take(CheckpointConfig, args)
         common = saved_common(checkpoint)
         if checkpoint.use_checkpoint_args:
@@ -160,7 +160,7 @@ class RunConfig:
             watch=_take(WatchConfig, args),
             runtime=runtime,
             launch=launch,
-            notices=(*notices, *output_layer_notice(args)),
+            notices=notices,
             given=vars(args) | {"world_size": world.size, "ranks_per_node": world.ranks_per_node},
         )
         config.check(world)

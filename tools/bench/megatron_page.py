@@ -20,7 +20,8 @@ unknown or missing, each with what to do.
 
 The model is a LLaMA whether its flags are given or not: where a script leaves out `--swiglu`,
 `--normalization RMSNorm`, `--position-embedding-type rope`, `--disable-bias-linear` or the dropouts
-of 0, Megatron-LM trains another model, and this one trains a LLaMA of the same sizes.
+of 0, Megatron-LM trains another model, and this one trains a LLaMA of the same sizes. A line at the
+start says which parts are others.
 """
 MOST_CHARACTERS = 60  # of a flag with its value
 

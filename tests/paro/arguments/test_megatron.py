@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from paro.arguments.megatron import RULES, ignored_lines, refusals
+from paro.arguments.megatron import RULES, changed_parts, ignored_lines, refusals
 from paro.arguments.megatron_rules.rule import Outcome, Rule
 from paro.arguments.parser import build_parser, parse_args
 
@@ -80,6 +80,42 @@ def test_masking_between_documents_is_accepted_beside_its_twin() -> None:
     assert "give --reset-attention-mask" in alone[0]
     both = parse_args(["--dataloader-inter-document-masking", "--reset-attention-mask"])
     assert refusals(both) == []
+
+
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
+)
+
+
+def test_a_gpt_that_becomes_a_llama_is_told_its_parts() -> None:
+    (line,) = changed_parts(parse_args(["--vocab-file", "a", "--merge-file", "b"]))
+    assert line == (
+        "Megatron-LM makes another model of these flags: this LLaMA has RMSNorm for LayerNorm, "
+        "SwiGLU for GELU, rotary positions for learned ones, linear layers without biases, an "
+        "output layer of its own (--tie-embeddings-and-output-weights ties it), no dropout in "
+        "attention and no dropout behind it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (LLAMA, []),
+        (LLAMA.replace("position-embedding-type rope", "use-rotary-position-embeddings"), []),
+        (LLAMA.replace("--untie", "--tie"), []),
+        ("--llama-preset llama2-7B", []),
+        ("--use-checkpoint-args --swiglu", []),
+        ("--hidden-size 64 --untie-embeddings-and-output-weights", []),
+        (LLAMA.replace("RMSNorm", "LayerNorm"), ["RMSNorm for LayerNorm"]),
+        (LLAMA.replace("--swiglu", ""), ["SwiGLU for GELU"]),
+        (LLAMA.replace("--attention-dropout 0", ""), ["no dropout in attention"]),
+        (LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0.1"), ["no dropout behind it"]),
+    ],
+)
+def test_only_parts_that_change_are_told(words: str, parts: list[str]) -> None:
+    lines = changed_parts(parse_args(words.split()))
+    assert [line.partition(" LLaMA has ")[2] for line in lines] == parts
 
 
 def test_sequence_parallelism_is_off_without_tensor_parallelism() -> None:
