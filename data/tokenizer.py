@@ -91,7 +91,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = 
         if exactly < vocab_size:
             raise UserError(
                 f"--padded-vocab-size {exactly} is less than the {vocab_size} entries of the "
-                f"tokenizer: give {vocab_size} or more, or leave it out"
+                f"vocabulary: give {vocab_size} or more, or leave it out"
             )
         if exactly > _MAX_ROWS:
             raise UserError(f"--padded-vocab-size {exactly} must be at most {_MAX_ROWS}")

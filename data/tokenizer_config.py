@@ -114,3 +114,12 @@ def saved_tokenizer(common: Mapping[str, Any]) -> dict[str, Any]:
     if saved.get("tokenizer_type") == "NullTokenizer":
         saved["vocab_size"] = common.get("vocab_size", saved["vocab_size"] + 1)
     return saved
+
+
+def unpadded_vocab_size(common: Mapping[str, Any]) -> int | None:
+    """The vocabulary rows of a checkpoint's model that are no padding, as far as it says.
+
+    Its tokenizer may have fewer ids; older checkpoints of runs have that number alone.
+    """
+    rows: int | None = common.get("unpadded_vocab_size", common.get("vocab_size"))
+    return rows or saved_tokenizer(common).get("vocab_size")

@@ -67,6 +67,7 @@ class _Common(TypedDict):
     schedule: NotRequired[dict[str, Any] | None]
     tokenizer: NotRequired[dict[str, int | str | None] | None]
     vocab_size: NotRequired[Annotated[int, range(1, 2**40)]]
+    unpadded_vocab_size: NotRequired[Annotated[int, range(1, 2**40)]]
     num_optimizer_steps: NotRequired[Count]
     global_batch_size: NotRequired[Annotated[int, range(1, 2**40)]]
     parameters_only: NotRequired[bool]

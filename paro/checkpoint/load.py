@@ -210,4 +210,7 @@ def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """
     for name, value in json.loads(json.dumps(dict(here))).items():
         if name in there and there[name] != value:
-            raise UserError(f"{MISMATCH}: {name} is {there[name]} there and {value} here")
+            text = f"{MISMATCH}: {name} is {there[name]} there and {value} here"
+            if name == "vocab_size":  # rows, which no flag of the tokenizer says
+                text += f": give --padded-vocab-size {there[name]}, or --use-checkpoint-args"
+            raise UserError(text)

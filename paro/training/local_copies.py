@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.tokenizer_config import unpadded_vocab_size
 from paro.checkpoint.background import Background
 from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.directory import common_of, newest_whole
@@ -82,7 +83,9 @@ class LocalCopies:
         )
         state = state_of(found.common, self._config, self._log, "local copies")
         recovery = Recovery(seconds, found.own_node_bytes, found.other_nodes_bytes)
-        return Resumed(state, found.common["base"], recovery, found.common.get("token_ids"))
+        rows = unpadded_vocab_size(found.common)
+        ids = found.common.get("token_ids")
+        return Resumed(state, found.common["base"], recovery, ids, rows)
 
     def begin(self, training: Training, order: Mapping[str, Any] | None, resumed: Resumed) -> None:
         """Prepares the files; raises `UserError` on all ranks unless their nodes have room."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from data.hub import how_to_fetch
 from data.loader import Datasets
+from data.tokenizer_config import unpadded_vocab_size
 from paro.checkpoint.agreement import with_claim
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import PARAM, boxed_states
@@ -237,6 +238,7 @@ def common_record(
         "init_method_std": config.model.init_method_std,
         "tokenizer": asdict(config.tokenizer),
         "vocab_size": config.vocab_size,
+        "unpadded_vocab_size": resumed.unpadded_rows(config),
         "state": asdict(state),
         "schedule": asdict(config.schedule),
         "dynamic_loss_scale": config.loss_scale.dynamic,
@@ -324,7 +326,8 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
     else:
         state = state_of(common, config, log, f"--load {flags.load}")
-    return Resumed(state, base, token_ids=common.get("token_ids"))
+    rows = unpadded_vocab_size(common)
+    return Resumed(state, base, token_ids=common.get("token_ids"), unpadded_vocab_size=rows)
 
 
 def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: Log) -> None:

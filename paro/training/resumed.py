@@ -35,12 +35,23 @@ class Resumed(NamedTuple):
     base: Base | None = None  # of the checkpoints to save; None: they are complete
     recovery: Recovery | None = None  # None: from --load
     token_ids: TokenIds | None = None  # of the configuration of the model that training began with
+    unpadded_vocab_size: int | None = None  # rows of what was loaded; None: nothing was
 
     def saved_iteration(self, config: RunConfig) -> int | None:
         """The iteration that was loaded from --save, and is not saved again."""
         if self.state is None or self.recovery is not None or not config.checkpoint.continues:
             return None
         return self.state.iteration
+
+    def unpadded_rows(self, config: RunConfig) -> int:
+        """The vocabulary rows that are no padding, of the model and not only of its tokenizer.
+
+        Those of what was loaded, else of --padded-vocab-size: --make-vocab-size-divisible-by pads.
+        """
+        rows = self.unpadded_vocab_size
+        if rows is None:
+            rows = config.given["padded_vocab_size"] or 0
+        return min(max(rows, config.vocab_size), config.model.vocab_size)
 
 
 FROM_NOTHING = Resumed()

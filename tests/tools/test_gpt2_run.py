@@ -102,7 +102,7 @@ def test_every_format_brings_the_tokenizer_along(
     files = {path.name for path in hf.iterdir()}
     assert {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"} <= files
     fields = json.loads((hf / "config.json").read_text())
-    assert (fields["vocab_size"], fields["eos_token_id"]) == (301, 300)
+    assert (fields["vocab_size"], fields["eos_token_id"]) == (310, 300)
     assert json.loads((hf / "tokenizer_config.json").read_text())["eos_token"] == END
     assert open_hugging_face(hf).tokenizer is not None
     again = converted("paro", "paro", saved, tmp_path / "again", "--padded-vocab-size", "400")
@@ -113,7 +113,7 @@ def test_every_format_brings_the_tokenizer_along(
     for folder in (hf, again, back):
         assert continued(capsys, folder) == text, folder
     common = json.loads((again / "iter_0000000" / "common.json").read_text())
-    assert (common["model"]["vocab_size"], common["vocab_size"]) == (400, 301)
+    assert (common["model"]["vocab_size"], common["vocab_size"]) == (400, 310)
 
 
 def test_files_that_moved_are_found_by_their_folder(
@@ -130,7 +130,7 @@ def test_files_that_moved_are_found_by_their_folder(
 
 
 def test_rows_that_do_not_hold_the_vocabulary_are_refused(tmp_path: Path, saved: Path) -> None:
-    for target, message in (("paro", "is less than the 301 entries"), ("hf", "holds no padding")):
+    for target, message in (("paro", "is less than the 310 entries"), ("hf", "holds no padding")):
         with pytest.raises(UserError, match=f"--padded-vocab-size 300 .*{message}"):
             converted("paro", target, saved, tmp_path / "out", "--padded-vocab-size", "300")
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.hub import how_to_fetch
-from data.tokenizer_config import saved_tokenizer
+from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
 from model.config import LlamaConfig
 from model.lora_config import adapted_weight, is_adapter
 from paro.checkpoint.adapters import adapters_of
@@ -71,7 +71,7 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
     config = replace(_config(directory, common), lora=lora)
     tensors = checked_tensors(config, found, directory, {})
     adapters = {name: tensors.pop(name) for name in list(tensors) if is_adapter(name)}
-    vocab_size = _true_vocab_size(common, config.vocab_size)
+    vocab_size = unpadded_vocab_size(common) or config.vocab_size
     companions, tokenizer, notes = _companions(root, common)
     source = Source(
         config=replace(config, vocab_size=vocab_size, lora=None),
@@ -117,12 +117,14 @@ def write_native(
     (root / COMPANIONS).mkdir()
     copy_companions(source.companions, root / COMPANIONS)
     fields = asdict(replace(source.config, vocab_size=rows))
+    tokenizer = _tokenizer_there(source, final / COMPANIONS)
     common = {
         "model": {name: fields[name] for name in fields if name not in FREE_FIELDS},
         "max_position_embeddings": source.config.max_position_embeddings,
         "init_method_std": source.config.init_method_std,
-        "vocab_size": source.config.vocab_size,
-        "tokenizer": _tokenizer_there(source, final / COMPANIONS),
+        "vocab_size": tokenizer["vocab_size"] or source.config.vocab_size,
+        "unpadded_vocab_size": source.config.vocab_size,
+        "tokenizer": tokenizer,
         "begins_with_bos": source.begins_with_bos,
         "converted_from": None if source.adapters else source.origin,
         "token_ids": source.token_ids,
@@ -148,8 +150,9 @@ def write_adapters(
     partial_directory = begin_checkpoint(root, 0)
     sums = _write_tensors(source.adapters, 0, partial_directory, final, advance)
     kept = ("model", "max_position_embeddings", "init_method_std", "vocab_size", "tokenizer")
+    more = ("unpadded_vocab_size", "begins_with_bos", "token_ids")
     own = {
-        **{n: common[n] for n in (*kept, "begins_with_bos", "token_ids") if n in common},
+        **{name: common[name] for name in (*kept, *more) if name in common},
         "lora": asdict(source.lora),
         "base": named,
         "parameters_only": True,
@@ -265,13 +268,6 @@ def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
     return config
 
 
-def _true_vocab_size(common: Mapping[str, Any], rows: int) -> int:
-    """The vocabulary size without padding, if the checkpoint or tokenizer has it, else `rows`."""
-    if "vocab_size" in common:
-        return int(common["vocab_size"])
-    return int(saved_tokenizer(common).get("vocab_size") or rows)
-
-
 def _begins_with_bos(common: Mapping[str, Any]) -> bool:
     """Whether texts began with BOS; for a checkpoint of a run, by its type of tokenizer."""
     tokenizer = common.get("tokenizer") or {}
@@ -311,6 +307,8 @@ def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:
     there = tokenizer_of({name: folder / name for name in source.companions})
     if there is not None:
         return {"vocab_size": None, **there}
+    if source.tokenizer is not None and source.tokenizer["tokenizer_type"] == "NullTokenizer":
+        return dict(source.tokenizer)
     return {
         "tokenizer_type": "NullTokenizer",
         "tokenizer_model": None,
