@@ -12,6 +12,10 @@ import torch.distributed as dist
 from paro.distributed.world import World
 from paro.errors import PeerError, RunError, UserError, for_all_ranks
 
+# gloo's all-reduce passes 2 (n - 1) times from neighbour to neighbour: with more ranks than this
+# one rank receives from all instead, and gloo's broadcast takes log n passes.
+_MOST_IN_RING = 64
+
 SharedError = UserError | RunError | PeerError
 
 
@@ -38,8 +42,20 @@ class Control:
         if self.world.size == 1:
             return values
         sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums, group=self.group)
+        if self.world.size <= _MOST_IN_RING:
+            dist.all_reduce(sums, group=self.group)
+        else:
+            self._sum_by_tree(sums)
         return [float(value) for value in sums.tolist()]
+
+    def _sum_by_tree(self, sums: torch.Tensor) -> None:
+        """The first rank receives from all, adds in rank order, and broadcasts."""
+        is_first = self.world.rank == 0
+        parts = [torch.empty_like(sums) for _ in range(self.world.size)] if is_first else None
+        dist.gather(sums, parts, group=self.group, group_dst=0)
+        if parts is not None:
+            torch.sum(torch.stack(parts), 0, out=sums)
+        dist.broadcast(sums, group=self.group, group_src=0)
 
     def barrier(self) -> None:
         if self.world.size > 1:

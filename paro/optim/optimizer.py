@@ -149,43 +149,47 @@ class ParoOptimizer:
                 offset = unit.optim_start - unit.param_start
                 part.master.copy_(values[offset : offset + part.master.numel()])
 
-    def local_square_sum(self) -> float:
-        """This rank's contribution to the squared norm of the scaled gradients.
+    def local_square_sum(self) -> Tensor:
+        """This rank's contribution to the squared norm of the scaled gradients, a fp64 scalar.
 
         In the sum over all ranks every element counts once: ranks that hold a replica of a range
         already counted return 0. Not finite if any gradient of the range is not.
         """
-        context = self.model.context
-        if context.rank >= context.strategy.optim:
-            return 0.0
-        return _square_sum(unit.optim_grad for unit in self.model.trainable_units)
+        return _square_sum(self._counted_grads(), self.model.context.device)
 
-    def local_num_zeros(self) -> float:
-        """This rank's contribution to the number of zero gradient elements, without padding.
+    def local_num_zeros(self) -> Tensor:
+        """This rank's contribution to the number of zero gradient elements, a fp64 scalar.
+
+        Padding does not count.
 
         In the sum over all ranks every element counts once, as in `local_square_sum`.
         """
         context = self.model.context
+        zeros = torch.zeros((), dtype=torch.float64, device=context.device)
         if context.rank >= context.strategy.optim:
-            return 0.0
-        elements, nonzero = 0, []
+            return zeros
         for unit in self.model.trainable_units:
             grad, start = unit.optim_grad, unit.optim_start
             pieces = unit.layout.pieces(start, start + grad.numel())
-            elements += sum(piece.high - piece.low for piece in pieces)
-            nonzero.append(torch.count_nonzero(grad))
-        return float(elements - torch.stack(nonzero).sum())
+            zeros += sum(piece.high - piece.low for piece in pieces) - torch.count_nonzero(grad)
+        return zeros
 
     def local_params_square_sum(self) -> float:
         """This rank's contribution to the squared norm of all parameters, including frozen ones.
 
         In the sum over all ranks every element counts once. Uses the fp32 master if there is one.
         """
-        return _square_sum(
+        counted = (
             shard.values
             for shard in self.flat_shards()
             if shard.state == "param" and shard.is_primary_replica
         )
+        return float(_square_sum(counted, self.model.context.device))
+
+    def _counted_grads(self) -> Iterator[Tensor]:
+        context = self.model.context
+        if context.rank < context.strategy.optim:
+            yield from (unit.optim_grad for unit in self.model.trainable_units)
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
@@ -274,10 +278,12 @@ class ParoOptimizer:
 _ROW = 4096  # elements
 
 
-def _square_sum(ranges: Iterable[Tensor]) -> float:
-    """The squared norm over all `ranges`; not finite if any element is not."""
+def _square_sum(ranges: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The squared norm over all `ranges`, a fp64 scalar; not finite if any element is not."""
     norms = [norm for values in ranges for norm in _norms(values)]
-    return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(norms).double().square().sum()
 
 
 def _norms(values: Tensor) -> Iterator[Tensor]:

@@ -201,22 +201,25 @@ def train_step(
 def _add_up(
     training: Training,
     loss_sum: Tensor,
-    num_tokens: float,
+    num_tokens: Tensor,
     data_wait: float,
     reasons: Callable[[], Reasons],
 ) -> tuple[_Sums, Exposed, OwnTimes]:
     """The sums over all ranks, mean exposed communication times, and this rank's own times."""
     optimizer, num_ranks = training.optimizer, training.control.world.size
-    zeros = optimizer.local_num_zeros() if training.config.log_num_zeros_in_grad else 0.0
+    on_device = [loss_sum.double(), num_tokens]
+    if training.config.log_num_zeros_in_grad:
+        on_device.append(optimizer.local_num_zeros())
     with training.timers.measure("optimizer-clip-main-grad"):
-        square_sum = optimizer.local_square_sum()
-    own_loss = float(loss_sum)  # synchronizes: the GPU has finished the step
+        on_device.append(optimizer.local_square_sum())
+    # The step's only copy to the host, which waits until the device has finished.
+    own_loss, own_tokens, *zeros, square_sum = torch.stack(on_device).tolist()
     own = training.exposure.take()
     mine = _Sums(
         square_sum=square_sum,
         loss=own_loss,
-        num_tokens=num_tokens,
-        num_zeros=zeros,
+        num_tokens=own_tokens,
+        num_zeros=sum(zeros),
         data_wait=data_wait,
         gather=own.gather,
         reduce=own.reduce,
@@ -350,9 +353,9 @@ class _Weights:
         tokens = float(mask_BS.numel()) if self._per_token else mask_BS.sum().clamp(min=1.0)
         return mask_BS * (self._factor / tokens)
 
-    def num_tokens(self) -> float:
-        """Unmasked tokens of this rank in this step so far; synchronizes with the GPU."""
-        return float(torch.stack(self._masks).double().sum())
+    def num_tokens(self) -> Tensor:
+        """Unmasked tokens of this rank in this step so far, a fp64 scalar."""
+        return torch.stack(self._masks).double().sum()
 
     def unscale(self, num_tokens: float) -> float:
         """The factor from the accumulated loss and gradients to the true ones.
@@ -388,6 +391,6 @@ def evaluate(
                 batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents()
             )
             training.exposure.take()  # waits of an evaluation belong to no step
-    loss, num_tokens = training.control.sum([float(loss_sum), weigh.num_tokens()])
+    loss, num_tokens = training.control.sum(torch.stack([loss_sum, weigh.num_tokens()]).tolist())
     training.exposure.take()  # the rest: the GPU has finished by now
     return loss * weigh.unscale(num_tokens)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
@@ -221,8 +222,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, iterations: range, value: float) -> N
     """Replaces the gradient norm of some iterations."""
     square_sum, calls = ParoOptimizer.local_square_sum, iter(range(1, 1000))
 
-    def spoiled(self: ParoOptimizer) -> float:
-        return value if next(calls) in iterations else square_sum(self)
+    def spoiled(self: ParoOptimizer) -> Tensor:
+        found = square_sum(self)
+        return torch.full_like(found, value) if next(calls) in iterations else found
 
     monkeypatch.setattr(ParoOptimizer, "local_square_sum", spoiled)
 

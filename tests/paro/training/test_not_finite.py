@@ -91,7 +91,9 @@ def test_saves_among_skipped_steps_remove_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train(tmp_path, "--train-iters", 9, "--exit-interval", 3).mistake is None
-    monkeypatch.setattr(ParoOptimizer, "local_square_sum", lambda _: math.nan)
+    monkeypatch.setattr(
+        ParoOptimizer, "local_square_sum", lambda _: torch.tensor(math.nan).double()
+    )
     flags = ("--train-iters", 9, "--load", tmp_path, "--exit-after-skipped-iterations", 4)
     ended = train(tmp_path, *flags)
     assert ended.status == 1
