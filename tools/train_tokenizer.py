@@ -18,12 +18,15 @@ from data.corpus import read_batches, texts_of
 from data.sources import Piece
 from paro.errors import UserError
 from paro.report.log import print_line
+from tools.preprocessing.encode import Tally
 from tools.preprocessing.inputs import add_source_args, pieces_of
+from tools.preprocessing.progress import Progress, elapsing
 from tools.shared.command_line import Parser, status_of
 from tools.shared.output import output_file
 
 CHUNK_CHARACTERS = 2000  # the trainer takes short texts; at a cut only one piece can be missed
 SEED = 1234
+LOG_INTERVAL = 100_000  # documents between lines of progress, where there is no terminal for a bar
 
 # LLaMA's special ids. Decoding reproduces the text because nothing is normalized, no blank is added
 # or dropped, blanks and newlines are ordinary pieces and unknown characters become bytes.
@@ -52,8 +55,10 @@ def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> l
     chooser = random.Random(SEED)
     chosen: list[str] = []
     size = 0
+    progress = Progress(total_bytes=total, interval=LOG_INTERVAL)
     for batch in read_batches(pieces, [key]):
-        for text in (text for texts in texts_of(batch, [key]) for text in texts.by_key[0]):
+        documents = list(texts_of(batch, [key]))
+        for text in (text for texts in documents for text in texts.by_key[0]):
             for begin in range(0, len(text), CHUNK_CHARACTERS):
                 if chooser.random() < part:
                     chosen.append(text[begin : begin + CHUNK_CHARACTERS])
@@ -62,6 +67,14 @@ def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> l
             part /= 2
             chosen = [chunk for chunk in chosen if chooser.random() < 0.5]
             size = sum(map(len, chosen))
+        progress.count(
+            Tally(
+                documents=0 if batch.unfinished else len(documents),
+                num_bytes=sum(texts.num_bytes for texts in documents),
+                advance=batch.advance,
+            )
+        )
+    progress.finish()
     return chosen
 
 
@@ -149,8 +162,10 @@ def run(args: argparse.Namespace) -> None:
     size = sum(len(chunk.encode()) for chunk in chunks)
     if size == 0:
         raise UserError(f"--input {' '.join(args.input)} holds no text")
-    print_line(f"training {args.vocab_size} pieces on {size / 1e6:.1f} MB of text")
-    model = train(chunks, vocab_size=args.vocab_size, character_coverage=args.character_coverage)
+    with elapsing(f"training {args.vocab_size} pieces on {size / 1e6:.1f} MB of text"):
+        model = train(
+            chunks, vocab_size=args.vocab_size, character_coverage=args.character_coverage
+        )
     path = Path(f"{args.output_prefix}.model")
     with output_file(path) as temporary:
         temporary.write_bytes(model)

@@ -1,13 +1,19 @@
-"""Progress, speed and remaining time of preprocessing, on standard error."""
+"""Progress, speed and time of work on text, on standard error."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from paro.report.log import print_line
+from paro.report.time_left import duration
 from tools.preprocessing.encode import Tally
+
+_NOTICE_SECONDS = 10.0  # between lines that say how long a call takes
 
 
 class Progress:
@@ -46,9 +52,7 @@ class Progress:
 
     def _time_left(self) -> str:
         rest = max(0, self._total - self._done_before - self.tally.advance)
-        seconds = round(rest / max(1, self.tally.advance) * self._seconds())
-        hours, minutes = divmod(seconds // 60, 60)
-        return f"{hours}:{minutes:02d}:{seconds % 60:02d}"
+        return duration(rest / max(1, self.tally.advance) * self._seconds())
 
     def _seconds(self) -> float:
         return max(time.perf_counter() - self._begin, 1e-9)
@@ -67,3 +71,30 @@ def _bar(total: int) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True)
+
+
+@contextmanager
+def elapsing(what: str) -> Iterator[None]:
+    """Shows how long the block takes, for a call that does not tell how far it is."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_show_elapsed, args=(what, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _show_elapsed(what: str, ended: threading.Event) -> None:
+    from tqdm import tqdm
+
+    if sys.stderr.isatty():
+        with tqdm(desc=what, bar_format="{desc}, {elapsed}") as clock:
+            while not ended.wait(1.0):
+                clock.refresh()
+        return
+    print_line(what, stream=sys.stderr)
+    begin = time.monotonic()
+    while not ended.wait(_NOTICE_SECONDS):
+        print_line(f"{what}, {duration(time.monotonic() - begin)}", stream=sys.stderr)

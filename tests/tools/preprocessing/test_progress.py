@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from tools.preprocessing import progress as module
 from tools.preprocessing.encode import Tally
-from tools.preprocessing.progress import Progress
+from tools.preprocessing.progress import Progress, elapsing
 
 
 def test_lines_with_rate_and_time_left(
@@ -30,11 +31,12 @@ def test_lines_with_rate_and_time_left(
     assert capsys.readouterr().err == "Processed 21 documents (5.2 docs/s, 0.50 MB/s).\n"
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     progress = Progress(total_bytes=1000, interval=1)
@@ -46,3 +48,19 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "14 documents" in text
     assert "B/s" in text
     assert text.splitlines()[-1].startswith("Processed 14 documents (")
+
+
+def test_a_call_that_tells_nothing_is_timed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_NOTICE_SECONDS", 0.01)
+    with elapsing("training"):
+        time.sleep(0.1)
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "training"
+    assert set(others) == {"training, 0:00:00"}
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with elapsing("training"):
+        pass
+    assert "training, 00:00" in terminal.getvalue()
