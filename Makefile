@@ -1,6 +1,9 @@
-# Everything runs in .venv, which `make setup` makes once; only Python 3.11 or 3.12 is needed before.
+# Everything runs in .venv, which `make setup` or `make quickstart` makes; only Python 3.11 or 3.12
+# is needed before.
 
 VENV := .venv
+# There once requirements.txt is installed, and once requirements-dev.txt, which includes it.
+FOR_TRAINING := $(VENV)/installed-for-training
 STAMP := $(VENV)/installed
 BIN := $(VENV)/bin
 
@@ -21,13 +24,22 @@ help:  ## this list
 
 setup: $(STAMP)  ## make .venv and install the pinned requirements
 
-$(STAMP): requirements.txt requirements-dev.txt constraints.txt
+# Installs the requirements of a file into .venv, which it makes if there is none.
+define install
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 found: give make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -r requirements-dev.txt -c constraints.txt
+	$(BIN)/python -m pip install -r $(1) -c constraints.txt
+endef
+
+$(STAMP): requirements.txt requirements-dev.txt constraints.txt
+	$(call install,requirements-dev.txt)
+	@touch $(FOR_TRAINING) $@
+
+$(FOR_TRAINING): requirements.txt constraints.txt
+	$(call install,requirements.txt)
 	@touch $@
 
-quickstart: setup  ## train a small LLaMA on real text, from nothing to a sample of its own
+quickstart: $(FOR_TRAINING)  ## train a small LLaMA on real text, from nothing to a sample of its own
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
 
 check: lint  ## style, types and the tests that start no process, in 2 minutes

@@ -13,6 +13,7 @@ from dataclasses import fields
 import pytest
 
 from model.config import LLAMA_PRESETS
+from paro.arguments.needed import EXAMPLE
 from paro.arguments.parser import build_parser
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.survival import survival
@@ -78,7 +79,7 @@ def test_the_plain_commands_are_those_of_quickstart() -> None:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("+ ")]
     of_script = [shlex.split(line.removeprefix("+ ")) for line in lines]
-    assert len(of_script) == 5
+    assert len(of_script) == 6
     blocks = fenced("The quickstart, command by command")
     of_readme = [
         words
@@ -87,6 +88,10 @@ def test_the_plain_commands_are_those_of_quickstart() -> None:
         if words[0] not in ("make", "source", "export")
     ]
     assert of_readme == of_script
+
+
+def test_the_readme_has_the_example_of_the_help() -> None:
+    assert fenced("Try it") == [f".venv/bin/{EXAMPLE}\n"]
 
 
 def test_every_make_target_exists() -> None:

@@ -31,6 +31,7 @@ QUICK = (
     ("Continue from a Hugging Face model", "Convert between formats"),
     ("Launch on a cluster", "Survive the loss of a node"),
     ("Compare runs",),
+    ("Try it",),
     ("Launch",),
     ("Plan a run", "Is it worth it?"),
 )
@@ -210,7 +211,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("bin", "lib", "lib64", "pyvenv.cfg"):
         if (Path(sys.prefix) / name).exists():
             (folder / ".venv" / name).symlink_to(Path(sys.prefix) / name)
-    (folder / ".venv" / "installed").touch()  # `make setup` finds nothing to do
+    for stamp in ("installed", "installed-for-training"):  # make finds nothing to install
+        (folder / ".venv" / stamp).touch()
     return folder
 
 
