@@ -3,7 +3,8 @@
 #
 # 6.6 million parameters on 4 CPU ranks that play 2 nodes of 2, under PaRO's IIG. Every step prints
 # the command that it runs, and is left out when what it makes is there already; an interrupted
-# training goes on from its last checkpoint. `make quickstart` calls this with .venv on the PATH.
+# training goes on from its last checkpoint. A terminal shows the training live while its lines go
+# to the log. `make quickstart` calls this with .venv on the PATH.
 #
 # From the environment:
 #   TEXT             a .jsonl file of your own, {"text": ...} a line, instead of Python's library
@@ -19,13 +20,17 @@ cd "$(dirname "$0")/.."
 TRAIN_ITERS=${TRAIN_ITERS:-240}
 OWN_TEXT=${TEXT:-}
 OWN_NAME=$(basename "$OWN_TEXT" .jsonl)
-RUN_DIR=${RUN_DIR:-runs/quickstart${OWN_NAME:+-$OWN_NAME}}
+DEFAULT_DIR=runs/quickstart${OWN_NAME:+-$OWN_NAME}
+RUN_DIR=${RUN_DIR:-$DEFAULT_DIR}
 TEXT=${OWN_TEXT:-$RUN_DIR/text.jsonl}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 TOKENIZER=$RUN_DIR/tokenizer
 CORPUS=$RUN_DIR/corpus
 CHECKPOINTS=$RUN_DIR/checkpoints
+METRICS=$RUN_DIR/metrics.jsonl
+REPORT=$RUN_DIR/report.html
+CHARTS=$RUN_DIR/charts
 LOG=$RUN_DIR/quickstart.log
 
 DISTRIBUTED_ARGS=(
@@ -65,7 +70,7 @@ EVAL_AND_LOGGING_ARGS=(
     --eval-interval 10
     --eval-iters 3
     --log-interval 5
-    --metrics-file "$RUN_DIR/metrics.jsonl"
+    --metrics-file "$METRICS"
     --save "$CHECKPOINTS"
     --save-interval 80
     --load "$CHECKPOINTS"
@@ -73,15 +78,25 @@ EVAL_AND_LOGGING_ARGS=(
 )
 read -ra EXTRA_ARGS <<<"${EXTRA_FLAGS:-}"
 
-# Prints a command as one would type it, and runs it.
-run() {
-    local word line=+
+# A command as one would type it.
+typed() {
+    local word line=
     for word in "$@"; do
         [[ $word =~ ^[A-Za-z0-9_./:,=+-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
         line+=" $word"
     done
-    echo "$line"
+    echo "${line# }"
+}
+
+# Prints a command and runs it.
+run() {
+    echo "+ $(typed "$@")"
     [[ -n ${DRY_RUN:-} ]] || "$@"
+}
+
+# Whether standard error is a terminal: for progress bars, and the live view of the training.
+on_terminal() {
+    [[ -t 2 && ${TERM:-dumb} != dumb ]]
 }
 
 # Runs a command unless the files before `--` are there; they get their names only when whole.
@@ -113,7 +128,14 @@ train() {
         "${PARO_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}"
         "${EVAL_AND_LOGGING_ARGS[@]}" "${EXTRA_ARGS[@]}"
     )
-    run bash examples/one_machine.sh "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py "${flags[@]}"
+    local command=(bash examples/one_machine.sh "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py)
+    if on_terminal && [[ -z ${DRY_RUN:-} ]]; then
+        command+=("${flags[@]}" --terminal live)
+        echo "+ $(typed "${command[@]}") >>$LOG"
+        "${command[@]}" >>"$LOG"
+    else
+        run "${command[@]}" "${flags[@]}"
+    fi
     if [[ -n ${DRY_RUN:-} && -s $TOKENIZER.model ]]; then
         python pretrain_llama.py "${flags[@]}" --dry-run --world-size 4
     fi
@@ -127,6 +149,7 @@ steps() {
         python tools/preprocess_data.py --input "$TEXT" --output-prefix "$CORPUS" --append-eod \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER.model"
     train
+    run python tools/report.py "$METRICS" --output "$REPORT" --png-dir "$CHARTS"
     run python tools/generate.py --load "$CHECKPOINTS" --prompt 'def __init__(self' \
         --max-new-tokens 100
 }
@@ -149,9 +172,28 @@ text         $TEXT
 tokenizer    $TOKENIZER.model
 token ids    ${CORPUS}_text_document.bin, .idx
 checkpoints  $CHECKPOINTS
-metrics      $RUN_DIR/metrics.jsonl
+metrics      $METRICS
+report       $REPORT
+loss curve   $CHARTS/loss.png
 log          $LOG
 END
+}
+
+# Commands that can be pasted as they are: another sample, a longer training, a plan for GPUs.
+next_steps() {
+    local python again settings=("TRAIN_ITERS=$((2 * TRAIN_ITERS))")
+    [[ -z $OWN_TEXT ]] || settings+=("TEXT=$OWN_TEXT")
+    [[ $RUN_DIR == "$DEFAULT_DIR" ]] || settings+=("RUN_DIR=$RUN_DIR")
+    python=$(command -v python)
+    python=${python#"$PWD/"}
+    again=(env "${settings[@]}" bash examples/quickstart.sh)
+    [[ $python != .venv/bin/python ]] || again=(make quickstart "${settings[@]}")
+    echo "next, in $PWD:"
+    echo "  $(typed "$python" tools/generate.py --load "$CHECKPOINTS" --prompt 'import os')"
+    echo "  $(typed "${again[@]}")"
+    echo "  $(typed "$python" pretrain_llama.py --llama-preset llama3-8B --mock-data \
+        --seq-length 8192 --micro-batch-size 1 --global-batch-size 512 --bf16 --lr 3e-4 \
+        --train-iters 1000 --dry-run --world-size 64 --device-memory-gb 80)"
 }
 
 if [[ -n ${DRY_RUN:-} ]]; then
@@ -159,5 +201,10 @@ if [[ -n ${DRY_RUN:-} ]]; then
     exit
 fi
 mkdir -p "$RUN_DIR"
-steps 2>&1 | tee -a "$LOG"
+if on_terminal; then
+    steps | tee -ia "$LOG"
+else
+    steps 2>&1 | tee -ia "$LOG"
+fi
 summary
+next_steps

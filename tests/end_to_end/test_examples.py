@@ -180,7 +180,7 @@ def test_the_quickstarts_training_is_planned_once_its_tokenizer_is_there(
 ) -> None:
     environment = {"RUN_DIR": tmp_path, "DRY_RUN": 1, "path": str(BIN)}
     printed = bash("quickstart.sh", **environment)
-    assert [line[0] for line in printed.splitlines()] == ["+"] * 5
+    assert [line[0] for line in printed.splitlines()] == ["+"] * 6
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.read_bytes())
     out = bash("quickstart.sh", **environment)
     assert "> dry run of 4 ranks on 1 node of 4, gloo\n" in out

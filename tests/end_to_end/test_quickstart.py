@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -36,7 +38,13 @@ def write_text(path: Path) -> None:
 
 
 def quickstart(
-    run_dir: Path, text: Path, *, train_iters: int, programs: Path = BIN, extra_flags: str = ""
+    run_dir: Path,
+    text: Path,
+    *,
+    train_iters: int,
+    programs: Path = BIN,
+    extra_flags: str = "",
+    terminal: int = subprocess.STDOUT,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(ROOT / "examples" / "quickstart.sh")],
@@ -49,10 +57,11 @@ def quickstart(
             "TEXT": str(text),
             "TRAIN_ITERS": str(train_iters),
             "EXTRA_FLAGS": extra_flags,
+            "TERM": "xterm",
         },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=terminal,
         text=True,
     )
 
@@ -66,6 +75,10 @@ def sample(output: str) -> str:
     return output[output.rindex("+ python tools/generate.py") : output.index("loss of the untr")]
 
 
+def summary(output: str) -> str:
+    return output[output.index("loss of the untrained") : output.index("next, in ")]
+
+
 def check_summary(output: str, metrics: list[dict[str, float]]) -> None:
     """The losses and paths printed at the end."""
     told = re.search(r"untrained model ([\d.]+), on held-out .* ([\d.]+): (-?[\d.]+) nats", output)
@@ -73,8 +86,9 @@ def check_summary(output: str, metrics: list[dict[str, float]]) -> None:
     start, end, gained = map(float, told.groups())
     assert start == pytest.approx(metrics[0]["lm_loss"], abs=0.006)
     assert gained == pytest.approx(start - end, abs=0.011)
-    paths = re.findall(r"^(?:tokenizer|token ids|checkpoints|metrics|log) +([^,\n]+)", output, re.M)
-    assert len(paths) == 5
+    names = "tokenizer|token ids|checkpoints|metrics|report|loss curve|log"
+    paths = re.findall(rf"^(?:{names}) +([^,\n]+)", output, re.M)
+    assert len(paths) == 7
     assert all(Path(path).exists() for path in paths)
 
 
@@ -109,6 +123,7 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
         "train_tokenizer",
         "preprocess_data",
         "pretrain_llama",
+        "report",
         "generate",
     ]
     assert "> strategy: IIG, 4 ranks in groups of 2" in first.stdout
@@ -124,12 +139,17 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
 
     second = quickstart(run_dir, text, train_iters=2, extra_flags=extra_flags)
     assert second.returncode == 0, second.stdout
-    assert commands(second.stdout) == ["pretrain_llama", "generate"]
+    assert commands(second.stdout) == ["pretrain_llama", "report", "generate"]
     assert "successfully loaded checkpoint" in second.stdout
     assert re.findall(r"iteration +(\d+)/ +2 ", second.stdout) == ["2"]
     metrics = read_metrics(run_dir / "metrics.jsonl")
     assert [line["iteration"] for line in metrics] == [1, 2]
     check_trackers(tmp_path, metrics)
+
+    sampled, longer, planned = next_commands(second.stdout)
+    assert {"TRAIN_ITERS=4", f"TEXT={text}", f"RUN_DIR={run_dir}"} < set(shlex.split(longer))
+    for line in (sampled, planned):
+        subprocess.run(line, shell=True, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho a sample\n")
@@ -138,10 +158,45 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in made}
     third = quickstart(run_dir, text, train_iters=2, programs=tmp_path / "bin")
     assert third.returncode == 0, third.stdout
-    assert commands(third.stdout) == ["generate"]
+    assert commands(third.stdout) == ["report", "generate"]
     assert third.stdout.count("\n= ") + third.stdout.startswith("= ") == 4
-    assert third.stdout.endswith(second.stdout[second.stdout.index("loss of the untrained") :])
+    assert summary(third.stdout) == summary(second.stdout)
     assert {path: path.stat().st_mtime_ns for path in made} == before
+
+
+def next_commands(output: str) -> list[str]:
+    """The commands that are printed at the end."""
+    folder, *lines = output[output.rindex("next, in ") :].splitlines()
+    assert folder == f"next, in {ROOT}:"
+    return lines
+
+
+@pytest.mark.process
+def test_a_terminal_gets_bars_and_the_view_and_the_log_the_lines(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("""#!/bin/sh
+[ -t 2 ] && echo "$1 has a terminal"
+case $1 in */torchrun.py) echo "trains: $*" ;; esac
+""")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    (tmp_path / "text.jsonl").touch()
+    here, there = pty.openpty()
+    done = quickstart(
+        tmp_path / "run",
+        tmp_path / "text.jsonl",
+        train_iters=2,
+        programs=tmp_path / "bin",
+        terminal=there,
+    )
+    os.close(here)
+    os.close(there)
+    log = (tmp_path / "run" / "quickstart.log").read_text()
+    assert done.returncode == 0
+    assert done.stdout.count("has a terminal") == 4
+    assert log.count("has a terminal") == 5
+    assert re.search(r"^trains: .* --terminal live$", log, re.M)
+    assert "trains: " not in done.stdout
+    assert re.search(r"^\+ bash examples/one_machine.sh .* --terminal live >>", done.stdout, re.M)
 
 
 @pytest.mark.process
