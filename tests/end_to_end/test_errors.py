@@ -88,7 +88,7 @@ def test_a_file_without_permission_is_named_in_one_line(
 def test_a_bug_in_the_configuration_keeps_its_traceback() -> None:
     program = (
         "import pretrain_llama, tests.end_to_end.test_errors as own, paro.config.run as run\n"
-        "run._take_precision = own.bug\npretrain_llama.command()"
+        "run.take_precision = own.bug\npretrain_llama.command()"
     )
     flags = [*MODEL, "--mock-data", "--train-iters", "4"]
     command = [sys.executable, "-c", program, *flags]

@@ -1,0 +1,178 @@
+"""The parts of a run's configuration, each from the parsed flags."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from data.config import DataConfig
+from data.tokenizer_config import TokenizerConfig, tokenizer_config
+from model.config import LLAMA_PRESETS
+from paro.checkpoint.config import CheckpointConfig
+from paro.config.batch_schedule import BatchSchedule, parse_steps
+from paro.config.checkpoint import resumed_samples, with_checkpoint_schedule
+from paro.config.train import TrainConfig
+from paro.distributed.world import World
+from paro.errors import UserError
+from paro.optim.loss_scale import LossScaleConfig
+from paro.optim.lr_schedule import ScheduleConfig
+from paro.precision import PrecisionConfig
+from paro.report.profiler import ProfileConfig
+
+Config = TypeVar("Config")
+
+
+def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
+    """Fills a config from the arguments of the same names; `derived` gives the other fields."""
+    named = {field.name for field in fields(config_type)} - derived.keys()  # type: ignore[arg-type]
+    return config_type(**{name: getattr(args, name) for name in named}, **derived)
+
+
+def take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) -> BatchSchedule:
+    global_batch_size, steps = args.global_batch_size, None
+    if args.step_batch_size_schedule is not None:
+        for flag in ("global_batch_size", "rampup_batch_size"):
+            if getattr(args, flag) is not None:
+                raise UserError(
+                    f"--step-batch-size-schedule and --{flag.replace('_', '-')} contradict each "
+                    "other: give one of them"
+                )
+        steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
+        global_batch_size = steps[-1][1]
+    elif global_batch_size is None:
+        global_batch_size = args.micro_batch_size * world.size
+    rampup = args.rampup_batch_size
+    batches = take(
+        BatchSchedule,
+        args,
+        global_batch_size=global_batch_size,
+        data_parallel_size=world.size,
+        rampup_batch_size=None if rampup is None else tuple(rampup),
+        step_batch_size_schedule=steps,
+    )
+    if steps is not None:
+        batches.check_from(resumed_samples(checkpoint))
+    return batches
+
+
+def take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
+    if args.train_iters is not None and args.train_samples is not None:
+        raise UserError("--train-iters and --train-samples contradict each other: give one")
+    train_iters = args.train_iters
+    if train_iters is None:
+        train_iters = batches.iterations_within(args.train_samples)
+        if train_iters < 1:
+            raise UserError(
+                f"--train-samples {args.train_samples} is less than the first global batch of "
+                f"{batches.batch_size_at(0)}: there is no iteration to train"
+            )
+    if train_iters < 1:
+        raise UserError(f"--train-iters {train_iters} leaves nothing to train: give 1 or more")
+    warmup = args.paro_inter_bits_warmup_iters
+    if warmup is not None and warmup < 0:
+        raise UserError(f"--paro-inter-bits-warmup-iters {warmup} is negative; 0 is no warm-up")
+    return take(
+        TrainConfig,
+        args,
+        train_iters=train_iters,
+        inter_bits_warmup_samples=None if warmup is None else batches.samples_after(warmup),
+    )
+
+
+def take_schedule(
+    args: Namespace, batches: BatchSchedule, train: TrainConfig, common: dict[str, Any] | None
+) -> ScheduleConfig:
+    train_samples = args.train_samples or batches.samples_after(train.train_iters)
+    decay_samples = _samples(args, "lr_decay", batches)
+    if decay_samples is None:
+        decay_samples = train_samples
+    constant = args.weight_decay_incr_style == "constant"
+    start, end = args.start_weight_decay, args.end_weight_decay
+    if constant and not start is end is None:
+        raise UserError(
+            "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or "
+            "cosine; constant takes --weight-decay"
+        )
+    if not constant and None in (start, end):
+        raise UserError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs both "
+            "--start-weight-decay and --end-weight-decay"
+        )
+    schedule = take(
+        ScheduleConfig,
+        args,
+        lr_decay_samples=decay_samples,
+        lr_warmup_samples=_warmup_samples(args, batches, decay_samples),
+        lr_wsd_decay_samples=_samples(args, "lr_wsd_decay", batches),
+        start_weight_decay=args.weight_decay if start is None else start,
+        end_weight_decay=args.weight_decay if end is None else end,
+        weight_decay_incr_samples=train_samples,
+    )
+    if args.use_checkpoint_opt_param_scheduler and common is not None:
+        return with_checkpoint_schedule(schedule, common)
+    return schedule
+
+
+def _samples(args: Namespace, name: str, batches: BatchSchedule) -> int | None:
+    """A length in samples that is given by --<name>-iters or --<name>-samples; None by neither."""
+    iterations = getattr(args, f"{name}_iters")
+    samples: int | None = getattr(args, f"{name}_samples")
+    if iterations is None:
+        return samples
+    if samples is not None:
+        flag = "--" + name.replace("_", "-")
+        raise UserError(f"{flag}-iters and {flag}-samples contradict each other: give one")
+    return batches.samples_after(iterations)
+
+
+def _warmup_samples(args: Namespace, batches: BatchSchedule, decay_samples: int) -> float:
+    fraction = args.lr_warmup_fraction
+    if fraction is None:
+        return _samples(args, "lr_warmup", batches) or 0
+    if args.lr_warmup_iters or args.lr_warmup_samples:
+        raise UserError(
+            "--lr-warmup-fraction contradicts --lr-warmup-iters and --lr-warmup-samples: give one"
+        )
+    if not 0.0 <= fraction < 1.0:
+        raise UserError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
+    return float(fraction * decay_samples)
+
+
+def take_precision(args: Namespace) -> PrecisionConfig:
+    if args.fp16 and args.bf16:
+        raise UserError("--fp16 and --bf16 contradict each other: give one of them")
+    compute = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
+    return take(
+        PrecisionConfig,
+        args,
+        compute=compute,
+        inter_param_bits=args.paro_inter_param_bits,
+        inter_grad_bits=args.paro_inter_grad_bits,
+        inter_grad_error_feedback=args.paro_inter_grad_error_feedback,
+    )
+
+
+def take_loss_scale(args: Namespace) -> LossScaleConfig:
+    return take(LossScaleConfig, args, dynamic=args.fp16 and args.loss_scale is None)
+
+
+def take_data(args: Namespace) -> DataConfig:
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    words = {name: tuple(getattr(args, name)) for name in names}
+    return take(DataConfig, args, **words)
+
+
+def take_tokenizer(args: Namespace) -> TokenizerConfig:
+    flags = dict(vars(args))
+    if args.mock_data and not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
+        flags["tokenizer_type"] = "NullTokenizer"
+    if flags["tokenizer_type"] == "NullTokenizer" and args.vocab_size is None and args.llama_preset:
+        flags["vocab_size"] = LLAMA_PRESETS[args.llama_preset].vocab_size
+    config = tokenizer_config(flags)
+    assert config is not None, "a missing --tokenizer-type was refused before"
+    return config
+
+
+def take_profile(args: Namespace) -> ProfileConfig:
+    return take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks))

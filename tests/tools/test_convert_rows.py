@@ -1,0 +1,59 @@
+"""Vocabulary rows through conversion and training: padding goes, the model's own rows stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paro.checkpoint.convert.native import open_native
+from paro.errors import UserError
+from paro.report.log import Log
+from paro.training.resume import load_run
+from tests.data.test_hugging_face_tokenizer import byte_level
+from tests.helpers.training import save_run
+from tests.paro.checkpoint.convert.folders import save_folder
+from tests.tools.test_convert_checkpoint import convert, tensors_in, trained
+
+
+def rows_in(folder: Path) -> int:
+    rows: int = json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert tensors_in(folder)["model.embed_tokens.weight"].shape[0] == rows
+    return rows
+
+
+def test_rows_that_no_token_has_stay(tmp_path: Path) -> None:
+    """A model has 320 rows, its tokenizer.json 278 ids, and the file next to it two more."""
+    save_folder(tmp_path / "hf", 0, vocab_size=320)
+    byte_level(["<s>"]).save(str(tmp_path / "hf" / "tokenizer.json"))
+    fields = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<tool>"]}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(fields))
+    there = convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    for name in ("new", "newer"):  # the second one continues the first
+        flags = ("--use-checkpoint-args", "--load", str(there))
+        config, training = trained(tmp_path / name, *flags)
+        assert (config.vocab_size, config.model.vocab_size) == (280, 384)
+        resumed = load_run(config, training, Log(rank=0, world_size=1))
+        save_run(config, training, resumed)
+        there = tmp_path / name
+        assert rows_in(convert("paro", "hf", there, tmp_path / f"{name}-hf")) == 320
+    back = (tmp_path / "newer-hf" / "tokenizer_config.json").read_text()
+    assert json.loads(back) == fields
+
+
+def test_rows_by_a_flag_are_named_and_stay(tmp_path: Path) -> None:
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "99"]
+    config, training = trained(tmp_path / "run", *flags, "--padded-vocab-size", "200")
+    save_run(config, training)
+    assert rows_in(convert("paro", "hf", tmp_path / "run", tmp_path / "hf")) == 200
+    source = open_native(convert("paro", "paro", tmp_path / "run", tmp_path / "paro"))
+    assert source.tokenizer is not None
+    assert (source.config.vocab_size, source.tokenizer["vocab_size"]) == (200, 99)
+    flags += ["--load", str(tmp_path / "paro")]
+    log = Log(rank=0, world_size=1)
+    with pytest.raises(UserError, match=r"is 256 there and 128 here: give --padded-vocab-size 256"):
+        load_run(*trained(tmp_path / "new", *flags), log)
+    config, training = trained(tmp_path / "new", *flags, "--padded-vocab-size", "256")
+    save_run(config, training, load_run(config, training, log))
+    assert rows_in(convert("paro", "hf", tmp_path / "new", tmp_path / "new-hf")) == 200
