@@ -12,6 +12,7 @@ from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Workload
 from paro.planning.step.simulation import Span
 from paro.strategy import legal_letters
+from tools.planning.labels import place_labels
 from tools.shared.picture import drawing
 
 COLORS = {
@@ -26,7 +27,7 @@ def draw_front(
 ) -> None:
     """Plots memory against time: strategies with the flags as given, and the Pareto front."""
     limit = workload.device_bytes / 1e9
-    with drawing(path, 1, 1, size=(9, 5.5)) as (_, panels):
+    with drawing(path, 1, 1, size=(9, 5.5)) as (figure, panels):
         axes = panels[0][0]
         axes.plot(
             [e.memory_bytes / 1e9 for e in found.front],
@@ -40,32 +41,28 @@ def draw_front(
                     [row.memory_bytes / 1e9 for row in chosen], [row.seconds for row in chosen],
                     marker, color="#e45756", label=f"at the flags as given, {label}",
                 )  # fmt: skip
-        below = False
-        last = 0.0
-        for (memory, seconds), names in sorted(_together(rows).items()):
-            below = not below and memory < 1.13 * last  # keeps neighbouring labels apart
-            last = memory
-            axes.annotate(names, (memory, seconds), xytext=(5, -12 if below else 3),
-                          textcoords="offset points", fontsize=8)  # fmt: skip
         axes.axvline(limit, color="gray", linestyle="--", label=f"a device: {limit:g} GB")
         axes.set(xscale="log", yscale="log", xlabel="memory of a rank, GB", ylabel="seconds a step")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
-            axis.set_tick_params(which="both", labelsize=8)
+            axis.set_tick_params(which="both", labelsize=8, length=3, pad=4)
         axes.set_title(f"{workload.world_size} ranks on {workload.machine.name}")
-        axes.legend(fontsize=8)
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+        front = [(e.memory_bytes / 1e9, e.seconds) for e in found.front]
+        bottom, top = axes.get_ylim()
+        place_labels(axes, _together(rows), [front, [(limit, bottom), (limit, top)]])
 
 
 def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
-    """The names of strategies too close to distinguish, by the position of the first."""
+    """The names of strategies at the same place, by the position of the first."""
     found: dict[tuple[float, float], str] = {}
     for row in rows:
         memory, seconds, name = row.memory_bytes / 1e9, row.seconds, row.candidate.name
         near = (
             place
             for place in found
-            if abs(math.log(place[0] / memory)) < 0.06 and abs(math.log(place[1] / seconds)) < 0.03
+            if max(abs(math.log(place[0] / memory)), abs(math.log(place[1] / seconds))) < 0.01
         )
         place = next(near, (memory, seconds))
         found[place] = f"{found[place]} {name}" if place in found else name

@@ -1,0 +1,73 @@
+"""Labels in pictures of plans lie beside their points and cover nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.text import Text
+
+from paro.planning.search.planner import letter_rows, plan, rotated_rows
+from paro.planning.search.search_space import Workload
+from tests.paro.planning.cases import machine, workload
+from tools.planning import pictures
+from tools.planning.labels import Box, box_of
+from tools.planning.pictures import draw_front
+
+ONE_NODE = {"machine": machine(world_size=8), "global_batch_size": 48}
+
+
+@pytest.mark.slow("draws, and searches all candidates")
+@pytest.mark.parametrize(
+    "case",
+    [
+        workload(),
+        workload(machine=machine(inter=1), seq_length=2048),
+        workload(memory_bytes=10**8),
+        workload(**ONE_NODE),
+        workload(machine=machine(intra=30, inter=25), micro_batch_size=1),
+    ],
+    ids=["fast", "slow links", "nothing fits", "one node", "close together"],
+)
+def test_labels_cover_neither_each_other_nor_points(
+    case: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+
+    @contextmanager
+    def drawing(*given: Any, **more: Any) -> Iterator[Any]:
+        with own(*given, **more) as (figure, panels):
+            yield figure, panels
+            drawn.append(figure)
+            figure.canvas.draw()
+            check(panels[0][0])
+
+    def check(axes: Any) -> None:
+        # An annotation's own extent has the line to its point in it.
+        extents = ((t.get_text(), Text.get_window_extent(t)) for t in axes.texts)
+        named = {name: Box(*extent.extents) for name, extent in extents}
+        assert {name for text in named for name in text.split()} >= {"NNN", "IIG", "GGG"}
+        for (name, box), (other_name, other) in combinations(named.items(), 2):
+            assert not box.overlaps(other), f"{name} and {other_name}"
+        for row in rows:
+            x, y = axes.transData.transform((row.memory_bytes / 1e9, row.seconds))
+            covering = [
+                n for n, b in named.items() if b.left < x < b.right and b.bottom < y < b.top
+            ]
+            assert not covering, f"the point of {row.candidate.name} is under {covering}"
+        outside = {n: b for n, b in named.items() if not box_of(axes).contains(b)}
+        assert not outside, box_of(axes)
+        for axis in (axes.xaxis, axes.yaxis):
+            ticks = [*axis.get_majorticklabels(), *axis.get_minorticklabels()]
+            shown = [box_of(tick) for tick in ticks if tick.get_visible() and tick.get_text()]
+            assert not any(box.overlaps(other) for box, other in combinations(shown, 2))
+
+    own = pictures.drawing
+    monkeypatch.setattr(pictures, "drawing", drawing)
+    rows = (*letter_rows(case), *rotated_rows(case))
+    draw_front(tmp_path / "front.png", case, rows, plan(case))
+    assert drawn, "the labels were checked"
