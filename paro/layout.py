@@ -20,7 +20,7 @@ from math import prod
 
 ALIGN = 8  # elements: boxes and shards begin at multiples of 16 bytes in two-byte types
 # Chunk size of an in-place slice exchange: large enough to amortize the cost of a message, small
-# compared with a slice.
+# compared with a slice. On a GPU a message costs more, and a quarter of any slice is one.
 _CHUNK_BYTES = 512 << 10
 _LEAST_CHUNKS = 4
 
@@ -196,9 +196,10 @@ class Rectangle:
     high: int
 
 
-def chunk_numel(numel: int, element_bytes: int) -> int:
+def chunk_numel(numel: int, element_bytes: int, *, device_type: str) -> int:
     """Elements per message of an in-place exchange of a slice of `numel` elements."""
-    return max(1, min(-(-numel // _LEAST_CHUNKS), _CHUNK_BYTES // element_bytes))
+    quarter = max(1, -(-numel // _LEAST_CHUNKS))
+    return quarter if device_type == "cuda" else min(quarter, _CHUNK_BYTES // element_bytes)
 
 
 def rectangles(box: Box, low: int, high: int) -> Iterator[Rectangle]:

@@ -183,6 +183,6 @@ def make_ring(
     return Ring(run[0], groups, streams, traffic)
 
 
-def scratch_numel(numel: int, dtype: torch.dtype) -> int:
+def scratch_numel(numel: int, dtype: torch.dtype, *, device_type: str) -> int:
     """Elements of scratch for an in-place shift of a buffer of `numel` elements: two chunks."""
-    return 2 * chunk_numel(numel, dtype.itemsize)
+    return 2 * chunk_numel(numel, dtype.itemsize, device_type=device_type)

@@ -76,12 +76,13 @@ class RotatingUnit(UnitShards):
             for index in range(ring.size)
         ]
         compute, wire = self.param_shard.dtype, context.reduce_dtype
+        on = context.device.type
         self._E, self._F = self._spare(numel, compute), self._spare(numel, compute)
         self._X, self._Y = self._spare(numel, wire), self._spare(numel, wire)
-        self._scratch = self._spare(scratch_numel(numel, compute), compute)
+        self._scratch = self._spare(scratch_numel(numel, compute, device_type=on), compute)
         self._grad_scratch = self._scratch  # they are exchanged one after the other
         if wire != compute:
-            self._grad_scratch = self._spare(scratch_numel(numel, wire), wire)
+            self._grad_scratch = self._spare(scratch_numel(numel, wire, device_type=on), wire)
         self._grad_boxes: dict[int, dict[str, Tensor]] = {}  # by step: views of X or Y
         self._moves_home = False  # forward shifts the slices themselves; backward returns them
         self._is_away = False  # S holds the slice of the next rank

@@ -104,7 +104,9 @@ class CollectiveTimes:
         rings = [name for name in ("ring", "h-ring", "ho-ring") if name in names]
         algorithm = rings[0] if rings else "native" if names else "ring"
         slice_bytes = num_bytes // _size(span)
-        turns = -(-slice_bytes // (2 * chunk_numel(slice_bytes, 1))) if in_place else 1
+        kind = "cuda" if self.machine.is_of_gpus else "cpu"
+        chunk = chunk_numel(slice_bytes, 1, device_type=kind)
+        turns = -(-slice_bytes // (2 * chunk)) if in_place else 1
         job = self._whole(Op.ALL_GATHER, span, num_bytes // turns, algorithm)
         shift = job._replace(seconds=job.seconds / num_shifts * turns)
         return ((shift,),) * num_shifts

@@ -61,6 +61,7 @@ def rotating_peak(
         units=tuple(units),
         precision=precision,
         in_place=in_place,
+        device_type=batch.device_type,
         parts=tuple(
             _parts(
                 config,
@@ -80,6 +81,7 @@ class _Walk:
     units: tuple[UnitSize, ...]
     precision: PrecisionConfig
     in_place: bool
+    device_type: str
     parts: tuple[_Part, ...]
 
     def snapshots(self) -> Iterator[MemorySnapshot]:
@@ -130,7 +132,7 @@ class _Walk:
         return numel // self.strategy.params * BYTES_OF[kind]
 
     def _room(self, slice_bytes: int) -> int:
-        return 2 * chunk_numel(slice_bytes, 1)
+        return 2 * chunk_numel(slice_bytes, 1, device_type=self.device_type)
 
 
 def _largest(units: Sequence[UnitSize]) -> UnitSize:

@@ -159,12 +159,19 @@ def test_out_of_place_hides_what_in_place_waits_for() -> None:
     assert apart.seconds > 1.2 * times[Materialize.ROTATE].seconds
 
 
-def test_in_place_two_chunks_are_under_way_at_a_time() -> None:
-    """So a shift pays one latency for every two chunks, and no extra bytes."""
+@pytest.mark.parametrize("cores", [None, 8])
+def test_in_place_two_chunks_are_under_way_at_a_time(cores: int | None) -> None:
+    """So a shift pays one latency for every two chunks, and no extra bytes; GPUs send four."""
     typed = machine(intra=2000, world_size=8)
+    if cores is not None:
+        typed = replace(typed, device=replace(DEVICE, cores=cores))
     late = replace(typed, intra=speed(2000, latency=1e-6))
     run = make_topology(world_size=8, group_size=8, degrees=()).axes_between(1, 8)
-    for num_bytes, pairs in ((8 << 10, 2), (8 << 20, 2), (64 << 20, 8)):  # a slice is 1/8
+    for num_bytes, pairs in (  # a slice is 1/8
+        (8 << 10, 2),
+        (8 << 20, 2),
+        (64 << 20, 8 if cores else 2),
+    ):
         times = [
             CollectiveTimes(own, "native").shifts(run, num_bytes, in_place=True)
             for own in (typed, late)

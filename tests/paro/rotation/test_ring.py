@@ -32,7 +32,7 @@ class Traveller:
         self._ring = ring
         self._in_place = in_place
         self.values = values.clone()
-        size = scratch_numel(NUMEL, values.dtype) if in_place else NUMEL
+        size = scratch_numel(NUMEL, values.dtype, device_type="cpu") if in_place else NUMEL
         self._other = torch.full((size,), -1.0)
 
     def shift(self, turn: Turn) -> None:
@@ -99,6 +99,9 @@ def test_slices_travel_round_and_gradients_come_home(world_size: int, degree: in
 
 
 def test_chunks_are_short_beside_the_slice() -> None:
-    assert scratch_numel(80, torch.float32) == 2 * 20
-    assert scratch_numel(1, torch.float32) == 2
-    assert scratch_numel(10**9, torch.bfloat16) * 2 == 1 << 20
+    for kind in ("cpu", "cuda"):
+        assert scratch_numel(80, torch.float32, device_type=kind) == 2 * 20
+        assert scratch_numel(1, torch.float32, device_type=kind) == 2
+    assert scratch_numel(10**9, torch.bfloat16, device_type="cpu") * 2 == 1 << 20
+    # Few messages: each costs a GPU's host a tenth of a millisecond.
+    assert scratch_numel(10**9, torch.bfloat16, device_type="cuda") == 2 * 10**9 // 4
