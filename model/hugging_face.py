@@ -116,6 +116,8 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "mlp_bias": (False, "biases in its MLPs"),
     "partial_rotary_factor": (1.0, "heads that are rotated in part"),
     "quantization_config": (None, "quantized weights"),
+    "per_layer_config": (None, "layers that differ"),
+    "transformers_weights": (None, "weights in a file of another name"),
 }
 _SIZES = {
     "num_layers": "num_hidden_layers",

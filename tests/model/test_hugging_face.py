@@ -11,9 +11,17 @@ import pytest
 import torch
 
 from model.config import LLAMA_PRESETS, LlamaConfig
-from model.hugging_face import hugging_face_config, llama_config, output_biases
+from model.hugging_face import (
+    _FIXED,
+    _Fields,
+    hugging_face_config,
+    llama_config,
+    output_biases,
+)
 from model.rotary import inverse_frequencies
+from paro.checkpoint.convert.hugging_face import TOKEN_IDS
 from paro.errors import UserError
+from tests.helpers.house import ROOT
 
 
 @pytest.mark.parametrize("config", LLAMA_PRESETS.values(), ids=LLAMA_PRESETS.keys())
@@ -85,6 +93,13 @@ def test_what_no_architecture_has_is_said() -> None:
         hugging_face_config(config)
 
 
+def test_the_page_tells_of_every_field_that_is_read() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    table = page.split("| field of `config.json` |")[1].split("| tensor |")[0]
+    fields = {*_Fields.__annotations__, *_FIXED, *TOKEN_IDS, "model_type", "dtype"}
+    assert {name for name in fields if f"`{name}`" not in table} == set()
+
+
 @pytest.mark.parametrize("preset", ["7B", "qwen3-8B"])
 def test_biases_of_attention_are_those_of_queries_keys_and_values(preset: str) -> None:
     fields = hugging_face_config(LLAMA_PRESETS[preset]) | {"num_hidden_layers": 2}
@@ -105,6 +120,8 @@ def test_biases_of_attention_are_those_of_queries_keys_and_values(preset: str) -
         ("7B", "mlp_bias", True, "biases in its MLPs"),
         ("7B", "partial_rotary_factor", 0.5, "rotated in part"),
         ("7B", "quantization_config", {"bits": 4}, "quantized"),
+        ("7B", "per_layer_config", {"0": {"head_dim": 4}}, "layers that differ"),
+        ("7B", "transformers_weights", "other.safetensors", "file of another name"),
         ("7B", "model_type", "gemma", r"1 \+ weight"),
         ("7B", "model_type", "mixtral", "experts"),
         ("7B", "model_type", "unheard", "has to be one of .*'qwen3'"),
