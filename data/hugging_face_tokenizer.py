@@ -12,6 +12,8 @@ from paro.untrusted.regular_file import check_regular, read_bytes
 from paro.untrusted.schema import read_json
 
 TOKENIZER_JSON = "tokenizer.json"
+# Files that may add tokens to those of a tokenizer file next to them.
+ADDING_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # Names of special token roles in transformers.
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -173,6 +175,21 @@ def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None
     added += [token for token in map(_added_token, (*named, *extra)) if token.content not in known]
     _mark_special(added, names)
     tokenizer.add_tokens(added)
+
+
+def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: int | None) -> bool:
+    """Whether a folder's files add tokens to a vocabulary, or name another end or beginning."""
+    config = _read_config(folder)
+    named, extra = _special_tokens(config)
+    numbered = config.get("added_tokens_decoder", {}).values()
+    texts = {*map(_content, (*named, *extra, *numbered))}
+    if "added_tokens_decoder" not in config:
+        texts |= _read(folder / "added_tokens.json", dict[str, int]).keys()
+    ends = (("eos", eos), ("bos", bos))
+    said = ((_content(config.get(f"{part}_token")), number) for part, number in ends)
+    return not texts <= vocabulary.keys() or any(
+        text is not None and vocabulary[text] != number for text, number in said
+    )
 
 
 def _special_tokens(config: Mapping[str, Any]) -> tuple[list[str | _Token], list[str | _Token]]:

@@ -126,6 +126,52 @@ def test_prompts_become_the_ids_of_transformers(with_bos: bool, tmp_path: Path) 
         assert tokenizer.decode(ids) == prompt
 
 
+NEW = {"content": "<|im_end|>", "special": True, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({}, "SentencePieceTokenizer"),
+        ({"add_bos_token": False}, "SentencePieceTokenizer"),
+        ({"add_bos_token": True, "bos_token": None}, "SentencePieceTokenizer"),
+        ({"add_bos_token": True, "add_eos_token": True, "pad_token": "<unk>"}, "Llama2Tokenizer"),
+        ({"add_bos_token": True, "added_tokens_decoder": {"300": NEW}}, "HuggingFaceTokenizer"),
+        ({"eos_token": "<|im_end|>", "add_eos_token": True}, "HuggingFaceTokenizer"),
+        ({"add_bos_token": False, "eos_token": "<s>"}, "HuggingFaceTokenizer"),
+    ],
+)
+def test_a_folder_of_pieces_is_read_as_transformers_reads_it(
+    fields: dict[str, object], kind: str, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    save_folder(tmp_path / "hf", 4, vocab_size=320)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "pieces")]
+    train_tokenizer([*given, "--vocab-size", "300"])
+    (tmp_path / "pieces.model").rename(tmp_path / "hf" / "tokenizer.model")
+    said = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False, **fields}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(said))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    prompt = "  def naïve(雪):"
+    ids = theirs(prompt).input_ids
+    ids = ids[: len(ids) - bool(fields.get("add_eos_token"))]
+    for formats, there, here in (("hf paro", "hf", "paro"), ("paro hf", "paro", "back")):
+        given = formats.split()
+        words = ["--from", given[0], "--to", given[1], "--input", str(tmp_path / there)]
+        convert([*words, "--output", str(tmp_path / here)])
+    for folder in ("hf", "paro", "back"):
+        source = open_model(tmp_path / folder)
+        assert source.tokenizer is not None
+        assert source.tokenizer["tokenizer_type"] == kind, folder
+        tokenizer = load_tokenizer(source, None)
+        assert beginnings(source, tokenizer, encode(tokenizer, [prompt])) == [ids], folder
+        assert tokenizer.vocabulary == theirs.get_vocab()
+        assert tokenizer.eod == theirs.eos_token_id
+    assert AutoTokenizer.from_pretrained(tmp_path / "back").get_vocab() == theirs.get_vocab()
+
+
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer"])
 def test_an_export_prompts_as_the_model_was_trained(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE, write_gpt2_tokenizer_json
+from data.hugging_face_tokenizer import ADDING_FILES, adds_tokens
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
@@ -37,9 +38,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     VOCAB_FILE,
     MERGE_FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    *ADDING_FILES,
     "chat_template.jinja",
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -48,6 +47,7 @@ MAX_FILE_BYTES = 5 * 10**9  # the limit of transformers
 
 class _Begins(TypedDict, total=False):
     add_bos_token: bool | None
+    bos_token: str | dict[str, Any] | None
 
 
 class _Step(TypedDict, total=False):
@@ -76,15 +76,18 @@ def open_hugging_face(directory: Path) -> Source:
         token_ids: TokenIds = conform(stated, TokenIds, "")
     config, tensors, notes = find_tensors(directory, config, output_biases(fields))
     companions = companions_in(directory)
+    begins = begins_with_bos(companions)
+    tokenizer = tokenizer_of(companions, begins=begins)
+    missing = _missing_companions(directory, companions, has_tokenizer=tokenizer is not None)
     return Source(
         config=config,
         tensors=tensors,
         companions=companions,
-        tokenizer=tokenizer_of(companions),
+        tokenizer=tokenizer,
         origin=str(directory.resolve()),
-        begins_with_bos=begins_with_bos(companions),
+        begins_with_bos=begins,
         token_ids=token_ids,
-        notes=(*notes, *_missing_companions(directory, companions)),
+        notes=(*notes, *missing),
     )
 
 
@@ -94,34 +97,60 @@ def companions_in(directory: Path) -> dict[str, Path]:
     return {name: directory / name for name in names if (directory / name).is_file()}
 
 
-def tokenizer_of(companions: Mapping[str, Path]) -> dict[str, Any] | None:
-    """The TokenizerConfig fields for these files; None if they have no tokenizer."""
-    for name, kind in (
-        ("tokenizer.json", "HuggingFaceTokenizer"),
-        ("tokenizer.model", "Llama2Tokenizer"),
-    ):
-        if name in companions:
-            return {"tokenizer_type": kind, "tokenizer_model": str(companions[name])}
+def tokenizer_of(
+    companions: Mapping[str, Path], *, begins: bool, folder: Path | None = None
+) -> dict[str, Any] | None:
+    """The TokenizerConfig fields for these files, or for copies of them in a `folder`; None if they
+    have no tokenizer. `begins`: whether texts begin with BOS.
+
+    Without a tokenizer.json, a file that adds tokens or names another end needs transformers.
+    """
+    at = companions if folder is None else {name: folder / name for name in companions}
+    plain = _plain_tokenizer(at, begins)
+    if "tokenizer.json" in companions:
+        model = at["tokenizer.json"]
+    elif plain is not None and _adds_tokens(companions):
+        model = next(iter(at.values())).parent
+    else:
+        return plain
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model)}
+
+
+def _plain_tokenizer(companions: Mapping[str, Path], begins: bool) -> dict[str, Any] | None:
+    """The tokenizer of a file for SentencePiece or of GPT-2's two, without the files next to it."""
+    if "tokenizer.model" in companions:
+        kind = "Llama2Tokenizer" if begins else "SentencePieceTokenizer"
+        return {"tokenizer_type": kind, "tokenizer_model": str(companions["tokenizer.model"])}
     if VOCAB_FILE in companions and MERGE_FILE in companions:
         files = {"vocab_file": companions[VOCAB_FILE], "merge_file": companions[MERGE_FILE]}
         return {"tokenizer_type": GPT2_TYPE} | {name: str(path) for name, path in files.items()}
     return None
 
 
+def _adds_tokens(companions: Mapping[str, Path]) -> bool:
+    """Whether the files next to a plain tokenizer add tokens to it, or name another end."""
+    beside = next((companions[name] for name in ADDING_FILES if name in companions), None)
+    plain = _plain_tokenizer(companions, False)
+    if beside is None or plain is None:
+        return False
+    try:
+        tokenizer = build_tokenizer(TokenizerConfig(**plain))
+    except UserError:  # such as a tokenizer.model of tiktoken's, which transformers converts
+        return True
+    return adds_tokens(beside.parent, tokenizer.vocabulary, eos=tokenizer.eod, bos=tokenizer.bos)
+
+
 def begins_with_bos(companions: Mapping[str, Path]) -> bool:
-    """Whether the tokenizer puts a BOS token before every text."""
-    if "tokenizer_config.json" in companions:
-        says: bool | None = read_json(companions["tokenizer_config.json"], _Begins).get(
-            "add_bos_token"
-        )
-        if says is not None:
-            return says
-    if "tokenizer.json" in companions:
+    """Whether transformers puts a BOS token before every text."""
+    if "tokenizer.json" in companions:  # it alone decides, whatever add_bos_token says
         step = read_json(companions["tokenizer.json"], _Steps).get("post_processor") or {}
         steps = step.get("processors", [step])
         firsts = [part["single"][0] for part in steps if part.get("single")]
         return any("SpecialToken" in first for first in firsts)
-    return "tokenizer.model" in companions  # LLaMA's SentencePiece tokenizers do
+    if "tokenizer_config.json" not in companions:
+        return False
+    says: _Begins = read_json(companions["tokenizer_config.json"], _Begins)
+    return bool(says.get("add_bos_token")) and says.get("bos_token", "") is not None
 
 
 def copy_companions(companions: Mapping[str, Path], directory: Path) -> None:
@@ -163,8 +192,8 @@ def write_hugging_face(
 def _write_tokenizer(source: Source, directory: Path) -> list[str]:
     """Adds a tokenizer.json if there are only other tokenizer files; returns lines to print."""
     companions = source.companions
-    if "tokenizer.json" in companions:
-        return []
+    if "tokenizer.json" in companions or companions.keys() & {*ADDING_FILES}:
+        return []  # transformers opens the folder as it was
     pieces = companions.get("tokenizer.model")
     if pieces is None:
         if VOCAB_FILE in companions and MERGE_FILE in companions:
@@ -175,8 +204,10 @@ def _write_tokenizer(source: Source, directory: Path) -> list[str]:
     return [f"{pieces} is copied as it is: it has no equal in a tokenizer.json"]
 
 
-def _missing_companions(directory: Path, companions: Mapping[str, Path]) -> Iterator[str]:
-    if tokenizer_of(companions) is None:
+def _missing_companions(
+    directory: Path, companions: Mapping[str, Path], *, has_tokenizer: bool
+) -> Iterator[str]:
+    if not has_tokenizer:
         yield f"{directory} has no tokenizer: prompts are token ids"
     if GENERATION_CONFIG not in companions:
         yield f"{directory} has no {GENERATION_CONFIG}: none is written"

@@ -21,7 +21,12 @@ from torch import Tensor
 from torch.serialization import skip_data
 
 from model.config import LlamaConfig, parameter_shapes
-from paro.checkpoint.convert.hugging_face import companions_in, copy_companions, tokenizer_of
+from paro.checkpoint.convert.hugging_face import (
+    begins_with_bos,
+    companions_in,
+    copy_companions,
+    tokenizer_of,
+)
 from paro.checkpoint.convert.source import (
     LazyTensor,
     Source,
@@ -139,12 +144,15 @@ def open_megatron(root: Path) -> Source:
     names = {name: megatron_name(name) for name in parameter_shapes(config)}
     found = _found(path, config, names, ranks)
     companions = companions_in(root / COMPANIONS)
+    # A tokenizer.model alone is from a folder of Meta's, whose texts begin with BOS.
+    begins = {*companions} == {"tokenizer.model"} or begins_with_bos(companions)
     notes = () if companions else (f"{root} has no tokenizer: prompts are token ids",)
     return Source(
         config=replace(config, vocab_size=vocab_size),
         tensors=unpadded(config, checked_tensors(config, found, path, names), vocab_size),
         companions=companions,
-        tokenizer=tokenizer_of(companions),
+        tokenizer=tokenizer_of(companions, begins=begins),
+        begins_with_bos=begins,
         notes=notes,
     )
 

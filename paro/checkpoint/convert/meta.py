@@ -88,7 +88,7 @@ def open_meta(directory: Path) -> Source:
     model = directory / "tokenizer.model"
     companions = {model.name: model} if model.is_file() else {}
     notes = [f"{directory} has no generation config: none is written"]
-    tokenizer = tokenizer_of(companions)
+    tokenizer = tokenizer_of(companions, begins=True)
     if tokenizer is None:
         notes.append(f"{directory} has no tokenizer: prompts are token ids")
     elif not _is_sentencepiece(companions["tokenizer.model"]):

@@ -281,7 +281,7 @@ def _companions(
     """The tokenizer and config files, the tokenizer's configuration, and lines to print."""
     own = companions_in(root / COMPANIONS)
     if own:
-        return own, tokenizer_of(own), ()
+        return own, tokenizer_of(own, begins=_begins_with_bos(common)), ()
     saved = saved_tokenizer(common)
     if saved.get("vocab_file") is not None:
         pair = {VOCAB_FILE: Path(saved["vocab_file"]), MERGE_FILE: Path(saved["merge_file"])}
@@ -304,7 +304,7 @@ def _companions(
 
 def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:
     """The tokenizer for the checkpoint's common.json: the copy in `folder`, or token ids."""
-    there = tokenizer_of({name: folder / name for name in source.companions})
+    there = tokenizer_of(source.companions, begins=source.begins_with_bos, folder=folder)
     if there is not None:
         return {"vocab_size": None, **there}
     if source.tokenizer is not None and source.tokenizer["tokenizer_type"] == "NullTokenizer":
