@@ -87,12 +87,15 @@ def initial_values(
 
 
 @torch.no_grad()
-def initialize_whole(model: nn.Module, config: LlamaConfig, seed: int) -> None:
+def initialize_whole(
+    model: nn.Module, config: LlamaConfig, seed: int, *, num_threads: int = 1
+) -> None:
     """Initializes an unsharded model in place."""
     specs = parameter_initializers(config)
     for name, parameter in model.named_parameters():
         spec = specs[name]
-        parameter.copy_(initial_values(spec, seed, 0, spec.numel).view(parameter.shape))
+        values = initial_values(spec, seed, 0, spec.numel, num_threads=num_threads)
+        parameter.copy_(values.view(parameter.shape))
 
 
 @lru_cache(maxsize=1)  # a rank with a column shard requests the same block row by row

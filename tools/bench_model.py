@@ -25,15 +25,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -47,38 +42,17 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.report.flops import find_peak
 from paro.report.log import print_line
-from paro.report.memory import peak_memory_bytes
-from tools.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Step, Task
+from tools.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Task
+from tools.model_speed.race import Result, race, race_in_own_processes
 from tools.shared.command_line import Parser, status_of
 from tools.shared.device import device_of
 from tools.shared.output import write_text
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
-ROUND = "round "  # what the line of a round begins with
-
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 Row = dict[str, object]
-
-
-@dataclass(slots=True, kw_only=True)
-class Result:
-    """What was measured of each contender."""
-
-    tokens_per_turn: int
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # of its turns, round by round
-    first_losses: dict[str, float] = field(default_factory=dict)
-    peak_bytes: dict[str, int] = field(default_factory=dict)  # of the ones that ran alone
-    failures: dict[str, str] = field(default_factory=dict)  # of the others: the last line
-
-    def tokens_per_second(self, name: str) -> float:
-        return self.tokens_per_turn / median(self.seconds[name])
-
-    def ratio(self, name: str, other: str) -> float:
-        """Speed relative to `other`: the median over rounds."""
-        rounds = zip(self.seconds[name], self.seconds[other], strict=True)
-        return median(theirs / own for own, theirs in rounds)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -94,6 +68,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--own-process",
         action=argparse.BooleanOptionalAction,
         help="each contender in a process of its own: in turns on a CPU, one by one on a GPU",
+    )
+    add(
+        "--most-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="with --own-process: stop a contender so long after its start",
     )
     add("--paced", action="store_true", help=argparse.SUPPRESS)  # a round per line of stdin
     add("--num-layers", type=int, default=8)
@@ -164,139 +144,6 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
         raise RuntimeError(f"the first losses differ: {losses}")
 
 
-def race(
-    task: Task,
-    names: Sequence[str],
-    *,
-    rounds: int,
-    steps: int,
-    clock: Callable[[], float],
-    go: Callable[[], str],
-) -> Result:
-    """Lets the contenders train in turns, in an order that rotates from round to round.
-
-    Calls `go` before each round, which may wait.
-    """
-    contenders = {name: CONTENDERS[name](task) for name in names}
-    first_losses = {name: float(step()) for name, step in contenders.items()}
-    for step in contenders.values():
-        step()  # may allocate what stays allocated
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-
-    def turn(step: Step) -> float:
-        _wait(task.device)
-        begin = clock()
-        for _ in range(steps):
-            step()
-        _wait(task.device)
-        return clock() - begin
-
-    for index in range(rounds):
-        go()
-        for name in _rotated(names, index):
-            seconds[name].append(turn(contenders[name]))
-        last = ", ".join(f"{name} {turns[-1]:.3f}" for name, turns in seconds.items())
-        print_line(f"{ROUND}{index + 1:3d}, seconds: {last}")
-    alone = {names[0]: peak_memory_bytes(task.device)} if len(names) == 1 else {}
-    return Result(
-        tokens_per_turn=steps * task.num_tokens,
-        seconds=seconds,
-        first_losses=first_losses,
-        peak_bytes=alone,
-    )
-
-
-def _rotated(names: Sequence[str], index: int) -> tuple[str, ...]:
-    start = index % len(names)
-    return (*names[start:], *names[:start])
-
-
-class _OwnProcess:
-    """A contender in a process of its own, with the same flags `argv`."""
-
-    def __init__(self, name: str, argv: Sequence[str], folder: Path) -> None:
-        self.name, self._file, self._errors = name, folder / f"{name}.json", folder / f"{name}.err"
-        own = [sys.executable, str(Path(__file__).resolve()), *argv]
-        more = ["--no-own-process", "--paced", "--contenders", name, "--json", str(self._file)]
-        with self._errors.open("w", encoding="utf-8") as errors:
-            self._process = subprocess.Popen(
-                [*own, *more],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-
-    def run_round(self) -> None:
-        """Returns after it, or when the process has ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(ROUND):
-                print_line(line.rstrip())
-                return
-
-    def end(self, result: Result) -> None:
-        """Waits for the process and notes what it has measured, or why it failed."""
-        self._process.communicate()
-        if self._process.returncode != 0:
-            lines = self._errors.read_text(encoding="utf-8").strip().splitlines()
-            result.failures[self.name] = (lines or [f"status {self._process.returncode}"])[-1]
-            return
-        (row,) = json.loads(self._file.read_text(encoding="utf-8"))["rows"]
-        result.seconds[self.name] = row["seconds"]
-        result.first_losses[self.name] = row["first_loss"]
-        result.peak_bytes[self.name] = row["peak_bytes"]
-
-    def stop(self) -> None:
-        """If it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.communicate()
-
-
-def race_in_own_processes(
-    task: Task,
-    names: Sequence[str],
-    argv: Sequence[str],
-    *,
-    rounds: int,
-    steps: int,
-    ended: Callable[[Result], None],
-) -> Result:
-    """Lets each contender train in a process of its own: in turns on a CPU, one by one on a GPU.
-
-    One that fails, for example for want of memory, does not end the others. After each `ended` gets
-    the results so far: a race on a GPU that is stopped keeps them.
-    """
-    result = Result(tokens_per_turn=steps * task.num_tokens)
-    groups = [names] if task.device.type == "cpu" else [(name,) for name in names]
-    started: dict[str, _OwnProcess] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for group in groups:
-                for index in range(rounds):
-                    for name in _rotated(group, index):
-                        if name not in started:
-                            started[name] = _OwnProcess(name, argv, Path(folder))
-                        started[name].run_round()
-                for name in group:
-                    started[name].end(result)
-                    ended(result)
-        finally:
-            for contender in started.values():
-                contender.stop()
-    return result
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def report(task: Task, result: Result, peak_flops: float | None) -> list[tuple[Row, str]]:
     """A row per contender, and the same as a line."""
     seq_length = task.batch.tokens_BS.shape[1]
@@ -363,7 +210,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
     if args.own_process:
         result = race_in_own_processes(
-            task, names, argv, rounds=args.rounds, steps=args.steps, ended=write
+            task,
+            names,
+            argv,
+            rounds=args.rounds,
+            steps=args.steps,
+            ended=write,
+            most_seconds=args.most_seconds,
         )
     else:
         clock = CLOCKS[args.clock]

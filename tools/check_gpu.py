@@ -37,14 +37,15 @@ It needs torch 2.11 or newer, a GPU of compute capability 8.0 or newer, and no n
 NEEDED_CAPABILITY = (8, 0)
 
 Part = Callable[[Runner, Machine], Outcome]
-PARTS: dict[str, tuple[str, Part]] = {
+PARTS: dict[str, tuple[str, Part]] = {  # in the order in which they run
+    "e": ("speed", measures.speed),
     "a": ("tests on a GPU", lambda runner, _: suites.gpu_tests(runner)),
     "b": ("4 ranks on one GPU against one process", lambda runner, _: suites.rank_tests(runner)),
     "c": ("races", lambda runner, _: suites.race_tests(runner)),
     "d": ("memory against its prediction", lambda runner, _: measures.memory(runner)),
-    "e": ("speed", measures.speed),
     "f": ("profile of a step", lambda runner, _: measures.profile(runner)),
     "g": ("checkpoints", measures.checkpoint),
+    "j": ("speed of variants", measures.variants),
     "h": ("collectives", lambda runner, _: measures.collectives(runner)),
     "i": ("strategies beside FSDP2", lambda runner, _: measures.peers(runner)),
 }
@@ -93,13 +94,13 @@ def parts_of(args: argparse.Namespace) -> list[str]:
         raise UserError(f"--gpus {args.gpus} must be at least 1")
     if args.parts is None:
         return [letter for letter in PARTS if args.gpus > 1 or letter not in OF_SEVERAL_GPUS]
-    chosen = sorted({letter.strip() for letter in args.parts.split(",")})
-    for letter in chosen:
+    chosen = {letter.strip() for letter in args.parts.split(",")}
+    for letter in sorted(chosen):
         if letter not in PARTS:
-            raise UserError(f"--parts {args.parts}: there is no part {letter!r}, only a to i")
+            raise UserError(f"--parts {args.parts}: there is no part {letter!r}, only a to j")
         if letter in OF_SEVERAL_GPUS and args.gpus == 1:
             raise UserError(f"--parts {args.parts}: part {letter} needs --gpus 2 or more")
-    return chosen
+    return [letter for letter in PARTS if letter in chosen]
 
 
 def check_machine(found: Found, args: argparse.Namespace) -> None:

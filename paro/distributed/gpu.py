@@ -16,8 +16,9 @@ _OLDEST_DRIVER = {"12": 525, "13": 580}  # by major version of CUDA, from NVIDIA
 def check_gpu(local_rank: int) -> torch.device:
     """The GPU of this local rank; `UserError` without one that this torch has kernels for.
 
-    Sets how its memory is cut, unless the environment does.
+    Sets how its memory is cut, and how many processes compile, unless the environment does.
     """
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each rank of the node; not 32
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         # Units of different sizes come and go, and leave gaps that others do not fit in.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

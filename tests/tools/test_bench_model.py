@@ -128,6 +128,16 @@ def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
     assert f"transformers           failed: {message}" in done.stdout
 
 
+@pytest.mark.process
+def test_a_contender_is_stopped_at_its_limit(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    words = [*TINY, "--own-process", "--contenders", "ours", "--most-seconds", 0.1, "--json", file]
+    done = run_script([SCRIPT, *map(str, words)])
+    assert done.returncode == 1
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row == {"contender": "ours", "failure": "stopped after 0.1 s"}
+
+
 class FakeProcess:
     """Stands for a contender's process; notes what is done to it."""
 
@@ -155,7 +165,8 @@ def raced_on(
     found: list[list[str]] = []
     task = replace(task_of(make_parser().parse_args(TINY)), device=torch.device(device))
     monkeypatch.setattr(
-        "tools.bench_model._OwnProcess", lambda name, *_: FakeProcess(name, log, stops_at=stops_at)
+        "tools.model_speed.race._OwnProcess",
+        lambda name, *_: FakeProcess(name, log, stops_at=stops_at),
     )
     names = ("a", "b", "c")
     with pytest.raises(KeyboardInterrupt) if stops_at else nullcontext():

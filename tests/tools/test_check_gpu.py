@@ -13,7 +13,13 @@ from paro.errors import UserError
 from tests.helpers.scripts import run_script
 from tools.check_gpu import PARTS, Found, check_machine, main, make_parser, parts_of
 from tools.gpu_check import running, suites
-from tools.gpu_check.measures import memory_failure, num_layers_that_fit
+from tools.gpu_check.measures import (
+    CONTENDER_SECONDS,
+    HEADLINE,
+    VARIANTS,
+    memory_failure,
+    num_layers_that_fit,
+)
 from tools.gpu_check.page import PAGE, RESULTS, read_results, write_results
 from tools.gpu_check.running import Ended, Runner
 
@@ -31,13 +37,13 @@ def test_a_rehearsal_runs_every_part_and_keeps_earlier_results(tmp_path: Path) -
     done = run_script(["tools/check_gpu.py", "--rehearse", "--out", folder])
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((folder / RESULTS).read_text())
-    assert list(results) == ["a", "b", "c", "d", "e", "f", "g", "h"]
-    assert all(results[letter]["passed"] for letter in "abcdefg")
+    assert list(results) == ["a", "b", "c", "d", "e", "f", "g", "h", "j"]
+    assert all(results[letter]["passed"] for letter in "abcdefgj")
     assert results["a"]["figures"]["skipped"]  # there is no GPU, and only a rehearsal may say so
     assert results["b"]["figures"]["passed"] > 0
     assert results["c"]["figures"]["passed"] > 0
     assert results["d"]["figures"]["bf16"]["predicted peak"] > 0
-    rows = results["e"]["figures"]["rows"]
+    rows = [row for letter in "ej" for row in results[letter]["figures"]["rows"]]
     assert [row["contender"] for row in rows] == ["trainer", "trainer-fp8"]
     assert (folder / "profile.png").stat().st_size > 10_000
     assert results["g"]["figures"]["checkpoint"]["gb_per_second"]["save"] > 0
@@ -68,6 +74,30 @@ def test_the_page_says_what_failed_and_shows_the_pictures(tmp_path: Path) -> Non
     assert "| e | speed | **no** | 12 | 1 x GPU | 2026-01-02 | abc |" in page
     assert "![speed](speed.png)" in page
     assert page.startswith("# GPU check")
+    assert page.count("not measured") == 3
+
+
+def test_the_page_begins_with_what_matters(tmp_path: Path) -> None:
+    speeds = {"trainer": 100.0, "trainer-compiled": 110.0, "trainer-fp8": 121.0, "ours": 101.0}
+    rows: list[dict[str, object]] = [
+        {"contender": name, "tokens_per_second": speed, "mfu": speed / 200}
+        for name, speed in speeds.items()
+    ]
+    rows.append({"contender": "trainer-fp8-compiled", "failure": "stopped after 90 s"})
+    write_results(tmp_path, {"e": {**EARLIER, "figures": {"rows": rows}}}, rehearsal=False)
+    assert (tmp_path / PAGE).read_text().splitlines()[2:5] == [
+        "- MFU of the trainer in bf16: 55.0% (goal 60%)",
+        "- fp8 beside bf16, tokens/s: 1.10 (goal 1.2)",
+        "- time of the engine beside a plain loop: +1.0% (goal at most +2%)",
+    ]
+
+
+@pytest.mark.parametrize("names", [HEADLINE, VARIANTS])
+def test_speed_ends_within_its_part(names: tuple[str, ...]) -> None:
+    assert len(names) * CONTENDER_SECONDS < running.PART_SECONDS
+    draws_per_second = 110e6  # of one core; a contender may have no other
+    values = num_layers_that_fit(H200) * 202_383_360 + 262_148_096
+    assert values / draws_per_second < CONTENDER_SECONDS / 3
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"a": 3}', '{"a": {}}'])
@@ -80,9 +110,9 @@ def test_damaged_results_are_not_overwritten(tmp_path: Path, content: str) -> No
 @pytest.mark.parametrize(
     ("flags", "letters"),
     [
-        ("", "abcdefg"),
-        ("--gpus 2", "abcdefghi"),
-        ("--parts e,a", "ae"),
+        ("", "eabcdfgj"),
+        ("--gpus 2", "eabcdfgjhi"),
+        ("--parts a,e", "ea"),
         ("--parts h --gpus 2", "h"),
     ],
 )
@@ -94,7 +124,7 @@ def test_parts_that_are_chosen(flags: str, letters: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--parts a,z", "--parts a,z: there is no part 'z', only a to i"),
+        ("--parts a,z", "--parts a,z: there is no part 'z', only a to j"),
         ("--parts i", "part i needs --gpus 2 or more"),
         ("--gpus 0", "--gpus 0 must be at least 1"),
         ("", "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"),
@@ -205,6 +235,5 @@ def test_what_a_failure_says() -> None:
 
 
 def test_the_largest_model_follows_the_gpu_s_memory() -> None:
-    assert num_layers_that_fit(80 * 10**9) == 13
-    assert num_layers_that_fit(H200) == 27
-    assert num_layers_that_fit(200 * 10**9) == 32
+    assert num_layers_that_fit(60 * 10**9) == 10
+    assert num_layers_that_fit(80 * 10**9) == num_layers_that_fit(H200) == 12

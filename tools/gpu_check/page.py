@@ -13,6 +13,7 @@ from tools.shared.output import write_text
 
 RESULTS = "results.json"
 PAGE = "README.md"
+UNMEASURED = "not measured"
 
 
 class _Part(TypedDict):
@@ -46,9 +47,35 @@ def write_results(folder: Path, results: Mapping[str, Any], *, rehearsal: bool) 
     write_text(folder / PAGE, page(ordered, rehearsal=rehearsal))
 
 
+def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The three figures that matter most beside their goals, as lines of a list."""
+    found = {
+        row["contender"]: row
+        for letter in "ej"
+        for row in results.get(letter, {}).get("figures", {}).get("rows", ())
+        if "failure" not in row
+    }
+
+    def best(figure: str, *names: str) -> float:
+        return max((found[name][figure] for name in names if name in found), default=0.0)
+
+    bf16 = ("trainer", "trainer-compiled")
+    mfu, speed = best("mfu", *bf16), best("tokens_per_second", *bf16)
+    fp8 = best("tokens_per_second", "trainer-fp8", "trainer-fp8-compiled")
+    engine, plain = (best("tokens_per_second", name) for name in ("trainer", "ours"))
+    return (
+        f"- MFU of the trainer in bf16: {f'{mfu:.1%}' if mfu else UNMEASURED} (goal 60%)",
+        f"- fp8 beside bf16, tokens/s: {f'{fp8 / speed:.2f}' if fp8 and speed else UNMEASURED} "
+        "(goal 1.2)",
+        "- time of the engine beside a plain loop: "
+        f"{f'{plain / engine - 1:+.1%}' if plain and engine else UNMEASURED} (goal at most +2%)",
+    )
+
+
 def page(results: Mapping[str, Any], *, rehearsal: bool) -> str:
     """Markdown: a table of the parts, then what each of them found."""
     lines = ["# Rehearsal on a machine without a GPU" if rehearsal else "# GPU check", ""]
+    lines += [*headline(results), ""]
     if rehearsal:
         lines += ["Small shapes on CPU ranks: no figure here says anything about a GPU.", ""]
     lines += ["| part | | passed | seconds | machine | date | commit |"]

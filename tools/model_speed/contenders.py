@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class Task:
 def _own_model(task: Task) -> Llama:
     with task.device:
         model = Llama(task.config).to(TYPES[task.dtype])
-    initialize_whole(model, task.config, SEED)
+    initialize_whole(model, task.config, SEED, num_threads=len(os.sched_getaffinity(0)))
     return model
 
 

@@ -28,8 +28,10 @@ def v100s(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_rank_has_the_gpu_of_its_number(v100s: pytest.MonkeyPatch) -> None:
     v100s.setenv("PYTORCH_ALLOC_CONF", "")  # set, so that it is restored
     v100s.delenv("PYTORCH_ALLOC_CONF")
+    v100s.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     assert check_gpu(3) == torch.device("cuda:3")
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     with pytest.raises(UserError, match="local rank 4 has no GPU: torch sees 4"):
         check_gpu(4)
 
