@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from setuptools import find_packages
@@ -46,3 +48,31 @@ def test_dependencies_are_those_of_requirements() -> None:
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     names = [line.split(">=")[0] for line in lines if not line.startswith("#")]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("there", "target", "installed"),
+    [
+        ([], "quickstart", ["requirements.txt"]),
+        (["installed-for-training"], "quickstart", []),
+        (["installed-for-training"], "lint", ["requirements-dev.txt"]),
+        (["installed-for-training", "installed"], "quickstart", []),
+        ([], "lint", ["requirements-dev.txt"]),
+    ],
+)
+def test_make_installs_what_a_target_needs_once(
+    tmp_path: Path, there: list[str], target: str, installed: list[str]
+) -> None:
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt", "constraints.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / ".venv").mkdir()
+    for name in there:
+        (tmp_path / ".venv" / name).touch()
+    done = subprocess.run(
+        ["make", "--dry-run", target], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert re.findall(r"pip install -r (\S+) -c constraints.txt", done.stdout) == installed
+    # What installs the larger file leaves nothing to install for the smaller one.
+    both = "touch .venv/installed-for-training .venv/installed\n"
+    assert (both in done.stdout) == (installed == ["requirements-dev.txt"])
